@@ -120,8 +120,10 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
     return num_refused
 
 
-def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
+def read_keys(arguments: Sequence[str], flag: str = "config") -> dict[str, Any]:
     """Keys and values of `--config.key=value`, as `jaxrl.launch` reads them.
+
+    `flag` is another beginning than `config`.
 
     Raises:
         ValueError: an argument is no such, or a key or value is wrong.
@@ -129,11 +131,11 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")
-        if not name.startswith("--config."):
-            raise ValueError(f"unexpected argument {argument}; settings are --config.key=value.")
+        if not name.startswith(f"--{flag}."):
+            raise ValueError(f"unexpected argument {argument}; settings are --{flag}.key=value.")
         if not equals:
-            raise ValueError(f"{argument}: expected --config.key=value.")
-        key = name.removeprefix("--config.")
+            raise ValueError(f"{argument}: expected --{flag}.key=value.")
+        key = name.removeprefix(f"--{flag}.")
         check_keys([key])
         default = KEYS[key].default
         value: Any = as_default(text, default)
@@ -260,6 +262,17 @@ def leave_out_method(config: ConfigDict) -> None:
 
 def fit_host(config: ConfigDict) -> None:
     """Changes mesh and rows, which are the run's devices', to what plays one episode here."""
+    shards = fit_mesh(config)
+    config.rollout.group_size = 1
+    config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
+
+
+def fit_mesh(config: ConfigDict) -> int:
+    """Changes the mesh and the sampler's rows to those of this host's devices.
+
+    Returns:
+        Devices over which rows of training are split.
+    """
     num_devices = jax.device_count()
     config.mesh.rollout_devices = 0
     try:
@@ -268,8 +281,8 @@ def fit_host(config: ConfigDict) -> None:
         config.mesh.update(data=1, fsdp=-1, context=1, expert=1, tensor=1)
         sizes = mesh_sizes(num_devices, **config.mesh)
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
-    config.rollout.update(num_rows=shards * sizes["context"], group_size=1)
-    config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
+    config.rollout.num_rows = shards * sizes["context"]
+    return shards
 
 
 def load_weights(

@@ -1,4 +1,4 @@
-"""Trajectories as JSON: exactly, for checkpoints and other processes, and readable, for people."""
+"""Trajectories as exact JSON, for checkpoints and processes; `logs.records` is for people."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
         fields.setdefault("token_arrays", {})[name] = saved
     task = dataclasses.asdict(dataclasses.replace(trajectory.task, images=()))
     task["images"] = list(map(_picture_to_json, trajectory.task.images))
-    turns = [_turn_to_json(turn) for turn in trajectory.turns]
+    turns = [turn_to_json(turn) for turn in trajectory.turns]
     parts = dict(trajectory.reward_parts)
-    records = _records_to_json(trajectory)
+    records = calls_to_json(trajectory)
     outcome = str(trajectory.outcome)
     plain = {"task": task, "turns": turns, "reward_parts": parts, "outcome": outcome}
     return {**fields, **plain, "reward_records": records}
@@ -96,7 +96,8 @@ def _turn(saved: Mapping[str, Any]) -> Turn:
     return Turn(**{**saved, "records": records, "images": _pictures(saved)})
 
 
-def _turn_to_json(turn: Turn) -> dict[str, Any]:
+def turn_to_json(turn: Turn) -> dict[str, Any]:
+    """A turn as plain JSON values; a rare field where it has a value."""
     plain = dataclasses.asdict(dataclasses.replace(turn, images=()))
     rare = {"images": list(map(_picture_to_json, turn.images)), "is_cut": turn.is_cut}
     always = {name: value for name, value in plain.items() if name not in rare}
@@ -139,7 +140,8 @@ def _records(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
     return tuple(CallRecord(**record) for record in saved)
 
 
-def _records_to_json(trajectory: Trajectory) -> list[dict[str, Any]]:
+def calls_to_json(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Calls of judges as plain JSON values."""
     return [dataclasses.asdict(record) for record in trajectory.reward_records]
 
 
@@ -151,74 +153,3 @@ def groups_to_json(groups: Iterable[Group]) -> list[list[dict[str, Any]]]:
 def groups_from_json(saved: Iterable[Iterable[Mapping[str, Any]]]) -> list[Group]:
     """The inverse of `groups_to_json`."""
     return [Group(trajectories=tuple(map(from_json, group))) for group in saved]
-
-
-def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory of training, readable, as `trajectories/` holds it; numbers are rounded."""
-    return {
-        "task_id": trajectory.task_id,
-        "question": trajectory.task.question,
-        "query": trajectory.query,
-        "answers": list(trajectory.task.answers),
-        "data_source": trajectory.task.data_source,
-        "sample_index": trajectory.sample_index,
-        "attempt": trajectory.attempt,
-        "outcome": str(trajectory.outcome),
-        "reward": None if trajectory.outcome == "environment_error" else trajectory.reward,
-        "reward_parts": dict(trajectory.reward_parts),
-        **({"reward_records": judged} if (judged := _records_to_json(trajectory)) else {}),
-        "final_answer": trajectory.final_answer,
-        "is_correct": trajectory.is_correct,
-        "advantage": trajectory.advantage,
-        **_by_turn(trajectory),
-        "generated_text": trajectory.generated_text,
-        "turns": [_turn_record(turn) for turn in trajectory.turns],
-        **({"images": _named(images)} if (images := trajectory.task.images) else {}),
-        "prompt_length": trajectory.prompt_length,
-        "token_ids": trajectory.token_ids.tolist(),
-        "loss_mask": trajectory.loss_mask.astype(int).tolist(),
-        "rollout_logprobs": [round(float(x), 6) for x in trajectory.rollout_logprobs],
-        "rollout_entropies": [round(float(x), 6) for x in trajectory.rollout_entropies],
-        "policy_versions": trajectory.policy_versions.tolist(),
-    }
-
-
-def _turn_record(turn: Turn) -> dict[str, Any]:
-    return _turn_to_json(turn) | ({"images": _named(turn.images)} if turn.images else {})
-
-
-def _named(images: Iterable[Picture]) -> list[dict[str, str]]:
-    """Images by their digests; those of no file of their own are in the workdir."""
-    return [
-        {"digest": image.digest, "file": image.path or f"images/{image.digest}"} for image in images
-    ]
-
-
-def _by_turn(trajectory: Trajectory) -> dict[str, Any]:
-    """Rewards and advantages by turn, where there are any."""
-    found = {name: getattr(trajectory, name) for name in ("turn_rewards", "turn_advantages")}
-    return {name: list(amounts) for name, amounts in found.items() if amounts}
-
-
-def question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
-    """A trajectory of an evaluation, readable, as the evaluation's file holds it.
-
-    `error` is the text of its environment error, "" without one.
-    """
-    return {
-        "task_id": trajectory.task_id,
-        "sample_index": trajectory.sample_index,
-        "data_source": trajectory.task.data_source,
-        "question": trajectory.query,
-        "answers": list(trajectory.task.answers),
-        "final_answer": trajectory.final_answer,
-        "outcome": str(trajectory.outcome),
-        "searches": trajectory.searches,
-        **({"python_calls": trajectory.python_calls} if trajectory.python_calls else {}),
-        **({"error": error} if error else {}),
-        **({"images": _named(images)} if (images := trajectory.pictures) else {}),
-        "num_sampled": trajectory.num_sampled,
-        **({"usage": dict(trajectory.usage)} if trajectory.usage else {}),
-        "response": trajectory.generated_text,
-        **trajectory.reward_parts,
-    }

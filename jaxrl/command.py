@@ -6,6 +6,7 @@
     jaxrl ask RUN [QUESTION ...]                  questions for a trained model
     jaxrl report RUN [RUN ...]                    a page about a run, or one that compares several
     jaxrl view RUN [RUN ...]                      runs in a browser, live and token by token
+    jaxrl compare RUN --step=N --with.KEY=VALUE   two objectives on a batch that a run recorded
     jaxrl tiny-model --texts=FILE --out=FOLDER    a model of random weights, to rehearse a run
 
 Everything behind the word is the program's own; `jaxrl WORD --help` lists it. A file
@@ -27,6 +28,7 @@ PROGRAMS = {
     "ask": ("jaxrl.ask",),
     "report": ("jaxrl.report",),
     "view": ("jaxrl.extras.view",),
+    "compare": ("jaxrl.extras.compare",),
     "tiny-model": ("examples.tiny_model",),
 }
 """The module that runs for a word, and arguments before the user's."""

@@ -113,7 +113,7 @@ def assemble(
     mesh = make_mesh(**config.mesh)
     method = method_of(config)
     external = _make_external(config, workdir, log)
-    model_config, tokenizer = _read_model(config, mesh, is_played=external is None)
+    model_config, tokenizer = model_and_tokenizer(config, mesh, is_played=external is None)
     policy = policy_of(config, model_config) if external is None else model_config
     if isinstance(policy, Around):
         policy.check()
@@ -145,7 +145,7 @@ def assemble(
     engine = None
     if external is None:
         engine = _make_engine(config, policy, mesh, automaton, tokenizer)
-    model = _make_model(config, mesh, policy, tokenizer)
+    model = make_model(config, mesh, policy, tokenizer)
     stages = make_stages(config, model, method)
     schedule = Schedule(
         deterministic=config.rollout.deterministic,
@@ -241,6 +241,7 @@ def settings_of(config: ConfigDict) -> Settings:
         model_path=config.model.path,
         architecture=config.model.architecture,
         trajectories=config.log.trajectories,
+        tokens=config.log.tokens,
         kept_replies=replies.replay_folder if replies.replay == "record" else None,
         wandb_project=config.log.wandb_project,
         values=values,
@@ -270,9 +271,12 @@ def _make_processor(
     return processor
 
 
-def _make_model(
-    config: ConfigDict, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer
-) -> Model:
+def make_model(config: ConfigDict, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer) -> Model:
+    """Makes the model of a policy, without its parameters.
+
+    Raises:
+        ValueError: the configuration freezes what the model does not have.
+    """
     if not config.model.vision.train and policy.tower is None:
         raise ValueError(
             "config.model.vision.train is False, but the model of config.model.path reads text "
@@ -373,7 +377,7 @@ def _make_external(
     return external
 
 
-def _read_model(
+def model_and_tokenizer(
     config: ConfigDict, mesh: Mesh, *, is_played: bool
 ) -> tuple[Architecture, Tokenizer]:
     """The model's architecture and tokenizer; of one that plays, all else of it is checked."""

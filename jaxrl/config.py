@@ -822,6 +822,9 @@ KEYS: dict[str, Key] = {
         at_least=0, restart=FREE),
     "log.trajectories": Key(32, "First trajectories of a step written to `trajectories/`. -1: all.",
         at_least=-1, expected="0 or more, or -1 for all", restart=FREE),
+    "log.tokens": Key(False, "Also write what the update knows of each of their tokens: advantage, "
+        "weights, and log-probabilities before and after it, for which a step scores them twice.",
+        restart=FREE),
     "log.wandb_project": Key("", "Project on Weights & Biases that metrics also go to. Empty: "
         "none.", restart=FREE),
 }

@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.codecs import question_record
 from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.attribution import Attribution, attribute
 from jaxrl.envs.base import Outcome
 from jaxrl.envs.json_text import read_object
 from jaxrl.envs.text import printable
 from jaxrl.logs.metrics import plain_number
+from jaxrl.logs.records import question_record
 from jaxrl.logs.statistics import (
     bootstrap_means,
     column_means,

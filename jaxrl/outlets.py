@@ -14,6 +14,10 @@ Record = Mapping[str, Any]
 WriteSamples = Callable[[Path, int, Sequence[Trajectory], Sequence[Mapping[str, Any]]], None]
 """See `writers.write_samples`."""
 
+Notes = Callable[[Params], list[dict[str, Any]]]
+TakeNotes = Callable[..., Notes]
+"""See `logs.tokens.make_notes`."""
+
 
 class Checkpoints(Protocol):
     """Saves and restores; `runtime.checkpoint.Checkpointer` says what each does."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxrl.config import flat_pairs
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
 from jaxrl.logs.mirrors import open_log
+from jaxrl.logs.tokens import make_notes
 from jaxrl.logs.writers import write_samples
 from jaxrl.models.folder import model_folder
 from jaxrl.models.starting import load_base, load_trained
@@ -316,6 +318,7 @@ def open_session(
         origin=origin_of(settings, contents),
         failures=failures,
         saved=dataclasses.replace(progress) if found else None,
+        make_notes=partial(make_notes, settings.trajectories) if settings.tokens else None,
     )
 
 

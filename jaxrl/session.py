@@ -19,7 +19,7 @@ from jaxrl.envs.base import Task
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
-from jaxrl.outlets import Checkpoints, Record, Records, Shown, WriteSamples
+from jaxrl.outlets import Checkpoints, Record, Records, Shown, TakeNotes, WriteSamples
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.stopping import Best
@@ -222,6 +222,7 @@ class Session:
     state: TrainState | None = None  # as progress says, in the middle of a stage that trains
     ref_params: Params | None = None  # the reference of the train stage's KL term
     saved: Progress | None = None  # where the newest checkpoint stands
+    make_notes: Callable[..., TakeNotes] | None = None  # None without `log.tokens`
 
     def begin(self, stage: str) -> bool:
         """Moves the progress to a stage; False when the checkpoint says it is done."""

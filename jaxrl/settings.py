@@ -68,6 +68,7 @@ class Settings:
     Attributes:
         model_path, architecture: what the run begins with, `model.path`, `model.architecture`.
         trajectories: of a step that are written; -1: all.
+        tokens: with what the update knows of each token.
         kept_replies: where the replies of an endpoint's model are recorded; "": beside the run;
             None where they are not.
         wandb_project: that metrics also go to; "": none.
@@ -84,6 +85,7 @@ class Settings:
     model_path: str
     architecture: str
     trajectories: int
+    tokens: bool
     kept_replies: str | None
     wandb_project: str
     values: Mapping[str, Any]

@@ -46,7 +46,7 @@ from jaxrl.training.packing import BatchShape
 from jaxrl.training.settings import is_measured
 from jaxrl.training.update import ScoreStep
 from jaxrl.training.watch import ACTIONS, RollBack, UnsoundError, action_on, goal_of, look
-from jaxrl.types import Draw, Group, Params, TrainState, members
+from jaxrl.types import Draw, Group, Params, TrainState, Trajectory, members
 
 
 def train(session: Session, params: Params) -> Params:
@@ -65,6 +65,7 @@ def train(session: Session, params: Params) -> Params:
     stream = Stream(components.tasks, seed=session.settings.seed)
     num_shards = num_batch_shards(components.mesh)
     measure = measure_for(session, score, stage.shape)
+    note = session.make_notes and session.make_notes(score, stage.shape, method)
     collector = Collector(session=session, stream=stream, measure=measure)
     session.compile_sampler()
     with stopped_by(session.should_stop):
@@ -102,6 +103,7 @@ def train(session: Session, params: Params) -> Params:
             batches = put_minibatches(
                 minibatches, components.mesh, score, state.params, ref_params, method
             )
+            notes = note(groups, current, state.params, ref_params) if note else None
         # Update. If no trajectory has a signal, the optimizer still steps, with a gradient of zero.
         update_metrics: list[dict[str, Any]] = []
         scale = progress.watched.lr_scale
@@ -150,7 +152,10 @@ def train(session: Session, params: Params) -> Params:
                 method, progress.watched, progress.record, groups, progress.stage_step
             )
             progress.record |= marks
-        log_trajectories(session, groups, controllers)
+        fields = sample_fields(groups, controllers, session.settings.ledger.prices)
+        if notes:  # in all processes
+            fields = [a | b for a, b in zip(fields, notes(state.params), strict=True)]
+        log_trajectories(session, members(groups), fields)
         finish_step(session)
     if progress.pending is not None:  # of a stage that ends early; what it took was taken
         progress.ledger, progress.pending = progress.ledger + progress.pending.ledger, None
@@ -534,13 +539,13 @@ def take_best(session: Session, state: TrainState) -> TrainState:
     return best
 
 
-def log_trajectories(session: Session, groups: Sequence[Group], controllers: Controllers) -> None:
+def log_trajectories(
+    session: Session, trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]]
+) -> None:
     """Writes the step's first trajectories to its file, as many as the configuration asks for."""
     if not distributed.is_main():
         return
     count = session.settings.trajectories
-    trajectories = members(groups)
     count = len(trajectories) if count < 0 else count
-    fields = sample_fields(groups, controllers, session.settings.ledger.prices)
     kept = trajectories[:count], fields[:count]
     session.write_samples(session.workdir, session.progress.step, *kept)

@@ -197,6 +197,7 @@ HOLDS_A_CONFIGURATION = {
     *("launch.py", "api.py", "ask.py", "runtime/history.py", "runtime/versions.py"),
     *("runtime/plan/advice.py", "runtime/plan/memory.py", "runtime/plan/weights.py"),
     "extras/dense/memory.py",  # for the plan
+    "extras/compare/opening.py",  # of a run that was
 }
 
 

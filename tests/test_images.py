@@ -42,6 +42,7 @@ from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import Tool, run_one
 from jaxrl.extras.endpoints.sent_images import sent_image
 from jaxrl.extras.vision.processor import BlankProcessor, Processor
+from jaxrl.logs.records import trajectory_record
 from jaxrl.logs.writers import write_images
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, StartError
 from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
@@ -653,7 +654,7 @@ class TestCodecs:
         [after] = group.trajectories
         assert after.attachments == seen  # the very same: they were kept
         assert (after.task, after.turns) == (before.task, before.turns)
-        record = json.loads(json.dumps(codecs.trajectory_record(before)))
+        record = json.loads(json.dumps(trajectory_record(before)))
         assert record["images"] == [{"digest": pictures[0].digest, "file": str(file)}]
         [shown] = record["turns"][0]["images"]
         assert shown == {"digest": pictures[1].digest, "file": f"images/{pictures[1].digest}"}

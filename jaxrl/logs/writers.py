@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrl.codecs import trajectory_record
+import numpy as np
+
 from jaxrl.envs.json_text import parse_json
 from jaxrl.logs.metrics import plain_numbers
+from jaxrl.logs.records import token_record, trajectory_record
 from jaxrl.outlets import Record
 from jaxrl.runtime.files import append_line, set_aside, taking_place, written_whole
 from jaxrl.types import Trajectory
@@ -179,9 +181,10 @@ def write_trajectories(
     Args:
         path: the JSONL file; it is replaced.
         trajectories: to write, with their advantages.
-        fields: further JSON values of each.
+        fields: further JSON values of each; arrays, which are numbers by token, are rounded.
     """
     with written_whole(path) as file:
         for trajectory, more in zip(trajectories, fields, strict=True):
-            record = trajectory_record(trajectory) | dict(more)
+            arrays = {name: x for name, x in more.items() if isinstance(x, np.ndarray)}
+            record = trajectory_record(trajectory) | dict(more) | token_record(arrays)
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

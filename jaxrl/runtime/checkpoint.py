@@ -309,13 +309,21 @@ def read_newest_position(folder: Path) -> tuple[int, dict[str, Any]]:
 
 
 def restore_params(folder: Path, target: Params, step: int | None = None) -> tuple[int, Params]:
-    """Step and parameters of that checkpoint, or of the newest that is as it was written.
+    """Step and parameters of a checkpoint; see `restore_items`."""
+    step, items = restore_items(folder, {"params": target}, step)
+    return step, items["params"]
+
+
+def restore_items(
+    folder: Path, targets: Mapping[str, Any], step: int | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Step and items of that checkpoint, or of the newest that is as it was written.
 
     Nothing is changed: the folder may be that of a run under way.
 
     Args:
         folder: the one that holds all checkpoints, each in a folder of its step.
-        target: shapes, dtypes and shardings.
+        targets: by item, as `params` or `optimizer`, shapes, dtypes and shardings.
         step: of the checkpoint.
 
     Raises:
@@ -326,8 +334,10 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
     if step is None:
         what = "; ".join(f"checkpoint {step}: {why}" for step, why in damaged.items())
         raise CheckpointError(f"no checkpoint in {folder} can be read: {what or 'there is none'}.")
+    place = (folder / str(step)).absolute()
     with ocp.StandardCheckpointer() as checkpointer:
-        return step, checkpointer.restore((folder / str(step) / "params").absolute(), target)
+        items = {name: checkpointer.restore(place / name, one) for name, one in targets.items()}
+    return step, items
 
 
 def newest_whole(folder: Path) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
@@ -15,7 +15,7 @@ from jaxrl.training.minibatches import as_trained
 from jaxrl.training.packing import BatchShape, Packed, pack
 from jaxrl.training.settings import Method
 from jaxrl.training.update import ScoreStep, put_batch
-from jaxrl.types import Divergence, Group, Params, members, with_fields
+from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, members, with_fields
 
 
 def make_measure(
@@ -43,35 +43,43 @@ def make_measure(
     compare = jax.jit(compare, out_shardings=(whole, whole, whole))
 
     def measure(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
+        def found_in(batch: Batch, packed: Packed) -> tuple[jax.Array, ...]:
+            old = score(params, batch, packed)
+            ref = score(ref_params, score.model.without_recorded(batch), packed)
+            return compare(old, ref, batch.loss_mask)
+
         trajectories = members(groups)
         found = [t.divergence for t in trajectories]
         missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
-        for start in range(0, len(missing), shape.num_sequences):
-            chunk = missing[start : start + shape.num_sequences]
-            trained = [as_trained(trajectories[i], method.loss) for i in chunk]
-            packed = pack(
-                trained,
-                np.zeros(len(trained), np.float32),
-                shape,
-                num_shards=num_batch_shards(mesh),
+        trained = [as_trained(trajectories[i], method.loss) for i in missing]
+        pieces = by_token(trained, mesh, shape, found_in)
+        for index, trajectory, own in zip(missing, trained, pieces, strict=True):
+            old_logprobs, ref_logprobs, per_token = own
+            found[index] = Divergence(
+                old_logprobs=old_logprobs,
+                ref_logprobs=ref_logprobs,
+                per_token=per_token,
+                num_tokens=trajectory.num_sampled,
             )
-            batch = put_batch(mesh, packed.batch)
-            old = score(params, batch, packed)
-            ref = score(ref_params, score.model.without_recorded(batch), packed)
-            arrays = [np.asarray(x) for x in compare(old, ref, batch.loss_mask)]
-            lengths = [len(t.token_ids) for t in trained]
-            pieces = [unpack(packed, array, lengths) for array in arrays]
-            for index, trajectory, *own in zip(chunk, trained, *pieces, strict=True):
-                old_logprobs, ref_logprobs, per_token = own
-                found[index] = Divergence(
-                    old_logprobs=old_logprobs,
-                    ref_logprobs=ref_logprobs,
-                    per_token=per_token,
-                    num_tokens=trajectory.num_sampled,
-                )
         return with_fields(groups, divergence=found)
 
     return measure
+
+
+def by_token(
+    trajectories: Sequence[Trajectory],
+    mesh: Mesh,
+    shape: BatchShape,
+    found_in: Callable[[Batch, Packed], Sequence[jax.Array]],
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yields the arrays of each trajectory, `[L]`, out of `found_in(batch, packed)` `[A, b, T]`."""
+    for start in range(0, len(trajectories), shape.num_sequences):
+        some = trajectories[start : start + shape.num_sequences]
+        nothing = np.zeros(len(some), np.float32)
+        packed = pack(some, nothing, shape, num_shards=num_batch_shards(mesh))
+        arrays = [np.asarray(x) for x in found_in(put_batch(mesh, packed.batch), packed)]
+        lengths = [len(t.token_ids) for t in some]
+        yield from zip(*(unpack(packed, array, lengths) for array in arrays), strict=True)
 
 
 def unpack(packed: Packed, values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:

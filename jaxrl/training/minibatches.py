@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -51,13 +51,9 @@ def make_minibatches(
         num_shards: devices that share the rows of a micro-batch.
     """
     keeps_all = method.learns_from_all or not method.optimizer.skip_signal_free
-    size = method.groups_per_minibatch
-    is_kept, minibatches = keeper(method.filter), []
-    for start in range(0, size * method.optimizer.num_minibatches, size):
-        part = members(groups[start : start + size])
-        scored = [as_trained(t, method.loss) for t in part if t.is_scored and is_kept(t)]
-        fields = {"token_weights": weigh([t.loss_mask for t in scored], method.loss)}
-        fields |= _measured_fields(scored, controllers, method)
+    minibatches = []
+    for kept, fields in divide(groups, controllers, method):
+        scored = [*kept.values()]
         halves: list[list[int]] = [[], []]
         for index, trajectory in enumerate(scored):
             halves[not (keeps_all or trajectory.has_signal)].append(index)
@@ -74,6 +70,24 @@ def make_minibatches(
         )
         minibatches.append(dataclasses.replace(packed, rest=rest if rest.num_tokens else None))
     return minibatches
+
+
+def divide(
+    groups: Sequence[Group], controllers: Controllers, method: Method
+) -> Iterator[tuple[dict[int, Trajectory], dict[str, list[np.ndarray]]]]:
+    """Yields the trajectories of each mini-batch that have a loss, and their fields by token.
+
+    They are as they are trained, by their places among the `members` of the groups.
+    """
+    is_kept, size, place = keeper(method.filter), method.groups_per_minibatch, 0
+    for start in range(0, size * method.optimizer.num_minibatches, size):
+        part = dict(enumerate(members(groups[start : start + size]), place))
+        place += len(part)
+        kept = {
+            i: as_trained(t, method.loss) for i, t in part.items() if t.is_scored and is_kept(t)
+        }
+        fields = {"token_weights": weigh([t.loss_mask for t in kept.values()], method.loss)}
+        yield kept, fields | _measured_fields([*kept.values()], controllers, method)
 
 
 def keeper(filter: Filter) -> Callable[[Trajectory], bool]:

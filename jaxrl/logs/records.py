@@ -1,0 +1,112 @@
+"""Trajectories as readable records, for people: numbers are rounded, images are named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jaxrl.codecs import calls_to_json, turn_to_json
+from jaxrl.envs.base import Turn
+from jaxrl.envs.images import Picture
+from jaxrl.types import Trajectory
+
+RARE = (
+    *("turn_starts", "turn_rewards", "rest_reward", "turn_advantages"),
+    *("is_abstention", "is_well_formed", "opener"),
+)
+"""Fields of a trajectory that a record holds where they differ from their default."""
+
+
+def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory of training, as `trajectories/` holds it.
+
+    With the rounded numbers, advantages and losses can be computed again from it.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(trajectory)}
+    rare = {name: getattr(trajectory, name) for name in RARE}
+    return {
+        "task_id": trajectory.task_id,
+        "question": trajectory.task.question,
+        "query": trajectory.query,
+        "answers": list(trajectory.task.answers),
+        "data_source": trajectory.task.data_source,
+        "sample_index": trajectory.sample_index,
+        "attempt": trajectory.attempt,
+        "outcome": str(trajectory.outcome),
+        "reward": None if trajectory.outcome == "environment_error" else trajectory.reward,
+        "reward_parts": dict(trajectory.reward_parts),
+        **({"reward_records": judged} if (judged := calls_to_json(trajectory)) else {}),
+        "final_answer": trajectory.final_answer,
+        "is_correct": trajectory.is_correct,
+        "advantage": trajectory.advantage,
+        **{
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in rare.items()
+            if value != defaults[name]
+        },
+        "generated_text": trajectory.generated_text,
+        "turns": [_turn_record(turn) for turn in trajectory.turns],
+        **({"images": _named(images)} if (images := trajectory.task.images) else {}),
+        "prompt_length": trajectory.prompt_length,
+        "token_ids": trajectory.token_ids.tolist(),
+        "loss_mask": trajectory.loss_mask.astype(int).tolist(),
+        "rollout_logprobs": rounded(trajectory.rollout_logprobs),
+        "rollout_entropies": rounded(trajectory.rollout_entropies),
+        "policy_versions": trajectory.policy_versions.tolist(),
+    }
+
+
+def rounded(values: np.ndarray, *, is_relative: bool = False) -> list[float]:
+    """Numbers with six digits behind the point, or six that count.
+
+    Args:
+        values: float [L].
+        is_relative: keep six digits of small numbers too, as weights of tokens are.
+    """
+    return [float(f"{x:.6g}") if is_relative else round(float(x), 6) for x in values]
+
+
+def token_record(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    """Numbers by token that a training step has noted of a trajectory; see `measure.make_notes`."""
+    return {
+        name: rounded(values, is_relative=not name.endswith("logprobs"))
+        for name, values in fields.items()
+    }
+
+
+def _turn_record(turn: Turn) -> dict[str, Any]:
+    return turn_to_json(turn) | ({"images": _named(turn.images)} if turn.images else {})
+
+
+def _named(images: Iterable[Picture]) -> list[dict[str, str]]:
+    """Images by their digests; those of no file of their own are in the workdir."""
+    return [
+        {"digest": image.digest, "file": image.path or f"images/{image.digest}"} for image in images
+    ]
+
+
+def question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
+    """A trajectory of an evaluation, readable, as the evaluation's file holds it.
+
+    `error` is the text of its environment error, "" without one.
+    """
+    return {
+        "task_id": trajectory.task_id,
+        "sample_index": trajectory.sample_index,
+        "data_source": trajectory.task.data_source,
+        "question": trajectory.query,
+        "answers": list(trajectory.task.answers),
+        "final_answer": trajectory.final_answer,
+        "outcome": str(trajectory.outcome),
+        "searches": trajectory.searches,
+        **({"python_calls": trajectory.python_calls} if trajectory.python_calls else {}),
+        **({"error": error} if error else {}),
+        **({"images": _named(images)} if (images := trajectory.pictures) else {}),
+        "num_sampled": trajectory.num_sampled,
+        **({"usage": dict(trajectory.usage)} if trajectory.usage else {}),
+        "response": trajectory.generated_text,
+        **trajectory.reward_parts,
+    }

@@ -1,0 +1,74 @@
+"""Notes of what an update knows of each token, for the files of trajectories (`log.tokens`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxrl.outlets import Notes, TakeNotes
+from jaxrl.runtime.sharding import replicated
+from jaxrl.training.controllers import Controllers
+from jaxrl.training.measure import by_token
+from jaxrl.training.minibatches import divide, token_kl_weights
+from jaxrl.training.packing import BatchShape, Packed
+from jaxrl.training.settings import Method, has_kl_loss
+from jaxrl.training.update import ScoreStep
+from jaxrl.types import Batch, Group, Params, Trajectory, members
+
+
+def make_notes(count: int, score: ScoreStep, shape: BatchShape, method: Method) -> TakeNotes:
+    """`end = take_notes(groups, controllers, params, ref_params)` before the updates of a step.
+
+    `end(params)` after them gives what they knew of each trajectory's tokens: by name float32 [L],
+    0 where nothing is trained; {} of a trajectory without a loss. Log-probabilities are scored
+    apart from the update, all by the same program in the same rows, so that those from before and
+    after differ by the parameters alone. The groups have their advantages.
+
+    Args:
+        count: trajectories whose tokens are scored, the first of a step; -1: all.
+        score: gives log-probabilities.
+        shape: of a mini-batch.
+        method: says what is trained on, and by which weights.
+    """
+    gather = jax.jit(lambda values: values, out_shardings=replicated(score.model.mesh))
+
+    def take_notes(
+        groups: Sequence[Group], controllers: Controllers, params: Params, ref_params: Params | None
+    ) -> Notes:
+        notes: list[dict[str, np.ndarray]] = [{} for _ in members(groups)]
+        trained: dict[int, Trajectory] = {}
+        for kept, fields in divide(groups, controllers, method):
+            some = [*kept.values()]
+            known = {
+                "token_weights": fields["token_weights"],
+                "token_advantages": [t.token_advantages for t in some],
+            }
+            if has_kl_loss(method.kl):
+                known["kl_weights"] = token_kl_weights(some, controllers, method.kl)
+            for place, (index, trajectory) in enumerate(kept.items()):
+                if count < 0 or index < count:
+                    trained[index], mask = trajectory, trajectory.loss_mask
+                    notes[index] = {n: np.where(mask, x[place], 0.0) for n, x in known.items()}
+
+        def add(name: str, policy: Params, *, is_reference: bool = False) -> None:
+            def found_in(batch: Batch, packed: Packed) -> list[jax.Array]:
+                if is_reference:  # it makes its own choices
+                    batch = score.model.without_recorded(batch)
+                return [gather(score(policy, batch, packed))]
+
+            found = by_token([*trained.values()], score.model.mesh, shape, found_in)
+            for index, (logprobs,) in zip(trained, found, strict=True):
+                notes[index][name] = logprobs
+
+        def end(params: Params) -> list[dict[str, np.ndarray]]:
+            add("new_logprobs", params)
+            return notes
+
+        add("old_logprobs", params)
+        if ref_params is not None:
+            add("ref_logprobs", ref_params, is_reference=True)
+        return end
+
+    return take_notes

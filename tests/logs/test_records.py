@@ -1,0 +1,56 @@
+import dataclasses
+
+import numpy as np
+
+from jaxrl.envs.base import CallRecord, Task
+from jaxrl.logs.records import RARE, question_record, rounded, token_record, trajectory_record
+from tests.episodes import in_turns, make_trajectory
+
+
+def test_calls_of_judges_stand_where_there_are_some():
+    made = dataclasses.replace(make_trajectory(), reward_records=(CallRecord(call="p", tool="j"),))
+    [record] = trajectory_record(made)["reward_records"]
+    assert (record["call"], record["tool"], record["source"]) == ("p", "j", "tool")
+    assert "reward_records" not in trajectory_record(make_trajectory())
+
+
+def test_fields_that_are_rare_stand_where_they_differ_from_the_default():
+    plain = dataclasses.replace(make_trajectory(), turn_starts=())
+    assert not trajectory_record(plain).keys() & set(RARE)
+    made = in_turns([0.1, -0.2], 0.25, lengths=[1, 2])
+    made = dataclasses.replace(
+        made,
+        turn_advantages=(0.1, 0.7),
+        is_abstention=True,
+        is_well_formed=False,
+        opener="<think>",
+    )
+    record = trajectory_record(made)
+    assert {name: record[name] for name in RARE} == {
+        "turn_starts": list(made.turn_starts),
+        "turn_rewards": [0.1, -0.2],
+        "rest_reward": 0.25,
+        "turn_advantages": [0.1, 0.7],
+        "is_abstention": True,
+        "is_well_formed": False,
+        "opener": "<think>",
+    }
+
+
+def test_numbers_are_rounded_so_that_small_weights_remain():
+    values = np.array([-1.23456789, 1.23456789e-7, 0.0], np.float32)
+    assert rounded(values) == [-1.234568, 0.0, 0.0]
+    assert rounded(values, is_relative=True) == [-1.23457, 1.23457e-7, 0.0]
+    record = token_record({"old_logprobs": values, "token_weights": values})
+    assert record == {
+        "old_logprobs": [-1.234568, 0.0, 0.0],
+        "token_weights": [-1.23457, 1.23457e-7, 0.0],
+    }
+
+
+def test_an_evaluation_tells_what_a_chat_asked():
+    asked = ({"role": "system", "content": "Search."}, {"role": "user", "content": "Where?"})
+    chat = dataclasses.replace(make_trajectory(), task=Task(id="t1", messages=asked))
+    assert question_record(chat, "")["question"] == "Where?"
+    alone = make_trajectory()
+    assert question_record(alone, "")["question"] == alone.task.question

@@ -1,0 +1,127 @@
+"""What is noted of each token against all logits, and that a run is the same with and without."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrl.components import assemble, settings_of
+from jaxrl.logs.display import Display
+from jaxrl.logs.tokens import make_notes
+from jaxrl.run import run
+from jaxrl.training.controllers import AdaptiveKL, Controllers
+from jaxrl.training.measure import make_measure
+from jaxrl.training.settings import is_measured
+from jaxrl.types import members, with_fields
+from tests.episodes import grouped
+from tests.helpers import method_with
+from tests.runs import assert_same_weights, base_config, lasting, trajectories, warm_start
+from tests.training import policies
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
+
+NAMES = {"old_logprobs", "new_logprobs", "token_weights", "token_advantages"}
+
+
+def noted(count=-1, **changes):
+    """Notes of a step whose update moved the policy to its reference, and the groups."""
+    sizes = {"rollout.tasks_per_step": 4, "rollout.group_size": 2}
+    method = method_with(**sizes, **changes)
+    groups = grouped(policies.trajectories())
+    groups = with_fields(groups, advantage=[0.5 * i - 1 for i in range(len(members(groups)))])
+    policy, other = policies.policies()
+    begin = make_notes(count, policies.score(), policies.SHAPE, method)
+    reference = other if method.has_reference else None
+    controllers = Controllers()
+    if is_measured(method.kl):
+        controllers = Controllers(kl=AdaptiveKL(0.25))
+        groups = make_measure(policies.score(), policies.MESH, policies.SHAPE, method)(
+            groups, policy, other
+        )
+    return begin(groups, controllers, policy, reference)(other), members(groups)
+
+
+def test_log_probabilities_are_those_of_all_logits():
+    notes, made = noted(**{"kl.coef": 0.1})
+    assert notes[5] == {}  # an environment error
+    for index, (note, trajectory) in enumerate(zip(notes, made, strict=True)):
+        if index == 5:
+            continue
+        assert note.keys() == NAMES | {"ref_logprobs", "kl_weights"}
+        mask = trajectory.loss_mask
+        assert {len(values) for values in note.values()} == {len(mask)}
+        assert all((values[~mask] == 0).all() for values in note.values())
+        old, ref = (policy[index] * mask for policy in policies.dense())
+        np.testing.assert_allclose(note["old_logprobs"], old, atol=2e-5, rtol=1e-5)
+        np.testing.assert_allclose(note["ref_logprobs"], ref, atol=2e-5, rtol=1e-5)
+        np.testing.assert_array_equal(note["new_logprobs"], note["ref_logprobs"])
+        np.testing.assert_array_equal(note["token_advantages"], (0.5 * index - 1) * mask)
+        np.testing.assert_array_equal(note["kl_weights"], np.float32(0.1) * mask)
+
+
+def test_weights_are_those_of_the_mini_batch():
+    # Of two mini-batches each has two groups; in the second one, one of its four failed.
+    changes = {"loss.aggregation": "seq-mean-token-mean", "optimizer.num_minibatches": 2}
+    notes, made = noted(**changes)
+    for index, (note, trajectory) in enumerate(zip(notes, made, strict=True)):
+        if index != 5:
+            assert note.keys() == NAMES
+            share = 1 / (4 if index < 4 else 3) / trajectory.num_sampled
+            wanted = np.float32(share) * trajectory.loss_mask
+            np.testing.assert_allclose(note["token_weights"], wanted, rtol=1e-6)
+
+
+def test_the_coefficient_is_the_one_of_the_step():
+    moving = {"kl.coef": 0.1, "kl.controller": "adaptive"}
+    notes, made = noted(**moving)
+    for index in (0, 7):
+        np.testing.assert_array_equal(notes[index]["kl_weights"], 0.25 * made[index].loss_mask)
+        measured = made[index].divergence
+        np.testing.assert_allclose(notes[index]["old_logprobs"], measured.old_logprobs, atol=2e-5)
+    notes, _ = noted(**moving, **{"kl.place": "reward"})
+    assert notes[0].keys() == NAMES | {"ref_logprobs"}  # no term in the loss
+
+
+def test_of_observations_that_are_trained_on_there_are_numbers():
+    notes, made = noted(**{"loss.mask_observations": False})
+    first = made[1]
+    is_observed = ~first.loss_mask & (np.arange(len(first.token_ids)) >= first.prompt_length)
+    assert is_observed.sum() == 1
+    assert (notes[1]["old_logprobs"][is_observed] < 0).all()
+    assert (notes[1]["token_weights"][is_observed] > 0).all()
+
+
+def test_no_others_are_scored_than_are_written():
+    notes, _ = noted(count=3)
+    assert [bool(note) for note in notes] == [True] * 3 + [False] * 5
+
+
+@pytest.mark.minutes
+@pytest.mark.usefixtures("one_size")
+def test_a_run_is_the_same_with_and_without(tiny_world, cache_folder, tmp_path):
+    config = base_config(tiny_world, warm_start(tiny_world, cache_folder))
+    config.update_from_flattened_dict({"log.trajectories": 6, "kl.coef": 0.05})
+    components = assemble(config)
+    for name in ("without", "with"):
+        config.log.tokens = name == "with"
+        (tmp_path / name).mkdir()
+        run(settings_of(config), tmp_path / name, components, Display())
+    assert lasting(tmp_path / "with") == lasting(tmp_path / "without")
+    assert_same_weights(tmp_path / "with" / "export", tmp_path / "without" / "export")
+    assert not trajectories(tmp_path / "without", 1)[0].keys() & NAMES
+    for step in (1, 2):
+        lines = trajectories(tmp_path / "with", step)
+        assert len(lines) == 6
+        for line in lines:
+            mask = np.array(line["loss_mask"], bool)
+            old, new, ref = (np.array(line[f"{x}_logprobs"]) for x in ("old", "new", "ref"))
+            # The weights that sampled are those before the update.
+            np.testing.assert_allclose(old, line["rollout_logprobs"], atol=2e-4)
+            assert np.abs(new - old)[mask].max() > 1e-4
+            assert (new[~mask] == 0).all()
+            if step == 1:
+                np.testing.assert_array_equal(ref, old)
+            np.testing.assert_allclose(np.array(line["kl_weights"])[mask], 0.05)
+            np.testing.assert_allclose(np.array(line["token_advantages"])[mask], line["advantage"])
+    settings = dataclasses.asdict(settings_of(config))
+    assert (settings["tokens"], settings["trajectories"]) == (True, 6)
