@@ -164,10 +164,10 @@ def open_case(
 
 
 def choose_checkpoint(folder: Path, step: int, wanted: int | None = None) -> int:
-    """The checkpoint of which a step's batch is compared.
+    """The checkpoint at which a step's batch is compared.
 
-    That of the step before, whose weights sampled it and were updated by it; without one the newest
-    at or before the step.
+    It is the one of the step before, whose weights sampled the batch and were updated by it;
+    without it the newest at or before the step.
 
     Args:
         folder: of all checkpoints.
