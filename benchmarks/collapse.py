@@ -35,10 +35,6 @@ from jaxrl.run import run
 
 METRIC = "val-core/all/exact_match/mean@1"
 
-BACK = {
-    **{"watch.name": "sentinel", "watch.action": "roll_back", "watch.max_roll_backs": 10},
-    **{"checkpoint.every_steps": 5, "checkpoint.keep": 8},
-}
 TURN = "jaxrl.extras.stability.first_occurrence.first_occurrence"
 
 
@@ -82,8 +78,10 @@ ROWS = {
         {"reward.weights": {"exact_match": 1.0, TURN: 0.3}, "advantage.by_turn": True},
     ),
     "epsilon": Row("epsilon of Adam 1e-2", {"optimizer.epsilon": 1e-2}),
-    "back": Row("the sentinel goes back, with half the rate", BACK),
-    "stable": Row("configs/collapse_stable.py: both", config=collapse_stable),
+    "stable": Row("the sentinel goes back, with half the rate", config=collapse_stable),
+    "stable_llds": Row(
+        "the sentinel goes back, and LLDS", {"loss.term.name": "llds"}, config=collapse_stable
+    ),
     "late": Row("late weights: nothing", LATE, lag=20),
     "late_truncated": Row(
         "late weights: importance weights, at most 2",
