@@ -67,7 +67,13 @@ ROWS = {
             **{"loss.clip_low": 0.05, "loss.clip_high": 0.05},
         },
     ),
-    "gspo": Row("GSPO", {"loss.name": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4}),
+    "gspo": Row(
+        "GSPO",
+        {
+            **{"loss.name": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
+            "loss.aggregation": "seq-mean-token-mean",
+        },
+    ),
     "cispo": Row("CISPO", {"loss.name": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}),
     "void": Row("void turns left out (SimpleTIR)", {"filter.trajectories": "void_turns"}),
     "gate": Row(

@@ -47,7 +47,7 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
 
     Returns:
         reward, reward_sd, reward_min: mean, standard deviation and least of the rewards.
-        num: trajectories that were scored.
+        num, groups: trajectories that were scored, and groups that have any.
         correct: share of them that the environment calls right.
         is_constant: 1 where all rewards are equal.
         entropy: nats a sampled token, as the sampler saw it.
@@ -71,6 +71,7 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
     asked = [t for t in scored if any(turn.tool_call is not None for turn in t.turns)]
     found: Evidence = {
         "num": len(scored),
+        "groups": sum(bool(group.scored) for group in groups),
         "reward": _mean(rewards),
         "reward_sd": float(rewards.std()) if len(scored) else None,
         "reward_min": float(rewards.min()) if len(scored) else None,

@@ -78,7 +78,7 @@ def judge(
         "gradient": (lambda: gradient_exploded(history, gradient), 1),
         "moved": (lambda: update_too_large(history), 1),
         "constant": (lambda: rewards_constant(now), RECENT),
-        "sudden": (lambda: suddenly_right(history), 2),
+        "sudden": (lambda: suddenly_right(history), RECENT),
         "yes": (lambda: judge_says_yes(history), RECENT),
         "found": (lambda: search_changed(history), 1),
         "reward": (lambda: reward_fell(history, reward_fall), 1),
@@ -132,8 +132,8 @@ class History:
             past: of up to `MEMORY` steps.
             now: of step `number` of the stage.
             number: from 1.
-            best: mean reward of the best `MIN_USUAL` steps in a row, `reward`, its spread `sd`, its
-                trajectories `num`, the lowest reward so far, `low`, and the last of these steps.
+            best: mean reward of the best `MIN_USUAL` steps in a row, `reward`, its spread `sd`,
+                their `groups`, the lowest reward so far, `low`, and the last of them, `number`.
         """
         self.past, self.now, self.number, self.best = past, now, number, best
 
@@ -165,9 +165,9 @@ class History:
         mean = sum(one["reward"] for one in last) / MIN_USUAL
         if mean < best.get("reward", -math.inf):
             return best
-        num = sum(one["num"] for one in last)
+        groups = sum(one["groups"] for one in last)
         spread = max(one["reward_sd"] for one in last)
-        return {"reward": mean, "sd": spread, "num": num, "low": low, "number": self.number}
+        return {"reward": mean, "sd": spread, "groups": groups, "low": low, "number": self.number}
 
 
 def prompts_differ(now: Evidence) -> Found:
@@ -291,12 +291,11 @@ def rewards_constant(now: Evidence) -> Found:
 
 def suddenly_right(history: History) -> Found:
     """Every answer right at once, which chance does not explain."""
-    usual = history.usual("correct", 10)
-    now = history.now
+    usual, now = history.before("correct")[-10:], history.now
     if len(usual) < MIN_USUAL or now["correct"] != 1.0 or now["num"] < 8:
         return None
-    likely = max(usual[:-1] if usual[-1] == 1.0 else usual)
-    if not 0 < likely < 1 or now["num"] * math.log10(likely) > -4:
+    likely = max(usual)
+    if not 0 < likely < 1 or RECENT * now["groups"] * math.log10(likely) > -4:
         return None
     return "suddenly_right", (
         f"all {now['num']} answers count as right, where at most {likely:.0%} did in the steps "
@@ -325,7 +324,7 @@ def search_changed(history: History) -> Found:
     if found is None or searching is None or len(usual) < MIN_USUAL:
         return None
     was, asked = median(usual[-20:]), median(used[-20:])
-    num = RECENT * history.now["num"] * searching
+    num = RECENT * history.now["groups"] * searching
     error = math.sqrt(max(was * (1 - was), 0.01) / max(num, 1.0))
     if was < 0.2 or found > 0.4 * was or was - found < 4 * error or searching < 0.5 * asked:
         return None
@@ -343,8 +342,9 @@ def reward_fell(history: History, fall: float) -> Found:
         return None
     low = min(best["low"], history.now["reward_min"])
     size = best["reward"] - low
-    num = RECENT * history.now["num"]
-    error = math.hypot(best["sd"] / math.sqrt(best["num"]), best["sd"] / math.sqrt(num))
+    # Samples of a group are right or wrong together: what is drawn independently are groups.
+    num = RECENT * history.now["groups"]
+    error = math.hypot(best["sd"] / math.sqrt(best["groups"]), best["sd"] / math.sqrt(num))
     if size <= 0 or best["reward"] - now < max(fall * size, 4 * error):
         return None
     return "reward_fell", (
@@ -425,7 +425,7 @@ def share_rose(history: History, name: str, share: float) -> Found:
     if now is None or len(usual) < MIN_USUAL or now < share:
         return None
     was = median(usual)
-    error = math.sqrt(max(was * (1 - was), 0.02) / history.now["num"])
+    error = math.sqrt(max(was * (1 - was), 0.02) / history.now["groups"])
     if now - was < max(0.3, 4 * error):  # few responses differ much by chance
         return None
     sign, what, advice = _WORDS[name]

@@ -37,7 +37,7 @@ RECORD = {
 FOUND = Turn(text="<search>q</search>", tool_call="q", observation="the answer is x")
 
 
-def step_groups(seed, *, num_tasks=8, size=4, right=0.5, length=22):
+def step_groups(seed, *, num_tasks=16, size=4, right=0.5, length=22):
     """Groups of a healthy step: right and wrong answers, all sampled ids different."""
     rng = np.random.default_rng(seed)
     made = []
