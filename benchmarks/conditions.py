@@ -72,8 +72,7 @@ def train(world: World, seed: int, *, clip_high: float = 0.2, **settings: float)
     """The measures before the first step and after each."""
     rng = np.random.default_rng(seed)
     logits = jnp.asarray(world.logits, jnp.float32)
-    optimizer = optax.adam(world.lr)
-    state = optimizer.init(logits)
+    state = optax.adam(world.lr).init(logits)
     measures = [world.measure(np.asarray(jax.nn.softmax(logits)))]
     for step in range(world.num_steps):
         draws = world.draw(np.asarray(jax.nn.softmax(logits)), step, rng, **settings)
@@ -126,7 +125,7 @@ def entropy(chances: np.ndarray) -> float:
 # Clip-higher: of two tokens one is always right.
 
 
-def one_good_token(start: float) -> World:
+def one_good_token(start: float, lr: float = 0.003) -> World:
     """A policy that draws the right one of two tokens with this chance."""
 
     def draw(chances: np.ndarray, step: int, rng: np.random.Generator) -> Draws:
@@ -141,7 +140,7 @@ def one_good_token(start: float) -> World:
         measure=lambda chances: {"good": float(chances[0, 0]), "entropy": entropy(chances[0])},
         num_steps=30,
         num_updates=64,  # small ones, so that the ceiling and not the rate ends a batch
-        lr=0.003,
+        lr=lr,
     )
 
 
@@ -334,6 +333,7 @@ COMPARISONS = (
         worlds={
             "the right token has 2%": lambda: one_good_token(0.02),
             "it has 40%": lambda: one_good_token(0.4),
+            "2%, updates three times as large": lambda: one_good_token(0.02, lr=0.01),
         },
         arms={"0.2": {"clip_high": 0.2}, "0.28": {"clip_high": 0.28}},
         report={
