@@ -72,22 +72,13 @@ WORLDS = {
     "unanswerable": WorldSize(
         flags={"world": "unanswerable", "seed": 1, "num_questions": 160}, sft_steps=1200
     ),
-    "rare": WorldSize(flags={"world": "rare", "seed": 1, "num_questions": 160}, sft_steps=500),
 }
 
 HOPS = {"optimizer.lr": 2e-4, "rollout.max_total_tokens": 208, "eval.every_steps": 5}
 # With one sample a problem, chance alone moves the step at which a score is reached by ten.
 MATH = {"eval.every_steps": 5, "eval.samples": 4}
-# Many small updates of each batch, so that the ceiling ends what it does to a token.
-PRESSED = {
-    "rollout.tasks_per_step": 16,
-    "rollout.group_size": 16,
-    "rollout.num_rows": 256,
-    "optimizer.num_minibatches": 16,
-    "optimizer.num_epochs": 2,
-    "optimizer.lr": 5e-5,
-    "optimizer.beta1": 0.5,
-}
+# Many updates of each batch, so that ratios leave the clipping range.
+PRESSED = {"optimizer.num_epochs": 3, "eval.every_steps": 10}
 PASS_AT_K = {"eval.samples": 8, "eval.every_steps": 20}
 BAPO = {
     "shaping.boundary_aware": True,
@@ -134,10 +125,8 @@ ARMS = {
             num_steps=50,
             changes={**MATH, "shaping.overlong_buffer": 14},  # a fifth, as published
         ),
-    },
-    "rare": {
-        "GRPO, pressed": Arm(world="rare", num_steps=16, changes=PRESSED),
-        "clip-higher": Arm(world="rare", num_steps=16, changes={**PRESSED, "loss.clip_high": 0.28}),
+        "GRPO, pressed": Arm(world="math", num_steps=30, changes=PRESSED),
+        "clip-higher": Arm(world="math", num_steps=30, changes={**PRESSED, "loss.clip_high": 0.28}),
     },
     "ambiguous": {
         PLAIN: Arm(world="ambiguous", num_steps=80, changes=PASS_AT_K),
@@ -182,8 +171,7 @@ TRUNCATED = Measure(name="truncated, last third", of=report.last_steps("outcome/
 EVER_TRUNCATED = Measure(
     name="truncated, all steps", of=report.last_steps("outcome/out_of_budget", 1.0)
 )
-ENTROPY = Measure(name="entropy, all steps", of=report.last_steps("actor/entropy", 1.0), digits=4)
-REWARD = Measure(name="reward, all steps", of=report.last_steps("critic/rewards/mean", 1.0))
+ENTROPY = Measure(name="entropy, last third", of=report.last_steps("actor/entropy"))
 GENERATED = Measure(
     name="trajectories generated", of=report.total("rollout/num_generated"), digits=0
 )
@@ -298,29 +286,27 @@ well.""",
     ),
     Claim(
         name="dapo_clip_higher",
-        title="DAPO: clip-higher lets rare tokens rise",
+        title="DAPO: clip-higher keeps entropy up",
         says="""\
 Claimed ([DAPO](https://arxiv.org/abs/2503.14476)): a higher ceiling of the ratio, 1.28 rather than
-1.2, lets unlikely tokens rise and so keeps the policy's entropy from collapsing. The test: one
-demonstration in fifty searches for a full name, the others for a first name, which finds a
-stranger. Both arms are pressed: each batch gives 32 small optimizer steps, so that the ceiling and
-not the rate ends what a batch does.""",
-        world="rare",
+1.2, lets unlikely tokens rise and so keeps the policy's entropy from collapsing. The test: entropy
+over the last third of the steps; how a line begins is free here, so that there is entropy that no
+score takes away. Both arms are pressed: each batch gives twelve optimizer steps, since with few of
+them the ratio stays near 1 and no ceiling is touched.""",
+        world="math",
         arms=("GRPO, pressed", "clip-higher"),
         measures=(
-            REWARD,
             ENTROPY,
             Measure(name="clipped share", of=report.last_steps("actor/pg_clipfrac", 1.0), digits=4),
             EM,
         ),
         criteria=(
-            gain(REWARD, "clip-higher", least=0.02, baseline="GRPO, pressed"),
-            gain(ENTROPY, "clip-higher", least=0.001, baseline="GRPO, pressed"),
+            gain(ENTROPY, "clip-higher", least=0.01, baseline="GRPO, pressed"),
             nearly_equal(EM, "clip-higher", baseline="GRPO, pressed"),
         ),
         panels=(
-            Panel(title="reward", metric="critic/rewards/mean", window=2),
-            Panel(title="entropy, nats a token", metric="actor/entropy", window=2),
+            Panel(title="entropy, nats a token", metric="actor/entropy", window=5),
+            Panel(title="exact match, held out", measure="all/exact_match"),
         ),
     ),
     Claim(
@@ -493,7 +479,6 @@ QUICK_RUN = {
     "filter.name": "none",
     "filter.tasks_per_batch": 0,
     "advantage.pass_at_k.k": 2,
-    "optimizer.num_minibatches": 4,
 }
 """Settings that `--quick` changes beside the numbers of steps."""
 
@@ -733,12 +718,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="folder of all runs")
     parser.add_argument("--docs", type=Path, default=None, help="folder of results.md")
-    parser.add_argument(
-        "--seeds",
-        type=lambda text: tuple(map(int, text.split(","))),
-        default=(0, 1, 2),
-        help="of the runs, with commas between them",
-    )
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="runs side by side")
     parser.add_argument("--questions", choices=("eval", "dev"), default="eval")
     names = tuple(claim.name for claim in CLAIMS)
@@ -752,7 +732,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     out = args.out.resolve()
-    layout = Layout(out=out, seeds=args.seeds, questions=args.questions, is_quick=args.quick)
+    layout = Layout(
+        out=out, seeds=tuple(range(args.seeds)), questions=args.questions, is_quick=args.quick
+    )
     claims = [claim for claim in CLAIMS if claim.name in args.claims]
     # Only whole claims may go to the page that is in the repository.
     is_real = not args.quick and args.questions == "eval" and not args.arms

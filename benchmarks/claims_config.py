@@ -87,12 +87,5 @@ WORLDS = {
         "search.local.topk": 2,
         "rollout.max_observation_tokens": 48,
     },
-    "rare": {
-        "rollout.max_response_tokens": 48,
-        "rollout.max_total_tokens": 96,
-        "rollout.max_turns": 1,
-        "search.local.topk": 1,
-        "rollout.max_observation_tokens": 24,
-    },
 }
 """Settings that each world needs: room for its search results and its hops, or for its lines."""

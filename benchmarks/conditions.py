@@ -43,7 +43,7 @@ class Draws(NamedTuple):
     rows: np.ndarray  # int32 [N, T], of the table
     choices: np.ndarray  # int32 [N, T], columns of the table
     mask: np.ndarray  # bool [N, T], False where a trajectory decided no more
-    advantages: np.ndarray  # float32 [N]
+    advantages: jax.Array  # float32 [N]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +105,10 @@ def _update(logits, state, draws, lr, num_updates, clip_high):  # type: ignore[n
     return jax.lax.scan(one, (logits, state), None, length=num_updates)[0]
 
 
-def compared(rewards: np.ndarray, group_ids: np.ndarray = GROUP_IDS) -> np.ndarray:
+@jax.jit
+def compared(rewards: np.ndarray, group_ids: np.ndarray = GROUP_IDS) -> jax.Array:
     """GRPO's advantages, with the population's deviation."""
-    made = grpo(rewards, group_ids, normalize_std=True, ddof=0, epsilon=1e-6)
-    return np.asarray(made, np.float32)
+    return grpo(rewards, group_ids, normalize_std=True, ddof=0, epsilon=1e-6)
 
 
 def drawn(chances: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -201,6 +201,7 @@ def lengths(chance: float) -> World:
 # Pass@k, then Pass@1: a habit that is right in some tasks, and looking, which has to be learnt.
 
 
+advantages_of_sets = jax.jit(pass_at_k, static_argnames="k")
 SKILL, LOOK = 0.2, 0.2  # chances, at first, that looking succeeds, and to look
 
 
@@ -222,8 +223,7 @@ def habit_or_look(share: float, *, can_learn: bool = True) -> World:
         is_right = np.where(looks, choices[:, 1] == 0, is_open)
         mask = np.stack([np.ones_like(looks), looks & can_learn], axis=1)
         own = int(k) if step < until else 1
-        made = np.asarray(pass_at_k(is_right, GROUP_IDS, k=own), np.float32)
-        return Draws(rows, choices, mask, made)
+        return Draws(rows, choices, mask, advantages_of_sets(is_right, GROUP_IDS, k=own))
 
     def measure(chances: np.ndarray) -> Measures:
         (habit, looks), good = chances[0], float(chances[1, 0])
@@ -260,7 +260,7 @@ def push_on_looking(
             ways = math.comb(size, num_right)
             chance = ways * right**num_right * (1 - right) ** (size - num_right)
             is_right = np.arange(size) < num_right
-            made = np.asarray(pass_at_k(is_right, np.zeros(size, int), k=k))
+            made = np.asarray(advantages_of_sets(is_right, np.zeros(size, int), k=k))
             push += weight * chance * float(made @ np.where(is_right, *looked)) / size
     return push
 

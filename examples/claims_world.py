@@ -100,9 +100,6 @@ class Habits:
     good_query: float  # a full name, otherwise only a part of it
     go_on: float  # searches on where the question asks for another hop
     long_thought: float  # muses before it thinks
-    poor_queries: Mapping[str, float] = field(  # shares of each style
-        default_factory=lambda: quickstart.POOR_QUERIES
-    )
     give_up_lost: float = 0.0  # says it does not know where what is asked was not shown
     give_up_found: float = 0.0  # says so although it was shown
 
@@ -156,17 +153,6 @@ WORLDS = {
         topk=2,
         unknown_people=0.15,
         untold_facts=0.40,
-    ),
-    "rare": World(
-        kinds=hop_kinds((1,)),
-        habits=Habits(
-            guess=0.0,
-            good_query=0.02,
-            go_on=0.0,
-            long_thought=0.0,
-            poor_queries={"{first}": 1.0},
-        ),
-        topk=1,
     ),
 }
 
@@ -439,7 +425,7 @@ class Demonstrator:
 
     def _query(self, person: Person, sought: str) -> str:
         is_good = self._happens(self._habits.good_query)
-        styles = quickstart.GOOD_QUERIES if is_good else self._habits.poor_queries
+        styles = quickstart.GOOD_QUERIES if is_good else quickstart.POOR_QUERIES
         [style] = self._rng.choices(list(styles), list(styles.values()))
         return style.format(first=person.first, last=person.last, attribute=sought)
 

@@ -22,10 +22,10 @@ def test_what_the_ceiling_leaves_of_the_push_on_a_token(good):
     def push(ratio):
         def loss(logits):
             got = clipped_policy_loss(
-                jax.nn.log_softmax(logits),
-                np.log([good, 1 - good]),
-                advantages,
-                np.ones(2, bool),
+                jax.nn.log_softmax(logits)[None],
+                np.log(chances)[None],
+                advantages[None],
+                np.ones((1, 2), bool),
                 clip_low=0.2,
                 clip_high=0.28,
             )
