@@ -624,8 +624,9 @@ def page(
         "# What the claims come to",
         """\
 Each algorithm's claim, put to the test against plain GRPO in a small made-up world. This page is
-written by the benchmark, verdicts included; nothing in it is set by hand, but for the last part, on
-worlds in which a method trains by itself.
+written by the benchmark, verdicts included; nothing in it is set by hand, but for the last two
+parts: on worlds in which a method trains by itself, and on
+[when the four claims hold](#when-four-claims-hold) that do not show here, or not in full.
 
 ```sh
 python -m benchmarks.claims
