@@ -101,6 +101,20 @@ class Architecture(ABC):
         """
         return self
 
+    def with_head(self, dtype: str) -> Architecture:
+        """Returns this model with an output layer that multiplies in a dtype of its own.
+
+        Sampler and trainer alike read its table, and the hidden states, in that dtype.
+
+        Raises:
+            ValueError: the architecture has no such product; names the key.
+        """
+        raise ValueError(
+            f"config.model.head_dtype is {dtype!r}, but the architecture {type(self).__name__} "
+            "computes its output layer in config.model.dtype alone (it defines no with_head); set "
+            "the key to ''."
+        )
+
     @property
     def shown_kernels(self) -> str:
         """The kernels of `on_mesh` beside those of attention, for the log; "" without any."""
