@@ -506,6 +506,11 @@ class Decoder(Architecture):
     def feed_forward_names(self) -> dict[str, str]:
         """`hf_names` of what `declare_feed_forward` gives."""
 
+    @property
+    def output(self) -> str:
+        """See `Architecture`."""
+        return "embed" if self.tie_embeddings else "lm_head"
+
     def with_head(self, dtype: str) -> Decoder:
         """See `Architecture`."""
         return replace(self, head_dtype=dtype)
@@ -617,7 +622,7 @@ class Decoder(Architecture):
         if jnp.dtype(dtype) != jnp.float32:
             for name in {"embed", "lm_head"} & params.keys():
                 [table] = params[name].values()
-                if name == self._output and self.head_dtype:
+                if name == self.output and self.head_dtype:
                     table = table.astype(self.head_dtype)  # which a frozen one need not have
                 weights[name] = {**weights[name], "master": table}
         return weights
@@ -625,7 +630,7 @@ class Decoder(Architecture):
     def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast; a tied model gets an `lm_head` too on a CPU, and one in `head_dtype` anywhere."""
         weights = cast(params, dtype)
-        [table] = cast(params[self._output], self.head_dtype or dtype).values()
+        [table] = cast(params[self.output], self.head_dtype or dtype).values()
         if not self.tie_embeddings:
             weights["lm_head"] = {"kernel": table}
         elif self.head_dtype or jax.default_backend() == "cpu":
@@ -633,11 +638,6 @@ class Decoder(Architecture):
             # nothing, and a copy in the same dtype would cost memory.
             weights["lm_head"] = {"kernel": table.T}
         return weights
-
-    @property
-    def _output(self) -> str:
-        """The entry of the parameters with the output layer's table."""
-        return "embed" if self.tie_embeddings else "lm_head"
 
     def hidden_states(
         self,
