@@ -47,6 +47,7 @@ class ModelSizes:
     mlp_width: int
     vocab_size: int
     dtype: str  # of activations, matrix products and caches
+    head_dtype: str = ""  # of the output layer's operands; "": as the others
 
     @property
     def config(self) -> QwenConfig:

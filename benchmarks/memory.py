@@ -163,8 +163,7 @@ def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
     batch = abstract_batch(config, policy)
     whole, index = policy.config, jax.ShapeDtypeStruct((), jnp.int32)
     params = like(whole.abstract_params(), sharding.param_shardings(mesh, whole))
-    of_text = dataclasses.replace(batch, images=None)
-    sums = jax.eval_shape(step.gradient.begin.function, params, of_text)
+    sums = jax.eval_shape(step.gradient.begin.function, params, policy.of_text(batch))
     sums = dataclasses.replace(
         sums, gradients=like(sums.gradients, sharding.param_shardings(mesh, trained))
     )
@@ -176,7 +175,7 @@ def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
     apply = jax.jit(step.apply.function, donate_argnums=0)
     return {
         "update": partial(run(add.function).lower, params, sums, *rest),
-        "optimizer": partial(apply.lower, state, sums),
+        "optimizer": partial(apply.lower, state, sums, None),
         "score": partial(run(score.function).lower, params, logprobs, *rest),
     }
 

@@ -227,6 +227,9 @@ KEYS: dict[str, Key] = {
         "by `model_type` of `config.json`.", group="jaxrl.architectures"),
     "model.dtype": Key("float32", "Dtype of activations, matrix products and KV cache; weights "
         "that are trained stay float32.", one_of=DTYPES),
+    "model.head_dtype": Key("", "Dtype of the output layer's operands, hidden states and table, in "
+        "sampler and trainer, where it is not `model.dtype`. Empty: as `model.dtype`; the products "
+        "are float32 in any case.", one_of=("", "float32")),
     "model.eos_tokens": Key((), "Texts of further tokens that end a message, as `('<|im_end|>',)`, "
         "beside `eos_token` of `tokenizer_config.json` and `eos_token_id` of "
         "`generation_config.json`.", is_valid=_are_texts,

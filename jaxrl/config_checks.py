@@ -114,6 +114,12 @@ RULES = (
         lambda c: c.ledger.max_cost > 0 and not any((*c.ledger.prices.values(), _pays_tokens(c))),
         "0 without ledger.prices or prices of policy.openai: nothing would cost anything",
     ),
+    # The output layer.
+    Rule(
+        "model.head_dtype",
+        lambda c: c.model.head_dtype == c.model.dtype,
+        "'' where it is model.dtype: the output layer is computed in that anyway",
+    ),
     # An adapter.
     Rule(
         "model.lora.path",

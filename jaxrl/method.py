@@ -319,11 +319,14 @@ def frozen_of(config: ConfigDict) -> tuple[str, ...]:
 
 
 def policy_of(config: ConfigDict, model: Architecture) -> Architecture:
-    """The model, or the architecture around it that is trained.
+    """The model with the configured output layer, or the architecture around it that is trained.
 
     Raises:
-        ValueError: `model.lora.targets` names no layer of the model.
+        ValueError: `model.lora.targets` names no layer of the model, or the model has no output
+            layer in `model.head_dtype`.
     """
+    if config.model.head_dtype:
+        model = model.with_head(config.model.head_dtype)
     lora = config.model.lora
     if not lora.rank:
         return model

@@ -29,6 +29,7 @@ def test_shipped_configs_are_valid(name):
     ("key", "value", "expected"),
     [
         ("model.dtype", "float16", "one of float32, bfloat16"),
+        ("model.head_dtype", "bfloat16", "one of '', float32"),
         ("search.engine", "google", "one of local, "),
         ("search.engine", "none", "an engine, as 'local'"),
         ("advantage.name", "gae", "one of grpo"),

@@ -52,6 +52,7 @@ BROKEN = [
     ("rollout.overlong_prompts", ENDPOINT | {"rollout.overlong_prompts": "truncate_left"}),
     ("model.router.replay", ENDPOINT | {"model.router.replay": True}),
     ("ledger.max_cost", {"ledger.max_cost": 1.0}),
+    ("model.head_dtype", {"model.head_dtype": "float32"}),
     ("model.lora.path", {"model.lora.path": "adapter"}),
     ("model.lora.targets", {"model.lora.rank": 8, "model.lora.targets": ()}),
     ("images.max_pixels", {"images.min_pixels": 64, "images.max_pixels": 32}),

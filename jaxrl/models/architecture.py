@@ -76,6 +76,7 @@ class Architecture(ABC):
     head_dim: int  # H, of keys and values
     max_positions: int  # tokens of the longest sequence
     tie_embeddings: bool  # the output layer is the embedding
+    head_dtype: str = ""  # of the output layer's product; "": as all others
     num_experts: int = 0  # of a layer that has some, which `mesh.expert` splits
     tower: Tower | None = None  # reads attachments, images say; None in a model of text alone
 
@@ -100,6 +101,26 @@ class Architecture(ABC):
             ValueError: names the key where such kernels do not run on the devices.
         """
         return self
+
+    def with_head(self, dtype: str) -> Architecture:
+        """Returns this model with an output layer that multiplies in a dtype of its own.
+
+        Sampler and trainer alike read its table, and the hidden states, in that dtype. The model
+        has it as `head_dtype`, and `output` names the table's entry.
+
+        Raises:
+            ValueError: the architecture has no such product; names the key.
+        """
+        raise ValueError(
+            f"config.model.head_dtype is {dtype!r}, but the architecture {type(self).__name__} "
+            "computes its output layer in config.model.dtype alone (it defines no with_head); set "
+            "the key to ''."
+        )
+
+    @property
+    def output(self) -> str:
+        """The entry of the parameters with the output layer's table; "" without `with_head`."""
+        return ""
 
     @property
     def shown_kernels(self) -> str:

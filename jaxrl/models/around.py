@@ -35,6 +35,8 @@ class Around(Architecture):
     head_dim: int = _of_model("head_dim")
     max_positions: int = _of_model("max_positions")
     tie_embeddings: bool = _of_model("tie_embeddings")
+    head_dtype: str = _of_model("head_dtype")
+    output: Any = _of_model("output")
     num_experts: int = _of_model("num_experts")
     statistics: Any = _of_model("statistics")
     recorded: Any = _of_model("recorded")

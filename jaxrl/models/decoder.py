@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -366,34 +366,49 @@ def _look_up_backward(
 look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def project(axes: str, hidden: jax.Array, table: jax.Array, master: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 4))
+def project(
+    axes: str,
+    hidden: jax.Array,
+    table: jax.Array,
+    master: jax.Array,
+    precision: jax.lax.Precision | None = None,
+) -> jax.Array:
     """Float32 products of hidden states with a table; the gradient goes to `master`, not to it.
 
-    Backwards too, products take both operands in the compute dtype and give float32. So what many
+    Backwards too, products take both operands in the dtype of these and give float32. So what many
     chunks of tokens add to the gradient is summed in float32.
 
     Args:
         axes: of the table: "vd" or "dv".
         hidden: `[..., D]`.
-        table: in the compute dtype.
+        table: in the dtype of `hidden`.
         master: the same in float32.
+        precision: of all three products; None: the platform's default.
     """
-    return jnp.einsum(f"...d,{axes}->...v", hidden, table, preferred_element_type=jnp.float32)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
+    return product(f"...d,{axes}->...v", hidden, table)
 
 
 def _project_forward(
-    axes: str, hidden: jax.Array, table: jax.Array, master: jax.Array
+    axes: str,
+    hidden: jax.Array,
+    table: jax.Array,
+    master: jax.Array,
+    precision: jax.lax.Precision | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return project(axes, hidden, table, master), (hidden, table)
+    return project(axes, hidden, table, master, precision), (hidden, table)
 
 
 def _project_backward(
-    axes: str, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+    axes: str,
+    precision: jax.lax.Precision | None,
+    saved: tuple[jax.Array, jax.Array],
+    gradient: jax.Array,
 ) -> tuple[jax.Array, None, jax.Array]:
     hidden, table = saved
     gradient = gradient.astype(table.dtype)
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
     of_hidden = product(f"...v,{axes}->...d", gradient, table).astype(hidden.dtype)
     # In the table's own order of axes: a CPU's compiler cannot turn this product's result.
     order = "...v,...d->vd" if axes == "vd" else "...d,...v->dv"
@@ -473,6 +488,7 @@ class Decoder(Architecture):
     qk_norm: bool
     max_positions: int
     rope_scaling: RopeScaling | None = None
+    head_dtype: str = ""  # of the output layer's product; "": as all others
 
     @abstractmethod
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
@@ -489,6 +505,15 @@ class Decoder(Architecture):
     @abstractmethod
     def feed_forward_names(self) -> dict[str, str]:
         """`hf_names` of what `declare_feed_forward` gives."""
+
+    @property
+    def output(self) -> str:
+        """See `Architecture`."""
+        return "embed" if self.tie_embeddings else "lm_head"
+
+    def with_head(self, dtype: str) -> Decoder:
+        """See `Architecture`."""
+        return replace(self, head_dtype=dtype)
 
     def common_hf_fields(self) -> dict[str, Any]:
         """The inverse of `common_fields`, and what all that is computed here has in common."""
@@ -588,8 +613,8 @@ class Decoder(Architecture):
 
         Sums over tokens are float32. Biases stay float32, and are cast where they are added. Beside
         embedding and output layer stands `master`, the float32 table of the same shape, to which
-        their gradient goes; nothing reads its values. Other kernels get their gradient from one
-        product, which sums in float32 and rounds once.
+        their gradient goes; its values are read by a product in `head_dtype` alone. Other kernels
+        get their gradient from one product, which sums in float32 and rounds once.
         """
         weights = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params
@@ -597,16 +622,21 @@ class Decoder(Architecture):
         if jnp.dtype(dtype) != jnp.float32:
             for name in {"embed", "lm_head"} & params.keys():
                 [table] = params[name].values()
+                if name == self.output and self.head_dtype:
+                    table = table.astype(self.head_dtype)  # which a frozen one need not have
                 weights[name] = {**weights[name], "master": table}
         return weights
 
     def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast; on a CPU a tied model gets an `lm_head` too."""
+        """Cast; a tied model gets an `lm_head` too on a CPU, and one in `head_dtype` anywhere."""
         weights = cast(params, dtype)
-        if self.tie_embeddings and jax.default_backend() == "cpu":
+        [table] = cast(params[self.output], self.head_dtype or dtype).values()
+        if not self.tie_embeddings:
+            weights["lm_head"] = {"kernel": table}
+        elif self.head_dtype or jax.default_backend() == "cpu":
             # A product with a transposed matrix takes a CPU up to twice as long. Elsewhere it costs
-            # nothing, and the copy would cost memory.
-            weights["lm_head"] = {"kernel": weights["embed"]["embedding"].T}
+            # nothing, and a copy in the same dtype would cost memory.
+            weights["lm_head"] = {"kernel": table.T}
         return weights
 
     def hidden_states(
@@ -664,7 +694,13 @@ class Decoder(Architecture):
         table = params["embed" if is_tied else "lm_head"]
         axes, weights = ("vd", table["embedding"]) if is_tied else ("dv", table["kernel"])
         weights = jnp.asarray(weights)
-        logits = project(axes, hidden, weights, table.get("master", weights))
+        master = table.get("master", weights)
+        if self.head_dtype:
+            # By default a GPU rounds float32 operands to 10 bits (TF32), a TPU to bfloat16's 7.
+            hidden, highest = hidden.astype(self.head_dtype), jax.lax.Precision.HIGHEST
+            logits = project(axes, hidden, master, master, highest)
+        else:
+            logits = project(axes, hidden, weights, master)
         if num_tokens >= self.vocab_size:
             return logits
         return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)

@@ -522,6 +522,8 @@ def _check_params(leaves: Mapping[str, Any], config: Architecture) -> None:
 def _check_source(config: Architecture, source: Path, path: Path) -> None:
     fields, file = read_fields(source)
     found = config.from_dict(fields, source=file)
+    if config.head_dtype:  # which no folder says
+        config = config.with_head("")
     if found != config:
         wanted = vars(config)
         differing = [name for name, value in vars(found).items() if value != wanted[name]]

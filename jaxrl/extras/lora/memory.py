@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl.extras.lora.adapter import QUANTISED, TRAINED, Adapter
 from jaxrl.models.policy import no_tables
-from jaxrl.runtime.plan.weights import PolicyWeights, leaves, num_values
+from jaxrl.runtime.plan.weights import PolicyWeights, cast_leaves, leaves, num_values
 from jaxrl.runtime.sharding import param_shardings
 
 
@@ -19,12 +19,12 @@ def policy_weights(adapter: Adapter, mesh: Any, dtype: np.dtype) -> PolicyWeight
     own, others = adapter.parts()
     trained = num_values(own.abstract_params(), param_shardings(mesh, own))
     base, inside = leaves(others, mesh), no_tables(adapter)
-    kept = {"int8", str(dtype)}
-    cast = {
-        path: size * dtype.itemsize
+    floats = {
+        path: (size, kind)
         for path, (size, kind) in base.items()
-        if str(kind) not in kept and path[-1] != "kernel_scale"
+        if kind != np.int8 and path[-1] != "kernel_scale"
     }
+    cast = cast_leaves(adapter, floats, dtype)
     return PolicyWeights(
         trained=trained,
         has_adapter=True,
@@ -58,6 +58,8 @@ def decode_bytes(adapter: Adapter, mesh: Any, dtype: np.dtype, *, may_share: boo
         is_int8 = (*path[:-1], "kernel_scale") in parts and path[-1] in QUANTISED
         is_sum = is_target and path[-1] == "kernel"
         wanted = kind if is_int8 and not is_sum else dtype
+        if adapter.head_dtype and path[0] == adapter.output and not adapter.tie_embeddings:
+            wanted = np.dtype(adapter.head_dtype)
         is_own = path[-1] in TRAINED or wanted != kind or is_sum or held[path][0] != size
         total += size * wanted.itemsize if is_own or not may_share else 0
     return total

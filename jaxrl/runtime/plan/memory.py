@@ -459,6 +459,7 @@ class _Update:
     mesh: Any
     shape: BatchShape
     itemsize: int  # bytes of a value in the compute dtype
+    head_itemsize: int  # in the output layer's
     logits_chunk_tokens: int  # whose logits are computed at once, at most
     is_cpu: bool
     is_tpu: bool
@@ -473,6 +474,7 @@ class _Update:
             mesh=mesh,
             shape=_shape(config, model, target, stage),
             itemsize=jnp.dtype(config.model.dtype).itemsize,
+            head_itemsize=jnp.dtype(config.model.head_dtype or config.model.dtype).itemsize,
             logits_chunk_tokens=max(config.model.logits_chunk_tokens // num_pieces(mesh), 1),
             is_cpu=target.platform == "cpu",
             is_tpu=target.platform == "tpu",
@@ -498,6 +500,11 @@ class _Update:
     def copies_bfloat16(self) -> bool:
         """True if bfloat16 is multiplied in float32, from copies."""
         return self.is_cpu and self.is_cast and not MULTIPLIES_BFLOAT16
+
+    @property
+    def has_head(self) -> bool:
+        """True if the output layer multiplies in float32 what others multiply in less."""
+        return self.head_itemsize > self.itemsize
 
     @property
     def operand(self) -> int:
@@ -644,20 +651,29 @@ class _Update:
     @property
     def embedding(self) -> int:
         """Values of the table of ids, whole; an output layer of its own has as many."""
-        return self.count.whole_tables // (1 if self.model.tie_embeddings else 2)
+        return self.count.table(self.model)
+
+    @property
+    def tables(self) -> int:
+        """Bytes of embedding and output layer, whole, as look-ups and products read them."""
+        if self.has_head:
+            return (self.itemsize + self.head_itemsize) * self.embedding
+        return self.itemsize * self.count.whole_tables
 
     @property
     def gathered_tables(self) -> int:
         """Embedding and output layer, gathered."""
-        gathered = self.itemsize * self.count.whole_tables
+        gathered = self.tables
         if self.is_tpu and not self.is_cast:  # it multiplies float32 in bfloat16, from a copy
             return self.gathers * 4 * self.embedding + 2 * self.output_table
         if self.is_tpu:
             return self.gathers * gathered
         if self.copies_tables and self.gathers:
             # The output layer's as devices exchange it, and as it is multiplied.
-            return (4 + self.itemsize) * self.output_table
-        if self.is_cpu and self.model.tie_embeddings:
+            return (4 + self.head_itemsize) * self.output_table
+        if self.copies_tables and self.has_head:
+            return 4 * self.embedding  # in which tokens are found: the other is a parameter
+        if self.is_cpu and self.model.tie_embeddings and not self.has_head:
             gathered *= 2  # the table itself, and turned over
         of_adapted = self.policy.has_adapter * self.looked_up
         return (self.gathers or self.copies_tables) * gathered + of_adapted
@@ -669,7 +685,7 @@ class _Update:
             return 0
         if self.copies_tables:
             # The embedding as it came and as tokens are found in it, and the output layer.
-            return (4 + 4 + self.itemsize) * self.output_table
+            return (4 + 4 + self.head_itemsize) * self.output_table
         return self.gathered_tables
 
     @property
@@ -678,8 +694,9 @@ class _Update:
         if self.copies_bfloat16:
             if self.gathers:
                 return self.gathered_tables + self.turned_table
-            return self.itemsize * self.output_table + self.looked_up
-        return self.gathers * self.itemsize * self.count.whole_tables
+            cast = 0 if self.has_head else self.itemsize
+            return cast * self.output_table + self.looked_up
+        return self.gathers * self.tables
 
     @property
     def looked_up(self) -> int:
@@ -692,8 +709,8 @@ class _Update:
     @property
     def turned_table(self) -> int:
         """A tied table turned over, as a CPU multiplies bfloat16 where devices split tables."""
-        is_turned = self.copies_tables and self.gathers and self.model.tie_embeddings
-        return is_turned * self.itemsize * self.output_table
+        is_copied = self.copies_tables and self.gathers and not self.has_head
+        return is_copied * self.model.tie_embeddings * self.itemsize * self.output_table
 
     @property
     def gathered_layer(self) -> int:
@@ -740,7 +757,7 @@ class _Update:
             # It makes the gradient of logits as it multiplies, in the compute dtype, unless the
             # logits are kept from the forward pass. What one device sums in one chunk it adds to
             # the gradients at once; several add up sums when no logits are left.
-            of_logits = logits if num_chunks == 1 else logits * self.itemsize // 4
+            of_logits = logits if num_chunks == 1 else logits * self.head_itemsize // 4
             is_shared = num_pieces(self.mesh) > 1
             sums = (is_shared or num_chunks > 1) * table
             return {
@@ -749,14 +766,16 @@ class _Update:
                 "embedding and output gathered": self.gathered_tables,
             }
         # In bfloat16 a CPU has the gradient of logits as it is, and to multiply with in float32.
-        of_logits = self.copies_bfloat16 * self.itemsize * ids * chunk
+        is_copied = self.copies_bfloat16 and not self.has_head
+        of_logits = is_copied * self.itemsize * ids * chunk
         if copies and self.splits_gradients:
             return {
                 "a micro-batch's gradients": self.new_gradients + (1 + self.is_cast) * table,
                 # What devices add up lies where two copies of the logits were.
                 "logits chunk, gradients of all": logits + of_logits + max(table, 2 * block),
-                "embedding and output gathered": self.itemsize * self.count.whole_tables
-                + self.turned_table,
+                "embedding and output gathered": 4 * self.embedding
+                if self.has_head
+                else self.itemsize * self.count.whole_tables + self.turned_table,
             }
         # The output layer's of each device's own tokens, then of all; the embedding's is split.
         tables = 0 if self.policy.has_adapter else 4 * self.count.whole_tables
@@ -821,7 +840,8 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
     """
     mesh = target_mesh(config, model, target)
     held = _search_bytes(config, target)[0]
-    is_on_disk = config.stages == ("evaluate",) and policy_of(config, model) is model
+    is_around = isinstance(policy_of(config, model), Around)
+    is_on_disk = config.stages == ("evaluate",) and not is_around
     if is_on_disk and not config.mesh.rollout_devices:
         made = _made_in_turn(config, model, target)
         return Phase(name=HANDING_OVER, kept=held, moments={"handing over": made})
@@ -829,9 +849,13 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
     kept = _state(config, model, mesh, stage) | held
     moved = {"decode weights": _decode_weights(config, model, target)}
     if _is_given_up(config) and not config.mesh.rollout_devices:
-        largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract_params()))
-        itemsize = jnp.dtype(config.model.dtype).itemsize
-        moved = {"decode weights of one parameter": largest * itemsize}
+        itemsize, more = jnp.dtype(config.model.dtype).itemsize, _head_bytes(config, model, target)
+        largest = max(
+            max(math.prod(leaf.shape) for leaf in jax.tree.leaves(entry))
+            * (itemsize + more * (name == model.output))
+            for name, entry in model.abstract_params().items()
+        )
+        moved = {"decode weights of one parameter": largest}
     return Phase(name=HANDING_OVER, kept=kept, moments={"handing over": moved})
 
 
@@ -841,15 +865,14 @@ def _made_in_turn(config: ConfigDict, model: Architecture, target: Target) -> di
     params, itemsize = model.abstract_params(), jnp.dtype(config.model.dtype).itemsize
     of_params = param_shardings(mesh, model)
     of_weights = param_shardings(mesh, model, for_decode=True)
-    has_head_copy = target.platform == "cpu" and model.tie_embeddings
     parts = []
     for name in params:
-        num_made = 2 if has_head_copy and name not in no_tables(model) else 1
+        made_bytes = itemsize + _head_bytes(config, model, target) * (name == model.output)
         for leaf, read, made in zip(
             *(jax.tree.leaves(tree[name]) for tree in (params, of_params, of_weights)), strict=True
         ):
             sizes = [math.prod(layout.shard_shape(leaf.shape)) for layout in (read, made)]
-            parts.append((math.prod(leaf.shape), 4 * sizes[0], num_made * itemsize * sizes[1]))
+            parts.append((math.prod(leaf.shape), 4 * sizes[0], made_bytes * sizes[1]))
     parts.sort(key=lambda part: -part[0])
     # A CPU has it in the pages of its file, as it is read and as an array, before it is cast.
     copies, moments, so_far = (3 if target.platform == "cpu" else 1), [], 0
@@ -990,9 +1013,9 @@ class _Sampler:
             full, count = rows * table_pages, _Counts.of(model, mesh)
             cache = page_bytes * (_given_pages(config, target, full, page_bytes) or full)
             layers = count.decode_params - count.whole_tables
-            table = count.whole_tables // (1 if model.tie_embeddings else 2)
             if upcast > 1 or busy == 1:
-                moments["decode"]["float32 copies"] = 2 * cache + 4 * (layers + table)
+                copied = 2 * cache + 4 * (layers + count.table(model))
+                moments["decode"]["float32 copies"] = copied
             if upcast > 1:
                 moments["reading"]["float32 copies"] = 2 * cache + 4 * layers // 2
         tower = model.tower
@@ -1049,6 +1072,10 @@ class _Counts:
     whole_tables: int  # of these, embedding and output layer
     whole_layer: int  # of these, one layer
     gathered_layer: int  # of this, what is split further in training
+
+    def table(self, model: Architecture) -> int:
+        """Counts the table of ids, whole; an output layer of its own has as many."""
+        return self.whole_tables // (1 if model.tie_embeddings else 2)
 
     @classmethod
     @functools.cache
@@ -1126,16 +1153,27 @@ def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> 
     """Bytes of the sampler's weights on one device."""
     mesh, policy = target_mesh(config, model, target), policy_of(config, model)
     count, dtype = _Counts.of(model, mesh), jnp.dtype(config.model.dtype)
-    has_head_copy = target.platform == "cpu" and model.tie_embeddings
-    weights = count.decode_params + has_head_copy * count.whole_tables
+    head = _head_bytes(config, model, target) * count.table(model)
     if not isinstance(policy, Around):
-        return dtype.itemsize * weights
+        return dtype.itemsize * count.decode_params + head
     is_alone = target.num_processes == 1 and not config.mesh.rollout_devices
     # A CPU's sampler has its layers apart.
     may_share = is_alone and target.platform != "cpu" and not _is_given_up(config)
     plan = importlib.import_module(policy.plan)
     own: int = plan.decode_bytes(policy, mesh, dtype, may_share=may_share)
-    return own + has_head_copy * dtype.itemsize * count.whole_tables
+    return own + head * model.tie_embeddings  # it knows of a table that is a parameter
+
+
+def _head_bytes(config: ConfigDict, model: Architecture, target: Target) -> int:
+    """Bytes that a value of the sampler's output table takes beside the model's in `model.dtype`.
+
+    A tied model has a copy on a CPU, and in a dtype of its own anywhere.
+    """
+    itemsize = jnp.dtype(config.model.dtype).itemsize
+    head = jnp.dtype(config.model.head_dtype or config.model.dtype).itemsize
+    if not model.tie_embeddings:
+        return head - itemsize
+    return head if target.platform == "cpu" or config.model.head_dtype else 0
 
 
 def _moment_bytes(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> int:

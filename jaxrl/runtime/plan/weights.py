@@ -39,7 +39,7 @@ class PolicyWeights:
         trained: values that an optimizer changes, float32.
         has_adapter: these are an adapter's.
         base_bytes: of the weights that are not trained.
-        cast_bytes: of what the update casts to the compute dtype.
+        cast_bytes: of what the update casts to the dtypes that products read.
         cast_tables: of these, in tables for tokens.
         dequantised: values of the largest int8 layer, which a product casts as it takes it.
     """
@@ -57,7 +57,7 @@ class PolicyWeights:
         dtype = jnp.dtype(config.model.dtype)
         policy = policy_of(config, model)
         if not isinstance(policy, Around):
-            return _entries(model, frozen_of(config), mesh, dtype)
+            return _entries(policy, frozen_of(config), mesh, dtype)
         plan: Any = importlib.import_module(policy.plan)
         found: PolicyWeights = plan.policy_weights(policy, mesh, dtype)
         return found
@@ -71,21 +71,34 @@ def _entries(
         num_values(part.abstract_params(), param_shardings(mesh, part))
         for part in model.parts(frozen)
     )
-    itemsize = dtype.itemsize if dtype.itemsize < 4 else 0
-    tables = sum(
-        size for path, (size, _) in leaves(model, mesh).items() if path[0] not in no_tables(model)
-    )
+    cast = cast_leaves(model, leaves(model, mesh), dtype)
     return PolicyWeights(
         trained=trained,
         base_bytes=4 * others,
-        cast_bytes=itemsize * (trained + others),
-        cast_tables=itemsize * tables,
+        cast_bytes=sum(cast.values()),
+        cast_tables=sum(size for path, size in cast.items() if path[0] not in no_tables(model)),
     )
 
 
-def leaves(
-    declared: Declared, mesh: Any, **settings: bool
-) -> dict[tuple[str, ...], tuple[int, np.dtype]]:
+Leaves = dict[tuple[str, ...], tuple[int, np.dtype]]
+"""Values on one device and dtype of each parameter, by its path."""
+
+
+def cast_leaves(model: Architecture, held: Leaves, dtype: np.dtype) -> dict[tuple[str, ...], int]:
+    """Bytes of what an update casts each parameter to: the compute dtype, or the output layer's.
+
+    A tied table is read in both.
+    """
+    cast = {}
+    for path, (size, kind) in held.items():
+        read = {dtype}
+        if model.head_dtype and path[0] == model.output:
+            read = {jnp.dtype(model.head_dtype), *(read if model.tie_embeddings else ())}
+        cast[path] = size * sum(one.itemsize for one in read - {kind})
+    return cast
+
+
+def leaves(declared: Declared, mesh: Any, **settings: bool) -> Leaves:
     """Values on one device and dtype of each parameter."""
     shapes = flatten_dict(declared.abstract_params())
     layouts = flatten_dict(param_shardings(mesh, declared, **settings))

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import memory as programs
 from jaxrl.config import default_config
-from jaxrl.method import batch_shape
+from jaxrl.method import batch_shape, policy_of
 from jaxrl.models.decoder import init_params
 from jaxrl.runtime.plan import memory
 from tests.helpers import TINY_MOE
@@ -246,6 +248,76 @@ class TestByHand:
         name = "logits chunk, gradients of all"
         assert found["bfloat16"][name] - found["float32"][name] == 2 * 256 * 152_064
 
+    @pytest.mark.parametrize("platform", ["cpu", "gpu"])
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_an_output_layer_in_float32_by_hand(self, platform, tied):
+        """Two tables of 152064 x 3584; a tied model's sampler has one for its output alone."""
+        target, model = replace(NODE, platform=platform), replace(QWEN_7B, tie_embeddings=tied)
+        head, table = {"model.head_dtype": "float32"}, 152_064 * 3584
+        plain, own = (
+            memory.rollout_phase(large_run(**keys), model, target).kept["decode weights"]
+            for keys in ({}, head)
+        )
+        had = platform == "cpu" or not tied  # a table of two bytes a value
+        assert own - plain == pytest.approx((4 - 2 * had) * table, rel=1e-3)
+        # Where parameters go as weights are made, the table is the largest of two layers' model.
+        evaluation = {"stages": ("sft", "evaluate"), **head}
+        made = memory.make_plan(large_run(**evaluation), replace(model, num_layers=2), target)
+        [moved] = [phase for phase in made.phases if phase.name == memory.HANDING_OVER]
+        assert [*moved.moments["handing over"].values()] == [(6 if tied else 4) * table]
+
+    def test_what_an_update_casts_of_an_output_layer_in_float32(self):
+        """One device: the float32 table is a parameter, and nothing is made of it."""
+        target, table = replace(NODE, num_devices=1), 152_064 * 3584
+        keys = {"model.head_dtype": "float32", "optimizer.micro_rows": 1}
+        name, found = "weights in the compute dtype", {}
+        for tied in (False, True):
+            model = replace(QWEN_7B, tie_embeddings=tied)
+            plain, own = (
+                train_phase(large_run(fsdp=1, **keys | more), model, target).moments["layers"][name]
+                for more in ({"model.head_dtype": ""}, {})
+            )
+            found[tied] = plain - own
+        assert found == {False: 2 * table, True: 0}  # which a tied one needs for its ids
+        # Eight devices gather it: two bytes of the ids' table, four of the output's.
+        name = "embedding and output gathered"
+        gathered = train_phase(large_run(**keys | {"optimizer.micro_rows": 8})).moments["output"]
+        assert gathered[name] == pytest.approx((2 + 4) * table, rel=1e-3)
+
+    @pytest.mark.parametrize(
+        ("base_dtype", "cast", "made"), [("float32", 0, 0), ("bfloat16", 4, 4), ("int8", 4, 4)]
+    )
+    def test_an_adapter_s_output_layer_in_float32(self, base_dtype, cast, made):
+        """Bytes a value of the frozen table, which the sampler shares where it is float32."""
+        target, table = replace(NODE, num_devices=1), 152_064 * 3584
+        lora = {"model.lora.rank": 8, "model.lora.base_dtype": base_dtype}
+        keys = {**lora, "optimizer.micro_rows": 1}
+        plain, own = (
+            memory.make_plan(large_run(fsdp=1, **keys, **more), QWEN_7B, target).phases
+            for more in ({}, {"model.head_dtype": "float32"})
+        )
+        shared = 2 * (base_dtype == "float32")  # bytes that the plain one makes of it
+        name = "weights in the compute dtype"
+        more = own[0].moments["layers"][name] - plain[0].moments["layers"][name]
+        assert more == (cast - shared) * table
+        more = own[-1].kept["decode weights"] - plain[-1].kept["decode weights"]
+        assert more == (made - shared) * table
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_its_sampler_s_weights_are_those_that_are_made(self, tied):
+        model = replace(programs.MODELS["tiny"], tie_embeddings=tied)
+        target = memory.Target(platform="cpu", num_devices=1, memory_bytes=memory.GIB)
+        for head in ("", "float32"):
+            config = programs.small_run(1, 1, 1)
+            config.model.dtype, config.model.head_dtype = "bfloat16", head
+            made = jax.eval_shape(
+                partial(policy_of(config, model).decode_weights, dtype=jnp.bfloat16),
+                model.abstract_params(),
+            )
+            held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
+            planned = memory.rollout_phase(config, model, target).kept["decode weights"]
+            assert planned == pytest.approx(held, abs=4 * model.width)
+
     def test_a_cpu_samples_in_bfloat16_from_copies_in_float32(self, copies_bfloat16):
         cpu = replace(NODE, platform="cpu")
         phases = {
@@ -468,6 +540,7 @@ class TestAgainstTheCompiler:
             ("--mesh=1x4x1,1x1x1",),
             ("--mesh=1x4x1,1x1x1", "--parts=update,score", "--keys", *BFLOAT16_ADAPTER),
             ("--mesh=2x2x1,1x2x2", "--parts=update,score"),
+            ("--mesh=1x4x1,1x1x1", "--keys", "model.head_dtype=float32"),
         ],
     )
     def test_few_layers_in_bfloat16(self, settings):
