@@ -1,12 +1,12 @@
-"""Plain GRPO that learns to search in 20 steps and collapses within 80, on a CPU in minutes.
+"""Plain GRPO that learns to search in 20 steps and has collapsed by step 100, on a CPU in minutes.
 
 python -m examples.quickstart_world --out=data/collapse --max_hops=1
 python -m jaxrl.launch --config=configs/collapse.py --workdir=runs/collapse
 
-The quickstart's model and warm start, questions of one hop, and what users of search training meet
-after some hundred steps on purpose within forty: four updates a batch, no KL term, small groups,
-and a learning rate that rises to three times the quickstart's. docs/experiments.md has what it
-showed, and what was tried against it.
+The quickstart's model and warm start, and questions of one hop. Four updates a batch, no KL term,
+small groups and a learning rate that rises to three times the quickstart's bring about, on purpose,
+what users of search training meet after some hundred steps. docs/results.md, Training that
+collapses, has what it shows and what was tried against it.
 
 Another world's folder may follow the file's name: --config=configs/collapse.py:data/other
 """

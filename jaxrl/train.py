@@ -458,7 +458,10 @@ def act_on_signs(session: Session) -> None:
     scale = progress.watched.lr_scale * watch.lr_factor
     progress.watched = dataclasses.replace(progress.watched, acting=())
     if action == "stop":
-        raise UnsoundError(f"{worst['name']}: {worst['text']}")
+        raise UnsoundError(
+            f"config.watch.action ends the run at train step {progress.stage_step}, which is "
+            f"saved: {worst['name']}: {worst['text']} The same command goes on from there."
+        )
     if action == "lower_lr":
         progress.watched = dataclasses.replace(progress.watched, lr_scale=scale)
         session.display.log(

@@ -272,8 +272,8 @@ def update_too_large(history: History) -> Found:
     return "update_too_large", (
         f"the updates of this batch moved the policy {abs(now):.2g} nats a token (actor/ppo_kl), "
         f"usually {median(usual):.2g}: clipping does not hold what one step of Adam does. Lower "
-        "config.optimizer.lr, take fewer updates a batch (num_minibatches, num_epochs), or raise "
-        "config.optimizer.epsilon, below which gradients no longer make steps of full size."
+        "config.optimizer.lr, take fewer updates a batch (config.optimizer.num_minibatches), or set "
+        "config.watch.action='roll_back', which goes back to before it with a lower rate."
     )
 
 
@@ -349,9 +349,9 @@ def reward_fell(history: History, fall: float) -> Found:
         return None
     return "reward_fell", (
         f"the mean reward of the last {RECENT} steps is {now:.3g}, its best was "
-        f"{best['reward']:.3g} up to step {best['number']}. If no other sign says why: go back, "
-        "lower config.optimizer.lr or raise config.optimizer.epsilon, and see docs/results.md, "
-        "Training that collapses."
+        f"{best['reward']:.3g} up to step {best['number']}. If no other sign says why, "
+        "config.watch.action='roll_back' goes back to before it, with a lower rate; "
+        "docs/results.md, Training that collapses, has what else was tried."
     )
 
 
@@ -396,24 +396,24 @@ def likelihood_fell(history: History) -> Found:
     return "likelihood_fell", (
         f"tokens of responses with a positive advantage have {now:.2g} nats each, usually "
         f"{was:.2g}: what is rewarded becomes less likely. config.loss.term.name='llds' works "
-        "against it, fewer updates a batch too."
+        "against it, fewer updates a batch and a lower rate too."
     )
 
 
 _WORDS = {
     "cut": ("responses_cut", "end at a limit of tokens or turns", (
-        "They no longer come to an end. shaping.overlong_buffer charges for length; "
-        "filter.trajectories='void_turns' keeps them out of the loss."
+        "They no longer come to an end. config.shaping.overlong_buffer charges for length; "
+        "config.watch.action='roll_back' goes back to before it."
     )),
     "malformed": ("responses_malformed", "end without a search or an answer", (
-        "Look at generated_text in trajectories/; a format reward or "
-        "filter.trajectories='void_turns' works against it."
+        "Look at generated_text in trajectories/; a format reward works against it."
     )),
     "void": ("turns_void", "have a turn without a call or an answer", (
-        "config.filter.trajectories='void_turns' keeps them out of the loss."
+        "config.filter.trajectories='void_turns' keeps them out of the loss, and "
+        "config.watch.action='roll_back' goes back to before it."
     )),
     "loops": ("responses_loop", "go round in circles", (
-        "Look at generated_text in trajectories/; lower config.optimizer.lr, or go back."
+        "Look at generated_text in trajectories/; config.watch.action='roll_back' goes back."
     )),
 }  # fmt: skip
 """By a share's name: its sign, what the responses do, what helps."""
