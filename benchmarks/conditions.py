@@ -43,7 +43,7 @@ class Draws(NamedTuple):
     rows: np.ndarray  # int32 [N, T], of the table
     choices: np.ndarray  # int32 [N, T], columns of the table
     mask: np.ndarray  # bool [N, T], False where a trajectory decided no more
-    advantages: jax.Array  # float32 [N]
+    advantages: jax.Array | np.ndarray  # float32 [N]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def _update(logits, state, draws, lr, num_updates, clip_high):  # type: ignore[n
 
 
 @jax.jit
-def compared(rewards: np.ndarray, group_ids: np.ndarray = GROUP_IDS) -> jax.Array:
+def compared(rewards: np.ndarray, group_ids: np.ndarray = GROUP_IDS) -> jax.Array | np.ndarray:
     """GRPO's advantages, with the population's deviation."""
     return grpo(rewards, group_ids, normalize_std=True, ddof=0, epsilon=1e-6)
 
