@@ -43,7 +43,7 @@ class Draws(NamedTuple):
     rows: np.ndarray  # int32 [N, T], of the table
     choices: np.ndarray  # int32 [N, T], columns of the table
     mask: np.ndarray  # bool [N, T], False where a trajectory decided no more
-    advantages: jax.Array  # float32 [N]
+    advantages: jax.Array | np.ndarray  # float32 [N]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def _update(logits, state, draws, lr, num_updates, clip_high):  # type: ignore[n
 
 
 @jax.jit
-def compared(rewards: np.ndarray, group_ids: np.ndarray = GROUP_IDS) -> jax.Array:
+def compared(rewards: np.ndarray, group_ids: np.ndarray = GROUP_IDS) -> jax.Array | np.ndarray:
     """GRPO's advantages, with the population's deviation."""
     return grpo(rewards, group_ids, normalize_std=True, ddof=0, epsilon=1e-6)
 
@@ -276,7 +276,7 @@ def musing(mastered_at: float) -> World:
     Args:
         mastered_at: step from which the hard ones are right nine times in ten, too.
     """
-    state = EntropyCoefficients.init()
+    state, tokens = EntropyCoefficients.init(), np.arange(MOST + 1)
 
     def draw(chances: np.ndarray, step: int, rng: np.random.Generator, *, shaped: float) -> Draws:
         nonlocal state
@@ -294,16 +294,27 @@ def musing(mastered_at: float) -> World:
             kept_buckets = [b for b, kept in zip(buckets, is_kept, strict=True) if kept]
             state = state.update(means[is_kept], kept_buckets)
             groups = np.where(is_kept[GROUP_IDS], GROUP_IDS, -1)
-            rewards = rewards + entropy_reward(
-                counts,
-                is_right,
-                [buckets[group] for group in GROUP_IDS],
-                targets=state.targets,
-                coefficients=state.alphas,
+            # Each difficulty and verdict by count, as they are far fewer than trajectories.
+            pay = {
+                (bucket, right): entropy_reward(
+                    tokens,
+                    np.full(len(tokens), right),
+                    [bucket] * len(tokens),
+                    targets=state.targets,
+                    coefficients=state.alphas,
+                )
+                for bucket in set(buckets)
+                for right in (False, True)
+            }
+            rewards = rewards + np.array(
+                [
+                    pay[buckets[group], bool(right)][count]
+                    for group, right, count in zip(GROUP_IDS, is_right, counts, strict=True)
+                ],
+                np.float32,
             )
         return Draws(rows, counts[:, None], np.ones_like(rows, bool), compared(rewards, groups))
 
-    tokens = np.arange(MOST + 1)
     ways = np.array([math.comb(MOST, n) for n in tokens], float)
     return World(
         logits=np.log(np.stack([ways, ways])),  # 7.5 tokens in the mean
