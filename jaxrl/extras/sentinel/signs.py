@@ -272,7 +272,7 @@ def update_too_large(history: History) -> Found:
     return "update_too_large", (
         f"the updates of this batch moved the policy {abs(now):.2g} nats a token (actor/ppo_kl), "
         f"usually {median(usual):.2g}: clipping does not hold what one step of Adam does. Lower "
-        "config.optimizer.lr, take fewer updates a batch (config.optimizer.num_minibatches), or set "
+        "config.optimizer.lr, take fewer updates a batch (config.optimizer.num_minibatches) or set "
         "config.watch.action='roll_back', which goes back to before it with a lower rate."
     )
 

@@ -1,4 +1,4 @@
-"""Remedies against collapse: losses, terms, masks and a reward; see docs/algorithms.md, Policy loss.
+"""Remedies against collapse: losses, terms, masks, a reward; docs/algorithms.md, Policy loss.
 
 Tables of the core name them; each is one function that can be read by itself.
 """
