@@ -10,6 +10,7 @@ model's config.json alone, and ends with 0 if it fits and 1 if it does not.
 
 from __future__ import annotations
 
+from jaxrl.runtime.stalls import tell_on_signal
 from jaxrl.runtime.stopping import (
     EXIT_BUDGET_SPENT,
     EXIT_NOTHING_WORKS,
@@ -20,6 +21,7 @@ from jaxrl.runtime.stopping import (
 
 if __name__ == "__main__":
     end_on_signals()  # a moment passes until all below is imported
+    tell_on_signal()
 
 import ast
 import contextlib
@@ -189,7 +191,7 @@ def _run(
     from jaxrl.own_code import OwnCodeError
     from jaxrl.runtime import distributed
     from jaxrl.runtime.checkpoint import CheckpointError
-    from jaxrl.runtime.stalls import tell_on_signal, told_of_stalls
+    from jaxrl.runtime.stalls import told_of_stalls
     from jaxrl.runtime.stopping import Interrupted
     from jaxrl.training.collect import NotEnoughGroupsError
     from jaxrl.training.health import NothingWorksError
@@ -214,7 +216,6 @@ def _run(
         except OutageError as error:
             _end(error, EXIT_NOTHING_WORKS)
         begin()
-        tell_on_signal()
         stack.enter_context(told_of_stalls(display, config.watch.stall_s))
         try:
             play(should_stop)

@@ -23,7 +23,7 @@ from jaxrl.models.folder import model_folder
 from jaxrl.models.starting import load_base, load_trained
 from jaxrl.own_code import OwnCodeError
 from jaxrl.runtime import distributed, rolling_back
-from jaxrl.runtime.checkpoint import Checkpointer, optimizer_items, read_newest_position
+from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, by_value, optimizer_items
 from jaxrl.runtime.sharding import abstract, param_shardings
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.runtime.versions import write_environment
@@ -33,7 +33,7 @@ from jaxrl.sft import sft
 from jaxrl.train import train
 from jaxrl.training.collect import ENDING, NotEnoughGroupsError
 from jaxrl.training.health import Failures
-from jaxrl.training.ledger import BudgetSpentError
+from jaxrl.training.ledger import BudgetSpentError, Ledger
 from jaxrl.training.update import init_state, state_shardings
 from jaxrl.training.watch import RollBack, UnsoundError
 from jaxrl.types import Params
@@ -250,8 +250,11 @@ def run_stages(session: Session) -> bool:
 
 def roll_back(session: Session, decision: RollBack) -> None:
     """Makes the workdir, and the memory, ready to go on from an earlier checkpoint."""
-    line = {name: getattr(decision, name) for name in ("sign", "from_step", "to_step", "lr_scale")}
-    number = session.progress.watched.num_roll_backs + 1
+    progress = session.progress
+    number = progress.watched.num_roll_backs + 1
+    line = {"number": number, "sign": decision.sign, "from_step": decision.from_step}
+    line |= {"to_step": decision.to_step, "lr_scale": decision.lr_scale}
+    line |= {"ledger": progress.ledger.to_json(), "num_broken_off": progress.num_broken_off}
     if distributed.is_main():
         rolling_back.write_down(session.workdir, line)
     distributed.meet()
@@ -282,8 +285,7 @@ def open_session(
     found = checkpointer.restore_newest(lambda saved: restore_targets(components, saved))
     progress = Progress.from_json(found[0], components.method) if found else Progress()
     if going_back:
-        changed = {"lr_scale": going_back[-1]["lr_scale"], "num_roll_backs": len(going_back)}
-        progress.watched = dataclasses.replace(progress.watched, **changed)
+        gone_back(progress, going_back[-1], checkpointer)
     if components.processor is not None:
         progress.put_images(components.processor.with_images)
     adopt()
@@ -323,27 +325,52 @@ def open_session(
 
 
 def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
-    """Carries out decisions to go back that the newest checkpoint does not know of.
+    """Carries out decisions to go back that the newest whole checkpoint does not know of.
 
     Returns:
-        All decisions where there was one to carry out, else none.
+        All decisions where that checkpoint does not know the last one, else none.
 
     Raises:
-        ValueError: what is written of them is damaged.
+        CheckpointError: what is written of them is damaged, or there is nothing to go back to.
     """
     lines: list[dict[str, Any]] = []
-    num_done = 0
+    error = None
     if distributed.is_main():
-        lines = rolling_back.read(workdir)
-        if lines:
-            _, position = read_newest_position(workdir / "checkpoints")
-            num_done = position.get("watched", {}).get("num_roll_backs", 0)
-    lines, num_done = distributed.from_main((lines, num_done))
-    for number, line in enumerate(lines[num_done:], start=num_done + 1):
+        try:
+            lines = rolling_back.read(workdir)
+        except (ValueError, OSError) as found:
+            error = str(found)
+    lines, error = distributed.from_main((lines, error))
+    if error is not None:
+        raise CheckpointError(error)
+    newest = checkpointer.newest_position() if lines else None
+    if newest is None:
+        if lines and distributed.is_main():  # of a run whose checkpoints were removed
+            (workdir / rolling_back.FILE).unlink()
+        return []
+    step, position = newest
+    num_done = position.get("watched", {}).get("num_roll_backs", 0)
+    for line in (line for line in lines if line["number"] > num_done):
+        if step > line["to_step"]:
+            checkpointer.forget_after(line["to_step"])
         if distributed.is_main():
-            rolling_back.set_aside_after(workdir, line["to_step"], number)
-        checkpointer.forget_after(line["to_step"])
-    return lines if len(lines) > num_done else []
+            rolling_back.set_aside_after(workdir, line["to_step"], line["number"])
+    return lines if lines[-1]["number"] > num_done else []
+
+
+def gone_back(progress: Progress, decision: Mapping[str, Any], checkpointer: Checkpointer) -> None:
+    """Puts into the progress of an earlier checkpoint what a decision to go back changes."""
+    changed = {"lr_scale": decision["lr_scale"], "num_roll_backs": decision["number"]}
+    progress.watched = dataclasses.replace(progress.watched, acting=(), **changed)
+    # What the steps that were given up have cost is spent, and groups sampled ahead are given up.
+    progress.ledger = Ledger.from_json(decision["ledger"])
+    progress.num_broken_off = decision["num_broken_off"]
+    progress.pending = None
+    values = checkpointer.values()
+    if values.get(progress.best.step) != progress.best.value:
+        best = by_value(values)
+        left = {"value": values[best[0]], "step": best[0]} if best else {"value": None, "step": 0}
+        progress.best = dataclasses.replace(progress.best, mark=left["value"], **left)
 
 
 def origin_of(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:

@@ -190,7 +190,7 @@ class Progress:
         kept = {name: value for name, value in saved.items() if name in known}
         ledger = Ledger.from_json(saved["ledger"]) if "ledger" in saved else Ledger()
         restored = {"best": best, "controllers": controllers, "leftover": leftover}
-        restored |= {"ledger": ledger, "watched": Watched(**saved.get("watched", {}))}
+        restored |= {"ledger": ledger, "watched": Watched.from_json(saved.get("watched", {}))}
         return cls(**{**kept, **restored, "pending": pending and Collected.from_json(pending)})
 
 

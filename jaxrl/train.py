@@ -469,7 +469,7 @@ def act_on_signs(session: Session) -> None:
         )
     if action == "roll_back":
         begun = progress.step - progress.stage_step  # after the stages before
-        steps = [step - begun for step in session.checkpointer.steps() if step >= begun]
+        steps = [s - begun for s in session.checkpointer.steps() if begun <= s < progress.step]
         goal = begun + goal_of(worst, watch, progress.watched, steps)
         raise RollBack(sign=worst["name"], from_step=progress.step, to_step=goal, lr_scale=scale)
 

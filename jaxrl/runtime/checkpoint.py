@@ -161,14 +161,47 @@ class Checkpointer:
         self.wait()
         return distributed.from_main(steps_in(self._folder) if distributed.is_main() else [])
 
-    def forget_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps."""
+    def newest_position(self) -> tuple[int, dict[str, Any]] | None:
+        """Step and position of the newest checkpoint that is as it was written; None without any.
+
+        Newer ones that are not are named and moved to `damaged/`.
+
+        Raises:
+            CheckpointError: there are some, but all are damaged.
+        """
         self.wait()
+        step = self._choose(lambda: sorted(steps_in(self._folder), reverse=True))
+        if step is None:
+            return None
+        return step, self._restore(step, position=ocp.args.JsonRestore())["position"]
+
+    def forget_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps, once it is sure that an earlier one is whole.
+
+        Raises:
+            CheckpointError: none is; all stay.
+        """
+        self.wait()
+        chosen = None
+        if distributed.is_main():
+            earlier = [one for one in steps_in(self._folder) if one <= step]
+            chosen, _ = choose_step(self._folder, sorted(earlier, reverse=True))
+        if distributed.from_main(chosen) is None:
+            raise CheckpointError(
+                f"the run is to go back to step {step}, and {self._folder} has no whole checkpoint "
+                "of it or of an earlier step. Bring one back from a copy, remove "
+                "roll_backs.jsonl to go on from the newest, or name another --workdir."
+            )
         if distributed.is_main():
             for later in (one for one in steps_in(self._folder) if one > step):
                 remove_whole(self._folder / str(later))
         distributed.meet()
         self._manager.reload()
+
+    def values(self) -> dict[int, float | None]:
+        """The value of each checkpoint's evaluation; None where it has none."""
+        found = list(self._values().items()) if distributed.is_main() else []
+        return dict(distributed.from_main(found))  # as pairs, since JSON makes texts of keys
 
     def wait(self) -> None:
         """Waits until the last save is complete; an error of it is raised here."""

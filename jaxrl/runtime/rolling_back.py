@@ -1,13 +1,15 @@
 """Going back to an earlier checkpoint: written down first, so a kill on the way changes nothing.
 
-`roll_backs.jsonl` has a line for each time: `sign`, `from_step`, `to_step`, `lr_scale`. What the
-run had measured and written after the step it goes back to is set aside in `rolled_back/<number>/`;
-checkpoints of later steps are removed.
+`roll_backs.jsonl` has a line for each time: its `number` from 1, `sign`, `from_step`, `to_step`,
+`lr_scale`, and what had been spent by then (`ledger`, `num_broken_off`). What the run had measured
+and written after the step it goes back to is set aside in `rolled_back/<number>/`; checkpoints of
+later steps are removed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -25,6 +27,7 @@ _OF_STEP = re.compile(r"(?:step|sft|train|evaluate)_(\d+)\.\w+")
 
 def write_down(workdir: Path, line: Mapping[str, Any]) -> None:
     """Adds a decision to go back, which this start or, after a kill, the next one carries out."""
+    (workdir / ASIDE).mkdir(exist_ok=True)  # fails now rather than at every start from then on
     lines = [*read(workdir), line]
     with written_whole(workdir / FILE) as file:
         file.writelines(json.dumps(one) + "\n" for one in lines)
@@ -39,16 +42,29 @@ def read(workdir: Path) -> list[dict[str, Any]]:
     path = workdir / FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     found = [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     for number, line in enumerate(found, start=1):
-        kinds = {"to_step": int, "from_step": int, "lr_scale": float, "sign": str}
-        if not isinstance(line, dict) or any(type(line.get(k)) is not t for k, t in kinds.items()):
+        if not _is_decision(line):
             raise ValueError(
-                f"{path}:{number} is {json.dumps(line):.80}; expected an object with "
-                f"{', '.join(kinds)}. Bring it back from a copy, or name another --workdir."
+                f"{path}:{number} is {json.dumps(line):.80}; expected an object with number, sign, "
+                "from_step, to_step, lr_scale, ledger and num_broken_off. Bring it back from a "
+                "copy, or name another --workdir."
             )
     return found
+
+
+def _is_decision(line: Any) -> bool:
+    counts = ("number", "from_step", "to_step", "num_broken_off")
+    return (
+        isinstance(line, dict)
+        and all(type(line.get(name)) is int and line[name] >= 0 for name in counts)
+        and type(line.get("lr_scale")) in (int, float)
+        and math.isfinite(line["lr_scale"])
+        and 0 < line["lr_scale"] <= 1
+        and isinstance(line.get("sign"), str)
+        and isinstance(line.get("ledger"), dict)
+    )
 
 
 def set_aside_after(workdir: Path, step: int, number: int) -> None:
@@ -70,7 +86,7 @@ def set_aside_after(workdir: Path, step: int, number: int) -> None:
         name = _OF_STEP.fullmatch(path.name)
         if name and int(name[1]) > step:
             (aside / path.parent.name).mkdir(parents=True, exist_ok=True)
-            path.rename(aside / path.parent.name / path.name)
+            shutil.move(path, aside / path.parent.name / path.name)  # may lie elsewhere
     aside.mkdir(parents=True, exist_ok=True)
     done.touch()
 

@@ -95,7 +95,7 @@ def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
 def why_nothing(
     trajectories: Sequence[Trajectory], update_metrics: Sequence[Mapping[str, Metric]]
 ) -> str | None:
-    """Why a step had nothing to learn from; None where it had, or where every episode failed.
+    """Why a step had nothing to learn from; None where it had, or where all answers are right.
 
     That every episode failed is told where the batch is sampled; see `Failures`.
 
@@ -107,6 +107,8 @@ def why_nothing(
     if not scored:
         return None
     if not any(t.has_signal for t in scored):
+        if all(t.is_correct for t in scored):
+            return None  # nothing is amiss
         rewards = [t.reward for t in scored]
         spread = f"{min(rewards):.3g}"
         spread += f" to {max(rewards):.3g}" if min(rewards) != max(rewards) else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from jaxrl.own_code import named
@@ -15,10 +15,11 @@ from jaxrl.types import Group
 WATCHES: dict[str, str] = {"sentinel": "jaxrl.extras.sentinel.signs:judge"}
 """By name in `watch.name`: from a step, and a state of its own, to its next state and signs."""
 
-ARGUMENTS = ("record", "groups", "state", "method")
-"""What such a function may ask for: the metrics of the step (`metrics.jsonl`), the groups that it
-trained on with their advantages, what the function returned as its state after the step before
-(plain JSON values; {} at first), and the method."""
+ARGUMENTS = ("record", "groups", "state", "method", "step")
+"""What such a function may ask for: the metrics of the step (`metrics.jsonl`) without those of
+clocks and memory, which processes differ in; the groups that it trained on with their advantages;
+what the function returned as its state after the step before (plain JSON values; {} at first); the
+method; the step's number in the stage, from 1."""
 
 ACTIONS = ("warn", "lower_lr", "roll_back", "stop")
 """What may follow from a sign, mildest first."""
@@ -63,10 +64,12 @@ class Sign:
 
     def __post_init__(self) -> None:
         """Checks what is put into metrics and checkpoints."""
-        if not re.fullmatch("[a-z][a-z0-9_]*", self.name) or type(self.since) is not int:
+        is_name = isinstance(self.name, str) and re.fullmatch("[a-z][a-z0-9_]*", self.name)
+        if not is_name or not isinstance(self.text, str) or type(self.since) is not int:
             raise TypeError(
-                f"a Sign came with name={self.name!r}, since={self.since!r}; expected small "
-                "letters, digits and underscores, and a number of steps"
+                f"a Sign came with name={self.name!r}, text={self.text!r:.40}, "
+                f"since={self.since!r}; expected small letters, digits and underscores, a text, "
+                "and a number of steps"
             )
 
 
@@ -75,6 +78,7 @@ class Watched:
     """State of a watch between the steps of a stage, saved in checkpoints as JSON.
 
     Attributes:
+        name: of the function; another one begins with no state.
         state: the function's own.
         seen: the step of the stage at which each sign was seen last.
         acting: signs of the newest step that have not been acted on, as JSON has them.
@@ -82,11 +86,18 @@ class Watched:
         num_roll_backs: times the stage went back to an earlier checkpoint.
     """
 
+    name: str = ""
     state: Mapping[str, Any] = field(default_factory=dict)
     seen: Mapping[str, int] = field(default_factory=dict)
     acting: Sequence[Mapping[str, Any]] = ()
     lr_scale: float = 1.0
     num_roll_backs: int = 0
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Watched:
+        """The inverse of `dataclasses.asdict`; fields of other versions are left out."""
+        known = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in saved.items() if name in known})
 
 
 def look(
@@ -108,16 +119,19 @@ def look(
     """
     assert method.watch is not None
     judge = method.watch.judge
+    if watched.name != judge.name:
+        watched = replace(watched, name=judge.name, state={}, seen={})
     metrics = {"actor/lr_scale": watched.lr_scale}
-    offered: dict[str, Any] = {"record": {**record, **metrics}, "groups": groups}
+    alike = {k: v for k, v in record.items() if not k.startswith(("timing_s/", "perf/"))}
+    offered: dict[str, Any] = {"record": {**alike, **metrics}, "groups": groups, "step": step}
     offered |= {"state": watched.state, "method": method}
 
     def checked() -> tuple[dict[str, Any], list[Sign]]:
         found = judge(*[offered[name] for name in judge.arrays])
-        is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], dict)
+        is_pair = isinstance(found, tuple) and [*map(type, found)] == [dict, list]
         if not is_pair or not all(isinstance(sign, Sign) for sign in found[1]):
             raise TypeError(f"it returned {found!r:.80}; expected a dict and a list of Sign")
-        return json.loads(json.dumps(found[0], allow_nan=False)), list(found[1])
+        return json.loads(json.dumps(found[0], allow_nan=False)), found[1]
 
     state, signs = named(judge.key, judge.name, checked)()
     new = [s for s in signs if step - watched.seen.get(s.name, -FORGOTTEN_AFTER) >= FORGOTTEN_AFTER]

@@ -1,12 +1,14 @@
 """What a return to an earlier checkpoint leaves on the disk, also where it is interrupted."""
 
 import json
+import shutil
 
 import pytest
 
 from jaxrl.runtime import rolling_back
 
-LINE = {"sign": "bad", "from_step": 7, "to_step": 4, "lr_scale": 0.5}
+LINE = {"number": 1, "sign": "bad", "from_step": 7, "to_step": 4, "lr_scale": 0.5}
+LINE |= {"ledger": {}, "num_broken_off": 0}
 
 
 def filled(workdir):
@@ -29,9 +31,15 @@ def test_decisions_are_read_as_they_were_written(tmp_path):
     assert rolling_back.read(tmp_path) == [LINE, LINE | {"to_step": 2}]
 
 
-@pytest.mark.parametrize("text", ['{"sign": "bad"}', "[]", '{"to_step": "4"}', "{"])
+BAD = [{"to_step": -1}, {"to_step": 4.0}, {"lr_scale": 0}, {"lr_scale": 2.0}, {"sign": 3}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b'{"sign": "bad"}', b"[]", b"{", b"\xff", *(json.dumps(LINE | bad).encode() for bad in BAD)],
+)
 def test_a_damaged_decision_is_refused(tmp_path, text):
-    (tmp_path / rolling_back.FILE).write_text(json.dumps(LINE) + "\n" + text + "\n")
+    (tmp_path / rolling_back.FILE).write_bytes(json.dumps(LINE).encode() + b"\n" + text + b"\n")
     with pytest.raises(ValueError, match=r"roll_backs.jsonl:2 is"):
         rolling_back.read(tmp_path)
 
@@ -65,15 +73,15 @@ def test_what_is_done_is_not_done_again(tmp_path):
 def test_what_was_interrupted_is_finished(tmp_path, monkeypatch):
     filled(tmp_path)
     moves = []
-    rename = type(tmp_path).rename
+    move = shutil.move
 
     def killed(path, target):
         moves.append(path)
         if len(moves) == 3:
             raise KeyboardInterrupt
-        return rename(path, target)
+        return move(path, target)
 
-    monkeypatch.setattr(type(tmp_path), "rename", killed)
+    monkeypatch.setattr(shutil, "move", killed)
     with pytest.raises(KeyboardInterrupt):
         rolling_back.set_aside_after(tmp_path, 4, 1)
     rolling_back.set_aside_after(tmp_path, 4, 1)

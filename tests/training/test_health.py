@@ -92,6 +92,9 @@ class TestWhy:
         assert got == "no trajectory had a signal: what is compared was equal (rewards -0.5)"
         got = why_nothing([equal(reward=1.0), equal(reward=0.0)], [STILL])
         assert got.endswith("(rewards 0 to 1)")
+        right = dataclasses.replace(equal(reward=1.0), is_correct=True)
+        assert why_nothing([right, equal(reward=1.0)], [STILL]).endswith("(rewards 1)")
+        assert why_nothing([right, right], [STILL]) is None
 
     def test_failures_beside_equal_rewards(self):
         got = why_nothing([equal(), failure("down"), failure("x")], [STILL])

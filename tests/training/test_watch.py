@@ -31,6 +31,10 @@ def no_json(record):
     return {"value": object()}, []
 
 
+def generated(record):
+    return {}, (Sign(name="bad", text="", since=n) for n in range(2))
+
+
 def failing(record):
     raise KeyError("bad")
 
@@ -61,10 +65,33 @@ def test_the_state_goes_through_json():
     assert watched.acting == [{"name": "bad", "text": "it is bad", "since": 0}]
 
 
+def test_another_function_begins_without_a_state():
+    watched = Watched(name="sentinel", state={"best": 0.3}, seen={"bad": 1}, lr_scale=0.5)
+    after, _ = look(watching("judge"), watched, {"bad": 0.0}, (), 2)
+    assert (after.name, after.state, after.seen) == (f"{__name__}.judge", {"step": 1}, {})
+    assert after.lr_scale == 0.5
+
+
+def told(record, step):
+    return {"record": sorted(record), "step": step}, []
+
+
+def test_it_is_told_the_step_and_nothing_that_processes_differ_in():
+    record = {"a": 1.0, "timing_s/step": 2.0, "perf/max_memory_gib": 3.0}
+    watched, _ = look(watching("told"), Watched(), record, (), 7)
+    assert watched.state == {"record": ["a", "actor/lr_scale"], "step": 7}
+
+
+def test_fields_of_other_versions_are_left_out():
+    saved = {"lr_scale": 0.5, "of_later": 3}
+    assert Watched.from_json(saved) == Watched(lr_scale=0.5)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("broken", "it returned ({}, ['bad']); expected a dict and a list of Sign"),
+        ("generated", "expected a dict and a list of Sign"),
         ("no_json", "Object of type object is not JSON serializable"),
         ("failing", "KeyError: 'bad'"),
     ],
@@ -77,7 +104,16 @@ def test_a_function_that_fails_is_named(name, text):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"name": "Bad"}, {"name": "a/b"}, {"name": ""}, {"since": 1.0}, {"since": None}]
+    "fields",
+    [
+        {"text": b"x"},
+        {"name": 3},
+        {"name": "Bad"},
+        {"name": "a/b"},
+        {"name": ""},
+        {"since": 1.0},
+        {"since": None},
+    ],
 )
 def test_signs_that_no_file_could_hold_are_refused(fields):
     with pytest.raises(TypeError, match="a Sign came with"):

@@ -189,8 +189,8 @@ def _updated(
     for number in range(num_updates if pairs else 0):
         display.activity(f"update {number + 1} of {num_updates}")
         packed, batch = pairs[number % len(pairs)]
-        rates.append(float(schedule(state.num_updates)))
-        state, _ = stage.update(state, batch, packed)
+        rates.append(case.lr_scale * float(schedule(state.num_updates)))
+        state, _ = stage.update(state, batch, packed, None if case.lr_scale == 1 else case.lr_scale)
     return state.params, rates
 
 

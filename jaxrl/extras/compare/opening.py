@@ -52,6 +52,7 @@ class Case:
         start_state: makes the run's optimizer around `params`, which are donated where it begins.
         step: steps of all stages before the one that recorded the batch.
         stage_step: likewise, of the stage.
+        lr_scale: factor of the learning rate that a watch has left; 1 without one.
         notes: what a reader must know.
     """
 
@@ -64,6 +65,7 @@ class Case:
     start_state: Callable[[Params], TrainState]
     step: int
     stage_step: int
+    lr_scale: float
     notes: tuple[str, ...]
 
     @property
@@ -159,6 +161,7 @@ def open_case(
         start_state=start_state,
         step=step - 1,
         stage_step=max(step - 1 - begun, 0),
+        lr_scale=progress.watched.lr_scale,
         notes=tuple(_notes(own, groups, step, chosen, changed)),
     )
 

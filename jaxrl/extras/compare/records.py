@@ -39,7 +39,7 @@ def read_groups(run: Path, step: int, group_size: int) -> list[Group]:
             f"{steps or 'of none'}."
         )
     groups: dict[int, list[Trajectory]] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             record = json.loads(line)
             groups.setdefault(record["group_id"], []).append(restored(record))

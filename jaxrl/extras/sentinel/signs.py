@@ -41,6 +41,7 @@ def judge(
     groups: Sequence[Group],
     state: Mapping[str, Any],
     method: Method,
+    step: int,
     *,
     reward_fall: float,
     share: float,
@@ -55,6 +56,7 @@ def judge(
         state: `steps`, the evidence of earlier steps; `best`, the best mean reward so far;
             `counts`, for each rule the steps in a row in which it held; `twins`, sums over them.
         method: by which it trained.
+        step: of the stage, from 1.
         reward_fall: share of the best mean reward, counted from the lowest reward, that is lost.
         share: of responses, from which on a share that has risen counts.
         gradient: norm, in multiples of what is usual.
@@ -62,12 +64,11 @@ def judge(
     """
     now = evidence_of(record, groups, method)
     past: list[Evidence] = list(state.get("steps", []))
-    number = state.get("number", 0) + 1  # of this step of the stage
     best = dict(state.get("best", {}))
     twins = {
         pair: value + state.get("twins", {}).get(pair, 0.0) for pair, value in now["twins"].items()
     }
-    history = History(past=past, now=now, number=number, best=best)
+    history = History(past=past, now=now, number=step, best=best)
     rules: dict[str, tuple[Callable[[], Found], int]] = {
         # name of the rule: what it finds, and in how many steps in a row it has to
         "prompts": (lambda: prompts_differ(now), 1),
@@ -96,14 +97,13 @@ def judge(
         found = rule()
         counts[name] = state.get("counts", {}).get(name, 0) + 1 if found else 0
         if found and counts[name] >= wanted:
-            sound = number - counts[name]
+            sound = step - counts[name]
             if name == "reward":
                 sound = min(sound, best["number"])
             signs.append(Sign(name=found[0], text=found[1], since=max(sound, 0)))
     kept = {key: value for key, value in now.items() if key != "twins"}
     following = {
         "steps": [*past, kept][-MEMORY:],
-        "number": number,
         "counts": counts,
         "best": history.next_best(),
         "twins": twins,

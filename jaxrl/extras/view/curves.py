@@ -14,6 +14,7 @@ from jaxrl.envs.json_text import parse_json
 from jaxrl.extras.view.values import damaged_text, number_of
 
 CHUNK = 2**20
+MAX_LINE = 2**20  # bytes of a record; the longest have some kilobytes
 """Bytes that are read at a time."""
 
 """Metrics of this beginning are signs of trouble: at a step that shows one it is above 0."""
@@ -62,12 +63,19 @@ class LinesOf:
     def new(self) -> Iterable[bytes]:
         """Lines since the last call; a last one without an end waits for it."""
         try:
+            if not self.path.is_file():  # a pipe would never end
+                return
             with self.path.open("rb") as file:
                 file.seek(self._end)
                 while chunk := file.read(CHUNK):
                     self._end += len(chunk)
-                    *lines, self._rest = (self._rest + chunk).split(b"\n")
-                    yield from lines
+                    first, *lines = chunk.split(b"\n")
+                    # What is longer than any record is damage: its beginning is enough to say so.
+                    self._rest = (self._rest + first)[:MAX_LINE]
+                    if lines:
+                        yield self._rest
+                        yield from lines[:-1]
+                        self._rest = lines[-1]
         except OSError:
             return
 

@@ -1,6 +1,8 @@
 """Actions on signs in runs: going back is other draws and half the rate, also after a kill."""
 
+import contextlib
 import json
+import shutil
 
 import pytest
 
@@ -10,6 +12,11 @@ from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
+from jaxrl.runtime import rolling_back
+from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, steps_in
+from jaxrl.runtime.stopping import Best
+from jaxrl.session import Progress
+from jaxrl.training.ledger import Ledger
 from jaxrl.training.watch import Sign, UnsoundError
 from tests.runs import (
     assert_same_weights,
@@ -93,9 +100,9 @@ def test_a_warning_changes_no_number(plain, tiny_world, cache_folder, tmp_path, 
 
 
 def test_going_back_is_other_draws_of_the_same_tasks_at_half_the_rate(plain, gone_back):
-    assert [json.loads(line) for line in (gone_back / "roll_backs.jsonl").open()] == [
-        {"sign": "bad", "from_step": 5, "to_step": 2, "lr_scale": 0.5}
-    ]
+    [line] = [json.loads(line) for line in (gone_back / "roll_backs.jsonl").open()]
+    decision = {"number": 1, "sign": "bad", "from_step": 5, "to_step": 2, "lr_scale": 0.5}
+    assert {name: line[name] for name in decision} == decision
     aside, before = gone_back / "rolled_back" / "1", numbers(plain)
     assert numbers(aside) == {step: before[step] for step in range(6)}
     assert [record["step"] for record in records(gone_back)] == list(range(7))
@@ -144,6 +151,92 @@ def test_killed_on_the_way_it_repeats(place, gone_back, tiny_world, cache_folder
     aside = workdir / "rolled_back" / "1"
     assert numbers(aside) == numbers(gone_back / "rolled_back" / "1")
     assert (aside / "sentinel.jsonl").read_text().count("\n") == 1
+
+
+def test_what_was_given_up_is_spent_all_the_same(plain, gone_back):
+    name, size = "ledger/total/trajectories", 8  # two tasks of four samples
+    spent, back = ([r[name] for r in records(folder)] for folder in (plain, gone_back))
+    assert back[:3] == spent[:3]
+    assert back[3:] == [spent[5] + size * n for n in range(1, 5)]
+
+
+def copy_of(run, tmp_path, *, steps):
+    """A run's folder with these checkpoints alone."""
+    workdir = tmp_path / "copy"
+    shutil.copytree(run, workdir)
+    for checkpoint in (workdir / "checkpoints").iterdir():
+        if checkpoint.name.isdigit() and int(checkpoint.name) not in steps:
+            shutil.rmtree(checkpoint)
+    return workdir
+
+
+def damage(workdir, step):
+    [file] = (workdir / "checkpoints" / str(step) / "position").glob("metadata")
+    file.write_bytes(b" " + file.read_bytes()[1:])
+
+
+def decided(workdir, to_step):
+    line = {"number": 1, "sign": "bad", "from_step": 7, "to_step": to_step, "lr_scale": 0.5}
+    rolling_back.write_down(workdir, line | {"ledger": {}, "num_broken_off": 0})
+
+
+def carried_out(workdir):
+    with contextlib.closing(Checkpointer(workdir / "checkpoints", keep=9)) as checkpointer:
+        lines = runs.carry_out_roll_backs(workdir, checkpointer)
+    return lines, steps_in(workdir / "checkpoints")
+
+
+@pytest.mark.parametrize(("is_damaged", "to_step"), [(True, 4), (False, 3)])
+def test_nothing_goes_before_there_is_something_to_go_back_to(is_damaged, to_step, plain, tmp_path):
+    workdir = copy_of(plain, tmp_path, steps=(4, 6))
+    decided(workdir, to_step)
+    if is_damaged:
+        damage(workdir, 4)
+    with pytest.raises(CheckpointError, match=f"go back to step {to_step}, and .* has no whole"):
+        carried_out(workdir)
+    assert steps_in(workdir / "checkpoints") == [4, 6]
+
+
+def test_a_target_that_is_damaged_gives_way_to_an_older_one(plain, tmp_path):
+    workdir = copy_of(plain, tmp_path, steps=(2, 4, 6))
+    decided(workdir, 4)
+    damage(workdir, 4)
+    lines, steps = carried_out(workdir)
+    assert (len(lines), steps) == (1, [2, 4])
+
+
+def test_a_return_is_not_undone_by_damage_after_it(gone_back, tmp_path):
+    workdir = copy_of(gone_back, tmp_path, steps=(2, 4, 6))
+    for step in (4, 6):
+        damage(workdir, step)
+    [line], steps = carried_out(workdir)
+    assert (line["number"], line["lr_scale"], steps) == (1, 0.5, [2])
+
+
+def test_decisions_go_with_the_checkpoints_of_their_run(gone_back, tmp_path):
+    workdir = copy_of(gone_back, tmp_path, steps=())
+    assert carried_out(workdir) == ([], [])
+    assert not (workdir / "roll_backs.jsonl").exists()
+
+
+class Values:
+    """Checkpoints of which only the values of evaluations are asked."""
+
+    def __init__(self, values):
+        self.values = lambda: values
+
+
+@pytest.mark.parametrize(
+    ("values", "value", "step"),
+    [({2: 0.5, 3: 0.4}, 0.5, 2), ({3: 0.4}, 0.4, 3), ({3: None}, None, 0)],
+)
+def test_the_best_is_a_checkpoint_that_is_left(values, value, step):
+    progress = Progress(best=Best(value=0.5, step=2, mark=0.5, num_stale=1), pending=object())
+    decision = {"number": 2, "lr_scale": 0.25, "ledger": Ledger().to_json(), "num_broken_off": 3}
+    runs.gone_back(progress, decision, Values(values))
+    assert (progress.best.value, progress.best.step) == (value, step)
+    assert (progress.pending, progress.num_broken_off) == (None, 3)
+    assert (progress.watched.lr_scale, progress.watched.num_roll_backs) == (0.25, 2)
 
 
 def test_too_many_returns_end_the_run_and_save_it(tiny_world, cache_folder, tmp_path):
