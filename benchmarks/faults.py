@@ -227,8 +227,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--workdir", type=Path, default=Path("runs/faults"))
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=list(FAULTS))
-    parser.add_argument("--step", type=int, default=40, help="the first step with the fault")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--step", type=int, default=30, help="the first step with the fault")
+    parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args(argv)
     rows, found = [], {}
     for fault in args.faults:
