@@ -28,7 +28,7 @@ run srun --wait=60 "$PYTHON" -m jaxrl.launch --cluster=slurm "$@" || code=$?
 
 # srun tells the highest code: 75 stopped and saved, 76 another process was lost, 128 + N killed by
 # signal N. Everything else is an error, which would come again, or 69: every episode failed, and
-# somebody has to look at the search engine first, or 78: a budget is spent. 130 is a second Ctrl-C:
+# somebody has to look at the search engine first, 70: at a sign of collapse, or 78: a budget is spent. 130 is a second Ctrl-C:
 # somebody wanted the end.
 if [[ $code == 75 || $code == 76 || ($code -gt 128 && $code != 130) ]] &&
   [[ ${SLURM_RESTART_COUNT:-0} -lt ${MAX_RESTARTS:-100} ]]; then

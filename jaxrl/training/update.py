@@ -452,7 +452,7 @@ class UpdateStep:
         shardings = state_shardings(model.mesh, model.trained, optimizer)
 
         def apply(
-            state: TrainState, sums: Sums, lr_scale: jax.Array | None
+            state: TrainState, sums: Sums, lr_scale: jax.Array | None = None
         ) -> tuple[TrainState, dict[str, Metric]]:
             norm = optax.tree.norm(sums.gradients)
             is_finite = jnp.isfinite(norm)

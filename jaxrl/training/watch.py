@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from jaxrl.envs.json_text import parse_json
 from jaxrl.own_code import named
 from jaxrl.training.settings import Method, Watch
 from jaxrl.types import Group
@@ -131,7 +132,8 @@ def look(
         is_pair = isinstance(found, tuple) and [*map(type, found)] == [dict, list]
         if not is_pair or not all(isinstance(sign, Sign) for sign in found[1]):
             raise TypeError(f"it returned {found!r:.80}; expected a dict and a list of Sign")
-        return json.loads(json.dumps(found[0], allow_nan=False)), found[1]
+        plain = parse_json(json.dumps(found[0], allow_nan=False), "its state")
+        return plain, found[1]
 
     state, signs = named(judge.key, judge.name, checked)()
     new = [s for s in signs if step - watched.seen.get(s.name, -FORGOTTEN_AFTER) >= FORGOTTEN_AFTER]

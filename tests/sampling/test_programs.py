@@ -73,6 +73,7 @@ def test_ten_programs_at_most(path, platform, tiny_world):
         *(
             "search_r1",
             "search_r1_brief",
+            "search_r1_stable",
             "search_r1_lora",
             "search_moe",
             "dapo",

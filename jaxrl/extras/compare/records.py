@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.envs.base import CallRecord, Outcome, Task, Turn
+from jaxrl.envs.json_text import parse_json
 from jaxrl.logs.records import RARE
 from jaxrl.types import Group, Trajectory
 
@@ -41,7 +41,7 @@ def read_groups(run: Path, step: int, group_size: int) -> list[Group]:
     groups: dict[int, list[Trajectory]] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line, "it")
             groups.setdefault(record["group_id"], []).append(restored(record))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}:{number} is no record of a trajectory: {error!r}.") from error

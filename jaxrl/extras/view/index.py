@@ -422,7 +422,7 @@ class TrajectoryIndex:
             return
         try:
             with np.load(self.cache, allow_pickle=False) as kept:
-                about = json.loads(kept["about"].tobytes())
+                about = parse_json(kept["about"].tobytes(), "the kept index")
                 columns = {name: kept[name] for name in COLUMNS}
             if about["version"] != _VERSION or about["columns"] != list(COLUMNS):
                 return

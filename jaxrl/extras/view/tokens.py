@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import printable
 from jaxrl.extras.view.values import number_of
 from jaxrl.models.folder import model_folder
@@ -281,7 +281,7 @@ class Vocabulary:
         for folder in given:
             try:
                 file = Path(folder()) / "tokenizer.json"
-                spec = json.loads(tokenizers.Tokenizer.from_file(str(file)).to_str())
+                spec = parse_json(tokenizers.Tokenizer.from_file(str(file)).to_str(), str(file))
                 return cls(bytes=bytes_of_ids(spec), source=str(file))
             except Exception as error:  # tokenizers raises plain ones
                 why = " ".join(str(error).split())[:300]
