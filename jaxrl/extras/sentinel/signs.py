@@ -391,7 +391,7 @@ def likelihood_fell(history: History) -> Found:
         return None
     was = median(usual)
     spread = median(abs(x - was) for x in usual)
-    if now > was - max(0.5, 6 * spread):
+    if now > min(was - max(0.5, 6 * spread), min(usual) - 0.5):
         return None
     return "likelihood_fell", (
         f"tokens of responses with a positive advantage have {now:.2g} nats each, usually "
