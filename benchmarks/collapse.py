@@ -40,7 +40,7 @@ TURN = "jaxrl.extras.stability.first_occurrence.first_occurrence"
 
 @dataclass(frozen=True)
 class Row:
-    """What a run changes of configs/collapse.py."""
+    """Changes of a run to configs/collapse.py."""
 
     says: str
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -37,7 +37,7 @@ from jaxrl.types import Group, Trajectory
 
 Groups = list[Group]
 Parts = Any
-"""What `components.assemble` makes."""
+"""Components as `components.assemble` makes them."""
 
 
 def constant_rewards(groups: Groups) -> Groups:

@@ -85,7 +85,7 @@ def trajectory_filter_of(config: ConfigDict) -> Chosen | None:
 
 
 def watch_of(config: ConfigDict) -> Chosen | None:
-    """What looks at each step; None without it. Errors as of `estimator_of`."""
+    """The function that looks at each step; None without one. Errors as of `estimator_of`."""
     from jaxrl.training.watch import ARGUMENTS, WATCHES
 
     if config.watch.name == "none" and not config.watch.settings:

@@ -19,7 +19,7 @@ class Moving(Protocol):
     """When it was last told of any, by `time.monotonic`."""
 
     doing: str
-    """What it was told then."""
+    """The text that it was told then."""
 
     def log(self, text: str) -> None:
         """Prints a line."""

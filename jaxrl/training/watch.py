@@ -17,13 +17,13 @@ WATCHES: dict[str, str] = {"sentinel": "jaxrl.extras.sentinel.signs:judge"}
 """By name in `watch.name`: from a step, and a state of its own, to its next state and signs."""
 
 ARGUMENTS = ("record", "groups", "state", "method", "step")
-"""What such a function may ask for: the metrics of the step (`metrics.jsonl`) without those of
+"""Arguments such a function may ask for: the metrics of the step (`metrics.jsonl`) without those of
 clocks and memory, which processes differ in; the groups that it trained on with their advantages;
 what the function returned as its state after the step before (plain JSON values; {} at first); the
 method; the step's number in the stage, from 1."""
 
 ACTIONS = ("warn", "lower_lr", "roll_back", "stop")
-"""What may follow from a sign, mildest first."""
+"""Consequences of a sign, mildest first."""
 
 FORGOTTEN_AFTER = 10
 """Steps without a sign after which it counts as new again."""

@@ -94,7 +94,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What an objective does with a batch.
+    """Measures of an objective on a batch.
 
     Attributes:
         numbers: by name.

@@ -35,7 +35,7 @@ from jaxrl.values import load_values
 
 SECTIONS = ("advantage.", "loss.", "kl.")
 KEYS = ("filter.trajectories", "optimizer.num_minibatches", "model.router.balance_coef")
-"""What an objective is made of; all else was decided before the batch was recorded."""
+"""Sections an objective is made of; all else was decided before the batch was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,7 @@ def goes_in_circles(ids: np.ndarray) -> bool:
 
 
 def alike(group: Group) -> list[bool]:
-    """Of each scored trajectory, whether another of the group has the same sampled ids."""
+    """Return True for each scored trajectory whose sampled ids another of the group has too."""
     texts = [_sampled(t) for t in group.scored]
     return [texts.count(text) > 1 for text in texts]
 
@@ -175,7 +175,7 @@ def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def twins_of(groups: Sequence[Group]) -> dict[str, float]:
-    """How unlikely it is that two samples of a group are the same in every group of the step.
+    """Log-probability that two samples of a group are the same in every group of the step.
 
     Samples number i and j of a group are drawn by keys of their own, so that both are the same
     with the probability of either. Where they are the same in all groups, the key `i-j` has the

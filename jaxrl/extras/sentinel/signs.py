@@ -33,7 +33,7 @@ BANDS = ((0.001, "equal"), (0.01, "rounding of bfloat16"), (0.05, "off"), (math.
 """Mean gap of sampler and trainer, nats a token, and what to call it up to there."""
 
 Found = tuple[str, str] | None
-"""What a rule has found: the name of a sign and its text; None where all is well."""
+"""Result of a rule: the name of a sign and its text; None where all is well."""
 
 
 def judge(

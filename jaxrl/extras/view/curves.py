@@ -104,7 +104,7 @@ class Curves:
 
     @property
     def generation(self) -> int:
-        """How often the records were begun anew."""
+        """The number of times that the records were begun anew."""
         return self._lines.generation
 
     @property

@@ -429,7 +429,7 @@ def _is_list_of_numbers(value: Any) -> bool:
 
 
 def _by_task(table: Table) -> list[dict[str, Any]]:
-    """Of each task: trajectories, steps, and the mean reward in its first and its last step."""
+    """Trajectories and steps of each task, and the mean reward in its first and its last step."""
     columns = table.columns
     tasks, steps, rewards = columns["task"], columns["step"], columns["reward"]
     num = len(table.texts["task"])

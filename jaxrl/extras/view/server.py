@@ -335,7 +335,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where a browser finds the page."""
+        """Address at which a browser finds the page."""
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def handle_error(
