@@ -800,8 +800,6 @@ KEYS: dict[str, Key] = {
         "reward, that has to be lost.", above=0, at_most=1, restart=FREE),
     "watch.sentinel.share": Key(0.5, "Share of responses that are malformed, void, cut off, alike "
         "or going round in circles.", above=0, at_most=1, restart=FREE),
-    "watch.sentinel.gradient": Key(10.0, "Gradient norm, in multiples of what is usual.", above=1,
-        restart=FREE),
     "watch.sentinel.gap": Key(0.05, "Mean difference of sampler and trainer, nats a token, that is "
         "too much whatever was usual.", above=0, restart=FREE),
     "watch.stall_s": Key(600.0, "Seconds without any progress after which the run prints what it "

@@ -223,7 +223,7 @@ def test_every_key_is_read():
         *(f"{n}.settings" for n in ("loss", "loss.term", "loss.gate")),
         *(f"loss.dppo.{name}" for name in ("divergence", "anchor", "cap")),
         *("loss.term.llds.level", "loss.term.llds.margin", "loss.gate.off_policy.delta"),
-        *(f"watch.sentinel.{name}" for name in ("reward_fall", "share", "gradient", "gap")),
+        *(f"watch.sentinel.{name}" for name in ("reward_fall", "share", "gap")),
         *(f"advantage.grpo.{name}" for name in ("normalize_std", "ddof", "epsilon")),
         *("advantage.pass_at_k.k", "advantage.pass_at_k.k_schedule", "loss.clip.dual_clip"),
         # Fields of a `TaskSource`.

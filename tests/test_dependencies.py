@@ -172,7 +172,6 @@ WITH_MORE = {
     "jaxrl/objectives/corrections.py:importance_weights",
     "jaxrl/objectives/shaping.py:boundary_aware_rewards",
     "jaxrl/extras/stability/dppo.py:dppo_policy_loss",
-    "jaxrl/extras/sentinel/signs.py:judge",  # what a step has, by name, and settings
     # A kernel gets each of its operands and results as a reference.
     "jaxrl/extras/kernels/attention_gpu.py:_backward_queries_kernel",
     "jaxrl/extras/kernels/attention_gpu.py:_backward_keys_kernel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,13 @@ def is_too_deep(text: str | bytes, value: Any) -> bool:
         inner = (one.values() if isinstance(one, dict) else one for one in level)
         level = list(itertools.chain.from_iterable(inner))
     return depth > MAX_DEPTH
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.report.reading import mapping, number_of
+from jaxrl.envs.json_text import number_of
+from jaxrl.report.reading import mapping
 
 ATTRIBUTED = {
     "searches": "searches an episode",

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import default_config, flatten
+from jaxrl.envs.json_text import number_of
 from jaxrl.report.facts import SUITES, Facts
-from jaxrl.report.reading import number_of
 
 NUM_COLORS = 6
 MAX_POINTS = 400  # of a curve; beyond, neighbouring steps are put together

@@ -11,9 +11,10 @@ from typing import Any
 
 from jaxrl.config import default_config, flatten
 from jaxrl.envs.answers import normalize_answer
+from jaxrl.envs.json_text import number_of
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.report.costs import Costs, attribution_of, costs_of
-from jaxrl.report.reading import ENVIRONMENT_ERRORS, RunFiles, mapping, number_of, place
+from jaxrl.report.reading import ENVIRONMENT_ERRORS, RunFiles, mapping, place
 
 SUITES = {
     "sampled": ("sampled", "drawn at random"),

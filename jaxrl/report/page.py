@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from jaxrl.envs.json_text import number_of
 from jaxrl.envs.text import printable
 from jaxrl.report.costs import ATTRIBUTED
 from jaxrl.report.curves import MAX_POINTS, Chart, Group, spread
@@ -25,7 +26,6 @@ from jaxrl.report.facts import (
     held_out,
     segments,
 )
-from jaxrl.report.reading import number_of
 
 MAX_SEGMENT = 3000  # characters shown of one piece of a response
 

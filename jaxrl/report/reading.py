@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -179,16 +178,6 @@ def _read_evaluations(
 def mapping(value: Any) -> dict[str, Any]:
     """A mapping as it is; an empty one for anything else."""
     return value if isinstance(value, dict) else {}
-
-
-def number_of(value: Any) -> float | None:
-    """A finite number; None for anything else."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
 
 
 def place(found: dict[str, Any]) -> tuple[int, int]:

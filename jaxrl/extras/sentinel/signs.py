@@ -29,6 +29,9 @@ MIN_USUAL = 5
 ROUNDING_GAP = 0.002
 """Mean gap of sampler and trainer, nats a token, below which a growing gap is still small."""
 
+EXPLODED = 10.0
+"""Gradient norm, in multiples of the largest of the last steps, that is no usual one."""
+
 BANDS = ((0.001, "equal"), (0.01, "rounding of bfloat16"), (0.05, "off"), (math.inf, "apart"))
 """Mean gap of sampler and trainer, nats a token, and what to call it up to there."""
 
@@ -45,7 +48,6 @@ def judge(
     *,
     reward_fall: float,
     share: float,
-    gradient: float,
     gap: float,
 ) -> tuple[dict[str, Any], list[Sign]]:
     """Judges a step; returns the next state and the signs, the surest first.
@@ -59,7 +61,6 @@ def judge(
         step: of the stage, from 1.
         reward_fall: share of the best mean reward, counted from the lowest reward, that is lost.
         share: of responses, from which on a share that has risen counts.
-        gradient: norm, in multiples of what is usual.
         gap: mean difference of sampler and trainer that is too much, nats a token.
     """
     now = evidence_of(record, groups, method)
@@ -76,7 +77,7 @@ def judge(
         "uneven": (lambda: advantages_uneven(now, method), 1),
         "skipped": (lambda: gradient_not_finite(history), 1),
         "gap": (lambda: sampler_differs(history, gap, has_lag=method.has_lag), 2),
-        "gradient": (lambda: gradient_exploded(history, gradient), 1),
+        "gradient": (lambda: gradient_exploded(history), 1),
         "moved": (lambda: update_too_large(history), 1),
         "constant": (lambda: rewards_constant(now), RECENT),
         "sudden": (lambda: suddenly_right(history), RECENT),
@@ -251,10 +252,10 @@ def band(gap: float) -> str:
     return next(name for limit, name in BANDS if gap < limit)
 
 
-def gradient_exploded(history: History, factor: float) -> Found:
+def gradient_exploded(history: History) -> Found:
     """A gradient far above the largest of the last steps."""
     now, usual = history.now["gradient"], [x for x in history.usual("gradient", 20) if x > 0]
-    if now is None or len(usual) < MIN_USUAL or now <= factor * max(usual):
+    if now is None or len(usual) < MIN_USUAL or now <= EXPLODED * max(usual):
         return None
     return "gradient_exploded", (
         f"the gradient's norm is {now:.3g}; in the {len(usual)} steps before it was at most "

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.json_text import parse_json
-from jaxrl.extras.view.values import damaged_text, number_of
+from jaxrl.envs.json_text import number_of, parse_json
+from jaxrl.extras.view.values import damaged_text
 
 CHUNK = 2**20
 MAX_LINE = 2**20  # bytes of a record; the longest have some kilobytes

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.json_text import read_object
+from jaxrl.envs.json_text import number_of, read_object
 from jaxrl.extras.view.index import MAX_ANSWER, is_text
-from jaxrl.extras.view.values import number_of
 from jaxrl.settings import STAGES
 
 _FILE = re.compile(r"([a-z]{1,20})_(\d{1,9})\.json")

@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxrl.envs.json_text import parse_json
-from jaxrl.extras.view.values import count_of, number_of
+from jaxrl.envs.json_text import number_of, parse_json
+from jaxrl.extras.view.values import count_of
 from jaxrl.runtime.files import taking_place, users_cache
 
 COLUMNS: Mapping[str, type] = {

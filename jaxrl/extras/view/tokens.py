@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from jaxrl.envs.json_text import parse_json
+from jaxrl.envs.json_text import number_of, parse_json
 from jaxrl.envs.text import printable
-from jaxrl.extras.view.values import number_of
 from jaxrl.models.folder import model_folder
 from jaxrl.runtime.history import folder_of
 from jaxrl.tokenizer import bytes_of_ids

@@ -10,16 +10,6 @@ import numpy as np
 from jaxrl.envs.text import printable
 
 
-def number_of(value: Any) -> float | None:
-    """A finite number; None for anything else."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
-
-
 def count_of(value: Any) -> int:
     """A whole number that a column of the index can hold; -1 for anything else."""
     return value if type(value) is int and 0 <= value < 2**31 else -1
