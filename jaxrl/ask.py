@@ -23,9 +23,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.text import Text
@@ -42,6 +43,7 @@ from jaxrl.logs.display import Display
 from jaxrl.method import stage_steps
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.policy import Model
 from jaxrl.models.starting import load_base
 from jaxrl.own_code import is_own
 from jaxrl.runtime.checkpoint import read_newest_position, restore_params
@@ -184,24 +186,10 @@ def open_run(
     if keys:
         config.update_from_flattened_dict(keys)
         name_installed(config)
-    if step is not None:
-        check_step(run / "checkpoints", step)
-    _, saved = read_newest_position(run / "checkpoints")
-    # Of the progress no more is read: the rest is of a method, whose functions may be elsewhere.
-    names = ("stage", "stage_step", "stopped_early", "record")
-    position = Progress(**{name: saved[name] for name in names if name in (saved or ())})
-    is_training = position.is_under_way(stage_steps(config))
-    export = run / "export"
-    if model is None and step is None and not is_training and (export / "config.json").is_file():
-        model = export
+    model = chosen_model(config, run, model, step)
     if model is not None:
         config.model.path = str(model)
         config.model.lora.rank = 0  # an adapter is merged into what a run exports
-    elif not saved:
-        raise FileNotFoundError(
-            f"{run} holds neither export/ nor a checkpoint: no weights are trained yet. Name a "
-            "model with --model=DIR."
-        )
     config.policy.name = OWN_MODEL  # whose weights these are
     leave_out_scores(config)
     leave_out_method(config)
@@ -218,6 +206,38 @@ def open_run(
     display.log(f"weights: {weights}")
     components.engine.set_weights(given_up(components.model.whole(params)))
     return components, config
+
+
+def chosen_model(
+    config: ConfigDict, run: Path, model: Path | None, step: int | None
+) -> Path | None:
+    """The folder of the weights that answer for a run; None: they are in a checkpoint.
+
+    Args:
+        config: of the run.
+        run: its workdir.
+        model: a folder that is to answer in place of what the run has trained.
+        step: whose checkpoint is to answer.
+
+    Raises:
+        FileNotFoundError: there is no such step, or nothing is trained yet.
+    """
+    if step is not None:
+        check_step(run / "checkpoints", step)
+    _, saved = read_newest_position(run / "checkpoints")
+    # Of the progress no more is read: the rest is of a method, whose functions may be elsewhere.
+    names = ("stage", "stage_step", "stopped_early", "record")
+    position = Progress(**{name: saved[name] for name in names if name in (saved or ())})
+    is_training = position.is_under_way(stage_steps(config))
+    export = run / "export"
+    if model is None and step is None and not is_training and (export / "config.json").is_file():
+        model = export
+    if model is None and not saved:
+        raise FileNotFoundError(
+            f"{run} holds neither export/ nor a checkpoint: no weights are trained yet. Name a "
+            "model with --model=DIR."
+        )
+    return model
 
 
 def read_config(run: Path) -> ConfigDict:
@@ -285,8 +305,22 @@ def fit_mesh(config: ConfigDict) -> int:
     return shards
 
 
+class Holder(Protocol):
+    """A model on a mesh, whatever else there is around it."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Over which its parameters are split."""
+        ...
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        ...
+
+
 def load_weights(
-    components: Assembled,
+    components: Holder,
     config: ConfigDict,
     run: Path,
     model: Path | None,

@@ -7,6 +7,7 @@
     jaxrl report RUN [RUN ...]                    a page about a run, or one that compares several
     jaxrl view RUN [RUN ...]                      runs in a browser, live and token by token
     jaxrl compare RUN --step=N --with.KEY=VALUE   two objectives on a batch that a run recorded
+    jaxrl serve RUN_OR_FOLDER                     an endpoint as OpenAI's, over jaxrl's own engine
     jaxrl tiny-model --texts=FILE --out=FOLDER    a model of random weights, to rehearse a run
 
 Everything behind the word is the program's own; `jaxrl WORD --help` lists it. A file
@@ -29,6 +30,7 @@ PROGRAMS = {
     "report": ("jaxrl.report",),
     "view": ("jaxrl.extras.view",),
     "compare": ("jaxrl.extras.compare",),
+    "serve": ("jaxrl.extras.serve",),
     "tiny-model": ("examples.tiny_model",),
 }
 """The module that runs for a word, and arguments before the user's."""

@@ -144,7 +144,7 @@ def assemble(
         )
     engine = None
     if external is None:
-        engine = _make_engine(config, policy, mesh, automaton, tokenizer)
+        engine = make_engine(config, policy, mesh, automaton, tokenizer)
     model = make_model(config, mesh, policy, tokenizer)
     stages = make_stages(config, model, method)
     schedule = Schedule(
@@ -807,17 +807,20 @@ def _make_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
     return [*own, *toolbox.mcp_tools(config, log)]
 
 
-def _make_engine(
+def make_engine(
     config: ConfigDict,
     policy: Architecture,
     mesh: Mesh,
     automaton: StopAutomaton,
     tokenizer: Tokenizer,
+    *,
+    kind: type[Engine] = Engine,
 ) -> Engine:
+    """Makes the engine of a configuration; `kind` is another class that samples."""
     rollout = config.rollout
     sampling = local_mesh(mesh, config.mesh.rollout_devices)
     kernels = choose(config.model.attention, sampling, policy)
-    engine = Engine(
+    engine = kind(
         policy.on_mesh(sampling, experts=config.model.experts),
         sampling,
         automaton,

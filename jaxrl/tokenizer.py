@@ -20,6 +20,7 @@ from jaxrl.envs.text import printable
 MAX_IDS = 2**24
 """Most ids of a vocabulary, which is a list of them; published ones end near 260,000."""
 
+_MAX_CHATS = 64  # templates with different tools
 _SLACK_TOKENS = 128  # behind the last id that is taken of a prefix
 _USUAL_CHARACTERS = 8  # a token, of a prefix that is tried first
 
@@ -308,6 +309,8 @@ class Tokenizer:
                     "reads `tools`. Set config.env.search.protocol to one with tags, or "
                     "config.model.path to a model that was trained to call tools."
                 )
+            if len(self._chats) > _MAX_CHATS:  # clients of a server bring tools of their own
+                del self._chats[list(self._chats)[1]]
             self._chats[key] = self._make_chat(tools)
         return self._chats[key]
 

@@ -78,7 +78,7 @@ def told(workdir):
 @pytest.fixture(scope="module", autouse=True)
 def one_engine():
     """The sampler of all runs here with the same sizes: it compiles for longer than they play."""
-    made, make = {}, components._make_engine
+    made, make = {}, components.make_engine
 
     def kept(config, *given):
         sizes = config.rollout.to_json()
@@ -86,7 +86,7 @@ def one_engine():
         return made[sizes]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(components, "_make_engine", kept)
+        patch.setattr(components, "make_engine", kept)
         yield
 
 

@@ -410,7 +410,7 @@ class Engine:
         )
         state = like(by_row, sampler.empty_state)
         seen = like(by_row, sampler.nothing_seen, self._max_units)
-        places, one = np.zeros(shards * MOVED_PAGES, np.int32), np.float32(1)
+        places = np.zeros(shards * MOVED_PAGES, np.int32)
         nobody: list[list[Row]] = [[] for _ in range(shards)]
         compiling = [self._copy.ahead(cache, places, places)]
         compiling.append(self._swap.ahead(cache, moved, places, places))
@@ -424,7 +424,8 @@ class Engine:
         for variant in self._decodes():
             rows, *how = variant
             chunk, _ = self._host_rows(nobody, rows)
-            arguments = (weights, cache, state, chunk, self._stops, one, one, *how)
+            ways = self._ways_of(nobody, rows)
+            arguments = (weights, cache, state, chunk, self._stops, *ways, *how)
             compiling.append(self._decode.ahead(*arguments, variant=variant))
         total = len(compiling)
         compile_all(
@@ -540,6 +541,17 @@ class Engine:
                 f"temperature {temperature} and top_p {top_p} ask for {kind!r}, but the engine was "
                 f"made for {', '.join(map(repr, self.kinds))}."
             )
+        numbers = list(range(self._next_request, self._next_request + len(requests)))
+        self._draw_by(numbers, temperature, top_p)
+        if self._cache is None:
+            self._cache = self._make_cache(self.num_pages * self.num_shards, self.page_tokens)
+            self._state, self._seen = self._make_start()
+        self._next_request += len(requests)
+        self._queue.extend(zip(numbers, requests, strict=True))
+        return numbers
+
+    def _draw_by(self, numbers: Sequence[int], temperature: float, top_p: float) -> None:
+        """Remembers how requests are drawn, which here all that are there share."""
         there = (self._temperature, self._top_p)
         if not self.is_idle and (temperature, top_p) != there:
             raise RuntimeError(
@@ -547,13 +559,14 @@ class Engine:
                 f"{there[0]} and {there[1]}; finish or clear them first."
             )
         self._temperature, self._top_p = temperature, top_p
-        if self._cache is None:
-            self._cache = self._make_cache(self.num_pages * self.num_shards, self.page_tokens)
-            self._state, self._seen = self._make_start()
-        numbers = list(range(self._next_request, self._next_request + len(requests)))
-        self._next_request += len(requests)
-        self._queue.extend(zip(numbers, requests, strict=True))
-        return numbers
+
+    def _kind_for(self, running: list[list[Row]]) -> str:
+        """The kind of a chunk of these rows."""
+        return self._kind_of(self._temperature, self._top_p)
+
+    def _ways_of(self, running: list[list[Row]], num_rows: int) -> tuple[Any, Any]:
+        """Temperature and `top_p` of a chunk of these rows: float32 [], or by row."""
+        return np.float32(self._temperature), np.float32(self._top_p)
 
     def _check_budget(self, length: int, budget: int) -> None:
         """A row that may sample nothing would neither run nor stop, one too long has no pages."""
@@ -830,7 +843,7 @@ class Engine:
             return False
         self._read_tokens(running)
         self._copy_prefixes()
-        kind = self._kind_of(self._temperature, self._top_p)
+        kind = self._kind_for(running)
         num_rows = _fit(max(len(rows) for rows in running), self._row_sizes_of(kind))
         cached = max(row.length + row.in_flight for rows in running for row in rows)
         read = min(pages_for(cached, self.page_tokens), self._table_pages)
@@ -842,8 +855,7 @@ class Engine:
             self._state,
             chunk,
             self._stops,
-            np.float32(self._temperature),
-            np.float32(self._top_p),
+            *self._ways_of(running, num_rows),
             kind,
             past_pages,
             variant=(num_rows, kind, past_pages),

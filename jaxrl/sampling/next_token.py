@@ -38,8 +38,8 @@ def kind_of(temperature: float, top_p: float) -> str:
 def sample(
     logits: Float[Array, "B V"],
     uniform: Float[Array, " B"],
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
+    temperature: Float[Array, "*B"],
+    top_p: Float[Array, "*B"],
     *,
     kind: str,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
@@ -52,28 +52,32 @@ def sample(
         logits: float32; ids that must not be drawn carry `reference.LOWEST`.
         uniform: in [0, 1).
         temperature: the distribution is softmax(logits / temperature); greedy ignores it and
-            reports under temperature 1.
+            reports under temperature 1. One for all, or of each row, where 0 is greedy.
         top_p: `nucleus` draws from the `nucleus` of this probability only, in (0, 1]; the others
-            ignore it.
+            ignore it. Likewise.
         kind: out of `KINDS`; `greedy` takes the most likely token, `plain` draws from all.
     """
     V = logits.shape[1]
+    by_row, is_greedy = jnp.ndim(temperature) > 0, temperature == 0.0
+    if by_row:
+        temperature = jnp.where(is_greedy, 1.0, temperature)[:, None]
     scaled = logits if kind == GREEDY else logits / temperature
     centred = scaled - scaled.max(axis=-1, keepdims=True)
     weights = jnp.exp(centred)
     token, total = _draw(weights, uniform)
     if kind == NUCLEUS:
         token, _ = _draw(nucleus(weights, top_p), uniform)
-    elif kind == GREEDY:
+    if kind == GREEDY or by_row:
         # The first of the largest: on a CPU several times faster than argmax.
-        token = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
+        first = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
+        token = jnp.where(is_greedy, first, token) if by_row else first
     token = token.astype(jnp.int32)
     log_total = jnp.log(total)
     entropy = log_total - jnp.where(weights > 0, weights * centred, 0.0).sum(axis=-1) / total
     return token, _pick(centred, token) - log_total, entropy
 
 
-def nucleus(weights: Float[Array, "B V"], top_p: Float[Array, ""]) -> Float[Array, "B V"]:
+def nucleus(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Float[Array, "B V"]:
     """The weights of the most likely tokens that together reach `top_p`, and 0 for the others.
 
     Nucleus sampling (https://arxiv.org/abs/1904.09751): the fewest tokens whose share of the row

@@ -1,0 +1,277 @@
+"""Chats as prompts: built from the ids that a session has read and sampled, or rendered anew.
+
+What a model wrote is never tokenised again. Each answer is kept with its chat and all its ids; a
+later chat that begins with that one (messages of the assistant are compared by their content and
+their tool calls, as parsed JSON) goes on from these ids, of the longest that fits, and only what
+stands behind is rendered. Texts cannot forge the chat: see `Tokenizer.render_prompt`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl.envs.json_text import is_too_deep
+from jaxrl.envs.protocol import Asked, read_tool_calls
+from jaxrl.extras.serve.fields import RefusedError, fields_of, shown
+from jaxrl.tokenizer import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CALL = "<tool_call>"
+MAX_TOOLS = 64
+"""Lists of tools that are known to be described; to find out costs a rendering of the template."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call of a tool."""
+
+    name: str
+    arguments: Any  # an object, or the text that is none
+
+    @property
+    def text(self) -> str:
+        """As Qwen's templates write it, which is what is read back."""
+        arguments = self.arguments
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        name = json.dumps(self.name, ensure_ascii=False)
+        return f'{CALL}\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatMessage:
+    """A message of a chat.
+
+    Attributes:
+        role: out of `ROLES`.
+        content: text.
+        calls: of tools, in a message of the assistant.
+        others: name and id of a call, where they are given.
+    """
+
+    role: str
+    content: str
+    calls: tuple[Call, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def compared(self) -> str:
+        """What makes two messages the same."""
+        calls = [[call.name, call.arguments] for call in self.calls]
+        if self.role == "assistant":  # whose clients keep the calls' ids, or strip the text
+            return json.dumps([self.role, self.content.strip(), calls], sort_keys=True)
+        return json.dumps([self.role, self.content, self.others], sort_keys=True)
+
+    @property
+    def rendered(self) -> dict[str, Any]:
+        """The message for the chat template: calls are written as text."""
+        content = "\n".join(
+            [*([self.content] if self.content else []), *(c.text for c in self.calls)]
+        )
+        return {"role": self.role, "content": content, **dict(self.others)}
+
+
+def read_messages(values: Sequence[Any]) -> list[ChatMessage]:
+    """Messages as OpenAI's chats have them.
+
+    Raises:
+        RefusedError: names what is wrong.
+    """
+    if not values:
+        raise RefusedError(400, "messages is empty; expected at least one.", param="messages")
+    return [_message(value, f"messages[{index}]") for index, value in enumerate(values)]
+
+
+def _message(value: Any, place: str) -> ChatMessage:
+    fields = fields_of(value, place)
+    role = fields.text("role")
+    if role not in ROLES:
+        raise fields.refuse("role", f"one of {', '.join(ROLES)}")
+    calls = []
+    for index, one in enumerate(fields.items("tool_calls")):
+        call = fields_of(one, f"{place}.tool_calls[{index}]")
+        function = call.inner("function")
+        calls.append(
+            Call(name=function.text("name"), arguments=_parsed(function.text("arguments", "")))
+        )
+    content = _content(fields)
+    if role != "assistant" and "content" not in fields.values:
+        raise fields.refuse("content", "a text, or a list of parts of the type text")
+    if calls and role != "assistant":
+        raise fields.refuse("tool_calls", "calls in messages of the assistant alone")
+    others = tuple(
+        (name, fields.text(name)) for name in ("name", "tool_call_id") if name in fields.values
+    )
+    role = "system" if role == "developer" else role
+    return ChatMessage(role=role, content=content, calls=tuple(calls), others=others)
+
+
+def _content(fields: Any) -> str:
+    value = fields.values.get("content", "")
+    if isinstance(value, str):
+        return str(fields.text("content", ""))
+    texts = []
+    for index, one in enumerate(fields.items("content")):
+        part = fields_of(one, f"{fields.place}.content[{index}]")
+        if (kind := part.text("type", "text")) not in ("text", "input_text", "output_text"):
+            raise RefusedError(
+                400,
+                f"{part.place} is of the type {shown(kind)}; expected text, which is all that this "
+                "server reads.",
+                param=part.place,
+            )
+        texts.append(part.text("text"))
+    return "".join(texts)
+
+
+def _parsed(text: str) -> Any:
+    """Arguments of a call as JSON; the text itself where they are none."""
+    try:
+        value = json.loads(text or "{}")
+        return text if is_too_deep(text, value) else value
+    except (ValueError, RecursionError):
+        return text
+
+
+def read_reply(text: str, *, has_tools: bool) -> ChatMessage:
+    """The message that a model wrote: text before its calls, and these where all can be read."""
+    if has_tools:
+        calls = read_tool_calls(text).calls
+        if calls and all(isinstance(one, Asked) for one in calls):
+            start = text.index(CALL, text.rfind("</think>") + 1)
+            return ChatMessage(
+                role="assistant",
+                content=text[:start].rstrip(),
+                calls=tuple(
+                    Call(name=one.tool, arguments=one.arguments)
+                    for one in calls
+                    if isinstance(one, Asked)
+                ),
+            )
+    return ChatMessage(role="assistant", content=text)
+
+
+class Chats:
+    """Chats of all sessions, by what they hold, and prompts made of them.
+
+    Several threads may ask at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int = 2**24):
+        """`max_tokens` are kept of all sessions; the chats that were used least recently go."""
+        self.tokenizer = tokenizer
+        self._max_tokens, self._num_tokens = max_tokens, 0
+        self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._tools: set[str] = set()
+        self._lock = threading.Lock()
+
+    def prompt(
+        self, session: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Ids up to where the model's next message begins.
+
+        Raises:
+            RefusedError: the chat template refuses the chat, or describes no tools.
+        """
+        with self._lock:
+            try:
+                self._check_tools(tools)
+                stored, rest = self._stored(session, messages, tools)
+                if stored is not None and (behind := self._behind(stored, rest, tools)) is not None:
+                    return [*stored.tolist(), *behind]
+                return self.tokenizer.render_prompt([one.rendered for one in messages], tools)
+            except ValueError as error:
+                raise RefusedError(400, f"{error}", param="messages") from error
+
+    def keep(
+        self,
+        session: str,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        token_ids: Sequence[int],
+    ) -> None:
+        """Keeps the ids of a chat that ends with the model's message."""
+        *_, digest = _digests(session, messages, tools)
+        with self._lock:
+            self._forget(digest)
+            self._kept[digest] = np.array(token_ids, np.int32)
+            self._num_tokens += len(token_ids)
+            while self._num_tokens > self._max_tokens and len(self._kept) > 1:
+                self._forget(next(iter(self._kept)))
+
+    def _forget(self, digest: bytes) -> None:
+        if (ids := self._kept.pop(digest, None)) is not None:
+            self._num_tokens -= len(ids)
+
+    def _stored(
+        self, session: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[np.ndarray | None, Sequence[ChatMessage]]:
+        """Ids of the longest chat that was kept and that this one begins with, and what is left."""
+        digests = _digests(session, messages, tools)
+        for count in range(len(messages), 0, -1):
+            if digests[count - 1] in self._kept:
+                self._kept.move_to_end(digests[count - 1])
+                return self._kept[digests[count - 1]], messages[count:]
+        return None, messages
+
+    def _behind(
+        self,
+        stored: np.ndarray,
+        rest: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[int] | None:
+        """Ids that the template writes behind the model's message, with its end if it has none.
+
+        Taken from a small chat, behind the end of its message of the assistant: what the template
+        makes of the messages before cannot matter. None where it refuses that chat, or where no id
+        that ends a message stands there.
+        """
+        begin = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        try:
+            before = self.tokenizer.render_prompt(begin[:1], tools)
+            whole = self.tokenizer.render_prompt([*begin, *(one.rendered for one in rest)], tools)
+        except ValueError:
+            return None
+        eos_ids = self.tokenizer.eos_ids
+        ends = [place for place, id in enumerate(whole) if id in eos_ids]
+        count = sum(id in eos_ids for id in before)
+        if len(ends) <= count or not self.tokenizer.decode(whole[: ends[count]]).endswith("!"):
+            return None
+        has_ended = int(stored[-1]) in eos_ids
+        return whole[ends[count] + has_ended :]
+
+    def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses tools of which the template says nothing, or whose calls are not read back."""
+        key = json.dumps(list(tools), sort_keys=True)
+        if not tools or key in self._tools:
+            return
+        ids = self.tokenizer.render_prompt([{"role": "user", "content": "?"}], tools)
+        if CALL not in self.tokenizer.decode(ids):
+            raise ValueError(
+                f"tools: the chat template does not write calls as {CALL}, the only ones that are "
+                "read back; leave tools out."
+            )
+        if len(self._tools) > MAX_TOOLS:
+            self._tools.clear()
+        self._tools.add(key)
+
+
+def _digests(
+    session: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+) -> list[bytes]:
+    """A digest of each beginning of a chat, of one message and more."""
+    state = hashlib.sha256(json.dumps([session, list(tools)], sort_keys=True).encode())
+    found = []
+    for message in messages:
+        text = message.compared.encode()
+        state.update(len(text).to_bytes(8, "big") + text)
+        found.append(state.digest())
+    return found

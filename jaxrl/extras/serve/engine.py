@@ -1,0 +1,139 @@
+"""The engine of rollouts for requests that come one by one, each drawn in its own way.
+
+What stands in `sampling/engine.py` for all requests together is here by row: temperature, `top_p`
+and the key of the draws. A request may be cancelled at any time, and cut back to some of what it
+has sampled: the keys and values behind that are written over when it goes on.
+
+Chunks are read as soon as they are dispatched (`step()` without `ahead`), so that between two
+steps nothing is in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.sampling import next_token
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.pages import pages_for
+from jaxrl.sampling.shard import Row, Shard
+
+
+class Way(NamedTuple):
+    """How the tokens of a request are drawn; see `Engine.submit`."""
+
+    temperature: float
+    top_p: float
+
+
+class ServedEngine(Engine):
+    """An engine whose requests share nothing but its rows and pages."""
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        """Takes the arguments of `Engine`, but for the kinds, which are all there are."""
+        super().__init__(*arguments, **{**settings, "kinds": next_token.KINDS})
+        self._ways: dict[int, Way] = {}
+
+    def clear(self) -> None:
+        """Forgets every request, and gives back the cache's memory."""
+        super().clear()
+        self._ways.clear()
+
+    def finish(self, request: int) -> None:
+        """Gives up the pages of a request, whether it has stopped or not."""
+        super().finish(request)
+        del self._ways[request]
+
+    def cancel(self, request: int) -> None:
+        """Forgets a request, also one that waits for a row."""
+        left = deque(one for one in self._queue if one[0] != request)
+        if len(left) == len(self._queue):
+            self.finish(request)
+        else:
+            self._queue = left
+            del self._ways[request]
+
+    def cut(self, request: int, token_ids: Sequence[int]) -> None:
+        """Stops a request behind the last of `token_ids`, all it read and sampled up to there."""
+        row = self._rows[request]
+        assert not row.in_flight, "a chunk that is not read would write behind the cut"
+        row.length, row.pending, row.is_waiting = len(token_ids) - 1, token_ids[-1], True
+
+    def go_on(
+        self, request: int, tokens: Sequence[int], budget: int, *, sample_key: np.ndarray, way: Way
+    ) -> None:
+        """Resumes a stopped request, drawn in another way from here.
+
+        Args:
+            request: its number.
+            tokens: to read after what it has sampled.
+            budget: tokens that it may sample.
+            sample_key: uint32 [2], of these.
+            way: likewise.
+        """
+        self.resume([(request, tokens, budget)])
+        self._rows[request].key, self._ways[request] = sample_key, way
+
+    @property
+    def num_rows(self) -> int:
+        """Requests that are decoded side by side at most."""
+        return self._rows_per_shard * self.num_shards
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that have no row yet."""
+        return len(self._queue)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens of a request, read and sampled together."""
+        return self._max_total_tokens
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages of all shards that hold nothing."""
+        return sum(shard.pool.num_free for shard in self._shards)
+
+    @property
+    def lacks_pages(self) -> bool:
+        """True where requests that wait to go on would have to give up pages, or others lack them.
+
+        For those that run or come next, not for rows in which to decode.
+        """
+        return any(map(self._is_short, self._shards))
+
+    def _is_short(self, shard: Shard) -> bool:
+        missing = [
+            max(
+                pages_for(row.longest(self.sampler.num_steps), self.page_tokens) - len(row.pages), 0
+            )
+            for row in shard.to_decode
+        ]
+        if sum(missing) > shard.pool.num_free:
+            return True
+        away = any(row.saved is not None and not row.is_waiting for row in shard.rows.values())
+        if away and shard.next_back() is None:
+            return True
+        has_row = sum(row.may_run for row in shard.resident) < self._rows_per_shard
+        return bool(self._queue) and has_row and self._free_shard() is None
+
+    def _draw_by(self, numbers: Sequence[int], temperature: float, top_p: float) -> None:
+        """Remembers how these requests are drawn, whatever else is there."""
+        for number in numbers:
+            self._ways[number] = Way(temperature, top_p)
+
+    def _kind_for(self, running: list[list[Row]]) -> str:
+        """The cheapest kind that draws for every row."""
+        kinds = {next_token.kind_of(*self._ways[row.request]) for rows in running for row in rows}
+        return max(kinds, key=next_token.KINDS.index)
+
+    def _ways_of(self, running: list[list[Row]], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Temperature and `top_p` by row, float32 [r]."""
+        found = np.ones((2, self.num_shards * num_rows), np.float32)
+        for shard, rows in enumerate(running):
+            for index, row in enumerate(rows[:num_rows], start=shard * num_rows):
+                found[:, index] = self._ways[row.request]
+        return found[0], found[1]

@@ -1,0 +1,152 @@
+"""A run, a folder or a file made into an engine that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxrl.ask import (
+    chosen_model,
+    fit_mesh,
+    leave_out_method,
+    leave_out_scores,
+    load_weights,
+    read_config,
+)
+from jaxrl.components import make_engine, make_model, model_and_tokenizer
+from jaxrl.config import OWN_MODEL, default_config
+from jaxrl.config_checks import validate
+from jaxrl.envs.json_text import read_object
+from jaxrl.extras.serve.engine import ServedEngine
+from jaxrl.installed import name_installed
+from jaxrl.logs.display import Display
+from jaxrl.method import policy_of
+from jaxrl.models.around import Around
+from jaxrl.models.folder import model_folder
+from jaxrl.models.policy import Model
+from jaxrl.models.reading import read_model
+from jaxrl.runtime.heap import give_back_after_compiling
+from jaxrl.runtime.program_cache import keep_programs
+from jaxrl.runtime.sharding import make_mesh
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.sampling.weights import given_up
+from jaxrl.tokenizer import Tokenizer
+
+LENGTH = "rollout.max_total_tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model that answers.
+
+    Attributes:
+        name: by which clients call it.
+        mesh: of its devices.
+        model: the policy.
+        tokenizer: with its chat template.
+        template_arguments: of the chat template.
+        engine: has the weights.
+    """
+
+    name: str
+    mesh: Mesh
+    model: Model
+    tokenizer: Tokenizer
+    template_arguments: Mapping[str, Any]
+    engine: ServedEngine
+
+
+def open_served(
+    place: Path,
+    display: Display,
+    *,
+    model: Path | None = None,
+    step: int | None = None,
+    rows: int = 16,
+    name: str = "",
+    keys: Mapping[str, Any] = MappingProxyType({}),
+) -> Served:
+    """Makes an engine with the weights of a run, or of a model of its own.
+
+    Args:
+        place: a run's workdir, or a model as `config.model.path`.
+        display: progress.
+        model: answers in place of what a run has trained.
+        step: whose checkpoint answers; by default what the run has come to.
+        rows: answers that are written side by side.
+        name: by which clients call it; by default the last part of `place`.
+        keys: of the configuration, that are set to other values than the run's or the default.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such run, model, step or key.
+    """
+    if is_run(place):
+        config = read_config(place)
+    elif model is None and step is None:
+        config, model = default_config(), place
+    else:
+        raise ValueError(f"{place} is no run, so that --model and --step name nothing in it.")
+    config.update_from_flattened_dict(dict(keys))
+    name_installed(config)
+    if is_run(place):
+        model = chosen_model(config, place, model, step)
+    if model is not None:
+        config.model.path = str(model)
+        config.model.lora.rank = 0  # an adapter is merged into what a run exports
+    config.policy.name = OWN_MODEL
+    leave_out_scores(config)
+    leave_out_method(config)
+    config.stages = ()
+    if keys:
+        validate(config, needs_data=False)
+    folder = model_folder(config.model.path, display.log)
+    if LENGTH not in keys:
+        longest = read_model(folder, config.model.architecture).max_positions
+        config.rollout.max_total_tokens = min(config.rollout.max_total_tokens, longest)
+    _fit(config, rows)
+    keep_programs(config.compilation_cache, display.log)
+    give_back_after_compiling()
+    mesh = make_mesh(**config.mesh)
+    architecture, tokenizer = model_and_tokenizer(config, mesh, is_played=True)
+    policy = policy_of(config, architecture)
+    if isinstance(policy, Around):
+        policy.check()
+    # Stop strings are those of each request, and are looked for on the host.
+    automaton = StopAutomaton(tokenizer.vocab_bytes, ())
+    engine = make_engine(config, policy, mesh, automaton, tokenizer, kind=ServedEngine)
+    assert isinstance(engine, ServedEngine)
+    served = Served(
+        name=name or place.absolute().name,
+        mesh=mesh,
+        model=make_model(config, mesh, policy, tokenizer),
+        tokenizer=tokenizer,
+        template_arguments=dict(config.prompt.chat_template_kwargs),
+        engine=engine,
+    )
+    params, weights = load_weights(served, config, place, model, display, step=step)
+    display.log(f"weights: {weights}")
+    engine.set_weights(given_up(served.model.whole(params)))
+    return served
+
+
+def is_run(place: Path) -> bool:
+    """Returns True of a run's workdir, whose `config.json` is a configuration and no model's."""
+    file = place / "config.json"
+    return file.is_file() and "rollout" in read_object(file)
+
+
+def _fit(config: ConfigDict, rows: int) -> None:
+    """Changes mesh, rows and the length of prompts to those of an endpoint on this host."""
+    shards = fit_mesh(config)
+    config.rollout.group_size = 1
+    config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
+    least = config.rollout.num_rows
+    config.rollout.num_rows = -(-rows // least) * least
+    config.rollout.max_prompt_tokens = config.rollout.max_total_tokens - 1
+    config.model.router.replay = False

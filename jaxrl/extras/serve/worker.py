@@ -1,0 +1,357 @@
+"""The thread that owns the engine: what is asked goes in between chunks, what is sampled comes out.
+
+A finished answer's row waits in the engine with all it has read and sampled. A request whose ids go
+on exactly behind those resumes it, and reads only what is new; where several do, the longest. Rows
+that wait are released, the one that was used least recently first, where pages are wanted, or where
+there are more of them than `max_kept`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxrl.envs.calls import failure_report
+from jaxrl.extras.serve.engine import ServedEngine, Way
+from jaxrl.sampling import decode
+from jaxrl.sampling.engine import Event, Request
+
+STOP, LENGTH, LATE, LEFT, FAILED = "stop", "length", "late", "left", "failed"
+"""Ends of an answer: by an id or a string that stops it; no room or budget left; its deadline; its
+client; the engine."""
+
+
+PATIENCE_S = 10.0
+"""Seconds in which a chunk under way may end when the worker does."""
+
+
+class BusyError(Exception):
+    """The queue is full."""
+
+
+class EndingError(Exception):
+    """The server ends, and takes nothing new."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Tokens of a chunk, and with the last ones why the answer ends.
+
+    Attributes:
+        token_ids: with the id or the last token of the string that stops it.
+        logprobs: of these, nats, under the temperature at which they were drawn.
+        end: "" while it goes on.
+        text_bytes: of the whole answer, that are its text; known at the end.
+        num_cached: ids of the prompt that were not read again.
+        why: what failed.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    end: str = ""
+    text_bytes: int = 0
+    num_cached: int = 0
+    why: str = ""
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """An answer that is asked for.
+
+    Attributes:
+        prompt_ids: what it goes on from.
+        sample_key: uint32 [2], on which its draws depend.
+        way: of its draws.
+        budget: tokens it may have.
+        stop_ids: end it, beside the model's own.
+        stops: strings that end it, as UTF-8.
+        deadline: on the monotonic clock.
+        tell: called on the engine's thread with each piece.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sample_key: np.ndarray
+    way: Way
+    budget: int
+    stop_ids: frozenset[int] = frozenset()
+    stops: tuple[bytes, ...] = ()
+    deadline: float
+    tell: Callable[[Piece], None]
+    token_ids: list[int] = field(default_factory=list)
+    data: bytearray = field(default_factory=bytearray)  # of the tokens
+    num_cached: int = 0
+    is_left: bool = False  # nobody waits for it any more
+
+
+@dataclass
+class Totals:
+    """Work since the start, as `/metrics` shows it."""
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    late: int = 0
+    failed: int = 0
+    refused_busy: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    released_rows: int = 0
+
+
+class Worker:
+    """An engine, its thread and its queue."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        vocab_bytes: Sequence[bytes],
+        eos_ids: Sequence[int],
+        *,
+        max_queue: int = 256,
+        max_kept: int = 0,
+    ):
+        """Starts the thread.
+
+        Args:
+            engine: with weights, which is this thread's from now on.
+            vocab_bytes: of each id.
+            eos_ids: at which the engine stops.
+            max_queue: jobs that wait for a row at most.
+            max_kept: rows of finished answers that are kept; 0: eight for each row.
+        """
+        self.engine = engine
+        self.totals = Totals()
+        self._vocab_bytes, self._eos_ids = vocab_bytes, frozenset(eos_ids)
+        self._max_queue = max_queue
+        self._max_kept = max_kept or 8 * engine.num_rows
+        self._queue: deque[Job] = deque()  # under `_changed`, as the flags
+        self._changed = threading.Condition()
+        self._is_ending = self._is_over = self._is_asked = False
+        self._jobs: dict[int, Job] = {}  # in the engine, by request
+        self._kept: OrderedDict[int, tuple[int, ...]] = (
+            OrderedDict()
+        )  # ids by request, oldest use first
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.engine.max_total_tokens
+
+    @property
+    def num_queued(self) -> int:
+        """Jobs without a row."""
+        return len(self._queue) + self.engine.num_queued
+
+    @property
+    def num_running(self) -> int:
+        """Jobs that the engine has."""
+        return len(self._jobs)
+
+    @property
+    def num_kept(self) -> int:
+        """Rows of finished answers."""
+        return len(self._kept)
+
+    @property
+    def is_ending(self) -> bool:
+        """True once nothing new is taken."""
+        return self._is_ending
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queues jobs, all or none.
+
+        Raises:
+            BusyError: too many wait.
+            EndingError: the server ends.
+        """
+        with self._changed:
+            if self._is_ending:
+                raise EndingError("the server is ending; ask another one.")
+            if len(self._queue) + len(jobs) > self._max_queue:
+                self.totals.refused_busy += 1
+                raise BusyError(
+                    f"{len(self._queue)} answers wait already; expected at most {self._max_queue}. "
+                    "Ask again later, or raise --queue."
+                )
+            self._queue.extend(jobs)
+            self.totals.requests += len(jobs)
+            self._wake()
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job for which nobody waits."""
+        with self._changed:
+            job.is_left = True
+            self._wake()
+
+    def end(self, limit_s: float) -> bool:
+        """Takes nothing new, and waits until all has ended; what is left then is cancelled.
+
+        Returns:
+            True where all had ended.
+        """
+        with self._changed:
+            self._is_ending = True
+            self._wake()
+        self._thread.join(limit_s)
+        is_done = not self._thread.is_alive()
+        with self._changed:
+            self._is_over = True
+            self._wake()
+        self._thread.join(PATIENCE_S)
+        return is_done
+
+    def _wake(self) -> None:
+        self._is_asked = True
+        self._changed.notify()
+
+    def _run(self) -> None:
+        while self._wait():
+            try:
+                self._drop()
+                self._admit()
+                self._release()
+                for event in self.engine.step():
+                    self._take(event)
+            except Exception as error:  # of the device, or a bug: the next ones may be answered
+                self._fail(error)
+        for job in [*self._queue, *self._jobs.values()]:
+            self._tell_end(job, LEFT)
+
+    def _wait(self) -> bool:
+        """Waits until there is something to do; False: the end."""
+        with self._changed:
+            while not (self._jobs or self._queue or self._is_asked):
+                if self._is_ending:
+                    return False
+                self._changed.wait()
+            self._is_asked = False
+            return not self._is_over
+
+    def _drop(self) -> None:
+        """Ends what nobody waits for, and what is late."""
+        now = time.monotonic()
+        with self._changed:
+            gone = [job for job in self._queue if job.is_left or job.deadline <= now]
+            if gone:
+                self._queue = deque(job for job in self._queue if job not in gone)
+        for job in gone:
+            self._tell_end(job, LEFT if job.is_left else LATE)
+        for request, job in list(self._jobs.items()):
+            if job.is_left or job.deadline <= now:
+                del self._jobs[request]
+                self.engine.cancel(request)
+                self._tell_end(job, LEFT if job.is_left else LATE)
+
+    def _admit(self) -> None:
+        """Moves jobs from the queue into the engine while it has rows to decode them in."""
+        while len(self._jobs) < self.engine.num_rows:
+            with self._changed:
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+            self.totals.prompt_tokens += len(job.prompt_ids)
+            try:
+                self._jobs[self._place(job)] = job
+            except Exception as error:
+                self._tell_end(job, FAILED, failure_report(error))
+                raise
+
+    def _place(self, job: Job) -> int:
+        """Hands a job to the engine; the number of its request."""
+        found = self._longest(job.prompt_ids)
+        if found is None:
+            request = Request(
+                prompt_ids=job.prompt_ids, sample_key=job.sample_key, budget=job.budget
+            )
+            temperature, top_p = job.way
+            [number] = self.engine.submit([request], temperature=temperature, top_p=top_p)
+            return number
+        stored = self._kept.pop(found)
+        job.num_cached = len(stored) - 1  # the last one is read when the turn goes on
+        self.totals.reused_tokens += job.num_cached
+        new = job.prompt_ids[len(stored) :]
+        self.engine.go_on(found, new, job.budget, sample_key=job.sample_key, way=job.way)
+        return found
+
+    def _longest(self, prompt_ids: tuple[int, ...]) -> int | None:
+        """The request with the most ids that waits and that the prompt goes on from."""
+        fitting = [
+            (len(ids), request)
+            for request, ids in self._kept.items()
+            if len(ids) <= len(prompt_ids) and prompt_ids[: len(ids)] == ids
+        ]
+        return max(fitting)[1] if fitting else None
+
+    def _release(self) -> None:
+        """Gives up rows that wait, while others want their pages or there are too many."""
+        while self._kept and (len(self._kept) > self._max_kept or self.engine.lacks_pages):
+            request, _ = self._kept.popitem(last=False)
+            self.engine.finish(request)
+            self.totals.released_rows += 1
+
+    def _take(self, event: Event) -> None:
+        """Adds what was sampled to its job, and ends it where it stops."""
+        job = self._jobs[event.request]
+        ids, end, text_bytes = self._until_stop(job, event)
+        job.token_ids += ids
+        if end:
+            del self._jobs[event.request]
+            self._keep(event.request, job)
+            self.totals.finished += 1
+        job.tell(
+            Piece(
+                token_ids=tuple(ids),
+                logprobs=tuple(event.logprobs[: len(ids)].tolist()),
+                end=end,
+                text_bytes=text_bytes,
+                num_cached=job.num_cached,
+            )
+        )
+
+    def _until_stop(self, job: Job, event: Event) -> tuple[list[int], str, int]:
+        """The ids of a chunk that belong to an answer, why it ends, and the bytes of its text."""
+        longest = max(map(len, job.stops), default=1)
+        ids: list[int] = []
+        for token in event.token_ids.tolist():
+            ids.append(token)
+            start = len(job.data)
+            if token in job.stop_ids or token in self._eos_ids:
+                return ids, STOP, start
+            job.data += self._vocab_bytes[token]
+            found = [job.data.find(stop, max(start - longest + 1, 0)) for stop in job.stops]
+            if places := [place for place in found if place >= 0]:
+                return ids, STOP, min(places)
+        end = "" if event.status == decode.RUNNING else LENGTH
+        return ids, end, len(job.data)
+
+    def _keep(self, request: int, job: Job) -> None:
+        """Lets a row wait for what goes on from it, unless nothing can."""
+        ids = (*job.prompt_ids, *job.token_ids)
+        if len(ids) >= self.engine.max_total_tokens:
+            self.engine.finish(request)
+            return
+        self.engine.cut(request, ids)
+        self._kept[request] = ids
+
+    def _tell_end(self, job: Job, end: str, why: str = "") -> None:
+        counted = {LEFT: "cancelled", LATE: "late", FAILED: "failed"}[end]
+        setattr(self.totals, counted, getattr(self.totals, counted) + 1)
+        job.tell(Piece(end=end, text_bytes=len(job.data), num_cached=job.num_cached, why=why))
+
+    def _fail(self, error: Exception) -> None:
+        """Tells all jobs in the engine that it has failed, and forgets them."""
+        why = failure_report(error)
+        print(f"error: the engine failed: {why}", flush=True)
+        jobs = list(self._jobs.values())
+        self._jobs.clear()
+        self._kept.clear()
+        self.engine.clear()
+        for job in jobs:
+            self._tell_end(job, FAILED, why)
