@@ -121,7 +121,7 @@ class Worker:
             engine: with weights, which is this thread's from now on.
             vocab_bytes: of each id.
             eos_ids: at which the engine stops.
-            max_queue: jobs that wait for a row at most.
+            max_queue: jobs that wait at most, beside those for which there is a row.
             max_kept: rows of finished answers that are kept; 0: eight for each row.
         """
         self.engine = engine
@@ -151,8 +151,8 @@ class Worker:
 
     @property
     def num_running(self) -> int:
-        """Jobs that the engine has."""
-        return len(self._jobs)
+        """Jobs that have one."""
+        return len(self._jobs) - self.engine.num_queued
 
     @property
     def num_kept(self) -> int:
@@ -174,11 +174,13 @@ class Worker:
         with self._changed:
             if self._is_ending:
                 raise EndingError("the server is ending; ask another one.")
-            if len(self._queue) + len(jobs) > self._max_queue:
+            num_free = max(self.engine.num_rows - len(self._jobs), 0)
+            if len(self._queue) + len(jobs) > self._max_queue + num_free:
                 self.totals.refused_busy += 1
                 raise BusyError(
-                    f"{len(self._queue)} answers wait already; expected at most {self._max_queue}. "
-                    "Ask again later, or raise --queue."
+                    f"{len(self._queue)} samples wait, and this request asks for {len(jobs)}; "
+                    f"expected at most {self._max_queue} to wait. Ask again later, or start the "
+                    "server with a longer --queue."
                 )
             self._queue.extend(jobs)
             self.totals.requests += len(jobs)

@@ -1,0 +1,112 @@
+"""The command with a run and with a folder, in a process of its own."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from configs import debug_tiny
+from jaxrl import ask
+from jaxrl.config import to_json
+from jaxrl.extras.serve import __main__ as command
+from jaxrl.extras.serve.opening import is_run
+from jaxrl.logs.display import Display
+from tests.extras.serve.served import Client
+from tests.helpers import ROOT
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture
+def run(tmp_path, tiny_world):
+    """A run that has exported what it trained."""
+    config = debug_tiny.get_config(str(tiny_world))
+    config.mesh.data = 8  # of the machine that it ran on
+    config.rollout.max_total_tokens, config.rollout.max_response_tokens = 64, 16
+    (tmp_path / "config.json").write_text(to_json(config))
+    shutil.copytree(tiny_world / "model", tmp_path / "export")
+    return tmp_path
+
+
+def test_the_command_answers_as_ask_does(run, tiny_world, quick_compilation):
+    """The same weights greedily go on from a prompt as an episode of `jaxrl ask` does."""
+    flags = ["--port=0", "--rows=2", "--name=ada", "--end_s=20"]
+    flags += ["--config.rollout.max_total_tokens=96", "--config.rollout.chunk_tokens=4"]
+    environment = {**os.environ, **quick_compilation, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxrl.extras.serve", str(run), *flags],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        told = []
+        for text in process.stdout:
+            told.append(text)
+            if found := re.match(r"http://127\.0\.0\.1:(\d+)/v1 answers as ada", text):
+                break
+        assert found, (told, process.stderr.read())
+        client = Client(int(found[1]))
+        _, _, body = client.raw("GET", "/v1/models")
+        assert [(one["id"], one["max_model_len"]) for one in json.loads(body)["data"]] == [
+            ("ada", 96)
+        ]
+        parts, config = ask.open_run(run, None, Display())
+        trajectory = ask.ask(parts, config, "Who taught Ada?", 0.0)
+        start = trajectory.prompt_length
+        first = trajectory.token_ids[start : start + len(trajectory.token_ids)]
+        mask = trajectory.loss_mask[start:]
+        sampled = first[: mask.tolist().index(False) if not mask.all() else len(mask)].tolist()
+        prompt = trajectory.token_ids[:start].tolist()
+        choice = client.generate(prompt, temperature=0.0, max_tokens=len(sampled))
+        assert choice["token_ids"] == sampled
+        # A first signal ends it as soon as what runs is done.
+        answers = []
+        asking = threading.Thread(
+            target=lambda: answers.append(client.generate(prompt, temperature=0.0, max_tokens=40))
+        )
+        asking.start()
+        client.until(lambda m: m["jaxrl_samples_total"] == 2)
+        process.send_signal(signal.SIGTERM)
+        asking.join()
+        assert answers[0]["token_ids"][: len(sampled)] == sampled
+        assert process.wait(60) == 0
+        assert "SIGTERM: stopping" in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_is_no_run(run, tiny_world):
+    assert is_run(run)
+    assert not is_run(run / "export")
+    assert not is_run(tiny_world)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--port=70000"], "--port=70000; expected 0 to 65535."),
+        (["--rows=0"], "--rows=0; expected more than 0."),
+        (["--key_env=NOBODY_SET_THIS"], "--key_env=NOBODY_SET_THIS, but that variable is not set"),
+        (["--step=3"], "--step=3: "),
+        (["--config.rollout.max_total=3"], "there is no key config.rollout.max_total"),
+        (["--made_up=3"], "unexpected argument --made_up=3"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(run, arguments, told):
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(run), *arguments])
+    assert ended.value.code.startswith(f"error: {told}")
+    assert "\n" not in ended.value.code
+
+
+def test_what_is_no_model_is_told(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(tmp_path / "nowhere")])
+    assert str(tmp_path / "nowhere") in ended.value.code
+    assert "\n" not in ended.value.code

@@ -1,0 +1,386 @@
+"""Who may ask, what is refused, clients that leave, a full queue, the end."""
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from jaxrl.extras.serve import server as server_module
+from jaxrl.extras.serve.completions import UNSUPPORTED
+from tests.extras.serve.served import MAX_TOTAL, make_engine, serving
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+CHAT, IDS = "/v1/chat/completions", "/inference/v1/generate"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def engine(quick_compilation):
+    """An engine for servers of single tests, one after another."""
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def client(quick_compilation):
+    with serving(make_engine()) as (_, client):
+        yield client
+
+
+def test_what_there_is(client):
+    status, _, body = client.raw("GET", "/health")
+    assert (status, json.loads(body)) == (200, {"status": "ok"})
+    status, _, body = client.raw("GET", "/r/some-rollout/v1/models")
+    [model] = json.loads(body)["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", MAX_TOTAL)
+    status, headers, body = client.raw("GET", "/metrics")
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    names = [line.split()[2] for line in body.decode().splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names)) > 15
+
+
+def refusal(client, path, body, **headers):
+    """Status and error of a request, which has the shape that clients read."""
+    status, value = client.post(path, body, **headers)
+    assert value.keys() == {"error"}
+    assert value["error"].keys() == {"message", "type", "param", "code"}
+    assert value["error"]["message"]
+    return status, value["error"]
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_would_change_the_answer_is_refused_by_name(client, name):
+    status, error = refusal(client, CHAT, {"messages": HELLO, name: {"type": "json_object"}})
+    assert (status, error["param"], error["code"]) == (400, name, "unsupported_parameter")
+    assert error["message"].startswith(f"{name} is ")
+
+
+def test_fields_that_change_nothing_are_taken(client):
+    fields = {"user": "u", "store": True, "metadata": {"a": "b"}, "made_up": [1]}
+    fields |= {"response_format": {"type": "text"}, "logit_bias": {}, "frequency_penalty": 0.0}
+    fields |= {"top_k": -1, "parallel_tool_calls": True, "n": 1, "stop": None, "seed": None}
+    fields |= {"chat_template_kwargs": {"preserve_thinking": True}, "reasoning_effort": None}
+    assert client.chat(**fields, max_tokens=1)["choices"]
+
+
+WRONG = (True, -1, 1.5, 10**400, "text", [], {}, [[]], [{}], [None], "\ud800", float("nan"), -0.0)
+FIELDS = {
+    CHAT: (
+        *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "n"),
+        *("seed", "temperature", "top_p", "stop", "stop_token_ids", "stream", "stream_options"),
+        *("logprobs", "return_token_ids", "return_tokens_as_token_ids", "chat_template_kwargs"),
+    ),
+    IDS: ("model", "token_ids", "sampling_params", "features", "content_parts", "stream"),
+}
+NESTED = {
+    CHAT: {
+        "messages": [
+            *([{"role": value}] for value in WRONG),
+            *([{"role": "user", "content": value}] for value in WRONG),
+            *([{"role": "user", "content": [{"type": value, "text": "x"}]}] for value in WRONG),
+            *([{"role": "user", "content": [{"type": "text", "text": one}]}] for one in WRONG),
+            *([*HELLO, {"role": "assistant", "content": "", "tool_calls": one}] for one in WRONG),
+            *([*HELLO, {"role": "assistant", "tool_calls": [{"function": one}]}] for one in WRONG),
+            *(
+                [
+                    *HELLO,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": a}}],
+                    },
+                ]
+                for a in WRONG
+            ),
+            *([{"role": "tool", "content": "x", "tool_call_id": value}] for value in WRONG),
+        ],
+        "tools": [
+            *([{"type": value, "function": {"name": "f"}}] for value in WRONG),
+            *([{"type": "function", "function": value}] for value in WRONG),
+            *([{"function": {"name": value}}] for value in WRONG),
+            *([{"function": {"name": "f", "parameters": value}}] for value in WRONG),
+        ],
+        "stream_options": [{"include_usage": value} for value in WRONG],
+    },
+    IDS: {
+        "sampling_params": [
+            {"max_tokens": 1, name: value}
+            for name in ("temperature", "top_p", "max_tokens", "seed", "stop_token_ids", "n")
+            for value in WRONG
+        ],
+        "token_ids": [[value] for value in WRONG],
+    },
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, IDS])
+def test_wrong_types_are_refused_and_never_a_fault(client, path):
+    sound = {
+        CHAT: {"messages": HELLO, "max_tokens": 1},
+        IDS: {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}},
+    }[path]
+    cases = [(name, value) for name in FIELDS[path] for value in WRONG]
+    cases += [(name, value) for name, values in NESTED[path].items() for value in values]
+    num_refused = 0
+    for name, value in cases:
+        status, _, data = client.raw("POST", path, json.dumps({**sound, name: value}).encode())
+        assert status in (200, 400), (name, value, data)
+        if status == 400:
+            num_refused += 1
+            error = json.loads(data)["error"]
+            assert error["type"] == "invalid_request_error"
+    assert len(cases) * 0.6 < num_refused < len(cases)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 5000, b"{} {}"],
+)
+@pytest.mark.parametrize("path", [CHAT, IDS])
+def test_bodies_that_are_no_object(client, path, data):
+    status, _, body = client.raw("POST", path, data)
+    assert status == 400
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_addresses_and_methods(client):
+    assert client.raw("GET", CHAT)[0] == 405
+    assert client.raw("POST", "/v1/models")[0] == 405
+    for path in ("/", "/v1", "/v1/completions", "/r/a b/v1/models", "/r//v1/models", "/r/a"):
+        status, _, body = client.raw("GET", path.replace(" ", "%20"))
+        assert status == 404
+        assert json.loads(body)["error"]["type"] == "not_found_error"
+    assert client.raw("HEAD", "/health")[2] == b""
+
+
+def test_a_prompt_that_leaves_no_room(client):
+    status, error = refusal(client, CHAT, {"messages": [{"role": "user", "content": "x y " * 600}]})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert f"maximum context length is {MAX_TOTAL} tokens" in error["message"]
+    status, error = refusal(client, IDS, {"token_ids": [5] * MAX_TOTAL})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    # One less leaves room for a single token, whatever is asked for.
+    choice = client.generate([5] * (MAX_TOTAL - 1), max_tokens=100, temperature=0)
+    assert len(choice["token_ids"]) == 1
+
+
+class TestWhoMayAsk:
+    def test_another_host_or_page_is_refused(self, client):
+        here = f"127.0.0.1:{client.port}"
+        assert client.raw("GET", "/v1/models", host=f"localhost:{client.port}")[0] == 200
+        assert client.raw("GET", "/v1/models", host="evil.example")[0] == 403
+        assert client.raw("GET", "/v1/models", host="127.0.0.1:1")[0] == 403
+        for headers, status in [
+            ({"Origin": "http://evil.example"}, 403),
+            ({"Origin": "null"}, 403),
+            ({"Origin": f"http://{here}"}, 200),
+            ({"Sec-Fetch-Site": "cross-site"}, 403),
+            ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ]:
+            assert client.raw("GET", "/v1/models", headers=headers)[0] == status, headers
+
+    def test_a_key_is_asked_for_where_there_is_one(self, engine):
+        with serving(engine, key="s3cret") as (_, client):
+            assert client.raw("GET", "/health")[0] == 200
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+                status, given, body = client.raw("GET", "/v1/models", headers=headers)
+                assert (status, given["www-authenticate"]) == (401, "Bearer")
+                assert json.loads(body)["error"]["code"] == "invalid_api_key"
+            for headers in ({"Authorization": "Bearer s3cret"}, {"x-api-key": "s3cret"}):
+                assert client.raw("GET", "/v1/models", headers=headers)[0] == 200
+                assert client.raw("GET", "/metrics", headers=headers)[0] == 200
+
+    def test_other_machines_need_a_key(self, engine):
+        with (
+            pytest.raises(
+                ValueError, match=r"--host=0\.0\.0\.0 can be reached from other machines"
+            ),
+            serving(engine, host="0.0.0.0"),
+        ):
+            pass
+        with serving(engine, host="0.0.0.0", key="k") as (_, client):
+            headers = {"Authorization": "Bearer k"}
+            assert client.raw("GET", "/v1/models", headers=headers, host="any.name")[0] == 200
+
+
+def test_bodies_have_a_largest_size(engine):
+    with serving(engine, max_body_mib=0.01) as (_, client):
+        status, error = refusal(client, CHAT, {"messages": HELLO, "user": "x" * 20_000})
+        assert status == 413
+        assert "10485 bytes" in error["message"]
+        # The same without a length, of which the server reads no more than it takes.
+        connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=20)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            chunks = (b"x" * 1000 for _ in range(20_000))
+            connection.request("POST", CHAT, body=chunks, encode_chunked=True,
+                               headers={"Transfer-Encoding": "chunked"})  # fmt: skip
+            assert connection.getresponse().status == 413
+        connection.close()
+        assert client.chat(max_tokens=1)["choices"]
+
+
+def test_slow_clients_are_given_up(engine, monkeypatch):
+    monkeypatch.setattr(server_module, "HEAD_S", 0.3)
+    monkeypatch.setattr(server_module, "BODY_S", 0.3)
+    with serving(engine) as (_, client):
+        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as slow:
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost: ")
+            assert slow.recv(1000) == b""  # closed
+        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as slow:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n"
+            slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+            assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
+        # The second request of a connection has no longer than the first.
+        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as slow:
+            slow.sendall(f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n\r\n".encode())
+            assert slow.recv(1000).startswith(b"HTTP/1.1 200 ")
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost: ")
+            assert slow.recv(1000) == b""
+        assert client.chat(max_tokens=1)["choices"]
+
+
+@pytest.fixture
+def slow_engine(engine, monkeypatch):
+    """An engine with chunks of at least 50 ms: an answer of full length takes six seconds."""
+    step = engine.step
+
+    def slowly(**settings):
+        time.sleep(0.05)
+        return step(**settings)
+
+    monkeypatch.setattr(engine, "step", slowly)
+    return engine
+
+
+LONG = {"messages": HELLO, "temperature": 0.0, "max_tokens": 400}
+
+
+def send_and_hold(client, body):
+    """A connection on which a request was sent, whose answer nobody has read."""
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+    connection.request("POST", CHAT, body=json.dumps(body).encode())
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_frees_the_row(slow_engine, stream):
+    with serving(slow_engine) as (_, client):
+        connections = [send_and_hold(client, {**LONG, "stream": stream, "n": 6})]
+        client.until(lambda m: m["jaxrl_samples_running"] == 4 and m["jaxrl_samples_queued"] == 2)
+        for connection in connections:
+            connection.close()
+        found = client.until(lambda m: m["jaxrl_samples_cancelled_total"] == 6)
+        assert found["jaxrl_samples_running"] == found["jaxrl_samples_queued"] == 0
+        assert found["jaxrl_pages_free"] == slow_engine.num_pages
+        assert found["jaxrl_rows_kept"] == found["jaxrl_samples_finished_total"] == 0
+        assert found['jaxrl_responses_total{status="499"}'] == 1
+        assert client.chat(max_tokens=2, temperature=0)["choices"]
+
+
+def test_a_retry_goes_on_where_another_reader_is(slow_engine):
+    """The first client leaves while a second one waits for the same sample: it is not cancelled."""
+    body = {**LONG, "max_tokens": 60, "temperature": 1.0}
+    with serving(slow_engine) as (_, client):
+        connection = send_and_hold(client, body)
+        client.until(lambda m: m["jaxrl_samples_running"] == 1)
+        found = []
+        again = threading.Thread(
+            target=lambda: found.append(client.post(CHAT, body, x_stainless_retry_count="1"))
+        )
+        again.start()
+        time.sleep(0.3)
+        connection.close()
+        again.join()
+        assert found[0][0] == 200
+        assert client.metrics()["jaxrl_samples_total"] == 1
+
+
+def test_a_retry_of_what_was_broken_off_draws_the_same(slow_engine):
+    body = {**LONG, "max_tokens": 40, "temperature": 1.0, "return_token_ids": True}
+    with serving(slow_engine) as (_, client):
+        connection = send_and_hold(client, body)
+        client.until(lambda m: m["jaxrl_samples_running"] == 1)
+        connection.close()
+        client.until(lambda m: m["jaxrl_samples_cancelled_total"] == 1)
+        answers = [client.post(CHAT, body, x_stainless_retry_count=str(n))[1] for n in (1, 2)]
+        assert answers[0] == answers[1]
+        assert client.metrics()["jaxrl_samples_total"] == 2
+
+
+def test_an_answer_has_a_deadline(slow_engine):
+    with serving(slow_engine, deadline_s=0.5) as (_, client):
+        status, error = refusal(client, CHAT, LONG)
+        assert status == 504
+        assert "--deadline_s" in error["message"]
+        events = client.stream(CHAT, {**LONG, "stream": True})
+        assert "--deadline_s" in json.loads(events[-1][1])["error"]["message"]
+        found = client.metrics()
+        assert found["jaxrl_samples_late_total"] == 2
+        assert found["jaxrl_pages_free"] == slow_engine.num_pages
+
+
+def test_a_full_queue_is_told(slow_engine):
+    with serving(slow_engine, max_queue=2) as (_, client):
+        held = [send_and_hold(client, LONG) for _ in range(6)]  # four rows, and two that wait
+        client.until(lambda m: m["jaxrl_samples_running"] == 4 and m["jaxrl_samples_queued"] == 2)
+        status, headers, body = client.raw("POST", CHAT, json.dumps(LONG).encode())
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert json.loads(body)["error"]["type"] == "rate_limit_error"
+        assert client.metrics()["jaxrl_refused_busy_total"] == 1
+        for connection in held:
+            connection.close()
+        client.until(lambda m: m["jaxrl_samples_cancelled_total"] == 6)
+        assert client.chat(max_tokens=1)["choices"]
+
+
+class TestEnding:
+    def test_what_runs_is_finished_and_what_is_new_refused(self, slow_engine):
+        with serving(slow_engine) as (server, client):
+            connection = send_and_hold(client, {**LONG, "max_tokens": 60})
+            client.until(lambda m: m["jaxrl_samples_running"] == 1)
+            ended = []
+            ending = threading.Thread(target=lambda: ended.append(server.end(60)))
+            ending.start()
+            while not server.endpoint.worker.is_ending:
+                time.sleep(0.01)
+            status, error = refusal(client, CHAT, LONG)
+            assert (status, error["type"]) == (503, "overloaded_error")
+            assert client.raw("GET", "/health")[0] == 503
+            answer = connection.getresponse()
+            assert answer.status == 200
+            [choice] = json.load(answer)["choices"]
+            assert choice["finish_reason"] in ("stop", "length")
+            connection.close()
+            ending.join()
+            assert ended == [True]
+            with pytest.raises(OSError, match="refused"):
+                client.raw("GET", "/health")
+
+    def test_what_takes_too_long_is_broken_off(self, slow_engine):
+        with serving(slow_engine) as (server, client):
+            connection = send_and_hold(client, {**LONG, "ignore": 1, "max_tokens": 480})
+            client.until(lambda m: m["jaxrl_samples_running"] == 1)
+            assert server.end(0.2) is False
+            answer = connection.getresponse()
+            assert answer.status == 503
+            connection.close()
+
+
+def test_a_fault_of_the_engine_is_told_and_survived(engine, monkeypatch):
+    step, faults = engine.step, [RuntimeError("out of memory")]
+
+    def faulty(**settings):
+        if faults:
+            raise faults.pop()
+        return step(**settings)
+
+    monkeypatch.setattr(engine, "step", faulty)
+    with serving(engine) as (_, client):
+        status, error = refusal(client, CHAT, LONG)
+        assert (status, error["type"]) == (500, "server_error")
+        assert "out of memory" in error["message"]
+        assert client.chat(max_tokens=2)["choices"]
+        assert client.metrics()["jaxrl_samples_failed_total"] == 1
