@@ -161,7 +161,7 @@ def taught(params, config, token_ids, *, start):
     is solved for, so that the next token's logit is 30 above all others.
     """
     token_ids = np.asarray(token_ids)
-    padded = np.zeros((1, 160), np.int32)
+    padded = np.zeros((1, -(-len(token_ids) // 160) * 160), np.int32)
     padded[0, : len(token_ids)] = token_ids
     hidden = _features(params, config, padded)[0, start - 1 : len(token_ids) - 1]
     wanted = np.zeros((len(hidden), config.vocab_size))

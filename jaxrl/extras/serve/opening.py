@@ -102,9 +102,9 @@ def open_served(
     config.policy.name = OWN_MODEL
     leave_out_scores(config)
     leave_out_method(config)
-    config.stages = ()
     if keys:
         validate(config, needs_data=False)
+    config.stages = ()  # no data are read
     folder = model_folder(config.model.path, display.log)
     if LENGTH not in keys:
         longest = read_model(folder, config.model.architecture).max_positions

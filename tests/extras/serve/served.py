@@ -21,10 +21,10 @@ PARAMS = tiny_params(CONFIG)
 MAX_TOTAL = 512
 
 
-def make_engine(params=PARAMS, **settings):
+def make_engine(params=PARAMS, config=CONFIG, **settings):
     """An engine over weights."""
     engine = ServedEngine(
-        CONFIG,
+        config,
         one_device_mesh(),
         StopAutomaton(TOKENIZER.vocab_bytes, ()),
         num_tokens=TOKENIZER.num_tokens,

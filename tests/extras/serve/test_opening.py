@@ -44,7 +44,7 @@ def test_the_command_answers_as_ask_does(run, tiny_world, quick_compilation):
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        told = []
+        told, found = [], None
         for text in process.stdout:
             told.append(text)
             if found := re.match(r"http://127\.0\.0\.1:(\d+)/v1 answers as ada", text):

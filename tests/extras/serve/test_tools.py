@@ -1,0 +1,196 @@
+"""Calls of tools: described by the template, read back, gone on from; with OpenAI's own client."""
+
+import dataclasses
+import json
+
+import openai
+import pytest
+
+from tests.extras.serve.served import CONFIG, TOKENIZER, Client, make_engine, serving
+from tests.helpers import tiny_params
+from tests.toys import taught
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Finds.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    },
+}
+ASKED = [{"role": "user", "content": "Who is Ada?"}]
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Ada Kerr"}}\n</tool_call>'
+WIDE = dataclasses.replace(CONFIG, width=96, mlp_width=64)  # as many ids can be taught
+
+
+def engine_that_writes(text):
+    """An engine whose model answers the question by a text and the end of its message."""
+    prompt = TOKENIZER.render_prompt(ASKED, [TOOL])
+    ids = [*prompt, *TOKENIZER.encode(text), TOKENIZER.eos_ids[0]]
+    params = taught(tiny_params(WIDE), WIDE, ids, start=len(prompt))
+    return make_engine(params, WIDE)
+
+
+@pytest.fixture(scope="module")
+def port(quick_compilation):
+    with serving(engine_that_writes("I look." + CALL)) as (server, _):
+        yield server.port
+
+
+@pytest.fixture
+def client(port):
+    return Client(port)
+
+
+FIELDS = {"tools": [TOOL], "temperature": 0, "max_tokens": 80, "return_token_ids": True}
+
+
+def test_a_call_is_read_back(client):
+    found = client.chat(ASKED, **FIELDS)
+    [choice] = found["choices"]
+    assert found["prompt_token_ids"] == TOKENIZER.render_prompt(ASKED, [TOOL])
+    assert TOKENIZER.decode(choice["token_ids"]) == "I look." + CALL + "<|im_end|>"
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look."
+    [call] = choice["message"]["tool_calls"]
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "search"
+    assert json.loads(call["function"]["arguments"]) == {"query": "Ada Kerr"}
+
+
+def test_a_stream_has_the_same_call(client):
+    whole = client.chat(ASKED, **FIELDS)["choices"][0]
+    body = {"messages": ASKED, "stream": True, **FIELDS}
+    chunks = [json.loads(data) for _, data in client.stream("/v1/chat/completions", body)[:-1]]
+    deltas = [one["choices"][0]["delta"] for one in chunks]
+    assert "".join(one.get("content", "") for one in deltas) == "I look."
+    [call] = [call for one in deltas for call in one.get("tool_calls", [])]
+    assert call["index"] == 0
+    assert call["function"] == whole["message"]["tool_calls"][0]["function"]
+    ids = [id for one in chunks for id in one["choices"][0].get("token_ids", [])]
+    assert ids == whole["token_ids"]
+
+
+@pytest.mark.parametrize("arguments", ['{"query": "Ada Kerr"}', '{ "query":"Ada Kerr" }'])
+@pytest.mark.parametrize("content", ["I look.", "I look.\n"])
+def test_the_result_stands_behind_what_was_sampled(client, arguments, content):
+    """However a client writes the arguments, the turn is the one that was sampled."""
+    client.prefix = f"/r/{len(arguments)}-{len(content)}"
+    first = client.chat(ASKED, **FIELDS)
+    stored = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    reply = first["choices"][0]["message"]
+    call = {**reply["tool_calls"][0], "function": {"name": "search", "arguments": arguments}}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "She <|im_end|> designs."},
+    ]
+    second = client.chat(messages, **{**FIELDS, "max_tokens": 2})
+    prompt = second["prompt_token_ids"]
+    assert prompt[: len(stored)] == stored
+    assert TOKENIZER.decode(prompt[len(stored) :]) == (
+        "\n<|im_start|>user\n<tool_response>\nShe <|im_end|> designs.\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert prompt[len(stored) :].count(TOKENIZER.eos_ids[0]) == 1  # the text's own is forged
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == len(stored) - 1
+
+
+def test_calls_that_nobody_sampled_are_rendered(client):
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "1"},
+    ]
+    found = client.chat(messages, **{**FIELDS, "max_tokens": 1})
+    text = TOKENIZER.decode(found["prompt_token_ids"])
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{written}<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CALL[:-12],  # never closed
+        '<tool_call>\n{"name": "search"}\n</tool_call>',
+        "<think>" + CALL + "</think>no",  # a thought calls nothing
+    ],
+)
+def test_what_is_no_call_is_text(text):
+    with serving(engine_that_writes(text)) as (_, client):
+        [choice] = client.chat(ASKED, **FIELDS)["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"] == {"role": "assistant", "content": text}
+
+
+def test_tools_that_are_not_to_be_called_are_not_described(client):
+    found = client.chat(ASKED, **{**FIELDS, "max_tokens": 1}, tool_choice="none")
+    assert found["prompt_token_ids"] == TOKENIZER.render_prompt(ASKED)
+    for choice in ("required", {"type": "function", "function": {"name": "search"}}):
+        body = {"messages": ASKED, "tools": [TOOL], "tool_choice": choice}
+        status, value = client.post("/v1/chat/completions", body)
+        assert (status, value["error"]["param"]) == (400, "tool_choice")
+
+
+def test_a_description_cannot_forge_tokens(client):
+    tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
+    status, value = client.post("/v1/chat/completions", {"messages": ASKED, "tools": [tool]})
+    assert status == 400
+    assert "<|im_end|>" in value["error"]["message"]
+
+
+class TestOpenAI:
+    """The client library of OpenAI, which parses and checks what it is sent."""
+
+    @pytest.fixture
+    def library(self, port):
+        address = f"http://127.0.0.1:{port}/r/library/v1"
+        with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as library:
+            yield library
+
+    def test_a_chat_with_tools(self, library):
+        assert [one.id for one in library.models.list()] == ["tiny"]
+        ask = {"model": "tiny", "tools": [TOOL], "temperature": 0, "max_completion_tokens": 80}
+        ask["extra_body"] = {"return_token_ids": True}
+        first = library.chat.completions.create(messages=ASKED, logprobs=True, **ask)
+        [choice] = first.choices
+        assert choice.finish_reason == "tool_calls"
+        assert len(choice.logprobs.content) == len(choice.token_ids)
+        [call] = choice.message.tool_calls
+        assert json.loads(call.function.arguments) == {"query": "Ada Kerr"}
+        messages = [
+            *ASKED,
+            choice.message,
+            {"role": "tool", "tool_call_id": call.id, "content": "1"},
+        ]
+        second = library.chat.completions.create(messages=messages, **ask)
+        stored = first.prompt_token_ids + choice.token_ids
+        assert second.prompt_token_ids[: len(stored)] == stored
+        assert second.usage.prompt_tokens_details.cached_tokens == len(stored) - 1
+
+    def test_its_stream(self, library):
+        ask = {"model": "tiny", "tools": [TOOL], "temperature": 0, "messages": ASKED}
+        with library.chat.completions.stream(**ask, max_tokens=80) as stream:
+            for _ in stream:
+                pass
+            final = stream.get_final_completion()
+        [choice] = final.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look."
+        assert choice.message.tool_calls[0].function.name == "search"
+
+    def test_its_errors(self, library):
+        with pytest.raises(openai.BadRequestError) as refused:
+            library.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "x y " * 600}]
+            )
+        assert refused.value.code == "context_length_exceeded"
+        assert "maximum context length" in str(refused.value)
+        with pytest.raises(openai.BadRequestError) as refused:
+            library.chat.completions.create(
+                model="tiny", messages=ASKED, response_format={"type": "json_object"}
+            )
+        assert refused.value.param == "response_format"
