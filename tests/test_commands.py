@@ -41,6 +41,7 @@ NOT_RUN = {
     "devices, and this plans for those at hand; with --plan_devices it is run",
     r"(python -m jaxrl\.|jaxrl )ask ": "a trained run, which takes minutes; tests/test_ask.py",
     r"jaxrl view ": "serves until it is ended; tests/extras/view/test_server.py",
+    r"jaxrl serve ": "serves until it is ended; tests/extras/serve/test_opening.py",
     r"jaxrl compare ": "a run with checkpoints; tests/extras/compare/test_compare.py",
     r"python -m examples\.quickstart_world ": "half a minute each; many tests make smaller ones",
     r"python -m examples\.real_world ": "downloads wheels; tests/examples/test_real_world.py makes "
@@ -190,10 +191,11 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
             config, _ = launch._read(launch.parse_flags(argv))
         validate(config, needs_data=False)
         return
-    is_package = module in ("jaxrl.report", "jaxrl.extras.compare", "jaxrl.extras.view")
+    extras = ("compare", "serve", "view")
+    is_package = module in ("jaxrl.report", *(f"jaxrl.extras.{name}" for name in extras))
     program = importlib.import_module(f"{module}.__main__" if is_package else module)
     takes_keys = {"jaxrl.ask": "answer", "benchmarks.profile_step": "settings"}
-    takes_keys |= {"jaxrl.extras.compare": "compare_as_asked"}
+    takes_keys |= {"jaxrl.extras.compare": "compare_as_asked", "jaxrl.extras.serve": "serve"}
     if module in takes_keys:  # of the configuration, beside its own flags
 
         def begin(*_):

@@ -198,6 +198,7 @@ HOLDS_A_CONFIGURATION = {
     *("runtime/plan/advice.py", "runtime/plan/memory.py", "runtime/plan/weights.py"),
     "extras/dense/memory.py",  # for the plan
     "extras/compare/opening.py",  # of a run that was
+    "extras/serve/opening.py",  # likewise
 }
 
 
