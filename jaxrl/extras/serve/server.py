@@ -26,7 +26,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxrl.envs.text import printable
-from jaxrl.extras.serve import completions, generate
+from jaxrl.extras.serve import completions, generate, messages
 from jaxrl.extras.serve.answers import Answer, Answers, Limits, Question
 from jaxrl.extras.serve.chats import Chats
 from jaxrl.extras.serve.fields import Fields, RefusedError, read_body
@@ -41,6 +41,7 @@ HEAD_S, BODY_S, WRITE_S = 30.0, 60.0, 60.0
 """Seconds for a request's head and its body to come, and for a client to read what is written."""
 
 MAX_CONNECTIONS = 4096
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 STOP_S = 2
 """Seconds in which connections may end when the server does; the answers have ended before."""
 
@@ -198,6 +199,8 @@ class Endpoint:
         self._posts: dict[str, tuple[Reader, Callable[[Answer, Any], Any]]] = {
             "/v1/chat/completions": (self._read_chat, self._write_chat),
             "/inference/v1/generate": (self._read_ids, lambda answer, _: Ids(answer)),
+            MESSAGES: (self._read_messages, self._write_messages),
+            COUNT: (self._read_count, self._write_messages),
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -225,7 +228,8 @@ class Endpoint:
         value = self._error(exchange, error)
         try:
             if exchange.has_begun:
-                await exchange.event("", value)
+                is_named = exchange.path.startswith(MESSAGES)
+                await exchange.event("error" if is_named else "", value)
                 await exchange.end_stream()
             else:
                 await exchange.send_json(value, error.status, error.headers)
@@ -233,8 +237,11 @@ class Endpoint:
             pass
 
     def _error(self, exchange: Exchange, error: RefusedError) -> dict[str, Any]:
-        """An error as OpenAI's clients read it."""
+        """An error as the clients of an address read it."""
         text = printable(str(error))
+        if exchange.path.startswith(MESSAGES):
+            kind = error.kind if error.status != 500 else "api_error"
+            return {"type": "error", "error": {"type": kind, "message": text}}
         return {
             "error": {"message": text, "type": error.kind, "param": error.param, "code": error.code}
         }
@@ -310,6 +317,9 @@ class Endpoint:
         if answer is None:
             fields = read_body(data)
             question, shown = await asyncio.to_thread(reader, fields, session)
+            if exchange.path == COUNT:
+                await exchange.send_json({"input_tokens": len(question.prompt_ids)})
+                return
             answer = Answer(question)
             answer.notes["shown"] = shown
         with self._answers.reading(answer):
@@ -339,6 +349,24 @@ class Endpoint:
 
     def _write_chat(self, answer: Answer, shown: Any) -> Any:
         return completions.Writer(answer=answer, shown=shown, chats=self._chats)
+
+    def _read_messages(
+        self, fields: Fields, session: str, counts: bool = False
+    ) -> tuple[Question, Any]:
+        return messages.read(
+            fields,
+            session=session,
+            model=self.settings.name,
+            chats=self._chats,
+            limits=self._limits,
+            counts=counts,
+        )
+
+    def _read_count(self, fields: Fields, session: str) -> tuple[Question, Any]:
+        return self._read_messages(fields, session, counts=True)
+
+    def _write_messages(self, answer: Answer, shown: Any) -> Any:
+        return messages.MessageWriter(answer=answer, shown=shown, chats=self._chats)
 
     def _read_ids(self, fields: Fields, session: str) -> tuple[Question, Any]:
         return generate.read(fields, self._limits), None

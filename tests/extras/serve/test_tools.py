@@ -1,36 +1,14 @@
 """Calls of tools: described by the template, read back, gone on from; with OpenAI's own client."""
 
-import dataclasses
 import json
 
 import openai
 import pytest
 
-from tests.extras.serve.served import CONFIG, TOKENIZER, Client, make_engine, serving
-from tests.helpers import tiny_params
-from tests.toys import taught
+from tests.extras.serve.served import TOKENIZER, Client, serving
+from tests.extras.serve.writing import ASKED, CALL, TOOL, engine_that_writes
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Finds.",
-        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
-    },
-}
-ASKED = [{"role": "user", "content": "Who is Ada?"}]
-CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Ada Kerr"}}\n</tool_call>'
-WIDE = dataclasses.replace(CONFIG, width=96, mlp_width=64)  # as many ids can be taught
-
-
-def engine_that_writes(text):
-    """An engine whose model answers the question by a text and the end of its message."""
-    prompt = TOKENIZER.render_prompt(ASKED, [TOOL])
-    ids = [*prompt, *TOKENIZER.encode(text), TOKENIZER.eos_ids[0]]
-    params = taught(tiny_params(WIDE), WIDE, ids, start=len(prompt))
-    return make_engine(params, WIDE)
 
 
 @pytest.fixture(scope="module")

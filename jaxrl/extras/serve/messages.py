@@ -1,0 +1,271 @@
+"""`POST /v1/messages`, as Anthropic's clients send it, by the same turns as OpenAI's chats.
+
+A stream has an answer's blocks in one piece each, once it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from jaxrl.extras.serve.answers import Limits, Question, Sample, joined, read_question
+from jaxrl.extras.serve.chats import Call, ChatMessage, Chats
+from jaxrl.extras.serve.completions import Shown, Writer
+from jaxrl.extras.serve.fields import OVERFLOW, Fields, RefusedError, fields_of, shown
+from jaxrl.extras.serve.worker import STOP
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "top_k": (0, -1),
+    "thinking": ({"type": "disabled"},),
+    "output_format": (),
+    "output_config": ({},),
+    "mcp_servers": ([],),
+    "container": (),
+}
+"""Fields that would change the answer, and the values at which they do not."""
+
+BLOCKS = ("text", "tool_use", "tool_result")
+
+
+def read(
+    fields: Fields, *, session: str, model: str, chats: Chats, limits: Limits, counts: bool = False
+) -> tuple[Question, Shown]:
+    """Reads a body, and makes its prompt.
+
+    Args:
+        fields: of the body.
+        session: whose chat it is.
+        model: name of the one that answers.
+        chats: of all sessions.
+        limits: of the server.
+        counts: only the prompt's tokens are asked for.
+
+    Raises:
+        RefusedError: names what is wrong, or cannot be done.
+    """
+    fields.only(UNSUPPORTED)
+    fields.text("model", "")
+    messages = read_messages(fields)
+    tools = read_tools(fields)
+    # Its own names of what all dialects have.
+    common = Fields({**fields.values, "stop": fields.texts("stop_sequences", 16)})
+    budget = None if counts else fields.whole("max_tokens", 0, 1)
+    prompt_ids = chats.prompt(session, messages, tools)
+    try:
+        question = read_question(common, prompt_ids, limits, budget)
+    except RefusedError as error:
+        if error.code != OVERFLOW:
+            raise
+        told = (
+            f"prompt is too long: {len(prompt_ids)} tokens > {limits.max_total_tokens - 1} maximum"
+        )
+        raise RefusedError(400, told, param="messages", code=OVERFLOW) from error
+    return question, Shown(
+        model=model,
+        session=session,
+        messages=tuple(messages),
+        tools=tuple(tools),
+        streams=fields.flag("stream"),
+        has_usage=True,
+        has_logprobs=fields.flag("logprobs"),
+        has_ids=fields.flag("return_token_ids"),
+        names_ids=False,
+    )
+
+
+def read_messages(fields: Fields) -> list[ChatMessage]:
+    """Messages and the system's text, as the chats of OpenAI have them.
+
+    A result of a tool is a message of its own.
+
+    Raises:
+        RefusedError: names what is wrong.
+    """
+    found = []
+    if "system" in fields.values:
+        found.append(ChatMessage(role="system", content=_text(fields, "system")))
+    for index, value in enumerate(fields.items("messages")):
+        message = fields_of(value, f"messages[{index}]")
+        role = message.text("role")
+        if role not in ("user", "assistant"):
+            raise message.refuse("role", "'user' or 'assistant'")
+        if "content" not in message.values:
+            raise message.refuse("content", "a text, or a list of blocks")
+        found += _assistant(message) if role == "assistant" else _user(message)
+    if not found or found[-1].role == "system":
+        raise RefusedError(400, "messages is empty; expected at least one.", param="messages")
+    return found
+
+
+def _blocks(fields: Fields, field: str = "content") -> list[Fields]:
+    """The blocks of a content; a text is one."""
+    value = fields.values.get(field)
+    values = [{"type": "text", "text": value}] if isinstance(value, str) else fields.items(field)
+    blocks = [fields_of(one, f"{fields.name(field)}[{index}]") for index, one in enumerate(values)]
+    for block in blocks:
+        if block.text("type") not in BLOCKS:
+            raise RefusedError(
+                400,
+                f"{block.place} is of the type {shown(block.values['type'])}; expected "
+                f"{', '.join(BLOCKS)}, which are all that this server reads.",
+                param=block.place,
+            )
+    return blocks
+
+
+def _text(fields: Fields, field: str = "content") -> str:
+    """The text of a content that has no other blocks."""
+    blocks = _blocks(fields, field)
+    for block in blocks:
+        if block.values["type"] != "text":
+            raise block.refuse("type", "'text'")
+    return "".join(block.text("text") for block in blocks)
+
+
+def _assistant(message: Fields) -> list[ChatMessage]:
+    texts, calls = [], []
+    for block in _blocks(message):
+        if block.values["type"] == "text":
+            texts.append(block.text("text"))
+        elif block.values["type"] == "tool_use":
+            calls.append(Call(name=block.text("name"), arguments=block.inner("input").values))
+        else:
+            raise block.refuse("type", "'text' or 'tool_use' in a message of the assistant")
+    return [ChatMessage(role="assistant", content="".join(texts), calls=tuple(calls))]
+
+
+def _user(message: Fields) -> list[ChatMessage]:
+    found: list[ChatMessage] = []
+    for block in _blocks(message):
+        if block.values["type"] == "text":
+            text = block.text("text")
+            if found and found[-1].role == "user":
+                text = found.pop().content + text
+            found.append(ChatMessage(role="user", content=text))
+        elif block.values["type"] == "tool_result":
+            others = (("tool_call_id", block.text("tool_use_id")),)
+            content = _text(block) if "content" in block.values else ""
+            found.append(ChatMessage(role="tool", content=content, others=others))
+        else:
+            raise block.refuse("type", "'text' or 'tool_result' in a message of the user")
+    if not found:
+        raise message.refuse("content", "at least one block")
+    return found
+
+
+def read_tools(fields: Fields) -> list[Mapping[str, Any]]:
+    """Reads tools as the chat template describes them; none where none is to be called."""
+    tools = []
+    for index, one in enumerate(fields.items("tools")):
+        tool = fields_of(one, f"tools[{index}]")
+        if tool.text("type", "custom") != "custom":
+            raise tool.refuse("type", "'custom': tools of the client")
+        function = {"name": tool.text("name"), "description": tool.text("description", "")}
+        function["parameters"] = tool.inner("input_schema").values
+        tools.append({"type": "function", "function": function})
+    choice = fields.inner("tool_choice")
+    if choice.text("type", "auto") not in ("auto", "none"):
+        raise choice.refuse("type", "'auto' or 'none'; this server cannot make a model call a tool")
+    choice.only({"disable_parallel_tool_use": (False,)})
+    return [] if choice.text("type", "auto") == "none" else list(tools)
+
+
+class MessageWriter(Writer):
+    """Writes an answer for a client that asked in this dialect."""
+
+    def finished(self) -> dict[str, Any]:
+        """The whole answer."""
+        [sample] = self.answer.samples
+        piece = joined(sample.pieces)
+        found = {**self._begun(sample), "content": self._content(sample), **self._ended(sample)}
+        found["usage"]["output_tokens"] = len(piece.token_ids)
+        if self.shown.has_ids:
+            found["prompt_token_ids"] = list(self.answer.question.prompt_ids)
+            found["token_ids"] = list(piece.token_ids)
+        if self.shown.has_logprobs:
+            found["logprobs"] = list(piece.logprobs)
+        return found
+
+    def _begun(self, sample: Sample) -> dict[str, Any]:
+        num_cached = joined(sample.pieces).num_cached
+        return {
+            "id": f"msg_{self.answer.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.shown.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": len(self.answer.question.prompt_ids) - num_cached,
+                "cache_read_input_tokens": num_cached,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": 0,
+            },
+        }
+
+    def _content(self, sample: Sample) -> list[dict[str, Any]]:
+        reply, _ = self.message(sample)
+        content: list[dict[str, Any]] = []
+        if reply.content or not reply.calls:
+            content.append({"type": "text", "text": reply.content})
+        for number, call in enumerate(reply.calls):
+            name = f"toolu_{self.answer.id[:16]}_{number}"
+            content.append(
+                {"type": "tool_use", "id": name, "name": call.name, "input": call.arguments}
+            )
+        return content
+
+    def _ended(self, sample: Sample) -> dict[str, Any]:
+        """The reason why it ends, and the string that has stopped it."""
+        reply, _ = self.message(sample)
+        piece = joined(sample.pieces)
+        data = b"".join(self.chats.tokenizer.vocab_bytes[id] for id in piece.token_ids)
+        behind = data[piece.text_bytes :]
+        stops = self.answer.question.stops
+        found = next((one for one in stops if behind.startswith(one.encode())), None)
+        reason = "end_turn" if found is None else "stop_sequence"
+        if piece.end != STOP:
+            reason, found = "max_tokens", None
+        elif reply.calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": found}
+
+    async def events(self) -> AsyncIterator[tuple[str, dict[str, Any] | str]]:
+        """A stream: the message begins, its blocks, its end."""
+        [sample] = self.answer.samples
+        async for _ in sample.follow():
+            pass
+        whole = self.finished()
+        start = {**whole, **self._begun(sample)}
+        for event in [
+            {"type": "message_start", "message": start},
+            *_block_events(whole["content"]),
+            {
+                "type": "message_delta",
+                "delta": {name: whole[name] for name in ("stop_reason", "stop_sequence")},
+                "usage": {"output_tokens": whole["usage"]["output_tokens"]},
+            },
+            {"type": "message_stop"},
+        ]:
+            yield event["type"], event
+
+
+def _block_events(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Events of blocks, each in one piece."""
+    events: list[dict[str, Any]] = []
+    for index, block in enumerate(content):
+        if block["type"] == "text":
+            start = {"type": "text", "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        else:
+            start = {**block, "input": {}}
+            text = json.dumps(block["input"], ensure_ascii=False)
+            delta = {"type": "input_json_delta", "partial_json": text}
+        events += [
+            {"type": "content_block_start", "index": index, "content_block": start},
+            {"type": "content_block_delta", "index": index, "delta": delta},
+            {"type": "content_block_stop", "index": index},
+        ]
+    return events
