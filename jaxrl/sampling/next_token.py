@@ -58,8 +58,8 @@ def sample(
         kind: out of `KINDS`; `greedy` takes the most likely token, `plain` draws from all.
     """
     V = logits.shape[1]
-    by_row, is_greedy = jnp.ndim(temperature) > 0, temperature == 0.0
-    if by_row:
+    if by_row := jnp.ndim(temperature) > 0:
+        is_greedy = temperature == 0.0
         temperature = jnp.where(is_greedy, 1.0, temperature)[:, None]
     scaled = logits if kind == GREEDY else logits / temperature
     centred = scaled - scaled.max(axis=-1, keepdims=True)

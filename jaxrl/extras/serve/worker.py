@@ -8,6 +8,7 @@ there are more of them than `max_kept`.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -350,7 +351,7 @@ class Worker:
     def _fail(self, error: Exception) -> None:
         """Tells all jobs in the engine that it has failed, and forgets them."""
         why = failure_report(error)
-        print(f"error: the engine failed: {why}", flush=True)
+        print(f"error: the engine failed: {why}", file=sys.stderr, flush=True)
         jobs = list(self._jobs.values())
         self._jobs.clear()
         self._kept.clear()
