@@ -805,6 +805,10 @@ KEYS: dict[str, Key] = {
     "watch.stall_s": Key(600.0, "Seconds without any progress after which the run prints what it "
         "waits for and where its threads are; then again after twice as long. 0: never.",
         at_least=0, restart=FREE),
+    "watch.deadline_s": Key(7200.0, "Seconds without any progress after which a run of `jaxrl "
+        "train` ends with exit code 76; the same command goes on from its newest checkpoint. Its "
+        "default is longer than a program takes to compile or a corpus to be indexed. 0: never.",
+        at_least=0, restart=FREE),
     # --------------------------------------------------------- costs, checkpoints, logs
     "ledger.prices": Key({}, "Price of asking a tool or a judge once, in a unit of yours, by its "
         "name, as `{'search': 0.001}`; the others are free. Answers of a cache or a recording cost "
