@@ -236,12 +236,17 @@ HEADS = (
 
 
 def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """The mean score of each row over its seeds, in a band from the lowest to the highest."""
+    """The mean score of each row over its seeds, in a band from the lowest to the highest.
+
+    Args:
+        curves: of each row, by what its label says.
+        path: of the SVG.
+    """
     with mpl.rc_context({**STYLE, "svg.hashsalt": "collapse"}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         figure = Figure(figsize=(7.0, 3.6), layout="constrained")
         axes = figure.subplots()
-        for number, (name, own) in enumerate(curves.items()):
+        for number, (label, own) in enumerate(curves.items()):
             color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
             scores = list(zip(*(curve.scores for curve in own), strict=True))
             steps = own[0].steps
@@ -250,7 +255,7 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
                 [*map(statistics.fmean, scores)],
                 color=color,
                 linestyle=dash,
-                label=ROWS[name].says,
+                label=label,
             )
             axes.fill_between(
                 steps,
@@ -324,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     curves = {name: [read_curve(folder) for folder in own] for name, own in folders.items()}
     print(f"\n{table(HEADS, as_rows(curves))}")
     if args.figure:
-        draw(curves, args.figure)
+        draw({ROWS[name].says: own for name, own in curves.items()}, args.figure)
     return None
 
 
