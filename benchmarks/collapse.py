@@ -49,6 +49,7 @@ class Row:
 
 
 LATE = {"optimizer.lr": 1e-3}
+MANY = {**LATE, "optimizer.num_minibatches": 1, "optimizer.num_epochs": 8}
 ROWS = {
     "none": Row("nothing"),
     "rate_1e-3": Row("learning rate 1e-3", {"optimizer.lr": 1e-3}),
@@ -59,6 +60,8 @@ ROWS = {
     "llds_response": Row(
         "LLDS by response, 0.2", {"loss.term.name": "llds", "loss.term.llds.level": "response"}
     ),
+    "llds_1": Row("LLDS by action, 1.0", {"loss.term.name": "llds", "loss.term.coef": 1.0}),
+    "llds_5": Row("LLDS by action, 5.0", {"loss.term.name": "llds", "loss.term.coef": 5.0}),
     "dppo_tv": Row("DPPO, total variation, 0.2", {"loss.name": "dppo"}),
     "dppo_kl": Row(
         "DPPO, KL, 0.05",
@@ -88,6 +91,18 @@ ROWS = {
     "stable_llds": Row(
         "the sentinel goes back, and LLDS", {"loss.term.name": "llds"}, config=collapse_stable
     ),
+    "many": Row("eight epochs: nothing", MANY),
+    "many_llds": Row(
+        "eight epochs: LLDS by action, 1.0",
+        {**MANY, "loss.term.name": "llds", "loss.term.coef": 1.0},
+    ),
+    "many_dppo": Row("eight epochs: DPPO, total variation, 0.2", {**MANY, "loss.name": "dppo"}),
+    "many_gate": Row(
+        "eight epochs: off-policy gate, 0.1",
+        {**MANY, "loss.gate.name": "off_policy", "loss.gate.off_policy.delta": 0.1},
+    ),
+    "many_kl": Row("eight epochs: KL term to the warm start, k3, 0.05", {**MANY, "kl.coef": 0.05}),
+    "many_stable": Row("eight epochs: the sentinel goes back", MANY, config=collapse_stable),
     "late": Row("late weights: nothing", LATE, lag=20),
     "late_truncated": Row(
         "late weights: importance weights, at most 2",
@@ -118,8 +133,9 @@ ROWS = {
         20,
     ),
 }
-"""Rows of the table. Those named `late` have a sampler that gets new weights every 20 steps, at a
-rate at which nothing collapses without that."""
+"""Rows of the table. Those named `late` have a sampler that gets new weights every 20 steps, those
+named `many` go through each batch eight times in whole; both at a rate at which most seeds hold
+without that."""
 
 
 def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps: int) -> None:
@@ -220,12 +236,17 @@ HEADS = (
 
 
 def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """The mean score of each row over its seeds, in a band from the lowest to the highest."""
+    """The mean score of each row over its seeds, in a band from the lowest to the highest.
+
+    Args:
+        curves: of each row, by what its label says.
+        path: of the SVG.
+    """
     with mpl.rc_context({**STYLE, "svg.hashsalt": "collapse"}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         figure = Figure(figsize=(7.0, 3.6), layout="constrained")
         axes = figure.subplots()
-        for number, (name, own) in enumerate(curves.items()):
+        for number, (label, own) in enumerate(curves.items()):
             color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
             scores = list(zip(*(curve.scores for curve in own), strict=True))
             steps = own[0].steps
@@ -234,7 +255,7 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
                 [*map(statistics.fmean, scores)],
                 color=color,
                 linestyle=dash,
-                label=ROWS[name].says,
+                label=label,
             )
             axes.fill_between(
                 steps,
@@ -308,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     curves = {name: [read_curve(folder) for folder in own] for name, own in folders.items()}
     print(f"\n{table(HEADS, as_rows(curves))}")
     if args.figure:
-        draw(curves, args.figure)
+        draw({ROWS[name].says: own for name, own in curves.items()}, args.figure)
     return None
 
 

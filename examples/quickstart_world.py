@@ -276,18 +276,25 @@ def demonstrations(
         )
 
 
-def drawn(questions: Sequence[dict[str, Any]], num: int, rng: random.Random) -> Iterator[Any]:
+def drawn(questions: Sequence[Any], num: int, rng: random.Random) -> Iterator[Any]:
     """`num` questions: whole passes, each in a new order, the last one cut."""
     passes = (rng.sample(questions, len(questions)) for _ in itertools.count())
     return itertools.islice(itertools.chain.from_iterable(passes), num)
 
 
-@contextlib.contextmanager
-def opened_engine(people: Iterable[Person], *, topk: int) -> Iterator[LocalSearch]:
+def opened_engine(
+    people: Iterable[Person], *, topk: int
+) -> contextlib.AbstractContextManager[LocalSearch]:
     """The search engine that the environment uses, over these people's documents."""
+    return opened(documents(people), topk=topk)
+
+
+@contextlib.contextmanager
+def opened(lines: Iterable[dict[str, str]], *, topk: int) -> Iterator[LocalSearch]:
+    """The search engine that the environment uses, over these lines of a corpus."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
-        write_jsonl(corpus, documents(people))
+        write_jsonl(corpus, lines)
         yield LocalSearch(corpus, Path(folder) / "index", topk=topk)
 
 

@@ -77,6 +77,7 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     for name in ("turn_starts", "turn_rewards", "turn_advantages"):
         if fields.get(name) is not None:  # checkpoints of before there were turns have none
             fields[name] = tuple(fields[name])
+    fields["contexts"] = tuple(map(tuple, fields.get("contexts", ())))
     fields["outcome"] = Outcome(fields["outcome"])
     return Trajectory(**fields)
 

@@ -60,6 +60,7 @@ from jaxrl.runtime.checkpoint import newest_whole
 from jaxrl.runtime.plan import memory
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.runtime.versions import search_fingerprints
+from jaxrl.sampling.contexts import Contexts
 from jaxrl.sampling.decode import scans
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
@@ -127,9 +128,17 @@ def assemble(
         tokenizer.render_results([""], chat_tools)
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     processor = _make_processor(config, tokenizer, model_config)
+    if environment.has_contexts(config) and model_config.tower is not None:
+        raise ValueError(
+            f"config.rollout.context.name={config.rollout.context.name!r}, and the model of "
+            "config.model.path reads images; expected 'none', or a model of text alone."
+        )
     tasks, eval_tasks = _read_data(config, show)
     image_tokens = environment.max_image_tokens(config)
-    limits = filled(Limits, config.rollout, max_image_tokens=image_tokens)
+    contexts = (
+        filled(Contexts, config.rollout.context) if environment.has_contexts(config) else None
+    )
+    limits = filled(Limits, config.rollout, max_image_tokens=image_tokens, context=contexts)
     demonstrations: list[Demonstration] = []
     if "sft" in config.stages:
         names = [tool.name for tool in tools]
@@ -817,7 +826,7 @@ def make_engine(
     kind: type[Engine] = Engine,
 ) -> Engine:
     """Makes the engine of a configuration; `kind` is another class that samples."""
-    rollout = config.rollout
+    rollout, length = config.rollout, environment.context_tokens(config)
     sampling = local_mesh(mesh, config.mesh.rollout_devices)
     kernels = choose(config.model.attention, sampling, policy)
     engine = kind(
@@ -828,8 +837,9 @@ def make_engine(
         eos_ids=tokenizer.eos_ids,
         num_rows=rollout.num_rows // jax.process_count(),
         num_pages=memory.cache_pages(config, policy.plain, memory.host_target()),
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_total_tokens=rollout.max_total_tokens,
+        # A context after the first begins with more than a prompt.
+        max_prompt_tokens=length if environment.has_contexts(config) else rollout.max_prompt_tokens,
+        max_total_tokens=length,
         chunk_tokens=rollout.chunk_tokens,
         max_units=environment.max_image_tokens(config),
         dtype=jnp.dtype(config.model.dtype),

@@ -569,6 +569,18 @@ KEYS: dict[str, Key] = {
         above=0),
     "rollout.max_total_tokens": Key(2048, "Prompt, sampled tokens and observations of a "
         "trajectory.", above=0),
+    "rollout.context.name": Key("none", "What becomes of an episode whose context has no room for "
+        "another turn. `none`: it ends. It goes on in another context that begins with the prompt "
+        "and, `drop_observations`: all turns, with the bodies of older observations left out; "
+        "`last_turns`: the newest turns.", one_of=("none", "drop_observations", "last_turns"),
+        restart=TRAINING),
+    "rollout.context.max_tokens": Key(0, "Tokens of a context, which is what the sampler has room "
+        "for; `max_total_tokens` counts all contexts of a trajectory, what comes again in each "
+        "included.", at_least=0, restart=TRAINING),
+    "rollout.context.keep": Key(1, "Newest observations, or turns, that the next context begins "
+        "with; fewer where there is no room for them.", above=0, restart=TRAINING),
+    "rollout.context.turn_tokens": Key(64, "Tokens that a turn must have room for, or the next "
+        "context begins.", above=0, restart=TRAINING),
     "rollout.max_image_tokens": Key(0, "Image tokens of a trajectory, in prompt and observations, "
         "for which sampler and update have room where images are read. 0: as many as "
         "`max_total_tokens`, or where nothing answers a turn as `max_prompt_tokens`.", at_least=0),
@@ -804,6 +816,10 @@ KEYS: dict[str, Key] = {
         "too much whatever was usual.", above=0, restart=FREE),
     "watch.stall_s": Key(600.0, "Seconds without any progress after which the run prints what it "
         "waits for and where its threads are; then again after twice as long. 0: never.",
+        at_least=0, restart=FREE),
+    "watch.deadline_s": Key(7200.0, "Seconds without any progress after which a run of `jaxrl "
+        "train` ends with exit code 76; the same command goes on from its newest checkpoint. Its "
+        "default is longer than a program takes to compile or a corpus to be indexed. 0: never.",
         at_least=0, restart=FREE),
     # --------------------------------------------------------- costs, checkpoints, logs
     "ledger.prices": Key({}, "Price of asking a tool or a judge once, in a unit of yours, by its "

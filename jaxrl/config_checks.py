@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from jaxrl import environment, method
 from jaxrl.choices import Rule, check_settings
 from jaxrl.config import KEYS, OWN_MODEL, SUITES, flatten, refuse
-from jaxrl.environment import corpus_section, searches
+from jaxrl.environment import context_tokens, corpus_section, has_contexts, searches
 from jaxrl.envs.json_http import check_url
 from jaxrl.envs.payment import REWARD_PARTS
 from jaxrl.envs.rewards import check_weights
@@ -229,6 +229,32 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
     _check_paths(config, needs_data)
 
 
+def _check_contexts(config: ConfigDict) -> None:
+    rollout, context = config.rollout, config.rollout.context
+    if not has_contexts(config):
+        if context.max_tokens:
+            refuse(
+                "rollout.context.max_tokens",
+                context.max_tokens,
+                "0, unless rollout.context.name says how the next context begins",
+            )
+        return
+    least = rollout.max_prompt_tokens + context.turn_tokens
+    if not least <= context.max_tokens <= rollout.max_total_tokens:
+        refuse(
+            "rollout.context.max_tokens",
+            context.max_tokens,
+            f"at least rollout.max_prompt_tokens + rollout.context.turn_tokens={least}, and at "
+            f"most rollout.max_total_tokens={rollout.max_total_tokens}, which counts all contexts",
+        )
+    if config.policy.name != OWN_MODEL:
+        refuse(
+            "rollout.context.name",
+            context.name,
+            "'none' with a policy.name other than 'model': an endpoint keeps its contexts",
+        )
+
+
 def _check_sizes(config: ConfigDict) -> None:
     rollout, optimizer = config.rollout, config.optimizer
     if rollout.tasks_per_step % optimizer.num_minibatches:
@@ -243,8 +269,10 @@ def _check_sizes(config: ConfigDict) -> None:
             rollout.max_prompt_tokens,
             f"less than rollout.max_total_tokens={rollout.max_total_tokens}",
         )
-    if rollout.chunk_tokens > rollout.max_total_tokens:
-        expected = f"at most rollout.max_total_tokens={rollout.max_total_tokens}"
+    _check_contexts(config)
+    if rollout.chunk_tokens > (longest := context_tokens(config)):
+        key = "context.max_tokens" if has_contexts(config) else "max_total_tokens"
+        expected = f"at most rollout.{key}={longest}"
         refuse("rollout.chunk_tokens", rollout.chunk_tokens, expected)
     samples = config.eval.samples
     if not all(type(k) is int and 1 <= k <= samples for k in config.eval.ks):

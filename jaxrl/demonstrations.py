@@ -14,8 +14,9 @@ from jaxrl.data import read_demonstration, read_jsonl
 from jaxrl.envs.base import ToolResults
 from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.envs.protocol import SEARCH_R1, Protocol
+from jaxrl.sampling.contexts import Contexts, PlayedTurn
 from jaxrl.sampling.protocol import Processor
-from jaxrl.sampling.rollout import Limits, encode_observation, encode_results
+from jaxrl.sampling.rollout import Limits, encode_observation, encode_results, omitted
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Attachment
 
@@ -27,6 +28,7 @@ class Demonstration:
     token_ids: np.ndarray  # int32 [L]
     loss_mask: np.ndarray  # bool [L]
     rollout_logprobs: np.ndarray  # float32 [L], zeros: nothing was sampled
+    contexts: tuple[tuple[int, int], ...] = ()  # see `Trajectory.contexts`
     pictures: tuple[Picture, ...] = ()  # of its prompt and its results
     processor: Processor | None = None  # reads them
 
@@ -83,8 +85,8 @@ def read_demonstrations(
         demonstration = encode_demonstration(
             messages,
             tokenizer,
+            limits,
             image_tokens=image_tokens,
-            max_observation_tokens=limits.max_observation_tokens,
             protocol=protocol,
             tools=tools,
             chat_tools=chat_tools,
@@ -105,8 +107,8 @@ def read_demonstrations(
 def encode_demonstration(
     messages: list[dict[str, str]],
     tokenizer: Tokenizer,
+    limits: Limits,
     *,
-    max_observation_tokens: int,
     protocol: Protocol = SEARCH_R1,
     tools: Sequence[str] = ("search",),
     chat_tools: Sequence[Mapping[str, Any]] = (),
@@ -116,7 +118,8 @@ def encode_demonstration(
     """Prompt, then assistant turns (trained on) and observations (masked) in order.
 
     Where the chat template shows results, the model also learns to end its turns. `image_tokens`
-    are those of each image that has a mark in the prompt.
+    are those of each image that has a mark in the prompt. Of `limits` count that of observations
+    and the contexts, of which it goes through as many as a rollout would.
     """
     roles = [message["role"] for message in messages]
     if "assistant" not in roles or roles[0] == "assistant":
@@ -124,7 +127,8 @@ def encode_demonstration(
             f"{place}: expected a prompt and then an assistant message, found {roles}."
         )
     start = roles.index("assistant")
-    pieces = [(tokenizer.render_prompt(messages[:start], chat_tools, image_tokens), False)]
+    prompt = tokenizer.render_prompt(messages[:start], chat_tools, image_tokens)
+    pieces: list[Piece] = []
     messages = [*messages]
     messages[start] = _continue(tokenizer.opener, messages[start], place)
     later = sorted({*roles[start:]} - {"assistant", "tool"})
@@ -137,37 +141,71 @@ def encode_demonstration(
         contents = [message["content"] for message in run]
         if role == "assistant":
             end = tokenizer.eos_ids[:1] if protocol.in_template else ()
-            pieces += [([*tokenizer.encode(content), *end], True) for content in contents]
+            pieces += [([*tokenizer.encode(content), *end], None) for content in contents]
         elif protocol.in_template:
             results = ToolResults(bodies=tuple(map(protocol.sanitize, contents)))
             ids, _ = encode_results(
-                tokenizer, results, tools=chat_tools, max_result_tokens=max_observation_tokens
+                tokenizer,
+                results,
+                tools=chat_tools,
+                max_result_tokens=limits.max_observation_tokens,
             )
-            pieces.append((ids, False))
+            pieces.append((ids, omitted(tokenizer, results, chat_tools)))
         else:
             for content in contents:
                 observation = protocol.render_observation(content)
                 ids, _ = encode_observation(
-                    tokenizer, observation, max_body_tokens=max_observation_tokens
+                    tokenizer, observation, max_body_tokens=limits.max_observation_tokens
                 )
-                pieces.append((ids, False))
+                pieces.append((ids, omitted(tokenizer, observation)))
     if protocol.in_template:
         _check_calls(messages[start:], protocol, tools, place)
     else:
         _check_turns(messages[start:], tools, place)
-    return _of_pieces(pieces, tokenizer, place)
+    return _of_pieces(prompt, pieces, limits.context, tokenizer, place)
+
+
+Piece = tuple[Sequence[int], Sequence[int] | None]
+"""Token ids, and of an observation those of it without its body; None where the assistant wrote."""
 
 
 def _of_pieces(
-    pieces: Sequence[tuple[Sequence[int], bool]], tokenizer: Tokenizer, place: str
+    prompt: Sequence[int],
+    pieces: Sequence[Piece],
+    contexts: Contexts | None,
+    tokenizer: Tokenizer,
+    place: str,
 ) -> Demonstration:
-    """Joins pieces of token ids, each with whether the assistant wrote it.
+    """Joins prompt and pieces, in as many contexts as they take.
 
     Raises:
-        ValueError: there is nothing to learn, or what is never written.
+        ValueError: there is nothing to learn, or what is never written, or no room for a turn.
     """
-    token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in pieces])
-    loss_mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in pieces])
+    written, starts, length = [(prompt, False)], [], len(prompt)  # the length is of the context
+    played: list[PlayedTurn] = []
+    sampled: list[int] = []
+    for ids, without_body in pieces:
+        added, num_repeated = ids, 0
+        if without_body is None:
+            sampled += ids
+        elif contexts is not None:
+            played.append(PlayedTurn(sampled=sampled, observation=ids, omitted=without_body))
+            sampled = []
+            if not contexts.has_room(length + len(ids)):
+                added, num_repeated = contexts.following(prompt, played) or ([], -1)
+        if num_repeated:
+            starts.append((sum(len(one) for one, _ in written), num_repeated))
+            length = 0
+        written.append((added, without_body is None))
+        length += len(added)
+        if contexts is not None and (num_repeated < 0 or length > contexts.max_tokens):
+            raise ValueError(
+                f"{place}: the demonstration has a turn without room in a context of "
+                f"config.rollout.context.max_tokens={contexts.max_tokens}; raise it, or lower "
+                "config.rollout.context.keep, turn_tokens or config.rollout.max_observation_tokens."
+            )
+    token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in written])
+    loss_mask = np.concatenate([np.full(len(ids), is_sampled) for ids, is_sampled in written])
     for id in (tokenizer.image_id, tokenizer.video_id):
         if id is not None and id in token_ids[loss_mask]:
             raise ValueError(
@@ -180,6 +218,7 @@ def _of_pieces(
         token_ids=token_ids,
         loss_mask=loss_mask,
         rollout_logprobs=np.zeros(len(token_ids), np.float32),
+        contexts=tuple(starts),
     )
 
 

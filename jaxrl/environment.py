@@ -64,6 +64,17 @@ def max_image_tokens(config: ConfigDict) -> int:
     return int(min(rollout.max_image_tokens or most, most))
 
 
+def has_contexts(config: ConfigDict) -> bool:
+    """True where a trajectory may go through several contexts."""
+    return bool(config.rollout.context.name != "none")
+
+
+def context_tokens(config: ConfigDict) -> int:
+    """Tokens that the sampler reads at once, at most."""
+    rollout = config.rollout
+    return int(rollout.context.max_tokens if has_contexts(config) else rollout.max_total_tokens)
+
+
 CORPORA = {"local": "local", "dense": "dense", "hybrid": "dense"}
 """Engines that search a corpus, and the section of `config.search` that names it."""
 

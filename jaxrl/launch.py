@@ -216,7 +216,7 @@ def _run(
         except OutageError as error:
             _end(error, EXIT_NOTHING_WORKS)
         begin()
-        stack.enter_context(told_of_stalls(display, config.watch.stall_s))
+        stack.enter_context(told_of_stalls(display, config.watch.stall_s, config.watch.deadline_s))
         try:
             play(should_stop)
         except (Interrupted, BudgetSpentError) as error:

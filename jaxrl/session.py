@@ -325,6 +325,7 @@ class Session:
         self.progress.num_records = self.metrics_log.num_records
         self.progress.num_failed = self.failures.num_batches
         self.saved = dataclasses.replace(self.progress)
+        self.display.activity(f"saving step {self.progress.step}")
         give_back()  # what was freed, of an export say, makes room for the copies that are written
         self.checkpointer.save(
             self.progress.step,
@@ -340,4 +341,5 @@ class Session:
         self.display.stop()
         if self.progress.stage_step > 0 and self.progress != self.saved:
             self.save()
+        self.display.activity("waiting for the checkpoint to be on the disk")
         self.checkpointer.wait()

@@ -110,6 +110,9 @@ class Trajectory:
     opener: str = ""
     turns: tuple[Turn, ...]
     turn_starts: tuple[int, ...] = ()  # where the tokens of each turn begin
+    # Contexts after the first: where each begins in `token_ids`, and how many tokens it begins with
+    # that stand in an earlier one. A token was drawn from those of its own context alone.
+    contexts: tuple[tuple[int, int], ...] = ()
     outcome: Outcome
     reward: float = 0.0
     turn_rewards: tuple[float, ...] = ()  # of `reward`, what each turn has earned; () where none
@@ -147,6 +150,14 @@ class Trajectory:
         """Int [L], each token's turn, observations after it included; of the prompt the first."""
         places = np.arange(len(self.token_ids))
         return np.maximum(np.searchsorted(self.turn_starts, places, side="right") - 1, 0)
+
+    @property
+    def is_repeated(self) -> np.ndarray:
+        """Bool [L], True of tokens that stand in an earlier context too."""
+        repeated = np.zeros(len(self.token_ids), bool)
+        for start, count in self.contexts:
+            repeated[start : start + count] = True
+        return repeated
 
     @property
     def query(self) -> str:
@@ -198,8 +209,9 @@ class Trajectory:
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt, observations included."""
-        return len(self.token_ids) - self.prompt_length
+        """Tokens after the prompt, observations included, each once."""
+        repeated = sum(count for _, count in self.contexts)
+        return len(self.token_ids) - self.prompt_length - repeated
 
     @property
     def mean_entropy(self) -> float:
@@ -435,7 +447,9 @@ class Batch:
 
     token_ids: jax.Array  # int32 [A, b, T]
     segment_ids: jax.Array  # int32 [A, b, T], trajectory index in the mini-batch + 1; 0 on padding
-    positions: jax.Array  # int32 [A, b, T], in the trajectory, whose prompt may stand before it
+    # int32 [A, b, T], in the context, whose beginning may stand before it in the row. Contexts of a
+    # trajectory follow each other: the next begins where positions do not go on by one
+    positions: jax.Array
     loss_mask: jax.Array  # bool [A, b, T], True where the policy sampled the token
     token_weights: jax.Array  # float32 [A, b, T], the aggregation, from the whole mini-batch
     advantages: jax.Array  # float32 [A, b, T], constant over a trajectory or a turn

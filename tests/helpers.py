@@ -100,6 +100,7 @@ class Sequence:
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     token_arrays: dict = field(default_factory=dict)
+    contexts: tuple = ()
 
 
 def random_sequences(lengths, *, seed=0, num_tokens=NUM_TOKENS):
@@ -178,13 +179,11 @@ def pack_all(sequences, shape, *, aggregation="token-mean", scale=None, counted=
     counted = sequences if counted is None else counted
     weights = dict(zip(map(id, counted), weigh(counted, aggregation, scale), strict=True))
     fields = {"token_weights": [weights[id(sequence)] for sequence in sequences]}
-    packed = pack(sequences, advantages, shape, token_fields=fields, num_shards=num_shards)
-    extra = {}
     for name in ("old_logprobs", "ref_logprobs"):
         values = [getattr(sequence, name) for sequence in sequences]
         if all(value is not None for value in values):
-            extra[name] = scatter(packed.batch, values)
-    return replace(packed, batch=replace(packed.batch, **extra))
+            fields[name] = values
+    return pack(sequences, advantages, shape, token_fields=fields, num_shards=num_shards)
 
 
 def scatter(batch, values):

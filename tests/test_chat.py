@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.demonstrations import encode_demonstration
-from tests.toys import toy_tokenizer
+from tests.toys import showing, toy_tokenizer
 
 TURN = "{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}"
 ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -194,7 +194,7 @@ def test_an_end_that_is_no_token_is_refused():
 def test_demonstrations_go_on_behind_the_opener(content):
     tokenizer = TOKENIZERS[THINKS]
     shown = encode_demonstration(
-        [QUESTION, {"role": "assistant", "content": content}], tokenizer, max_observation_tokens=9
+        [QUESTION, {"role": "assistant", "content": content}], tokenizer, showing(9)
     )
     prompt = tokenizer.render_prompt([QUESTION])
     np.testing.assert_array_equal(shown.token_ids[: len(prompt)], prompt)
@@ -205,6 +205,6 @@ def test_demonstrations_go_on_behind_the_opener(content):
 def test_demonstrations_that_leave_the_opened_thought_open_are_refused():
     messages = [QUESTION, {"role": "assistant", "content": "<search> it </search>"}]
     with pytest.raises(ValueError, match=r"file:3: .* begins every answer with '<think>\\n'"):
-        encode_demonstration(messages, TOKENIZERS[THINKS], max_observation_tokens=9, place="file:3")
+        encode_demonstration(messages, TOKENIZERS[THINKS], showing(9), place="file:3")
     switched = TOKENIZERS[FORGETS_THOUGHTS]
-    encode_demonstration(messages, switched, max_observation_tokens=9)
+    encode_demonstration(messages, switched, showing(9))

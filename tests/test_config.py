@@ -96,6 +96,7 @@ def test_shipped_configs_are_valid(name):
         ("rollout.group_size", 1, "at least 2, since the estimator compares"),
         ("optimizer.num_minibatches", 3, "a divisor of rollout.tasks_per_step=4"),
         ("rollout.max_prompt_tokens", 192, "less than rollout.max_total_tokens=192"),
+        ("rollout.context.max_tokens", 96, "0, unless rollout.context.name says"),
         ("prompt.template", "Question:", "text that contains {question}"),
         ("prompt.examples", ({"role": "user"},), "messages with 'role' and 'content'"),
         ("model.path", "", "a path"),

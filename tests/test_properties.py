@@ -4,13 +4,11 @@
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -24,25 +22,37 @@ from jaxrl.config import default_config
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Outcome
 from jaxrl.method import method_of
-from jaxrl.models.attention.choice import choose
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS
-from jaxrl.objectives.kl import KL_ESTIMATORS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, Item, balance_rows
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.settings import takes_own_logprobs
 from jaxrl.training.update import Gradient, put_batch
-from jaxrl.types import Batch, members, with_fields
+from jaxrl.types import Batch, with_fields
+from tests.choices import (
+    CORRECTIONS,
+    EVERY,
+    KL_TERMS,
+    LOSSES,
+    SLOTS,
+    WHOLE,
+    configured,
+    estimator,
+    flat,
+    loss_gradient,
+    loss_of,
+    mode_of,
+    sequences,
+    whole_gradient,
+)
 from tests.episodes import grouped, make_failure, make_trajectory, strayed
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
-    gradient_of,
     pack_all,
     random_sequences,
     relative_distance,
@@ -53,76 +63,7 @@ from tests.helpers import (
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size")
 
-LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
 ROOT = Path(__file__).parents[1]
-
-LOSSES = {
-    "clip": {"loss.clip.dual_clip": 3.0},
-    "gspo": {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
-    "cispo": {"loss.name": "cispo"},
-    "dppo": {"loss.name": "dppo", "loss.dppo.divergence": "kl", "loss.gate.name": "off_policy"},
-    "clip with llds": {"loss.term.name": "llds"},
-}
-KL_TERMS = {
-    "no KL": {},
-    **{f"{name} to ref": {"kl.coef": 0.3, "kl.estimator": name} for name in KL_ESTIMATORS},
-    "k3 to old": {"kl.coef": 0.3, "kl.anchor": "old"},
-    "weighed k3": {"kl.coef": 0.3, "kl.low_factor": 0.5},
-}
-CORRECTIONS = {
-    "no correction": {},
-    **{
-        f"{level} {mode}": {"loss.correction.level": level, "loss.correction.mode": mode}
-        for level, mode in itertools.product(("token", "sequence"), ("truncate", "mask"))
-    },
-    "geometric reject": {
-        **{"loss.correction.level": "geometric", "loss.correction.mode": "reject"},
-        **{"loss.correction.low": 0.95, "loss.correction.high": 1.05},
-    },
-}
-EVERY = list(itertools.product(LOSSES, KL_TERMS, CORRECTIONS))
-# On the whole update, which compiles for seconds: each choice in some company.
-WHOLE = [
-    ("clip", "k3 to ref", "token truncate"),
-    ("gspo", "weighed k3", "sequence truncate"),
-    ("clip with llds", "no KL", "no correction"),
-    ("dppo", "k3 to old", "geometric reject"),
-    ("cispo", "k1+ to ref", "sequence mask"),
-]
-
-
-def configured(*changes):
-    config = default_config()
-    for change in changes:
-        config.update_from_flattened_dict(change)
-    return config
-
-
-def loss_of(loss, kl, correction):
-    bonus = {"loss.entropy_coef": 0.1}
-    config = configured(LOSSES[loss], KL_TERMS[kl], CORRECTIONS[correction], bonus)
-    return make_policy_loss(method_of(config))
-
-
-def mode_of(loss):
-    return LOSSES[loss].get("loss.aggregation", "token-mean")
-
-
-def sequences():
-    """Trajectories that the policies before and beside disagree about, some beyond every range."""
-    rng = np.random.default_rng(5)
-    made = []
-    for one in random_sequences(LENGTHS):
-        length = len(one.token_ids)
-        old = -5 + 0.4 * rng.standard_normal(length).astype(np.float32)
-        ref = old + 0.6 * rng.standard_normal(length).astype(np.float32)
-        # Small enough on average that the products over trajectories differ from one another.
-        rollout = old - 0.2 * rng.standard_normal(length).astype(np.float32)
-        rollout = np.where(one.loss_mask, rollout, 0).astype(np.float32)
-        made.append(
-            dataclasses.replace(one, old_logprobs=old, ref_logprobs=ref, rollout_logprobs=rollout)
-        )
-    return made
 
 
 def kl_weights_of(one):
@@ -142,11 +83,6 @@ def packed_batch(members, shape, mode, *, is_weighed=True, **changes):
 # Of the loss alone: every combination.
 
 
-def flat(batch):
-    """One micro-batch of all rows, `[R, T]`."""
-    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
-
-
 @pytest.fixture(scope="module")
 def logprobs_of():
     """What the current policy would say of each sequence, near what the old one said."""
@@ -155,16 +91,6 @@ def logprobs_of():
         one.old_logprobs + 0.3 * rng.standard_normal(len(one.token_ids)).astype(np.float32)
         for one in sequences()
     ]
-
-
-def loss_gradient(token_loss):
-    """By log-probability of every token, and by entropy; compiled."""
-
-    def total(logprobs, entropies, batch):
-        values, _ = token_loss(logprobs, entropies, batch)
-        return (values * batch.token_weights).sum()
-
-    return jax.jit(jax.grad(total, argnums=(0, 1)))
 
 
 WILD = (np.nan, np.inf, -np.inf, 3e38, -1e30)
@@ -260,14 +186,6 @@ def mesh():
 @pytest.fixture(scope="module")
 def params(mesh):
     return jax.device_put(tiny_params(), param_shardings(mesh, TINY))
-
-
-def whole_gradient(mesh, loss, kl, correction):
-    kernels = choose("xla", mesh, TINY)
-    sizes = {"num_tokens": NUM_TOKENS, "logits_chunk_tokens": 10**6}
-    model = Model(TINY, mesh, **sizes, remat="none", attention=kernels)
-    token_loss = loss_of(loss, kl, correction)
-    return gradient_of(model, token_loss)
 
 
 def one_a_micro_batch(members, mode):
@@ -392,25 +310,6 @@ def test_balancing_deals_all_rows_out_evenly(sizes, num_shards, per_shard):
 
 
 # Advantages: by group ids alone, and only by differences within a group.
-
-SLOTS = 12  # trajectories in every batch, so that each estimator compiles once
-
-
-@cache
-def estimator(name, baseline=False):
-    config = configured({"advantage.name": name})
-    config.advantage.reinforce_plus_plus.baseline = baseline
-    config.advantage.pass_at_k.k = 2
-    method = method_of(config)
-    estimate = Estimator(method.advantage, method.seed)
-
-    def advantages(trajectories, step):
-        """Of each its own, by its index in the sample rather than its place; float32 [SLOTS]."""
-        made = members(estimate(grouped(trajectories), step, 0))
-        by_index = {t.sample_index: t.advantage for t in made}
-        return np.array([by_index[index] for index in range(SLOTS)], np.float32)
-
-    return advantages
 
 
 @st.composite

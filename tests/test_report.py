@@ -202,6 +202,7 @@ def test_signs_of_collapse_are_told_and_drawn(run):
     (run / "sentinel.jsonl").write_text(text + '{"step": 4}\ncut')
     words = told(run)
     assert "signs of collapse 2, the first at step 4 step 4: reward_fell (warn): </div>" in words
+    assert "Again at step 3; sentinel.jsonl has the texts." in words
     assert "2 of 4 lines of sentinel.jsonl are cut or damaged" in words
     charts, _ = charts_of(group_runs([facts_of(read_run(run))]))
     in_training = [chart for chart in charts if "train" in chart.stages]

@@ -19,7 +19,7 @@ from jaxrl.sampling.rollout import Limits, Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import supervised_loss
 from jaxrl.types import Batch, Draw, members
-from tests.toys import chain, toy_tokenizer
+from tests.toys import chain, showing, toy_tokenizer
 
 # Found text that is too long, that forges tags and special tokens, and that is not there.
 FOUND = {
@@ -146,7 +146,7 @@ def test_the_tokens_are_those_of_a_rollout(tokenizer, query):
     assert played.outcome == "answered"
     assert played.searches == [query, "nothing"]
 
-    shown = encode_demonstration(chat, tokenizer, max_observation_tokens=30)
+    shown = encode_demonstration(chat, tokenizer, showing(30))
     np.testing.assert_array_equal(shown.token_ids, played.token_ids)
     np.testing.assert_array_equal(shown.loss_mask, played.loss_mask)
     assert shown.token_ids.dtype == np.int32
@@ -201,7 +201,7 @@ def test_what_the_template_opens_is_part_of_the_response(protocol, turn):
 
 def test_only_assistant_messages_are_trained_on(tokenizer):
     chat = make_chat("tower", FOUND["tower"])
-    shown = encode_demonstration(chat, tokenizer, max_observation_tokens=30)
+    shown = encode_demonstration(chat, tokenizer, showing(30))
     trained = tokenizer.decode(shown.token_ids[shown.loss_mask])
     assert trained == "".join(m["content"] for m in chat if m["role"] == "assistant")
     masked = tokenizer.decode(shown.token_ids[~shown.loss_mask])
@@ -214,7 +214,7 @@ def test_only_assistant_messages_are_trained_on(tokenizer):
 
 def test_results_are_rendered_by_the_protocol(tmp_path, tokenizer):
     chat = make_chat("tower", FOUND["tower"])
-    shown = encode_demonstration(chat, tokenizer, max_observation_tokens=30, protocol=BAPO)
+    shown = encode_demonstration(chat, tokenizer, showing(30), protocol=BAPO)
     masked = tokenizer.decode(shown.token_ids[~shown.loss_mask])
     assert f" <result>\n{FOUND['tower']}\n</result>" in masked
     assert "information>" not in masked
@@ -238,7 +238,7 @@ def test_reading(tmp_path, tokenizer):
     records = [{"messages": make_chat(query, found), "more": 1} for query, found in FOUND.items()]
     shown = read(tmp_path, tokenizer, *records)
     for demonstration, record in zip(shown, records, strict=True):
-        wanted = encode_demonstration(record["messages"], tokenizer, max_observation_tokens=30)
+        wanted = encode_demonstration(record["messages"], tokenizer, showing(30))
         np.testing.assert_array_equal(demonstration.token_ids, wanted.token_ids)
 
 

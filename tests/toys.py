@@ -1,6 +1,7 @@
 """Tokenizers, policies and environments small enough to know everything about."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,14 @@ CHATML = (
 ROOMY = Limits(
     max_prompt_tokens=32, max_response_tokens=64, max_total_tokens=64, max_observation_tokens=64
 )
+
+
+def showing(max_observation_tokens, context=None):
+    """Limits of demonstrations: of an observation, and how they go through contexts."""
+    return dataclasses.replace(
+        ROOMY, max_observation_tokens=max_observation_tokens, context=context
+    )
+
 
 # More ids than any toy tokenizer knows, as in padded checkpoints.
 SMALL = QwenConfig(

@@ -40,6 +40,8 @@ def rollout_metrics(
         "num_turns/mean": mean([len(t.turns) for t in scored]),
         "num_searches/mean": mean([len(t.searches) for t in scored]),
     }
+    if any(t.contexts for t in trajectories):
+        metrics["num_contexts/mean"] = mean([len(t.contexts) + 1 for t in scored])
     if has_python:
         metrics["num_python_calls/mean"] = mean([len(t.python_calls) for t in scored])
     for name in ("answered", "abstained", "malformed", "out_of_budget", "environment_error"):

@@ -14,7 +14,7 @@ from jaxrl.envs.images import Picture
 from jaxrl.types import Trajectory
 
 RARE = (
-    *("turn_starts", "turn_rewards", "rest_reward", "turn_advantages"),
+    *("turn_starts", "contexts", "turn_rewards", "rest_reward", "turn_advantages"),
     *("is_abstention", "is_well_formed", "opener"),
 )
 """Fields of a trajectory that a record holds where they differ from their default."""

@@ -190,6 +190,14 @@ class Facts:
         """True if every configured stage has come to its end."""
         return bool(self.stages) and all(stage.is_done for stage in self.stages)
 
+    @property
+    def signs_by_name(self) -> list[list[dict[str, Any]]]:
+        """Signs of collapse, those of one name together, in the order in which they first came."""
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for sign in self.files.signs:
+            by_name.setdefault(sign["sign"], []).append(sign)
+        return list(by_name.values())
+
 
 def facts_of(run: RunFiles) -> Facts:
     """Collects the facts of a run for its report."""

@@ -22,9 +22,7 @@ from jaxrl.envs.redaction import redacted
 from jaxrl.envs.text import printable
 from jaxrl.runtime import monitor
 from jaxrl.runtime.distributed import from_main, gather
-
-EXIT_LOST = 76
-"""Exit code of a process that ended because another one was lost (EX_PROTOCOL of sysexits.h)."""
+from jaxrl.runtime.stopping import EXIT_LOST
 
 JOIN_S = 300.0
 """Seconds in which all processes of a job must have come."""

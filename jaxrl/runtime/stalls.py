@@ -1,15 +1,19 @@
-"""Runs that do not move: they say what they wait for, and where their threads are."""
+"""Runs that do not move: they say what they wait for and where their threads are, and then end."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
+
+from jaxrl.runtime.stopping import EXIT_LOST
 
 
 class Moving(Protocol):
@@ -28,7 +32,12 @@ class Moving(Protocol):
 
 @contextlib.contextmanager
 def told_of_stalls(
-    display: Moving, seconds: float, dump: Callable[[], None] | None = None
+    display: Moving,
+    seconds: float,
+    deadline_s: float = 0.0,
+    *,
+    dump: Callable[[], None] | None = None,
+    end: Callable[[int], None] = os._exit,
 ) -> Iterator[None]:
     """Watches progress from a thread while the body runs.
 
@@ -36,31 +45,41 @@ def told_of_stalls(
         display: is told of all progress.
         seconds: without any after which a line says so, and the stack of every thread follows on
             stderr; again after twice as long. 0: never.
+        deadline_s: without any after which the process ends with `EXIT_LOST`, since what it waits
+            for has no deadline of its own, or one that does not hold. 0: never.
         dump: prints the stacks.
+        end: the process, with an exit code. Nothing is saved: what hangs may hold what would be.
     """
-    if not seconds:
+    limits = [one for one in (seconds, deadline_s) if one]
+    if not limits:
         yield
         return
     over = threading.Event()
     dump = dump or _dump
 
+    def tell(silent_s: float, key: str, then: str) -> None:
+        what = display.doing or "nothing yet"
+        display.log(
+            f"warning: nothing has moved for {silent_s:.0f} s (config.watch.{key}); the last was: "
+            f"{what}. {then}Where the threads are:"
+        )
+        dump()
+        display.doing = what  # the warning itself is no progress
+
     def watch() -> None:
-        seen, since, limit = display.moved_at, display.moved_at, seconds
-        while not over.wait(min(seconds / 4, 1.0)):
+        seen, since, limit = display.moved_at, display.moved_at, seconds or math.inf
+        while not over.wait(min(min(limits) / 4, 1.0)):
             if display.moved_at != seen:
                 seen = since = display.moved_at
-                limit = seconds
+                limit = seconds or math.inf
             silent_s = time.monotonic() - since
-            if silent_s < limit:
-                continue
-            what = display.doing or "nothing yet"
-            display.log(
-                f"warning: nothing has moved for {silent_s:.0f} s (config.watch.stall_s); the last "
-                f"was: {what}. Where the threads are:"
-            )
-            dump()
-            seen, limit = display.moved_at, 2 * limit  # the warning itself is no progress
-            display.doing = what
+            if deadline_s and silent_s >= deadline_s:
+                tell(silent_s, "deadline_s", "The run ends, and the same command goes on. ")
+                end(EXIT_LOST)
+                return
+            if silent_s >= limit:
+                tell(silent_s, "stall_s", "")
+                seen, limit = display.moved_at, 2 * limit
 
     thread = threading.Thread(target=watch, daemon=True, name="stalls")
     thread.start()

@@ -21,6 +21,10 @@ EXIT_BUDGET_SPENT = 78
 """Exit code of a run that has spent its budget and needs a higher one to go on; EX_CONFIG of
 sysexits.h."""
 
+EXIT_LOST = 76
+"""Exit code of a process that waited for what never came, another process of its job say;
+EX_PROTOCOL of sysexits.h."""
+
 EXIT_UNSOUND = 70
 """Exit code of a run that `watch.action` has ended since it was about to fail; EX_SOFTWARE of
 sysexits.h."""

@@ -155,6 +155,20 @@ def sample_keys(
 _KEY_BLOCK = 256
 
 
+def context_key(key: np.ndarray, number: int, device: Any = None) -> np.ndarray:
+    """The key `uint32 [2]` of a sample in its context `number`, from 1.
+
+    A draw depends on the key and on the token's place in its context, and a place comes again.
+    """
+    with jax.default_device(device):
+        return np.asarray(_context_key(key, np.uint32(2**31 + number)))  # no place is so large
+
+
+@jax.jit
+def _context_key(key: jax.Array, number: jax.Array) -> jax.Array:
+    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), number))
+
+
 @jax.jit
 def _sample_keys(
     seed: jax.Array,

@@ -44,7 +44,8 @@ from jaxrl.models.beside import TokenArray
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
+from jaxrl.sampling.contexts import OMITTED, Contexts, PlayedTurn
+from jaxrl.sampling.engine import Engine, Event, Request, context_key, sample_keys
 from jaxrl.sampling.protocol import Processor, Sampling
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
@@ -65,6 +66,8 @@ class Limits:
             leaves it out) or `truncate_left` (its first tokens are cut off).
         max_image_tokens: of the images in prompt and observations; 0: `max_total_tokens`. A prompt
             with more is longer than it may be, an observation with more ends the trajectory.
+        context: of an episode that goes through several contexts, which `max_total_tokens` counts
+            together; None: it has one.
     """
 
     max_prompt_tokens: int
@@ -73,6 +76,7 @@ class Limits:
     max_observation_tokens: int
     overlong_prompts: str = "refuse"
     max_image_tokens: int = 0
+    context: Contexts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +129,11 @@ class Sample:
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
-    recorded: list[Mapping[str, np.ndarray]] = field(default_factory=list)  # of tokens in order
+    # By context, of its tokens in order.
+    recorded: list[list[Mapping[str, np.ndarray]]] = field(default_factory=lambda: [[]])
+    contexts: list[tuple[int, int]] = field(default_factory=list)  # see `Trajectory.contexts`
+    played: list[PlayedTurn] = field(default_factory=list)  # where there may be several contexts
+    key: np.ndarray | None = None  # uint32 [2], of the first context; see `engine.sample_keys`
     turn_starts: list[int] = field(default_factory=list)  # of every turn and the one under way
     reward: Reward | None = None
     reward_records: tuple[CallRecord, ...] = ()
@@ -142,7 +150,7 @@ class Sample:
         self.loss_mask.extend([True] * len(event.token_ids))
         self.logprobs.extend(event.logprobs.tolist())
         self.entropies.extend(event.entropies.tolist())
-        self.recorded.append(event.recorded)
+        self.recorded[-1].append(event.recorded)
 
     def append_unknown(self, token_ids: Sequence[int]) -> None:
         """Appends what a model wrote whose probabilities nobody knows."""
@@ -157,20 +165,38 @@ class Sample:
         self._append_unsampled(len(token_ids))
         self.turn_starts.append(len(self.token_ids))
 
+    def begin_context(self, token_ids: Sequence[int], num_repeated: int) -> None:
+        """Goes on in another context, which begins with these ids, and begins the next turn there.
+
+        Of the ids the first `num_repeated` stand in an earlier context too.
+        """
+        self.contexts.append((len(self.token_ids), num_repeated))
+        self.recorded.append([])
+        self.append_observation(token_ids)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the context that it is in."""
+        return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
+
     def _append_unsampled(self, count: int) -> None:
         self.loss_mask.extend([False] * count)
         self.logprobs.extend([0.0] * count)
         self.entropies.extend([0.0] * count)
 
     def token_arrays(self, declared: Mapping[str, TokenArray]) -> dict[str, np.ndarray]:
-        """Recorded arrays `[L, ...]` of all tokens; the last one, not read yet, has `fill`."""
-        if not self.recorded:  # an episode that did not begin
+        """Recorded arrays `[L, ...]`; a context's last token, which is not read, has `fill`."""
+        if not any(self.recorded):  # an episode that did not begin
             return {}
+        starts = [0, *(start for start, _ in self.contexts), len(self.token_ids)]
+        lengths = np.diff(starts).tolist()
         arrays = {}
         for name, array in declared.items():
-            read = np.concatenate([one[name] for one in self.recorded])
-            left = array.filled(len(self.token_ids) - len(read))
-            arrays[name] = np.concatenate([read, left])
+            parts = []
+            for events, length in zip(self.recorded, lengths, strict=True):
+                read = [one[name] for one in events]
+                parts += [*read, array.filled(length - sum(map(len, read)))]
+            arrays[name] = np.concatenate(parts)
         return arrays
 
     @property
@@ -185,7 +211,9 @@ class Sample:
 
     def finished(self, reward: Reward) -> Finished:
         """The trajectory with what the environment found in it."""
-        ids = self.token_ids[self.prompt_length :]
+        repeated = {i for start, count in self.contexts for i in range(start, start + count)}
+        places = range(self.prompt_length, len(self.token_ids))
+        ids = [self.token_ids[i] for i in places if i not in repeated]
         return Finished(episode=self.episode, reward=reward, completion_ids=ids)
 
     def fail(self, error: BaseException) -> None:
@@ -265,6 +293,20 @@ def encode_results(
         shown.append(body if len(ids) <= limit else tokenizer.decode(ids[:limit]))
         room = None if room is None else room - min(len(ids), limit)
     return tokenizer.render_results(shown, tools, image_tokens)
+
+
+def omitted(
+    tokenizer: Tokenizer,
+    observation: Observation | ToolResults | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Ids of an observation whose body is left out of a later context."""
+    if observation is None:
+        return []
+    if isinstance(observation, ToolResults):
+        return tokenizer.render_results([OMITTED] * len(observation.bodies), tools)[0]
+    parts = observation.prefix, OMITTED, observation.suffix
+    return [token for part in parts for token in tokenizer.encode(part)]
 
 
 class EpisodePlayer:
@@ -443,9 +485,13 @@ class EpisodePlayer:
             )
         return messages
 
-    def _budget(self, length: int, *, num_sampled: int) -> int:
+    def _budget(self, length: int, *, num_sampled: int, context_length: int) -> int:
+        """Tokens that may be sampled behind so many, of which some are in the same context."""
         limits = self._limits
-        return min(limits.max_response_tokens - num_sampled, limits.max_total_tokens - length)
+        room = limits.max_total_tokens - length
+        if limits.context is not None:
+            room = min(room, limits.context.max_tokens - context_length)
+        return min(limits.max_response_tokens - num_sampled, room)
 
     def _step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """The environment's replies; where it fails, it is asked again for each episode alone."""
@@ -534,16 +580,47 @@ class EpisodePlayer:
             return None
         pictures = images_of(result.observation)
         token_ids, shown = self._fit_observation(sample, result.observation)
+        context_length = sample.context_length + len(token_ids)
+        num_repeated = 0
+        if (contexts := self._limits.context) is not None:
+            sampled = sample.token_ids[sample.turn_starts[-1] :]
+            without_body = omitted(self._tokenizer, result.observation, self._tools)
+            sample.played.append(
+                PlayedTurn(sampled=sampled, observation=token_ids, omitted=without_body)
+            )
+            if not contexts.has_room(context_length):
+                prompt = sample.token_ids[: sample.prompt_length]
+                following = contexts.following(prompt, sample.played)
+                if following is None:
+                    self._end(sample, turn, Outcome.OUT_OF_BUDGET)
+                    return None
+                token_ids, num_repeated = following
+                context_length = len(token_ids)
         length = len(sample.token_ids) + len(token_ids)
-        has_room = self._budget(length, num_sampled=sample.num_sampled) > 0
-        if not has_room or self._has_too_many_units([*sample.token_ids, *token_ids]):
+        has_room = self._budget(
+            length, num_sampled=sample.num_sampled, context_length=context_length
+        )
+        if has_room <= 0 or self._has_too_many_units([*sample.token_ids, *token_ids]):
             self._end(sample, turn, Outcome.OUT_OF_BUDGET)
             return None
-        sample.append_observation(token_ids)
+        if num_repeated:
+            sample.begin_context(token_ids, num_repeated)
+        else:
+            sample.append_observation(token_ids)
         sample.attachments += self._see(pictures)
         turn = dataclasses.replace(turn, observation=shown, images=tuple(pictures))
         sample.episode.turns.append(turn)
         return token_ids
+
+    def _room(self, sample: Sample) -> int:
+        """Tokens that an observation may have, with one left to sample behind it."""
+        room = self._limits.max_total_tokens - len(sample.token_ids) - 1
+        if (contexts := self._limits.context) is not None:
+            # Where it begins a context, the prompt and its own turn stand before it.
+            turn = len(sample.token_ids) - sample.turn_starts[-1]
+            beside = sample.prompt_length + turn + contexts.turn_tokens
+            room = min(room, contexts.max_tokens - beside)
+        return room
 
     def _fit_observation(
         self, sample: Sample, observation: Observation | ToolResults | None
@@ -557,13 +634,13 @@ class EpisodePlayer:
                 observation,
                 tools=self._tools,
                 max_result_tokens=self._limits.max_observation_tokens,
-                room=self._limits.max_total_tokens - len(sample.token_ids) - 1,
+                room=self._room(sample),
                 image_tokens=[self._tokens(self._see(some)) for some in observation.images],
             )
         tokens = self._tokens(self._see(observation.images))
         tags = dataclasses.replace(observation, body="")
         bare, _ = encode_observation(self._tokenizer, tags, max_body_tokens=0, image_tokens=tokens)
-        room = self._limits.max_total_tokens - len(sample.token_ids) - len(bare) - 1
+        room = self._room(sample) - len(bare)
         limit = max(min(self._limits.max_observation_tokens - sum(tokens), room), 0)
         return encode_observation(
             self._tokenizer, observation, max_body_tokens=limit, image_tokens=tokens
@@ -671,7 +748,7 @@ class Rollout(EpisodePlayer):
         calls: deque[_Call] = deque()  # in the order in which they were made
         try:
             with stopped_by(should_stop):
-                self._play(playing, calls, should_stop, progress)
+                self._play(playing, calls, sampling, should_stop, progress)
         except BaseException:
             self._engine.clear()
             wait([call.replies for call in calls], timeout=_PATIENCE_S)
@@ -682,6 +759,7 @@ class Rollout(EpisodePlayer):
         self,
         samples: dict[int, Sample],
         calls: deque[_Call],
+        sampling: Sampling,
         should_stop: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> None:
@@ -695,7 +773,7 @@ class Rollout(EpisodePlayer):
             for call in self._due(calls, should_stop):
                 self._await([call], should_stop)
                 calls.remove(call)
-                self._advance(call)
+                self._advance(call, samples, sampling)
             events = self._engine.step(ahead=ahead)
             members = self._append(samples, events)
             if members:
@@ -767,19 +845,33 @@ class Rollout(EpisodePlayer):
             for sample, key in zip(samples, keys, strict=True)
             if sample.episode.outcome is None
         ]
-        requests = [
-            Request(
-                prompt_ids=tuple(sample.token_ids),
-                sample_key=key,
-                budget=self._budget(sample.prompt_length, num_sampled=0),
-                attachments=tuple(sample.attachments),
+        for sample, key in opened:
+            sample.key = key
+        return self._begin([sample for sample, _ in opened], sampling)
+
+    def _begin(self, samples: Sequence[Sample], sampling: Sampling) -> dict[int, Sample]:
+        """Hands samples to the engine at the start of a context; each by its request."""
+        requests = []
+        for sample in samples:
+            assert sample.key is not None
+            number, length = len(sample.contexts), sample.context_length
+            key = context_key(sample.key, number, self._engine.device) if number else sample.key
+            requests.append(
+                Request(
+                    prompt_ids=tuple(sample.token_ids[-length:]),
+                    sample_key=key,
+                    budget=self._budget(
+                        len(sample.token_ids),
+                        num_sampled=sample.num_sampled,
+                        context_length=length,
+                    ),
+                    attachments=tuple(sample.attachments),
+                )
             )
-            for sample, key in opened
-        ]
         numbers = self._engine.submit(
             requests, temperature=sampling.temperature, top_p=sampling.top_p
         )
-        return {number: sample for number, (sample, _) in zip(numbers, opened, strict=True)}
+        return dict(zip(numbers, samples, strict=True))
 
     def _turn_text(self, sample: Sample, status: int) -> str:
         """The turn as the environment sees it: up to its stop string, without an end-of-turn id."""
@@ -790,21 +882,35 @@ class Rollout(EpisodePlayer):
         text = self._automaton.cut(data) if status == decode.STOP_STRING else b"".join(data)
         return text.decode("utf-8", errors="replace")
 
-    def _advance(self, call: _Call) -> None:
-        """Ends or resumes the samples of a call that has its replies or is given up."""
-        resumed, attachments = [], {}
+    def _advance(self, call: _Call, samples: dict[int, Sample], sampling: Sampling) -> None:
+        """Ends or resumes the samples of a call that has its replies or is given up.
+
+        One that goes on in another context does so as another request, which is put into `samples`.
+        """
+        resumed, attachments, renewed = [], {}, []
         is_late = not call.replies.done()
         replies = [self._give_up()] * len(call.members) if is_late else call.replies.result()
         for (request, sample, text), result in zip(call.members, replies, strict=True):
-            num_before = len(sample.attachments)
+            num_before, num_contexts = len(sample.attachments), len(sample.contexts)
             token_ids = self._take(sample, text, result)
             if token_ids is None:
                 self._engine.finish(request)
                 continue
-            budget = self._budget(len(sample.token_ids), num_sampled=sample.num_sampled)
+            if len(sample.contexts) > num_contexts:
+                self._engine.finish(request)
+                del samples[request]
+                renewed.append(sample)
+                continue
+            budget = self._budget(
+                len(sample.token_ids),
+                num_sampled=sample.num_sampled,
+                context_length=sample.context_length,
+            )
             resumed.append((request, token_ids, budget))
             attachments[request] = sample.attachments[num_before:]
         self._engine.resume(resumed, attachments)
+        if renewed:
+            samples |= self._begin(renewed, sampling)
 
 
 def check_stop(should_stop: Callable[[], bool]) -> None:
@@ -987,6 +1093,7 @@ def _trajectory(
         opener=sample.episode.opener,
         turns=tuple(sample.episode.turns),
         turn_starts=tuple(sample.turn_starts),
+        contexts=tuple(sample.contexts),
         reward_records=sample.reward_records,
         outcome=sample.episode.outcome or Outcome.OUT_OF_BUDGET,
         usage=sample.usage,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.runtime.sharding import num_batch_shards, replicated
 from jaxrl.training.minibatches import as_trained
-from jaxrl.training.packing import BatchShape, Packed, pack
+from jaxrl.training.packing import BatchShape, Packed, TokenSequence, contexts_of, pack
 from jaxrl.training.settings import Method
 from jaxrl.training.update import ScoreStep, put_batch
 from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, members, with_fields
@@ -78,20 +78,26 @@ def by_token(
         nothing = np.zeros(len(some), np.float32)
         packed = pack(some, nothing, shape, num_shards=num_batch_shards(mesh))
         arrays = [np.asarray(x) for x in found_in(put_batch(mesh, packed.batch), packed)]
-        lengths = [len(t.token_ids) for t in some]
-        yield from zip(*(unpack(packed, array, lengths) for array in arrays), strict=True)
+        yield from zip(*(unpack(packed, array, some) for array in arrays), strict=True)
 
 
-def unpack(packed: Packed, values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+def unpack(
+    packed: Packed, values: np.ndarray, sequences: Sequence[TokenSequence]
+) -> list[np.ndarray]:
     """The values `[A, b, T]` of each sequence `[L]`, in the order in which they were packed.
 
-    What a sequence shares with another is 0: it has no loss.
+    What a context shares with another is 0: it has no loss.
     """
-    segments = np.asarray(packed.batch.segment_ids).ravel()
+    segments, positions = (
+        np.asarray(x).ravel() for x in (packed.batch.segment_ids, packed.batch.positions)
+    )
     order = np.argsort(segments, kind="stable")[np.count_nonzero(segments == 0) :]
-    counts = np.bincount(segments, minlength=len(lengths) + 1)[1:]
-    pieces = np.split(values.ravel()[order], np.cumsum(counts)[:-1])
-    return [
-        np.pad(piece, (length - len(piece), 0))
-        for piece, length in zip(pieces, lengths, strict=True)
-    ]
+    counts = np.bincount(segments, minlength=len(sequences) + 1)[1:]
+    found = []
+    for own, sequence in zip(np.split(order, np.cumsum(counts)[:-1]), sequences, strict=True):
+        places, starts = positions[own], [context.start for context in contexts_of(sequence)]
+        number = np.cumsum(np.diff(places, prepend=places[:1] - 1) != 1)  # of each one's context
+        array = np.zeros(len(sequence.token_ids), values.dtype)
+        array[np.array(starts)[number] + places] = values.ravel()[own]
+        found.append(array)
+    return found

@@ -137,10 +137,14 @@ def check_aggregation(method: Method, max_response_tokens: int) -> None:
 
 
 def as_trained(trajectory: Trajectory, loss: Loss) -> Trajectory:
-    """The trajectory with the mask of what is trained on; with observations, where asked for."""
+    """The trajectory with the mask of what is trained on; with observations, where asked for.
+
+    Each is trained on once, in the context in which it came.
+    """
     if loss.mask_observations:
         return trajectory
-    mask = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length
+    is_behind = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length
+    mask = is_behind & ~trajectory.is_repeated
     return dataclasses.replace(trajectory, loss_mask=mask)
 
 

@@ -23,7 +23,7 @@ PARTS = (64, 32, 16, 8, 4, 2, 1)
 class TokenSequence(Protocol):
     """A trajectory or a demonstration as packing reads it.
 
-    Where there are some, `attachments` and `token_arrays` too.
+    Where there are some, `attachments`, `token_arrays` and `contexts` too.
     """
 
     @property
@@ -202,8 +202,8 @@ class Item:
     """Sizes of a sequence, for packing.
 
     Attributes:
-        length: in tokens.
-        prompt: equal for sequences that begin with the same `num_shared` tokens.
+        length: in tokens; of contexts after the first without the shared ones.
+        prompt: equal for sequences whose contexts begin with the same `num_shared` tokens.
         num_shared: tokens that another sequence of this prompt, in the same row, has computed.
         units: tokens of attachments.
         shared_units: those among the shared tokens.
@@ -221,6 +221,12 @@ def attachments_of(sequence: TokenSequence) -> tuple[Attachment, ...]:
     return tuple(getattr(sequence, "attachments", ()))
 
 
+def contexts_of(sequence: TokenSequence) -> list[slice]:
+    """Tokens of each of its contexts, one after another."""
+    starts = [0, *(start for start, _ in getattr(sequence, "contexts", ()))]
+    return [*map(slice, starts, [*starts[1:], len(sequence.token_ids)])]
+
+
 def arrays_of(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
     """Arrays that are recorded with a sequence, `[L, ...]`, and wanted."""
     recorded = getattr(sequence, "token_arrays", {})
@@ -232,7 +238,11 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
 
     The prefix ends two tokens before the first token with loss: the token right before that one
     predicts it, so each sequence computes its own copy. Two prefixes are the same only if their
-    attachments and recorded arrays are too.
+    attachments and recorded arrays are too. A sequence of several contexts shares a prefix if all
+    of them begin with it.
+
+    Raises:
+        ValueError: a sequence has several contexts, and the model reads attachments.
     """
     tower = shape.tower
     known: dict[Any, int] = {}
@@ -240,7 +250,14 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
     for number, sequence in enumerate(sequences):
         mask, prompt, ids = sequence.loss_mask, -1 - number, sequence.token_ids
         num_shared = max(int(mask.argmax()) - 1, 0) if shape.shares_prompts else 0
-        attached = attachments_of(sequence)
+        attached, later = attachments_of(sequence), contexts_of(sequence)[1:]
+        if later and tower:
+            raise ValueError(
+                "a trajectory has several contexts, and the model reads images, whose places are "
+                "those of one text; set config.rollout.context.name to 'none'."
+            )
+        if not all(_begins_alike(sequence, context, num_shared, shape) for context in later):
+            num_shared = 0
         has_unit = ids == tower.token_id if tower and attached else np.zeros(len(ids), bool)
         shared_units = int(has_unit[:num_shared].sum())
         if num_shared:
@@ -251,7 +268,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
             prompt = known.setdefault((ids[:num_shared].tobytes(), begun, beside), len(known))
         items.append(
             Item(
-                length=len(ids),
+                length=len(ids) - num_shared * len(later),
                 prompt=prompt,
                 num_shared=num_shared,
                 units=int(has_unit.sum()),
@@ -259,6 +276,16 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
             )
         )
     return items
+
+
+def _begins_alike(
+    sequence: TokenSequence, context: slice, num_shared: int, shape: BatchShape
+) -> bool:
+    """True if a context begins as the sequence does, and computes what its own tokens need."""
+    own = slice(context.start, context.start + num_shared)
+    arrays = [sequence.token_ids, *arrays_of(sequence, shape).values()]
+    is_there = all(np.array_equal(x[own], x[:num_shared]) for x in arrays)
+    return is_there and not sequence.loss_mask[own.start : own.stop + 1].any()
 
 
 def assign_rows(
@@ -330,6 +357,24 @@ Row = list[tuple[int, int]]
 """Index of each sequence in a row, and how many of its first tokens are left out."""
 
 
+def computed(sequence: TokenSequence, item: Item, left_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """The places of a sequence's tokens that a row has, and their positions, int32 `[n]`.
+
+    Args:
+        sequence: of one context or more.
+        item: its sizes.
+        left_out: of its first tokens.
+    """
+    contexts = contexts_of(sequence)
+    first = [left_out, *[item.num_shared] * (len(contexts) - 1)]
+    positions = [
+        np.arange(count, context.stop - context.start, dtype=np.int32)
+        for count, context in zip(first, contexts, strict=True)
+    ]
+    places = [own + context.start for own, context in zip(positions, contexts, strict=True)]
+    return np.concatenate(places), np.concatenate(positions)
+
+
 def placed(items: Sequence[Item], row: Sequence[int]) -> Row:
     """The row in which a prompt is computed once, for its first sequence."""
     seen: set[int] = set()
@@ -371,14 +416,14 @@ def pack(
     loads = [0] * num_shards
     if num_shards > 1:
         rows, loads = balance_rows(rows, items, shape.micro_rows, num_shards)
-    arrays = _fill(sequences, advantages, rows, shape, token_fields or {})
+    arrays = _fill(sequences, advantages, items, rows, shape, token_fields or {})
     of_tokens, attachments = fill_attachments(sequences, rows, shape, num_shards)
     if num_counted is None:
         num_counted = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
     blocks = (shape.num_micro, shape.micro_rows, shape.row_tokens)
     fields = jax.tree.map(lambda array: array.reshape(*blocks, *array.shape[2:]), arrays)
     fields["token_arrays"] |= of_tokens
-    num_tokens = sum(item.length for item in items)
+    num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     num_computed = sum(_row_size(items, row) for row in rows)
     num_micro = -(-len(rows) // shape.micro_rows)
     return Packed(
@@ -435,6 +480,7 @@ def balance_rows(
 def _fill(
     sequences: Sequence[TokenSequence],
     advantages: Sequence[np.ndarray] | np.ndarray,
+    items: Sequence[Item],
     rows: Sequence[Row],
     shape: BatchShape,
     token_fields: Mapping[str, Sequence[np.ndarray]],
@@ -460,23 +506,22 @@ def _fill(
     for row, members in enumerate(rows):
         start = 0
         for index, left_out in members:
-            sequence, rest = sequences[index], slice(left_out, None)
-            length = len(sequence.token_ids)
+            sequence = sequences[index]
+            rest, positions = computed(sequence, items[index], left_out)
             mask = sequence.loss_mask[rest]
-            at = (row, slice(start, start + length - left_out))
+            at = (row, slice(start, start + len(rest)))
             arrays["token_ids"][at] = sequence.token_ids[rest]
             arrays["segment_ids"][at] = index + 1
-            arrays["positions"][at] = np.arange(left_out, length)
+            arrays["positions"][at] = positions
             arrays["loss_mask"][at] = mask
-            arrays["advantages"][at] = np.where(
-                mask, np.broadcast_to(advantages[index], length)[rest], 0.0
-            )
+            everywhere = np.broadcast_to(advantages[index], len(sequence.token_ids))
+            arrays["advantages"][at] = np.where(mask, everywhere[rest], 0.0)
             arrays["rollout_logprobs"][at] = sequence.rollout_logprobs[rest]
             for name, values in token_fields.items():
                 arrays[name][at] = values[index][rest]
             for name, recorded in arrays_of(sequence, shape).items():
                 beside[name][at] = recorded[rest]
-            start += length - left_out
+            start += len(rest)
     return arrays | {"token_arrays": beside}
 
 

@@ -24,10 +24,12 @@ def test_fields_that_are_rare_stand_where_they_differ_from_the_default():
         is_abstention=True,
         is_well_formed=False,
         opener="<think>",
+        contexts=((3, 2),),
     )
     record = trajectory_record(made)
     assert {name: record[name] for name in RARE} == {
         "turn_starts": list(made.turn_starts),
+        "contexts": [(3, 2)],
         "turn_rewards": [0.1, -0.2],
         "rest_reward": 0.25,
         "turn_advantages": [0.1, 0.7],

@@ -16,7 +16,7 @@ import safetensors.numpy
 from jaxrl.envs.base import OutageError, Task, Turn
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed, stopping
-from jaxrl.runtime.job import EXIT_LOST
+from jaxrl.runtime.stopping import EXIT_LOST
 from jaxrl.sampling import sharing
 from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory

@@ -47,6 +47,24 @@ def test_without_a_limit_there_is_no_thread():
         assert threading.active_count() == before
 
 
+def test_what_never_moves_is_ended_at_its_deadline(capfd):
+    display, ended, dumped = Display(), [], []
+    with told_of_stalls(
+        display, 0.0, 0.3, dump=lambda: dumped.append(1), end=lambda code: ended.append(code)
+    ):
+        for step in range(10):  # longer than the deadline, and moving
+            display.activity(f"step {step}")
+            time.sleep(0.05)
+        display.activity("waiting for the search")
+        began = time.monotonic()
+        wait_for(lambda: ended)
+        assert time.monotonic() - began >= 0.29
+        time.sleep(0.3)  # it ends once
+    assert (ended, dumped) == ([76], [1])
+    err = capfd.readouterr().err
+    assert "(config.watch.deadline_s); the last was: waiting for the search. The run ends" in err
+
+
 STUCK = """
 import threading
 from jaxrl.logs.display import Display
@@ -56,7 +74,7 @@ def the_call_that_never_returns():
     threading.Event().wait()
 
 tell_on_signal()
-with told_of_stalls(Display(), {limit}):
+with told_of_stalls(Display(), {limit}, {deadline}):
     threading.Thread(target=the_call_that_never_returns, daemon=True).start()
     print("begun", flush=True)
     threading.Event().wait(60)
@@ -64,7 +82,7 @@ with told_of_stalls(Display(), {limit}):
 
 
 def stacks_of(limit, ask):
-    code = STUCK.format(limit=limit)
+    code = STUCK.format(limit=limit, deadline=0)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -89,3 +107,10 @@ def test_the_stack_of_every_thread_is_printed():
 
 def test_the_stacks_are_printed_on_a_signal():
     assert "nothing has moved" not in stacks_of(0.0, lambda pid: os.kill(pid, signal.SIGUSR1))
+
+
+def test_a_process_that_hangs_ends_with_its_code():
+    code = STUCK.format(limit=0, deadline=0.5)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 76
+    assert "the_call_that_never_returns" in done.stderr

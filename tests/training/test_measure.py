@@ -35,7 +35,7 @@ def test_unpacking_is_the_inverse_of_packing(lengths, num_shards, seed):
         token_fields={"kl_weights": values},
     )
     np.testing.assert_array_equal(packed.batch.kl_weights, scatter(packed.batch, values))
-    got = unpack(packed, packed.batch.kl_weights, lengths)
+    got = unpack(packed, packed.batch.kl_weights, made)
     for one, wanted in zip(got, values, strict=True):
         np.testing.assert_array_equal(one, wanted)
 

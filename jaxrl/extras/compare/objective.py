@@ -195,9 +195,8 @@ class Objective:
                 gradient = sums.gradients
             metrics.append(jax.device_get(sums.finished_metrics(self.model.config.statistics)))
             found = {"weights": packed.batch.token_weights, **read(params, batch, packed)}
-            lengths = [len(t.token_ids) for t in kept.values()]
             for name, values in found.items():
-                pieces = unpack(packed, np.asarray(values), lengths)
+                pieces = unpack(packed, np.asarray(values), [*kept.values()])
                 tokens.setdefault(name, {}).update(zip(kept, pieces, strict=True))
         if gradient is None:
             raise ValueError(

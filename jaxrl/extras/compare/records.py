@@ -77,6 +77,7 @@ def restored(record: Mapping[str, Any]) -> Trajectory:
         for name in RARE
         if name in record
     }
+    rare["contexts"] = tuple(map(tuple, rare.get("contexts", ())))
     return Trajectory(
         token_ids=np.array(record["token_ids"], np.int32),
         loss_mask=np.array(record["loss_mask"], bool),

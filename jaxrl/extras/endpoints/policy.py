@@ -444,7 +444,11 @@ class ChatRollout(EpisodePlayer):
         fields: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": self._budget(len(sample.token_ids), num_sampled=sample.num_sampled),
+            "max_tokens": self._budget(
+                len(sample.token_ids),
+                num_sampled=sample.num_sampled,
+                context_length=sample.context_length,
+            ),
             "seed": _seed(sampling, draw, sample),
         }
         messages = list(prompt)

@@ -23,6 +23,9 @@ MEMORY = 50
 RECENT = 3
 """Newest steps over which noisy numbers are averaged, the current one among them."""
 
+SETTLED = 10
+"""Newest steps over which a policy that is sure of its answers is asked how many are right."""
+
 MIN_USUAL = 5
 """Earlier steps without which nothing is usual yet."""
 
@@ -363,11 +366,14 @@ def entropy_moved(history: History, share: float) -> Found:
     if entropy is None:
         return None
     is_alike = (now["alike"] or 0.0) >= max(share, 0.9) and (now["signal"] or 0.0) <= 0.1
-    if is_alike and (now["correct"] or 0.0) < 0.9:
+    # A policy that has learned its task is alike too, and a small batch of it may be a bad one.
+    right = [one["correct"] or 0.0 for one in [*history.past, now][-SETTLED:]]
+    if is_alike and sum(right) / len(right) < 0.75:
         return "entropy_collapsed", (
             f"{now['alike']:.0%} of the responses equal another of their group (entropy "
-            f"{entropy:.2g} nats a token) and {now['correct']:.0%} are right: the policy tries "
-            "nothing else any more, and groups have nothing to compare. Raise "
+            f"{entropy:.2g} nats a token) and {sum(right) / len(right):.0%} are right in the last "
+            f"{len(right)} steps: the policy tries nothing else any more, and groups have nothing "
+            "to compare. Raise "
             "config.loss.entropy_coef or config.loss.clip_high, or go back to where the entropy "
             "was higher."
         )

@@ -225,7 +225,7 @@ function chart(name, lines, marks, isSmooth) {
     }
   }
   // Labels of marks that are near each other would lie on one another: the first of them has one.
-  let free = -Infinity;
+  let taken = -Infinity;
   for (const mark of marks.filter((one) => one.step >= left && one.step <= right)) {
     const place = x(mark.step);
     const about = [`${mark.name} at step ${mark.step}`, mark.text,
@@ -233,10 +233,11 @@ function chart(name, lines, marks, isSmooth) {
     const drawn = el("g", { class: "mark", "data-step": mark.step },
       el("title", {}, about.filter(Boolean).join("\n")),
       el("line", { x1: place, x2: place, y1: TOP, y2: HEIGHT - BOTTOM }));
-    if (place > free) {
-      const isRight = place > WIDTH * 0.7;
+    // A label near the right edge stands left of its mark, where an earlier one may end.
+    const isRight = place > WIDTH * 0.7, length = 6 * mark.name.length;
+    if ((isRight ? place - length : place) > taken) {
       drawn.append(el("text", { x: place + (isRight ? -2 : 2), y: TOP - 4, "text-anchor": isRight ? "end" : "start" }, mark.name));
-      free = place + 6 * mark.name.length;
+      taken = isRight ? place : place + length;
     }
     svg.append(drawn);
   }

@@ -74,18 +74,19 @@ Splash attention tells by equal ids, or before it is compiled, which tokens a to
 def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
     """Finds the tokens of its row that each token reads.
 
-    Those from the first number to itself, which are of its segment, and those from the second to
-    before the third. These are none, unless the segment continues another: one whose first position
-    is p > 0 has the first p tokens of the last segment before it that began at 0. Padding reads
+    Those from the first number to itself, which are of its context, and those from the second to
+    before the third. These are none, unless the context continues another: one whose first position
+    is p > 0 has the first p tokens of the last context before it that began at 0. Padding reads
     itself.
 
     Args:
-        segment_ids: a run of tokens with one id is a segment; 0 is padding.
-        positions: of each token in its trajectory.
+        segment_ids: a run of tokens with one id is a segment; 0 is padding. Within it a context
+            ends where positions do not go on by one.
+        positions: of each token in its context.
     """
     T = segment_ids.shape[1]
-    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
-    begins = (segment_ids != before) | (segment_ids == 0)
+    before, place = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (segment_ids, positions))
+    begins = (segment_ids != before) | (segment_ids == 0) | (positions != place + 1)
 
     def last(is_start: jax.Array) -> jax.Array:
         return jax.lax.cummax(jnp.where(is_start, jnp.arange(T), 0), axis=1)

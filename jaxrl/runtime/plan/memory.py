@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from jaxrl.config import default_config
-from jaxrl.environment import max_image_tokens
+from jaxrl.environment import context_tokens, has_contexts, max_image_tokens
 from jaxrl.method import (
     batch_shape,
     frozen_of,
@@ -309,9 +309,11 @@ def check_length(config: ConfigDict, model: Architecture) -> None:
     Raises:
         ValueError: names the key.
     """
-    if config.rollout.max_total_tokens > model.max_positions:
+    length = context_tokens(config)
+    if length > model.max_positions:
+        key = "context.max_tokens" if has_contexts(config) else "max_total_tokens"
         raise ValueError(
-            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
+            f"config.rollout.{key}={length} is beyond the "
             f"model's {model.max_positions} positions (max_position_embeddings of its config.json, "
             "or what YaRN in rope_scaling makes of them)."
         )
@@ -899,7 +901,7 @@ def _process(config: ConfigDict, model: Architecture, target: Target) -> dict[st
         rows = config.rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
         busy = _busy_rows(config, target, rows)
         decoding = sum(size <= busy for size in _row_sizes(config, target, rows))
-        reading = len(append_sizes(target.platform, config.rollout.max_total_tokens))
+        reading = len(append_sizes(target.platform, context_tokens(config)))
         num_compiled = min(NUM_COMPILED, decoding + reading)
         held["compiled programs"] = num_compiled * model.num_layers * LAYER_CODE_BYTES
     return _nonzero({name: size // target.num_local for name, size in held.items()})
@@ -940,7 +942,7 @@ def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
         if pages < sampler.table_pages:
             raise ValueError(
                 f"config.rollout.cache_gib={config.rollout.cache_gib} does not hold one trajectory "
-                f"of config.rollout.max_total_tokens={config.rollout.max_total_tokens}, which "
+                f"of {context_tokens(config)} tokens, which "
                 f"takes {gib(sampler.table_pages * sampler.page_bytes)} of each device; raise "
                 "cache_gib or lower max_total_tokens."
             )
@@ -981,14 +983,14 @@ class _Sampler:
         dtype = jnp.dtype(config.model.dtype)
         page_tokens, copies = _pages(config, model, target)
         rows = rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
-        table_pages = pages_for(rollout.max_total_tokens, page_tokens)
+        table_pages = pages_for(context_tokens(config), page_tokens)
         token_bytes = terms.cache_bytes(dtype)
         page_bytes = page_tokens * token_bytes
         is_short = target.platform == "cpu" and dtype.itemsize < 4
         upcast = 4 // dtype.itemsize if is_short and not MULTIPLIES_BFLOAT16 else 1
         busy = _busy_rows(config, target, rows)
         past = busy * table_pages * page_bytes if copies else 0
-        read = append_sizes(target.platform, rollout.max_total_tokens)[-1]
+        read = append_sizes(target.platform, context_tokens(config))[-1]
         turn_tokens = read // BLOCK * TURN_TOKENS  # of each turn of the XLA loop over pages
         is_recorded = records_arrays(config)
         routed = 2 * is_recorded * _bytes_of_token(model.recorded)  # by layer, and by token
@@ -1238,11 +1240,11 @@ def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str
                 f"{chunk} x {model.vocab_size}"
             )
     if {"train", "evaluate"} & set(config.stages):
-        sizes = append_sizes(target.platform, rollout.max_total_tokens)
+        sizes = append_sizes(target.platform, context_tokens(config))
         page, _ = _pages(config, model, target)
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to {rollout.num_rows} rows over up to "
-            f"{rollout.max_total_tokens} tokens; read up to {sizes[-1]} tokens on a device; cache "
+            f"{context_tokens(config)} tokens; read up to {sizes[-1]} tokens on a device; cache "
             f"{cache_pages(config, model, target)} pages x {page} tokens on a device"
         )
     return shapes

@@ -200,6 +200,26 @@ def test_loops_and_lengths():
     assert set().union(*found.values()) == {"responses_loop", "length_jumped"}
 
 
+@pytest.mark.parametrize(("right", "is_told"), [(0.85, False), (0.6, True)])
+def test_a_policy_that_is_sure_has_collapsed_only_where_it_is_wrong(right, is_told):
+    def sure(step, groups):
+        rng = np.random.default_rng(step)
+        # One batch of wrong answers is no trend.
+        share = right if step % 15 else right - 0.3
+        made = []
+        for group in groups:
+            first, is_right = group.trajectories[0], bool(rng.random() < share)
+            for index in range(len(group.trajectories)):
+                changed = {"sample_index": index, "reward": float(is_right), "is_correct": is_right}
+                quiet = np.full(len(first.token_ids), 0.2, np.float32)
+                same = {"rollout_entropies": quiet, "rollout_logprobs": np.zeros_like(quiet)}
+                made.append(dataclasses.replace(first, **changed, **same))
+        return with_advantages(grouped(made))
+
+    found, _ = play(40, sure)
+    assert any("entropy_collapsed" in names for names in found.values()) == is_told
+
+
 def test_groups_without_a_signal_are_told_after_eight_steps():
     rewards = all_of(reward=0.0, is_correct=False)
     found, _ = play(20, lambda _, groups: rewards(groups))

@@ -25,7 +25,8 @@ def random_rows(rng, num_rows, row_tokens, *, shares_prompts=True):
     """Segment ids and positions `[R, T]`, and which token reads which `[R, T, T]`.
 
     Of `random_segments` some continue the last one before them that began at 0, all of these by the
-    same number of its tokens. Where nothing is shared, none does.
+    same number of its tokens. Where nothing is shared, none does. Some have the id of the segment
+    before them, as contexts of one trajectory have.
     """
     segment_ids = random_segments(rng, num_rows, row_tokens)
     positions = np.zeros_like(segment_ids)
@@ -44,6 +45,9 @@ def random_rows(rng, num_rows, row_tokens, *, shares_prompts=True):
             positions[row, start:end] = len(own) + np.arange(end - start)
             for token in range(start, end):
                 reads[row, token, [*own, *range(start, token + 1)]] = True
+            goes_on = start > 0 and positions[row, start] == positions[row, start - 1] + 1
+            if start > 0 and not goes_on and rng.random() < 0.4:
+                segment_ids[row, start:end] = segment_ids[row, start - 1]
     return segment_ids, positions, reads
 
 

@@ -1,0 +1,37 @@
+"""Episodes of four times the context, on a laptop CPU: searches along a trail of eight people.
+
+python -m examples.trail_world --out=data/trail
+python -m jaxrl.launch --config=configs/trail.py --workdir=runs/trail
+
+A context has room for the prompt and two searches. When it is full the episode goes on in another
+one, with the prompt and the last turn (docs/environments.md, Episodes longer than the context). Set
+config.rollout.context.name to 'drop_observations' to keep all queries instead.
+
+Another world's folder may follow the file's name: --config=configs/trail.py:data/other
+"""
+
+from ml_collections import ConfigDict
+
+from configs.small_world import small_world
+
+
+def get_config(world: str = "data/trail") -> ConfigDict:
+    config = small_world(world)
+    config.num_steps = 40
+    config.search.local.topk = 2
+    config.sft.num_steps = 700
+
+    config.rollout.context.name = "last_turns"
+    config.rollout.context.max_tokens = 196
+    config.rollout.context.turn_tokens = 8
+    config.rollout.max_observation_tokens = 100
+    config.rollout.max_total_tokens = 1536
+    config.rollout.max_turns = 9
+    config.rollout.group_size = 4
+    config.rollout.num_rows = 32
+
+    config.advantage.grpo.normalize_std = False
+    config.optimizer.warmup_steps = 2
+    config.eval.every_steps = 10
+    config.eval.suites = ("sampled",)
+    return config

@@ -1,0 +1,166 @@
+"""Makes a world of trails, whose episodes are longer than the context that its model has room for.
+
+    python -m examples.trail_world --out=data/trail --seed=0
+
+Each person's document names the one to see next, and the last of a trail tells a word. A question
+asks for the word at the end of a trail of `--length` people, so it takes as many searches, and each
+needs only what the one before it found. Documents are long: with eight people an episode has four
+times the tokens of `rollout.context.max_tokens` in configs/trail.py.
+
+People, words and model are of the quickstart's kind (examples/quickstart_world.py). Demonstrations
+come from other worlds; at each person some search by the surname alone or give up and guess. The
+same seed gives the same bytes.
+"""
+
+import argparse
+import itertools
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from examples import quickstart_world as quickstart
+from jaxrl.envs.local_search import LocalSearch
+
+OMITTED = "…"  # stands for results that were left out, and is one token
+QUESTION = "Which word ends the trail of {name}?"
+TALE = "rain road mill river bridge market winter harvest lantern orchard".split()  # noqa: SIM905
+"""What people talk of before they come to the point, `TALE_LENGTH` words of it."""
+TALE_LENGTH = 30
+POOR_QUERY = 0.05
+"""Chance that a demonstration searches by the surname alone; most often that shows others."""
+GIVES_UP = 0.05
+"""Chance at each person that a demonstration guesses a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trail:
+    """People one after another, each a first and a last name, and the word at the end."""
+
+    names: Sequence[tuple[str, str]]
+    word: str
+    is_held_out: bool
+
+    def documents(self) -> Iterator[dict[str, str]]:
+        """One of each person."""
+        for name, following in itertools.zip_longest(self.names, self.names[1:]):
+            title = " ".join(name)
+            tells = f"the word {self.word}" if following is None else f"see {' '.join(following)}"
+            rng = random.Random(title)
+            tale = " ".join(rng.choice(TALE) for _ in range(TALE_LENGTH))
+            yield {"id": title, "title": title, "text": f"{tale}. {title} says {tells}."}
+
+    def question(self) -> dict[str, Any]:
+        """The question about the first of them."""
+        first = " ".join(self.names[0])
+        return {
+            "id": first,
+            "question": QUESTION.format(name=first),
+            "answers": [self.word],
+            "data_source": "trail",
+        }
+
+
+def make_trails(
+    count: int, num_held_out: int, length: int, rng: random.Random, excluded: Collection[Any] = ()
+) -> list[Trail]:
+    """Trails of people with distinct names, none of the `excluded`; the first are held out."""
+    possible = itertools.product(quickstart.FIRST_NAMES, quickstart.LAST_NAMES)
+    names = rng.sample([name for name in possible if name not in excluded], count * length)
+    return [
+        Trail(
+            names=names[i * length : (i + 1) * length],
+            word=rng.choice(quickstart.CITIES),
+            is_held_out=i < num_held_out,
+        )
+        for i in range(count)
+    ]
+
+
+def documents(trails: Sequence[Trail], rng: random.Random) -> list[dict[str, str]]:
+    """All documents in random order, by which a search ranks equally good ones."""
+    made = [document for trail in trails for document in trail.documents()]
+    rng.shuffle(made)
+    return [{**document, "id": f"{i:05d}"} for i, document in enumerate(made)]
+
+
+def demonstrate(trail: Trail, engine: LocalSearch, rng: random.Random) -> dict[str, Any]:
+    """One chat along a trail; its answer is right only where it goes to the end."""
+    question = trail.question()
+    messages = [{"role": "user", "content": question["question"]}]
+    answer = rng.choice(quickstart.CITIES)
+    for place, (first, last) in enumerate(trail.names):
+        if rng.random() < GIVES_UP:
+            break
+        query = last if rng.random() < POOR_QUERY else f"{first} {last}"
+        messages.append({"role": "assistant", "content": f"<search> {query} </search>"})
+        messages.append({"role": "tool", "content": engine.run(query)})
+        if f"{first} {last}" not in quickstart.shown_titles(messages[-1]["content"]):
+            break
+        if place == len(trail.names) - 1:
+            answer = trail.word
+    messages.append({"role": "assistant", "content": f"<answer> {answer} </answer>"})
+    return {"messages": messages, "data_source": "trail"}
+
+
+def demonstrations(args: argparse.Namespace, rng: random.Random, excluded: Collection[Any]) -> Any:
+    """Demonstrations from `args.num_worlds` worlds of other people."""
+    made = []
+    for _ in range(args.num_worlds):
+        trails = make_trails(args.num_trails // 2, 0, args.length, rng, excluded)
+        with quickstart.opened(documents(trails, rng), topk=args.topk) as engine:
+            chosen = quickstart.drawn(trails, args.num_demonstrations // args.num_worlds, rng)
+            made += [demonstrate(trail, engine, rng) for trail in chosen]
+    return made
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--length", type=int, default=8, help="people of a trail")
+    parser.add_argument("--num_trails", type=int, default=240)
+    parser.add_argument("--num_held_out", type=int, default=100, help="of them, for evaluation")
+    parser.add_argument("--num_demonstrations", type=int, default=4000)
+    parser.add_argument("--num_worlds", type=int, default=10, help="that demonstrations come from")
+    parser.add_argument("--topk", type=int, default=2, help="documents in a search result")
+    args = parser.parse_args(argv)
+    most = len(quickstart.FIRST_NAMES) * len(quickstart.LAST_NAMES)
+    if not 1 <= args.num_trails * args.length <= most:
+        parser.error(f"--num_trails times --length must be from 1 to {most}, as there are names")
+    others = args.num_held_out + args.num_trails // 2  # of demonstrations, whose people are others
+    if not 1 <= args.num_held_out < args.num_trails or others * args.length > most:
+        parser.error(
+            "--num_held_out must be at least 1, less than --num_trails, and leave names to "
+            "demonstrations"
+        )
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    rngs = {part: random.Random(f"{args.seed} {part}") for part in ("trails", "order", "demos")}
+    trails = make_trails(args.num_trails, args.num_held_out, args.length, rngs["trails"])
+    held_out = {name for trail in trails if trail.is_held_out for name in trail.names}
+    files = {
+        "corpus": documents(trails, rngs["order"]),
+        "questions_train": [trail.question() for trail in trails if not trail.is_held_out],
+        "questions_eval": [trail.question() for trail in trails if trail.is_held_out],
+        "demonstrations": demonstrations(args, rngs["demos"], held_out),
+    }
+    words = [*quickstart.POOL, OMITTED]
+    texts = quickstart.training_texts(files["demonstrations"], words)
+    tokenizer = quickstart.train_tokenizer(itertools.chain(texts, [OMITTED] * 100))
+    quickstart.write_model(args.out / "model", tokenizer, seed=args.seed)
+    quickstart.write_files(args.out, files)
+    lengths = {
+        "prompt": [quickstart.render_prompt(q["question"]) for q in files["questions_eval"]],
+        "demonstration": [quickstart.render_chat(d) for d in files["demonstrations"][:2000]],
+    }
+    quickstart.print_lengths(tokenizer, lengths)
+    print(f"\nwrote {args.out}: " + ", ".join(f"{len(files[name])} {name}" for name in files))
+
+
+if __name__ == "__main__":
+    main()

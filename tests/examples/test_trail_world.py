@@ -1,0 +1,72 @@
+"""The world of trails: what its questions need, and that nothing of the held-out ones is told."""
+
+import json
+
+import pytest
+
+from examples import trail_world
+
+SIZES = ["--num_trails=40", "--num_held_out=10", "--length=5", "--num_demonstrations=60",
+         "--num_worlds=2"]  # fmt: skip
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trail")
+    trail_world.main([f"--out={folder}", *SIZES])
+    return folder
+
+
+def test_every_trail_is_followed_to_its_word(world):
+    told = {document["title"]: document["text"] for document in lines(world, "corpus")}
+    assert len(told) == 200
+    for question in lines(world, "questions_train") + lines(world, "questions_eval"):
+        name = question["question"].removeprefix("Which word ends the trail of ").rstrip("?")
+        for _ in range(4):
+            name = told[name].partition(f"{name} says see ")[2].rstrip(".")
+        assert told[name].endswith(f". {name} says the word {question['answers'][0]}.")
+
+
+def test_demonstrations_name_nobody_who_is_held_out(world):
+    told = {document["title"]: document["text"] for document in lines(world, "corpus")}
+    held_out = set()
+    for question in lines(world, "questions_eval"):
+        name = question["question"].removeprefix("Which word ends the trail of ").rstrip("?")
+        while name in told:
+            held_out.add(name)
+            name = told[name].partition(f"{name} says see ")[2].rstrip(".")
+    assert len(held_out) == 50
+    shown = json.dumps(lines(world, "demonstrations") + lines(world, "questions_train"))
+    assert not any(name in shown for name in held_out)
+
+
+def test_demonstrations_search_and_some_give_up(world):
+    made = [demonstration["messages"] for demonstration in lines(world, "demonstrations")]
+    counts = [sum(message["role"] == "tool" for message in messages) for messages in made]
+    assert len(made) == 60
+    assert max(counts) == 5
+    assert min(counts) < 3
+    for messages in made:
+        assert messages[-1]["content"].startswith("<answer>")
+
+
+def test_the_same_seed_makes_the_same_world(world, tmp_path):
+    trail_world.main([f"--out={tmp_path / 'again'}", *SIZES])
+    trail_world.main([f"--out={tmp_path / 'other'}", *SIZES, "--seed=1"])
+    for name in ("corpus", "demonstrations", "questions_eval"):
+        made, again, other = (
+            (folder / f"{name}.jsonl").read_bytes()
+            for folder in (world, tmp_path / "again", tmp_path / "other")
+        )
+        assert made == again != other
+
+
+@pytest.mark.parametrize("flag", ["--num_trails=9999", "--num_held_out=0", "--num_held_out=200"])
+def test_more_people_than_names_are_refused(flag, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        trail_world.main([f"--out={tmp_path}", flag])
+    assert flag.split("=")[0] in capsys.readouterr().err
