@@ -3,7 +3,7 @@
     jaxrl quickstart                              a small world, and a model that learns to search
     jaxrl train --config=FILE --workdir=RUN       as `python -m jaxrl.launch`
     jaxrl plan --config=FILE                      the memory each device needs; runs nothing
-    jaxrl ask RUN [QUESTION ...]                  questions for a trained model
+    jaxrl chat RUN [QUESTION ...]                 questions for a trained model
     jaxrl report RUN [RUN ...]                    a page about a run, or one that compares several
     jaxrl view RUN [RUN ...]                      runs in a browser, live and token by token
     jaxrl compare RUN --step=N --with.KEY=VALUE   two objectives on a batch that a run recorded
@@ -26,7 +26,7 @@ from typing import NoReturn
 PROGRAMS = {
     "train": ("jaxrl.launch",),
     "plan": ("jaxrl.launch", "--plan"),
-    "ask": ("jaxrl.ask",),
+    "chat": ("jaxrl.extras.chat",),
     "report": ("jaxrl.report",),
     "view": ("jaxrl.extras.view",),
     "compare": ("jaxrl.extras.compare",),

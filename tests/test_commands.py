@@ -39,7 +39,7 @@ NOT_RUN = {
     "and test_restarts.py",
     r"python -m jaxrl\.launch --config=my_run\.py --plan$": "README's configuration is for eight "
     "devices, and this plans for those at hand; with --plan_devices it is run",
-    r"(python -m jaxrl\.|jaxrl )ask ": "a trained run, which takes minutes; tests/test_ask.py",
+    r"jaxrl chat ": "a trained run, which takes minutes; tests/extras/chat/test_chat.py",
     r"jaxrl view ": "serves until it is ended; tests/extras/view/test_server.py",
     r"jaxrl serve ": "serves until it is ended; tests/extras/serve/test_opening.py",
     r"jaxrl compare ": "a run with checkpoints; tests/extras/compare/test_compare.py",
@@ -191,10 +191,10 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
             config, _ = launch._read(launch.parse_flags(argv))
         validate(config, needs_data=False)
         return
-    extras = ("compare", "serve", "view")
+    extras = ("chat", "compare", "serve", "view")
     is_package = module in ("jaxrl.report", *(f"jaxrl.extras.{name}" for name in extras))
     program = importlib.import_module(f"{module}.__main__" if is_package else module)
-    takes_keys = {"jaxrl.ask": "answer", "benchmarks.profile_step": "settings"}
+    takes_keys = {"jaxrl.extras.chat": "answer", "benchmarks.profile_step": "settings"}
     takes_keys |= {"jaxrl.extras.compare": "compare_as_asked", "jaxrl.extras.serve": "serve"}
     if module in takes_keys:  # of the configuration, beside its own flags
 

@@ -194,10 +194,11 @@ def test_functions_take_few_parameters():
 HOLDS_A_CONFIGURATION = {
     *("config.py", "values.py", "installed.py", "choices.py", "config_checks.py"),
     *("method.py", "environment.py", "toolbox.py", "tasks.py", "components.py"),
-    *("launch.py", "api.py", "ask.py", "runtime/history.py", "runtime/versions.py"),
+    *("launch.py", "api.py", "opening.py", "runtime/history.py", "runtime/versions.py"),
     *("runtime/plan/advice.py", "runtime/plan/memory.py", "runtime/plan/weights.py"),
     "extras/dense/memory.py",  # for the plan
     "extras/compare/opening.py",  # of a run that was
+    "extras/chat/conversation.py",  # of one that is asked
     "extras/serve/opening.py",  # likewise
 }
 

@@ -14,12 +14,13 @@ from absl.testing import flagsaver
 
 from configs import search_r1, search_r1_lora
 from jaxrl import launch
-from jaxrl.ask import ask, open_run
 from jaxrl.components import assemble, settings_of
+from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.lora.files import load_adapter, load_base
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, open_tensors
 from jaxrl.models.parts import join
+from jaxrl.opening import open_run
 from jaxrl.run import run
 from jaxrl.runtime.history import write_config
 from jaxrl.runtime.versions import fingerprints
@@ -191,10 +192,10 @@ def test_the_adapter_and_the_export_are_one_model(base):
 def test_the_model_of_a_run_is_asked(base, tmp_path):
     workdir, _, _ = base
     display, question = Display(), "Who is this?"
-    exported = ask(*open_run(workdir, None, display), question, 0.0)
+    exported, _ = Conversation(*open_run(workdir, None, display)).ask(question)
     copy = killed(workdir, tmp_path / "copy", after=NUM_SFT + NUM_TRAIN - 1)
     shutil.rmtree(copy / "eval")
-    middle = ask(*open_run(copy, None, display), question, 0.0)
+    middle, _ = Conversation(*open_run(copy, None, display)).ask(question)
     assert exported.turns
     assert middle.turns
 

@@ -19,12 +19,12 @@ import pytest
 from flax.traverse_util import flatten_dict
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl import ask
 from jaxrl.components import assemble, settings_of
 from jaxrl.config import default_config, to_json
 from jaxrl.envs.base import Observation, StepResult
 from jaxrl.envs.images import Picture
 from jaxrl.envs.math import MathEnv
+from jaxrl.extras.chat import __main__ as chat
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.vision import QwenVision
@@ -375,7 +375,7 @@ def test_a_question_may_show_images(world, tmp_path, capsys):
     """Prints the question, its images' marks included; files that are none are refused."""
     (tmp_path / "config.json").write_text(to_json(settings(world)))
     asked = [str(tmp_path), f"--model={world / 'model'}", f"--image={world / '1.png'}"]
-    ask.main([*asked, "What?", "Is <image> a?"])
+    chat.main([*asked, "What?", "Is <image> a?"])
     shown = capsys.readouterr().out.split("\n\n")[1:]
     assert [text.splitlines()[0] for text in shown] == ["<image>What?", "Is <image> a?"]
     for further, told in (
@@ -383,4 +383,4 @@ def test_a_question_may_show_images(world, tmp_path, capsys):
         (world / "tasks.jsonl", f"error: {world / 'tasks.jsonl'} cannot be read as an image: "),
     ):
         with pytest.raises(SystemExit, match=f"^{re.escape(told)}"):
-            ask.main([*asked, f"--image={further}", "What?"])
+            chat.main([*asked, f"--image={further}", "What?"])

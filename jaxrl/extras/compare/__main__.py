@@ -27,13 +27,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.ask import folder_of, line, read_keys
 from jaxrl.envs.text import printable
 from jaxrl.extras.compare.objective import Prepared, relate
 from jaxrl.extras.compare.opening import Case, open_case
 from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import plain_number
+from jaxrl.opening import line, read_keys
 from jaxrl.runtime.files import written_whole
+from jaxrl.runtime.history import folder_of
 from jaxrl.training.optimizer import learning_rate
 from jaxrl.types import Params, members
 

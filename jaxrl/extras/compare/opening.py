@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jaxrl.ask import fit_mesh, leave_out_scores, read_config
 from jaxrl.components import make_model, make_stages, model_and_tokenizer, trigger_ids
 from jaxrl.config import flatten
 from jaxrl.config_checks import validate
@@ -24,6 +23,7 @@ from jaxrl.models.around import Around
 from jaxrl.models.folder import model_folder
 from jaxrl.models.policy import Model
 from jaxrl.models.starting import load_base
+from jaxrl.opening import fit_mesh, leave_out_scores, read_config
 from jaxrl.runtime.checkpoint import optimizer_items, restore_items, steps_in
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import abstract, make_mesh, param_shardings

@@ -21,10 +21,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.ask import folder_of, line, read_keys
 from jaxrl.extras.serve.opening import is_run, open_served
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.logs.display import Display
+from jaxrl.opening import line, read_keys
+from jaxrl.runtime.history import folder_of
 from jaxrl.runtime.stopping import stop_on_signals
 
 PORT = 8790

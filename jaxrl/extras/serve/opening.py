@@ -11,14 +11,6 @@ from typing import Any
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.ask import (
-    chosen_model,
-    fit_mesh,
-    leave_out_method,
-    leave_out_scores,
-    load_weights,
-    read_config,
-)
 from jaxrl.components import make_engine, make_model, model_and_tokenizer
 from jaxrl.config import OWN_MODEL, default_config
 from jaxrl.config_checks import validate
@@ -31,6 +23,14 @@ from jaxrl.models.around import Around
 from jaxrl.models.folder import model_folder
 from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
+from jaxrl.opening import (
+    chosen_model,
+    fit_mesh,
+    leave_out_method,
+    leave_out_scores,
+    load_weights,
+    read_config,
+)
 from jaxrl.runtime.heap import give_back_after_compiling
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import make_mesh

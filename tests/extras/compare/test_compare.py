@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.ask import read_config
 from jaxrl.components import assemble, settings_of
 from jaxrl.config import to_json
 from jaxrl.extras.compare import __main__ as command
 from jaxrl.extras.compare import opening
 from jaxrl.logs.display import Display
+from jaxrl.opening import read_config
 from jaxrl.run import run
 from jaxrl.runtime.checkpoint import restore_params
 from tests.runs import base_config, records, warm_start

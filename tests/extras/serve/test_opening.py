@@ -12,11 +12,12 @@ import threading
 import pytest
 
 from configs import debug_tiny
-from jaxrl import ask
 from jaxrl.config import to_json
+from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.serve import __main__ as command
 from jaxrl.extras.serve.opening import is_run
 from jaxrl.logs.display import Display
+from jaxrl.opening import open_run
 from tests.extras.serve.served import Client
 from tests.helpers import ROOT
 
@@ -35,7 +36,7 @@ def run(tmp_path, tiny_world):
 
 
 def test_the_command_answers_as_ask_does(run, tiny_world, quick_compilation):
-    """The same weights greedily go on from a prompt as an episode of `jaxrl ask` does."""
+    """The same weights greedily go on from a prompt as an episode of `jaxrl chat` does."""
     flags = ["--port=0", "--rows=2", "--name=ada", "--end_s=20"]
     flags += ["--config.rollout.max_total_tokens=96", "--config.rollout.chunk_tokens=4"]
     environment = {**os.environ, **quick_compilation, "PYTHONPATH": str(ROOT)}
@@ -55,8 +56,8 @@ def test_the_command_answers_as_ask_does(run, tiny_world, quick_compilation):
         assert [(one["id"], one["max_model_len"]) for one in json.loads(body)["data"]] == [
             ("ada", 96)
         ]
-        parts, config = ask.open_run(run, None, Display())
-        trajectory = ask.ask(parts, config, "Who taught Ada?", 0.0)
+        parts, config = open_run(run, None, Display())
+        trajectory, _ = Conversation(parts, config).ask("Who taught Ada?")
         start = trajectory.prompt_length
         first = trajectory.token_ids[start : start + len(trajectory.token_ids)]
         mask = trajectory.loss_mask[start:]

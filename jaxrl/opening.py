@@ -1,25 +1,9 @@
-"""Asks a run's model: `python -m jaxrl.ask RUN ["question" ...] [--step=N] [--config.key=value]`.
-
-Each question is played through the run's environment, as in training: the same prompt, tags, tools
-and search engine. What the model wrote and what it was shown is printed, and its answer. Without
-questions, lines are read from the terminal or from what is piped in. Nothing of the run is changed.
-Relative paths of its configuration, and in keys that are set here, are those of the folder in which
-the run was started; those of RUN, --model and --image are of this one.
-"""
+"""A run opened again: its configuration, and the weights that it has trained."""
 
 from __future__ import annotations
 
-from jaxrl.runtime.stopping import end_on_signals
-
-if __name__ == "__main__":
-    end_on_signals("ended", code=None)  # a moment passes until all below is imported
-
-import argparse
 import ast
-import contextlib
-import logging
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -28,16 +12,12 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
-from rich.console import Console
-from rich.text import Text
 
 from jaxrl.components import Assembled, assemble
 from jaxrl.config import KEYS, OWN_MODEL, default_config, with_tuples
 from jaxrl.config_checks import validate
-from jaxrl.data import parse_task
-from jaxrl.envs.base import OutageError, Outcome
-from jaxrl.envs.images import Picture
-from jaxrl.envs.text import printable, writable
+from jaxrl.environment import context_tokens, has_contexts
+from jaxrl.envs.text import printable
 from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.method import stage_steps
@@ -49,77 +29,14 @@ from jaxrl.own_code import is_own
 from jaxrl.runtime.checkpoint import read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
 from jaxrl.runtime.heap import give_back_after_compiling
-from jaxrl.runtime.history import check_step, folder_of
+from jaxrl.runtime.history import check_step
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
-from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.sampling.weights import given_up
 from jaxrl.session import Progress
 from jaxrl.toolbox import correct_by, environment_parts
-from jaxrl.training.health import first_error
-from jaxrl.types import Draw, Params, Trajectory
+from jaxrl.types import Params
 from jaxrl.values import as_default, check_keys, load_values
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Answers the questions that are given, or those that are typed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl.ask", description="Asks the trained model of a run."
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's workdir")
-    parser.add_argument("questions", nargs="*", metavar="question", help="default: what is typed")
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="shown with each question, at its mark <image> or before it; may be repeated",
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: what RUN trained")
-    parser.add_argument("--step", type=int, metavar="N", help="whose checkpoint; default: the end")
-    parser.epilog = "--config.key=value sets a key of the run's configuration."
-    # Options before questions, too.
-    arguments, others = parser.parse_known_intermixed_args(argv)
-    for name in ("absl", "jax._src.xla_bridge", "httpx2"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    display = Display()
-    try:
-        num_refused = answer(arguments, read_keys(others), display)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OutageError) as error:
-        display.stop()
-        sys.exit(line(error))
-    finally:
-        display.stop()
-    if num_refused:
-        sys.exit(1)
-
-
-def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Display) -> int:
-    """Answers all questions; how many were refused."""
-    step, model = arguments.step, arguments.model
-    if not arguments.temperature >= 0:
-        raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
-    if step is not None and model is not None:
-        raise ValueError(f"--step={step} and --model={model} name two models; leave one out.")
-    run, model = arguments.run.absolute(), model and model.absolute()
-    images = [str(Path(file).absolute()) for file in arguments.image]
-    questions = arguments.questions or typed(sys.stdin)
-    num_refused = 0
-    with contextlib.chdir(folder_of(run)):
-        components, config = open_run(run, model, display, step=step, keys=keys)
-        check_images(components, images)
-        for number, question in enumerate(questions):
-            try:
-                trajectory = ask(
-                    components, config, question, arguments.temperature, number, images
-                )
-            except (ValueError, OutageError) as error:  # of this question alone
-                print(line(error), file=sys.stderr)
-                num_refused += 1
-            else:
-                show(trajectory, display.console)
-    return num_refused
 
 
 def read_keys(arguments: Sequence[str], flag: str = "config") -> dict[str, Any]:
@@ -168,6 +85,7 @@ def open_run(
     *,
     step: int | None = None,
     keys: Mapping[str, Any] = MappingProxyType({}),
+    is_talk: bool = False,
 ) -> tuple[Assembled, ConfigDict]:
     """Assembles what plays a run's episodes, its engine with the weights, and the configuration.
 
@@ -177,6 +95,7 @@ def open_run(
         display: progress.
         step: whose checkpoint answers; by default what the run has come to.
         keys: that are set to other values than the run's.
+        is_talk: prompts hold a conversation, and may take all but the tokens of an answer.
 
     Raises:
         FileNotFoundError, ValueError: there is no such run, model or step, or nothing is trained
@@ -191,6 +110,11 @@ def open_run(
         config.model.path = str(model)
         config.model.lora.rank = 0  # an adapter is merged into what a run exports
     config.policy.name = OWN_MODEL  # whose weights these are
+    if is_talk:
+        rollout = config.rollout
+        answer = rollout.context.turn_tokens if has_contexts(config) else 1
+        longest = context_tokens(config) - max(min(rollout.max_response_tokens, 64), answer)
+        rollout.max_prompt_tokens = max(rollout.max_prompt_tokens, longest)
     leave_out_scores(config)
     leave_out_method(config)
     if keys:
@@ -343,88 +267,3 @@ def load_weights(
     target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
     found, params = restore_params(run / "checkpoints", target, step)
     return params, f"checkpoint of step {found}" + ", in the middle of its stage" * (step is None)
-
-
-def typed(lines: Iterable[str]) -> Iterator[str]:
-    """Questions as they are typed, one a line; an empty line is skipped."""
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        print("One question a line; Ctrl-D ends.\n> ", end="", flush=True)
-    for line in lines:
-        if line.strip():
-            yield line.strip()
-        if is_terminal:
-            print("> ", end="", flush=True)
-
-
-def check_images(components: Assembled, files: Sequence[str]) -> None:
-    """Refuses images that the model cannot be shown.
-
-    Raises:
-        ValueError: it reads none, or a file is no image.
-    """
-    if not files:
-        return
-    if components.processor is None:
-        raise ValueError(f"--image={files[0]}: the model reads text alone; leave it out.")
-    for file in files:
-        components.processor.num_tokens(Picture(path=file))
-
-
-def ask(
-    components: Assembled,
-    config: ConfigDict,
-    question: str,
-    temperature: float,
-    number: int = 0,
-    images: Sequence[str] = (),
-) -> Trajectory:
-    """One episode of a question.
-
-    Args:
-        components: of `open_run`.
-        config: likewise.
-        question: of the user.
-        temperature: 0 is greedy.
-        number: of the question, on which its draws depend.
-        images: their files, for the marks in the question, or before it.
-
-    Raises:
-        ValueError: the prompt leaves no room for an answer, or has other marks than images.
-    """
-    # Environments score every episode; this one's score is nobody's.
-    fields = {"question": writable(question), "answers": ["?"], "images": list(images)}
-    task = parse_task(fields, f"question {number}", folder=Path())
-    sampling = Sampling(
-        group_size=1,
-        temperature=temperature,
-        top_p=config.eval.top_p,
-        seeds=Seeds(seed=config.seed, stage=0, step=0),
-    )
-    [group] = components.rollout([Draw(task=task, stream_index=number)], sampling)
-    return group.trajectories[0]
-
-
-def show(trajectory: Trajectory, console: Console) -> None:
-    """Prints the turns of an episode, what the tools said dimmed, and the answer."""
-
-    def write(text: str, style: str = "") -> None:
-        console.print(Text(printable(text), style=style), soft_wrap=True)
-
-    write(f"\n{trajectory.query}", "bold")
-    opener = trajectory.opener
-    for turn in trajectory.turns:
-        write(opener + turn.text)
-        opener = ""
-        if turn.observation is not None:
-            write(turn.observation.strip("\n"), "dim")
-    if trajectory.outcome == Outcome.ENVIRONMENT_ERROR:
-        write(f"no answer: the environment failed: {first_error([trajectory])}", "bold")
-    elif trajectory.outcome in (Outcome.ANSWERED, Outcome.ABSTAINED) and trajectory.final_answer:
-        write(f"answer: {trajectory.final_answer}", "bold")
-    else:
-        write(f"no answer: {str(trajectory.outcome).replace('_', ' ')}", "bold")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,6 +5,8 @@ import io
 import json
 import os
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import jax
@@ -13,14 +15,16 @@ import pytest
 from rich.console import Console
 
 from configs import debug_tiny
-from jaxrl import ask
+from jaxrl import opening
 from jaxrl.config import default_config, to_json
 from jaxrl.envs.base import OutageError, Outcome, Turn
+from jaxrl.extras.chat import __main__ as chat
+from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.session import Progress
-from jaxrl.types import TrainState
+from jaxrl.types import Group, TrainState
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import as_nobody
 
@@ -53,7 +57,7 @@ def run(tmp_path, tiny_world):
 
 def refused(*arguments):
     with pytest.raises(SystemExit) as ended:
-        ask.main(list(map(str, arguments)))
+        chat.main(list(map(str, arguments)))
     assert "\n" not in ended.value.code
     return ended.value.code
 
@@ -64,7 +68,7 @@ def test_what_was_trained_answers(run, tiny_world, capsys):
     too_long = "Who taught Ada? " * 64
     questions = ("Who taught Ada?", too_long, "Where was Ben\udcff born?")  # the last is no UTF-8
     with pytest.raises(SystemExit) as ended:
-        ask.main([str(run), *questions])
+        chat.main([str(run), *questions])
     assert ended.value.code == 1
     shown = capsys.readouterr()
     assert shown.err.startswith("error: the prompt of task 'question 1' has ")
@@ -90,9 +94,9 @@ def test_a_run_under_way_answers_with_its_newest_checkpoint(run, tiny_world):
     checkpointer.close()
     display = Display()
     display.console = Console(file=io.StringIO(), width=200)
-    parts, config = ask.open_run(run, None, display)
+    parts, config = opening.open_run(run, None, display)
     assert "weights: checkpoint of step 61, in the middle" in display.console.file.getvalue()
-    got, _ = ask.load_weights(parts, config, run, None, display)
+    got, _ = opening.load_weights(parts, config, run, None, display)
     jax.tree.map(lambda one, other: (one == other).all() or pytest.fail("differs"), got, params)
 
 
@@ -112,12 +116,12 @@ def test_a_step_and_keys_are_chosen(run, tiny_world):
     display = Display()
     display.console = Console(file=io.StringIO(), width=200)
     given = ("eval.top_p=0.5", "env.search.tools=()", "search.local.topk=2", "seed=1e3")
-    keys = ask.read_keys([f"--config.{key}" for key in given])
+    keys = opening.read_keys([f"--config.{key}" for key in given])
     assert (keys["search.local.topk"], keys["seed"]) == (2, 1000)
-    parts, config = ask.open_run(run, None, display, step=20, keys=keys)
+    parts, config = opening.open_run(run, None, display, step=20, keys=keys)
     assert (config.eval.top_p, config.env.search.tools) == (0.5, ())
     assert "weights: checkpoint of step 20" in display.console.file.getvalue()
-    got, _ = ask.load_weights(parts, config, run, None, display, step=20)
+    got, _ = opening.load_weights(parts, config, run, None, display, step=20)
     jax.tree.map(lambda one, two: (one == two).all() or pytest.fail("differs"), got, trees[20])
     assert refused(run, "?", "--step=30") == (
         f"error: --step=30: {run / 'checkpoints'} has no such checkpoint; it holds 20, 40."
@@ -153,7 +157,7 @@ def test_a_run_answers_from_any_folder(run, tiny_world, tmp_path_factory, monkey
     assert "corpus.jsonl" in refused(run, "?")
     (run / "environment.json").write_text(json.dumps([{"step": 0, "folder": str(tiny_world)}]))
     (elsewhere / "link").symlink_to(run)
-    ask.main(["link", "Who taught Ada?", "--model=link/export"])  # these are of this folder
+    chat.main(["link", "Who taught Ada?", "--model=link/export"])  # these are of this folder
     assert "answer: " in capsys.readouterr().out
     assert os.getcwd() == str(elsewhere)
 
@@ -169,7 +173,7 @@ def test_an_episode_is_shown_as_it_was():
     )
     out = io.StringIO()
     trajectory = dataclasses.replace(make_trajectory(turns=turns), opener="<think>\n")
-    ask.show(trajectory, Console(file=out, width=20))
+    chat.show(trajectory, Console(file=out, width=20))
     lines = out.getvalue().splitlines()
     assert lines[2:] == [
         "<think>",
@@ -189,12 +193,12 @@ def test_an_episode_is_shown_as_it_was():
 )
 def test_no_answer(trajectory, said):
     out = io.StringIO()
-    ask.show(trajectory, Console(file=out, width=80))
+    chat.show(trajectory, Console(file=out, width=80))
     assert out.getvalue().splitlines()[-1].startswith(said)
 
 
 def test_questions_that_are_piped_in():
-    assert list(ask.typed(["one?\n", "\n", " two?"])) == ["one?", "two?"]
+    assert list(chat.typed(["one?\n", "\n", " two?"])) == ["one?", "", "two?"]
 
 
 def test_mistakes_are_one_line(run, tmp_path, tiny_world):
@@ -224,7 +228,7 @@ def test_a_run_with_keys_that_this_version_does_not_have_is_refused(tmp_path):
     config["search"]["tokp"] = 5
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"config.json: there is no key config.search.tokp"):
-        ask.read_config(tmp_path)
+        opening.read_config(tmp_path)
 
 
 def test_a_search_engine_that_is_not_there_is_told(monkeypatch, capsys):
@@ -233,10 +237,109 @@ def test_a_search_engine_that_is_not_there_is_told(monkeypatch, capsys):
     def down(*_):
         raise OutageError(told)
 
-    opened = lambda *_, **__: (None, debug_tiny.get_config())  # noqa: E731
-    monkeypatch.setattr(ask, "open_run", opened)
-    monkeypatch.setattr(ask, "ask", down)
+    parts = types.SimpleNamespace(rollout=down)
+    opened = lambda *_, **__: (parts, debug_tiny.get_config())  # noqa: E731
+    monkeypatch.setattr(chat, "open_run", opened)
     with pytest.raises(SystemExit) as ended:
-        ask.main(["run", "Who taught Ada?", "Who taught Ben?"])
+        chat.main(["run", "Who taught Ada?", "Who taught Ben?"])
     assert ended.value.code == 1
     assert capsys.readouterr().err == f"error: {told}\n" * 2
+
+
+# Conversations.
+
+
+class Played:
+    """A rollout that answers each prompt with its number, and refuses long ones."""
+
+    def __init__(self, turns, most=10**6):
+        self.prompts, self._turns, self._most = [], turns, most
+
+    def __call__(self, draws, sampling):
+        [draw] = draws
+        task = draw.task
+        chat = [dict(message) for message in task.messages or ()] or task.question
+        if sum(len(message["content"]) for message in task.messages or ()) > self._most:
+            raise ValueError("the prompt is too long")
+        self.prompts.append((chat, draw.stream_index))
+        made = make_trajectory(turns=self._turns)
+        return [Group(trajectories=(dataclasses.replace(made, task=task),))]
+
+
+TURNS = (
+    Turn(text="<search>q</search>", tool_call="q", observation="\n<information>x</information>\n"),
+    Turn(text="<answer>Rome</answer>"),
+)
+SAID = "<search>q</search>\n<information>x</information>\n<answer>Rome</answer>"
+
+
+def talk(rollout, **keys):
+    config = debug_tiny.get_config()
+    config.prompt.system, config.prompt.template = "Be brief.", "Question: {question}"
+    config.update_from_flattened_dict(keys)
+    return Conversation(types.SimpleNamespace(rollout=rollout), config)
+
+
+def test_a_later_question_stands_behind_what_was_said():
+    rollout = Played(TURNS)
+    conversation = talk(rollout)
+    for question in ("Where?", "And then?", "Why?"):
+        conversation.ask(question)
+    conversation.begin_anew()
+    conversation.ask("Who?")
+    system = {"role": "system", "content": "Be brief."}
+    first = [
+        {"role": "user", "content": "Question: Where?"},
+        {"role": "assistant", "content": SAID},
+    ]
+    second = [{"role": "user", "content": "And then?"}, {"role": "assistant", "content": SAID}]
+    assert rollout.prompts == [
+        ("Where?", 0),  # by itself, as in training
+        ([system, *first, {"role": "user", "content": "And then?"}], 1),
+        ([system, *first, *second, {"role": "user", "content": "Why?"}], 2),
+        ("Who?", 3),
+    ]
+
+
+def test_where_the_template_shows_results_the_last_turn_is_what_was_said():
+    rollout = Played(TURNS)
+    conversation = talk(rollout, **{"env.search.protocol": "qwen"})
+    conversation.ask("Where?")
+    conversation.ask("Why?")
+    assert rollout.prompts[1][0][2] == {"role": "assistant", "content": "<answer>Rome</answer>"}
+
+
+def test_what_has_no_room_is_forgotten_from_the_beginning():
+    rollout = Played(TURNS, most=2 * len(SAID) + 60)
+    conversation = talk(rollout)
+    assert [conversation.ask(f"number {i}?")[1] for i in range(5)] == [0, 0, 0, 1, 1]
+    last, _ = rollout.prompts[-1]
+    asked = [message["content"] for message in last if message["role"] == "user"]
+    assert asked == ["Question: number 2?", "number 3?", "number 4?"]
+
+
+def test_what_is_wrong_without_any_history_is_told():
+    def refuses(draws, sampling):
+        raise ValueError("the question is odd")
+
+    with pytest.raises(ValueError, match="is odd"):
+        talk(refuses).ask("?")
+
+
+def test_lines_are_one_conversation(run, tiny_world, monkeypatch, capsys):
+    shutil.copytree(tiny_world / "model", run / "export")
+    config = json.loads((run / "config.json").read_text())
+    config["rollout"]["max_total_tokens"] = 256
+    (run / "config.json").write_text(json.dumps(config))
+    lines = "Who taught Ada?\nWhere was Ben born?\n\nWho taught Ada?\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    chat.main([str(run)])
+    shown = capsys.readouterr().out.split("\n\n")
+    asked = [text.splitlines() for text in shown if text.startswith(("Who", "Where"))]
+    assert [text[0] for text in asked] == [
+        "Who taught Ada?",
+        "Where was Ben born?",
+        "Who taught Ada?",
+    ]
+    # Begun anew, the first question has the same answer; greedy, whatever was said between.
+    assert asked[0] == asked[2]

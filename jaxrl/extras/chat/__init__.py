@@ -1,0 +1,1 @@
+"""The model of a run in use, with the run's tools: `jaxrl chat RUN`."""

@@ -1,0 +1,170 @@
+"""Talks to a run's model: `jaxrl chat RUN ["question" ...] [--step=N] [--config.key=value]`.
+
+Each question is played through the run's environment, as in training: the same prompt, tags, tools
+and search engine. What the model wrote and what it was shown is printed, and its answer. Questions
+on the command line are asked one by one. Without any, lines are read from the terminal or from what
+is piped in, as one conversation; an empty line begins another. Nothing of the run is changed.
+Relative paths of its configuration, and in keys that are set here, are those of the folder in which
+the run was started; those of RUN, --model and --image are of this one.
+"""
+
+from __future__ import annotations
+
+from jaxrl.runtime.stopping import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals("ended", code=None)  # a moment passes until all below is imported
+
+import argparse
+import contextlib
+import importlib
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from jaxrl.components import Assembled
+from jaxrl.envs.base import OutageError, Outcome
+from jaxrl.envs.images import Picture
+from jaxrl.envs.text import printable
+from jaxrl.extras.chat.conversation import Conversation
+from jaxrl.logs.display import Display
+from jaxrl.opening import line, open_run, read_keys
+from jaxrl.runtime.history import folder_of
+from jaxrl.training.health import first_error
+from jaxrl.types import Trajectory
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Answers the questions that are given, or those that are typed."""
+    parser = argparse.ArgumentParser(
+        prog="jaxrl chat", description="Talks to the trained model of a run."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's workdir")
+    parser.add_argument(
+        "questions",
+        nargs="*",
+        metavar="question",
+        help="each by itself; default: lines that are typed or piped in, as a conversation",
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="shown with each question, at its mark <image> or before it; may be repeated",
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: what RUN trained")
+    parser.add_argument("--step", type=int, metavar="N", help="whose checkpoint; default: the end")
+    parser.epilog = "--config.key=value sets a key of the run's configuration."
+    # Options before questions, too.
+    arguments, others = parser.parse_known_intermixed_args(argv)
+    for name in ("absl", "jax._src.xla_bridge", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    display = Display()
+    try:
+        num_refused = answer(arguments, read_keys(others), display)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OutageError) as error:
+        display.stop()
+        sys.exit(line(error))
+    finally:
+        display.stop()
+    if num_refused:
+        sys.exit(1)
+
+
+def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Display) -> int:
+    """Answers all questions; how many were refused."""
+    step, model = arguments.step, arguments.model
+    if not arguments.temperature >= 0:
+        raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
+    if step is not None and model is not None:
+        raise ValueError(f"--step={step} and --model={model} name two models; leave one out.")
+    run, model = arguments.run.absolute(), model and model.absolute()
+    images = [str(Path(file).absolute()) for file in arguments.image]
+    is_talk = not arguments.questions
+    lines = typed(sys.stdin) if is_talk else separate(arguments.questions)
+    num_refused = 0
+    with contextlib.chdir(folder_of(run)):
+        components, config = open_run(run, model, display, step=step, keys=keys, is_talk=is_talk)
+        check_images(components, images)
+        conversation = Conversation(components, config, arguments.temperature)
+        for question in lines:
+            if not question:
+                conversation.begin_anew()
+                continue
+            try:
+                trajectory, num_forgotten = conversation.ask(question, images)
+            except (ValueError, OutageError) as error:  # of this question alone
+                print(line(error), file=sys.stderr)
+                num_refused += 1
+                continue
+            if num_forgotten:
+                display.log(
+                    f"the first {num_forgotten} of the questions before have no room any more "
+                    "(config.rollout.max_total_tokens), and are left out"
+                )
+            show(trajectory, display.console)
+    return num_refused
+
+
+def separate(questions: Sequence[str]) -> Iterator[str]:
+    """Questions with an empty line behind each."""
+    for question in questions:
+        yield question
+        yield ""
+
+
+def typed(lines: Iterable[str]) -> Iterator[str]:
+    """Questions as they are typed, one a line, and "" for each empty line."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print("One question a line; an empty one begins anew, Ctrl-D ends.\n> ", end="", flush=True)
+    for text in lines:
+        yield text.strip()
+        if is_terminal:
+            print("> ", end="", flush=True)
+
+
+def check_images(components: Assembled, files: Sequence[str]) -> None:
+    """Refuses images that the model cannot be shown.
+
+    Raises:
+        ValueError: it reads none, or a file is no image.
+    """
+    if not files:
+        return
+    if components.processor is None:
+        raise ValueError(f"--image={files[0]}: the model reads text alone; leave it out.")
+    for file in files:
+        components.processor.num_tokens(Picture(path=file))
+
+
+def show(trajectory: Trajectory, console: Console) -> None:
+    """Prints the turns of an episode, what the tools said dimmed, and the answer."""
+
+    def write(text: str, style: str = "") -> None:
+        console.print(Text(printable(text), style=style), soft_wrap=True)
+
+    write(f"\n{trajectory.query}", "bold")
+    opener = trajectory.opener
+    for turn in trajectory.turns:
+        write(opener + turn.text)
+        opener = ""
+        if turn.observation is not None:
+            write(turn.observation.strip("\n"), "dim")
+    if trajectory.outcome == Outcome.ENVIRONMENT_ERROR:
+        write(f"no answer: the environment failed: {first_error([trajectory])}", "bold")
+    elif trajectory.outcome in (Outcome.ANSWERED, Outcome.ABSTAINED) and trajectory.final_answer:
+        write(f"answer: {trajectory.final_answer}", "bold")
+    else:
+        write(f"no answer: {str(trajectory.outcome).replace('_', ' ')}", "bold")
+
+
+if __name__ == "__main__":
+    importlib.import_module("jaxrl.extras.chat.__main__").main()
