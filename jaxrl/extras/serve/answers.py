@@ -174,14 +174,13 @@ def _unfinished(piece: Piece) -> RefusedError:
 class Answer:
     """All samples of a question, for as many clients as wait for them."""
 
-    def __init__(self, question: Question):
-        """Chooses the draws; nothing is asked yet."""
-        self.question = question
+    def __init__(self, question: Question, shown: Any):
+        """Chooses the draws; nothing is asked yet. `shown` is what the dialect knows of it."""
+        self.question, self.shown = question, shown
         self.keys = [sample_key(question.seed, index) for index in range(question.count)]
         self.samples: list[Sample] = []
         self.created = int(time.time())
         self.num_readers = 0
-        self.notes: dict[str, Any] = {}  # of the dialect, for those who ask again
 
     @property
     def id(self) -> str:

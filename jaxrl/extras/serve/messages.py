@@ -161,8 +161,11 @@ def read_tools(fields: Fields) -> list[Mapping[str, Any]]:
         tool = fields_of(one, f"tools[{index}]")
         if tool.text("type", "custom") != "custom":
             raise tool.refuse("type", "'custom': tools of the client")
-        function = {"name": tool.text("name"), "description": tool.text("description", "")}
-        function["parameters"] = tool.inner("input_schema").values
+        function = {
+            "name": tool.text("name"),
+            "description": tool.text("description", ""),
+            "parameters": tool.inner("input_schema").values,
+        }
         tools.append({"type": "function", "function": function})
     choice = fields.inner("tool_choice")
     if choice.text("type", "auto") not in ("auto", "none"):
@@ -257,7 +260,7 @@ def _block_events(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for index, block in enumerate(content):
         if block["type"] == "text":
-            start = {"type": "text", "text": ""}
+            start: dict[str, Any] = {"type": "text", "text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
         else:
             start = {**block, "input": {}}

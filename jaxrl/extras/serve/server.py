@@ -10,6 +10,7 @@ written a time in which it must be read.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -21,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -190,6 +192,7 @@ class Endpoint:
             max_total_tokens=worker.max_total_tokens, num_tokens=tokenizer.num_tokens
         )
         self._answers = Answers(worker, deadline_s=settings.deadline_s)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.statuses: dict[int, int] = {}
         self._gets = {
             "/health": self._health,
@@ -311,21 +314,24 @@ class Endpoint:
         own = f"{session}\n{exchange.path}\n"
         digest = hashlib.sha256(own.encode() + data).hexdigest()
         key = exchange.header("idempotency-key")
-        answer = self._answers.find(f"{own}{key}", digest) if key else None
-        if answer is None and exchange.header("x-stainless-retry-count") not in ("", "0"):
-            answer = self._answers.find(digest, digest)
-        if answer is None:
-            fields = read_body(data)
-            question, shown = await asyncio.to_thread(reader, fields, session)
-            if exchange.path == COUNT:
-                await exchange.send_json({"input_tokens": len(question.prompt_ids)})
-                return
-            answer = Answer(question)
-            answer.notes["shown"] = shown
-        with self._answers.reading(answer):
-            for name in [digest, *([f"{own}{key}"] if key else [])]:
-                self._answers.keep(name, digest, answer)
-            writer = writer_of(answer, answer.notes["shown"])
+        names = [digest, *([f"{own}{key}"] if key else [])]
+        # Who asks again while the first request is prepared waits for it.
+        lock = self._locks.setdefault(names[-1], asyncio.Lock())
+        with contextlib.ExitStack() as reading:
+            async with lock:
+                answer = self._answers.find(names[-1], digest) if key else None
+                if answer is None and exchange.header("x-stainless-retry-count") not in ("", "0"):
+                    answer = self._answers.find(digest, digest)
+                if answer is None:
+                    question, shown = await asyncio.to_thread(reader, read_body(data), session)
+                    if exchange.path == COUNT:
+                        await exchange.send_json({"input_tokens": len(question.prompt_ids)})
+                        return
+                    answer = Answer(question, shown)
+                reading.enter_context(self._answers.reading(answer))
+                for name in names:
+                    self._answers.keep(name, digest, answer)
+            writer = writer_of(answer, answer.shown)
             if writer.streams:
                 await exchange.begin_stream()
                 async for name, value in writer.events():

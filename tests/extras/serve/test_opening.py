@@ -34,6 +34,7 @@ def run(tmp_path, tiny_world):
     return tmp_path
 
 
+@pytest.mark.minutes
 def test_the_command_answers_as_ask_does(run, tiny_world, quick_compilation):
     """The same weights greedily go on from a prompt as an episode of `jaxrl ask` does."""
     flags = ["--port=0", "--rows=2", "--name=ada", "--end_s=20"]
