@@ -31,7 +31,7 @@ from jaxrl.envs.text import printable
 from jaxrl.extras.serve import completions, generate, messages
 from jaxrl.extras.serve.answers import Answer, Answers, Limits, Question
 from jaxrl.extras.serve.chats import Chats
-from jaxrl.extras.serve.fields import Fields, RefusedError, read_body
+from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError, read_body
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.tokenizer import Tokenizer
 
@@ -187,7 +187,7 @@ class Endpoint:
         """Answers nothing yet."""
         self.worker, self.settings = worker, settings
         self.hosts: list[str] | None = None  # values of `Host` that are answered; None: any
-        self._chats = Chats(tokenizer)
+        self._chats = Chats(tokenizer, max_prompt_tokens=worker.max_total_tokens - 1)
         self._limits = Limits(
             max_total_tokens=worker.max_total_tokens, num_tokens=tokenizer.num_tokens
         )
@@ -244,6 +244,7 @@ class Endpoint:
         text = printable(str(error))
         if exchange.path.startswith(MESSAGES):
             kind = error.kind if error.status != 500 else "api_error"
+            text = error.short if isinstance(error, TooLongError) else text
             return {"type": "error", "error": {"type": kind, "message": text}}
         return {
             "error": {"message": text, "type": error.kind, "param": error.param, "code": error.code}
@@ -323,7 +324,9 @@ class Endpoint:
                 if answer is None and exchange.header("x-stainless-retry-count") not in ("", "0"):
                     answer = self._answers.find(digest, digest)
                 if answer is None:
-                    question, shown = await asyncio.to_thread(reader, read_body(data), session)
+                    question, shown = await asyncio.to_thread(
+                        lambda: reader(read_body(data), session)
+                    )
                     if exchange.path == COUNT:
                         await exchange.send_json({"input_tokens": len(question.prompt_ids)})
                         return

@@ -162,6 +162,12 @@ def test_a_prompt_that_leaves_no_room(client):
     assert f"maximum context length is {MAX_TOTAL} tokens" in error["message"]
     status, error = refusal(client, IDS, {"token_ids": [5] * MAX_TOTAL})
     assert (status, error["code"]) == (400, "context_length_exceeded")
+    # Megabytes are refused before the template and the tokenizer see them.
+    began = time.monotonic()
+    for messages in ([{"role": "user", "content": "word " * 1_000_000}], HELLO * 50_000):
+        status, error = refusal(client, CHAT, {"messages": messages})
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert time.monotonic() - began < 20
     # One less leaves room for a single token, whatever is asked for.
     choice = client.generate([5] * (MAX_TOTAL - 1), max_tokens=100, temperature=0)
     assert len(choice["token_ids"]) == 1
