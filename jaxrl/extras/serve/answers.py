@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.extras.serve.engine import Way
-from jaxrl.extras.serve.fields import OVERFLOW, Fields, RefusedError
+from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError
 from jaxrl.extras.serve.worker import (
     FAILED,
     LATE,
@@ -91,7 +91,7 @@ def read_question(
     """
     room = limits.max_total_tokens - len(prompt_ids)
     if room < 1:
-        raise overflow(len(prompt_ids), limits.max_total_tokens)
+        raise TooLongError(len(prompt_ids), limits.max_total_tokens)
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)
     if 0.0 < temperature < LEAST_TEMPERATURE:
         raise fields.refuse(
@@ -106,17 +106,6 @@ def read_question(
         budget=room if budget is None else min(budget, room),
         stop_ids=frozenset(fields.ids("stop_token_ids", limits.num_tokens, default=())),
         stops=tuple(fields.texts("stop", MAX_STOPS)),
-    )
-
-
-def overflow(count: int, most: int) -> RefusedError:
-    """The error of a prompt that leaves no room for an answer."""
-    return RefusedError(
-        400,
-        f"This model's maximum context length is {most} tokens. However, your prompt has {count} "
-        "tokens. Please reduce the length of the prompt.",
-        param="messages",
-        code=OVERFLOW,
     )
 
 
@@ -174,14 +163,13 @@ def _unfinished(piece: Piece) -> RefusedError:
 class Answer:
     """All samples of a question, for as many clients as wait for them."""
 
-    def __init__(self, question: Question):
-        """Chooses the draws; nothing is asked yet."""
-        self.question = question
+    def __init__(self, question: Question, shown: Any):
+        """Chooses the draws; nothing is asked yet. `shown` is what the dialect knows of it."""
+        self.question, self.shown = question, shown
         self.keys = [sample_key(question.seed, index) for index in range(question.count)]
         self.samples: list[Sample] = []
         self.created = int(time.time())
         self.num_readers = 0
-        self.notes: dict[str, Any] = {}  # of the dialect, for those who ask again
 
     @property
     def id(self) -> str:

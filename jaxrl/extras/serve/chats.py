@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl.envs.json_text import is_too_deep
 from jaxrl.envs.protocol import Asked, read_tool_calls
-from jaxrl.extras.serve.fields import RefusedError, fields_of, shown
+from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError, fields_of, shown
 from jaxrl.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -114,10 +114,10 @@ def _message(value: Any, place: str) -> ChatMessage:
     return ChatMessage(role=role, content=content, calls=tuple(calls), others=others)
 
 
-def _content(fields: Any) -> str:
+def _content(fields: Fields) -> str:
     value = fields.values.get("content", "")
     if isinstance(value, str):
-        return str(fields.text("content", ""))
+        return fields.text("content", "")
     texts = []
     for index, one in enumerate(fields.items("content")):
         part = fields_of(one, f"{fields.place}.content[{index}]")
@@ -165,9 +165,16 @@ class Chats:
     Several threads may ask at once.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int = 2**24):
-        """`max_tokens` are kept of all sessions; the chats that were used least recently go."""
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, max_prompt_tokens: int, max_tokens: int = 2**24):
+        """Keeps none yet.
+
+        Args:
+            tokenizer: with the chat template.
+            max_prompt_tokens: of any prompt.
+            max_tokens: that are kept of all sessions; the chats used least recently go first.
+        """
+        self.tokenizer, self._max_prompt_tokens = tokenizer, max_prompt_tokens
+        self._longest_token = max(map(len, tokenizer.vocab_bytes))
         self._max_tokens, self._num_tokens = max_tokens, 0
         self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._tools: set[str] = set()
@@ -179,8 +186,10 @@ class Chats:
         """Ids up to where the model's next message begins.
 
         Raises:
-            RefusedError: the chat template refuses the chat, or describes no tools.
+            RefusedError: the chat template refuses the chat, or describes no tools, or the texts
+                cannot fit.
         """
+        self._check_size(messages, tools)
         with self._lock:
             try:
                 self._check_tools(tools)
@@ -247,6 +256,19 @@ class Chats:
             return None
         has_ended = int(stored[-1]) in eos_ids
         return whole[ends[count] + has_ended :]
+
+    def _check_size(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Refuses texts that cannot fit, before minutes go to them.
+
+        A token holds so many bytes at most, and each message takes at least one.
+        """
+        described = json.dumps(list(tools), ensure_ascii=False, separators=(",", ":"))
+        texts = [described, *(message.rendered["content"] for message in messages)]
+        least = max(sum(len(text.encode()) for text in texts) // self._longest_token, len(messages))
+        if least > self._max_prompt_tokens:
+            raise TooLongError(least, self._max_prompt_tokens + 1)
 
     def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Refuses tools of which the template says nothing, or whose calls are not read back."""

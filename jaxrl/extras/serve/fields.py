@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import writable
 
-BAD, UNKNOWN, OVERFLOW = "invalid_request_error", "not_found_error", "context_length_exceeded"
+BAD = "invalid_request_error"
 
 
 class RefusedError(Exception):
@@ -38,9 +38,27 @@ class RefusedError(Exception):
     @property
     def kind(self) -> str:
         """Type of the error as OpenAI has them."""
-        kinds = {401: "authentication_error", 403: "permission_error", 404: UNKNOWN}
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
         kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
         return kinds.get(self.status, BAD if self.status < 500 else "server_error")
+
+
+class TooLongError(RefusedError):
+    """A prompt that leaves no room for an answer."""
+
+    def __init__(self, count: int, most: int):
+        """Tells it as OpenAI's clients expect.
+
+        Args:
+            count: tokens of the prompt, at least.
+            most: of prompt and answer.
+        """
+        text = (
+            f"This model's maximum context length is {most} tokens. However, your prompt has "
+            f"{count} tokens or more. Please reduce the length of the prompt."
+        )
+        super().__init__(400, text, param="messages", code="context_length_exceeded")
+        self.short = f"prompt is too long: {count} tokens > {most - 1} maximum"
 
 
 class Fields:

@@ -12,7 +12,7 @@ from typing import Any
 from jaxrl.extras.serve.answers import Limits, Question, Sample, joined, read_question
 from jaxrl.extras.serve.chats import Call, ChatMessage, Chats
 from jaxrl.extras.serve.completions import Shown, Writer
-from jaxrl.extras.serve.fields import OVERFLOW, Fields, RefusedError, fields_of, shown
+from jaxrl.extras.serve.fields import Fields, RefusedError, fields_of, shown
 from jaxrl.extras.serve.worker import STOP
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -52,15 +52,7 @@ def read(
     common = Fields({**fields.values, "stop": fields.texts("stop_sequences", 16)})
     budget = None if counts else fields.whole("max_tokens", 0, 1)
     prompt_ids = chats.prompt(session, messages, tools)
-    try:
-        question = read_question(common, prompt_ids, limits, budget)
-    except RefusedError as error:
-        if error.code != OVERFLOW:
-            raise
-        told = (
-            f"prompt is too long: {len(prompt_ids)} tokens > {limits.max_total_tokens - 1} maximum"
-        )
-        raise RefusedError(400, told, param="messages", code=OVERFLOW) from error
+    question = read_question(common, prompt_ids, limits, budget)
     return question, Shown(
         model=model,
         session=session,
@@ -161,8 +153,11 @@ def read_tools(fields: Fields) -> list[Mapping[str, Any]]:
         tool = fields_of(one, f"tools[{index}]")
         if tool.text("type", "custom") != "custom":
             raise tool.refuse("type", "'custom': tools of the client")
-        function = {"name": tool.text("name"), "description": tool.text("description", "")}
-        function["parameters"] = tool.inner("input_schema").values
+        function = {
+            "name": tool.text("name"),
+            "description": tool.text("description", ""),
+            "parameters": tool.inner("input_schema").values,
+        }
         tools.append({"type": "function", "function": function})
     choice = fields.inner("tool_choice")
     if choice.text("type", "auto") not in ("auto", "none"):
@@ -257,7 +252,7 @@ def _block_events(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for index, block in enumerate(content):
         if block["type"] == "text":
-            start = {"type": "text", "text": ""}
+            start: dict[str, Any] = {"type": "text", "text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
         else:
             start = {**block, "input": {}}

@@ -102,6 +102,9 @@ def open_served(
     config.policy.name = OWN_MODEL
     leave_out_scores(config)
     leave_out_method(config)
+    rollout = config.rollout
+    rollout.max_prompt_tokens = max(rollout.max_total_tokens - 1, 1)
+    rollout.max_response_tokens = min(rollout.max_response_tokens, rollout.max_prompt_tokens)
     if keys:
         validate(config, needs_data=False)
     config.stages = ()  # no data are read

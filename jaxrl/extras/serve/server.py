@@ -10,6 +10,7 @@ written a time in which it must be read.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -21,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -29,7 +31,7 @@ from jaxrl.envs.text import printable
 from jaxrl.extras.serve import completions, generate, messages
 from jaxrl.extras.serve.answers import Answer, Answers, Limits, Question
 from jaxrl.extras.serve.chats import Chats
-from jaxrl.extras.serve.fields import Fields, RefusedError, read_body
+from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError, read_body
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.tokenizer import Tokenizer
 
@@ -185,11 +187,12 @@ class Endpoint:
         """Answers nothing yet."""
         self.worker, self.settings = worker, settings
         self.hosts: list[str] | None = None  # values of `Host` that are answered; None: any
-        self._chats = Chats(tokenizer)
+        self._chats = Chats(tokenizer, max_prompt_tokens=worker.max_total_tokens - 1)
         self._limits = Limits(
             max_total_tokens=worker.max_total_tokens, num_tokens=tokenizer.num_tokens
         )
         self._answers = Answers(worker, deadline_s=settings.deadline_s)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.statuses: dict[int, int] = {}
         self._gets = {
             "/health": self._health,
@@ -241,6 +244,7 @@ class Endpoint:
         text = printable(str(error))
         if exchange.path.startswith(MESSAGES):
             kind = error.kind if error.status != 500 else "api_error"
+            text = error.short if isinstance(error, TooLongError) else text
             return {"type": "error", "error": {"type": kind, "message": text}}
         return {
             "error": {"message": text, "type": error.kind, "param": error.param, "code": error.code}
@@ -311,21 +315,26 @@ class Endpoint:
         own = f"{session}\n{exchange.path}\n"
         digest = hashlib.sha256(own.encode() + data).hexdigest()
         key = exchange.header("idempotency-key")
-        answer = self._answers.find(f"{own}{key}", digest) if key else None
-        if answer is None and exchange.header("x-stainless-retry-count") not in ("", "0"):
-            answer = self._answers.find(digest, digest)
-        if answer is None:
-            fields = read_body(data)
-            question, shown = await asyncio.to_thread(reader, fields, session)
-            if exchange.path == COUNT:
-                await exchange.send_json({"input_tokens": len(question.prompt_ids)})
-                return
-            answer = Answer(question)
-            answer.notes["shown"] = shown
-        with self._answers.reading(answer):
-            for name in [digest, *([f"{own}{key}"] if key else [])]:
-                self._answers.keep(name, digest, answer)
-            writer = writer_of(answer, answer.notes["shown"])
+        names = [digest, *([f"{own}{key}"] if key else [])]
+        # Who asks again while the first request is prepared waits for it.
+        lock = self._locks.setdefault(names[-1], asyncio.Lock())
+        with contextlib.ExitStack() as reading:
+            async with lock:
+                answer = self._answers.find(names[-1], digest) if key else None
+                if answer is None and exchange.header("x-stainless-retry-count") not in ("", "0"):
+                    answer = self._answers.find(digest, digest)
+                if answer is None:
+                    question, shown = await asyncio.to_thread(
+                        lambda: reader(read_body(data), session)
+                    )
+                    if exchange.path == COUNT:
+                        await exchange.send_json({"input_tokens": len(question.prompt_ids)})
+                        return
+                    answer = Answer(question, shown)
+                reading.enter_context(self._answers.reading(answer))
+                for name in names:
+                    self._answers.keep(name, digest, answer)
+            writer = writer_of(answer, answer.shown)
             if writer.streams:
                 await exchange.begin_stream()
                 async for name, value in writer.events():

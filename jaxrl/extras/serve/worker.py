@@ -219,7 +219,7 @@ class Worker:
             try:
                 self._drop()
                 self._admit()
-                self._release()
+                self._release_for_others()
                 for event in self.engine.step():
                     self._take(event)
             except Exception as error:  # of the device, or a bug: the next ones may be answered
@@ -292,12 +292,16 @@ class Worker:
         ]
         return max(fitting)[1] if fitting else None
 
+    def _release_for_others(self) -> None:
+        """Gives up rows that wait, while others want their pages."""
+        while self._kept and self.engine.lacks_pages:
+            self._release()
+
     def _release(self) -> None:
-        """Gives up rows that wait, while others want their pages or there are too many."""
-        while self._kept and (len(self._kept) > self._max_kept or self.engine.lacks_pages):
-            request, _ = self._kept.popitem(last=False)
-            self.engine.finish(request)
-            self.totals.released_rows += 1
+        """Gives up the row that was used least recently."""
+        request, _ = self._kept.popitem(last=False)
+        self.engine.finish(request)
+        self.totals.released_rows += 1
 
     def _take(self, event: Event) -> None:
         """Adds what was sampled to its job, and ends it where it stops."""
@@ -342,6 +346,8 @@ class Worker:
             return
         self.engine.cut(request, ids)
         self._kept[request] = ids
+        if len(self._kept) > self._max_kept:
+            self._release()
 
     def _tell_end(self, job: Job, end: str, why: str = "") -> None:
         counted = {LEFT: "cancelled", LATE: "late", FAILED: "failed"}[end]

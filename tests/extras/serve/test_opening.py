@@ -15,7 +15,7 @@ from configs import debug_tiny
 from jaxrl.config import to_json
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.serve import __main__ as command
-from jaxrl.extras.serve.opening import is_run
+from jaxrl.extras.serve.opening import is_run, open_served
 from jaxrl.logs.display import Display
 from jaxrl.opening import open_run
 from tests.extras.serve.served import Client
@@ -35,6 +35,7 @@ def run(tmp_path, tiny_world):
     return tmp_path
 
 
+@pytest.mark.minutes
 def test_the_command_answers_as_ask_does(run, tiny_world, quick_compilation):
     """The same weights greedily go on from a prompt as an episode of `jaxrl chat` does."""
     flags = ["--port=0", "--rows=2", "--name=ada", "--end_s=20"]
@@ -111,3 +112,19 @@ def test_what_is_no_model_is_told(tmp_path):
         command.main([str(tmp_path / "nowhere")])
     assert str(tmp_path / "nowhere") in ended.value.code
     assert "\n" not in ended.value.code
+
+
+def test_a_folder_is_served_within_its_positions(run, tiny_world):
+    folder = tiny_world / "model"
+    positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    served = open_served(folder, Display(), rows=3)
+    assert (served.name, served.engine.num_rows) == ("model", 3)
+    assert served.engine.max_total_tokens == min(2048, positions)
+    keys = {"rollout.max_total_tokens": 80, "rollout.chunk_tokens": 4}
+    served = open_served(folder, Display(), name="ada", keys=keys)
+    assert (served.name, served.engine.num_rows) == ("ada", 16)
+    assert (served.engine.max_total_tokens, served.engine.sampler.num_steps) == (80, 4)
+    with pytest.raises(ValueError, match="is no run, so that --model and --step name nothing"):
+        open_served(folder, Display(), step=3)
+    with pytest.raises(ValueError, match=r"config\.rollout\.max_total_tokens=999999 is beyond"):
+        open_served(folder, Display(), keys={"rollout.max_total_tokens": 999_999})

@@ -6,12 +6,13 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from jaxrl.extras.serve import server as server_module
 from jaxrl.extras.serve.completions import UNSUPPORTED
-from tests.extras.serve.served import MAX_TOTAL, make_engine, serving
+from tests.extras.serve.served import MAX_TOTAL, TOKENIZER, make_engine, serving
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -162,6 +163,12 @@ def test_a_prompt_that_leaves_no_room(client):
     assert f"maximum context length is {MAX_TOTAL} tokens" in error["message"]
     status, error = refusal(client, IDS, {"token_ids": [5] * MAX_TOTAL})
     assert (status, error["code"]) == (400, "context_length_exceeded")
+    # Megabytes are refused before the template and the tokenizer see them.
+    began = time.monotonic()
+    for messages in ([{"role": "user", "content": "word " * 1_000_000}], HELLO * 50_000):
+        status, error = refusal(client, CHAT, {"messages": messages})
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert time.monotonic() - began < 20
     # One less leaves room for a single token, whatever is asked for.
     choice = client.generate([5] * (MAX_TOTAL - 1), max_tokens=100, temperature=0)
     assert len(choice["token_ids"]) == 1
@@ -276,6 +283,31 @@ def test_who_leaves_frees_the_row(slow_engine, stream):
         assert found["jaxrl_rows_kept"] == found["jaxrl_samples_finished_total"] == 0
         assert found['jaxrl_responses_total{status="499"}'] == 1
         assert client.chat(max_tokens=2, temperature=0)["choices"]
+
+
+def test_few_pages_and_clients_that_leave(engine):
+    """Rows take pages from each other and clients leave, and every answer is as with many pages."""
+    prompts = [TOKENIZER.encode(f"question {number} " + "word " * number) for number in range(8)]
+
+    def ask(client, number):
+        return client.generate(prompts[number], temperature=0.0, max_tokens=160)["token_ids"]
+
+    with serving(engine) as (_, client), ThreadPoolExecutor(4) as pool:
+        wanted = list(pool.map(lambda number: ask(client, number), range(8)))
+    tight = make_engine(num_pages=34)
+    with serving(tight) as (server, client), ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, client, number) for number in range(8)]
+        for _ in range(4):
+            connection = send_and_hold(client, {**LONG, "temperature": 1.0, "top_p": 0.9})
+            time.sleep(0.1)
+            connection.close()
+        assert [one.result() for one in asked] == wanted
+        found = client.until(lambda m: m["jaxrl_samples_cancelled_total"] == 4)
+        assert found["jaxrl_rows_swapped_total"] > 0
+        assert found["jaxrl_samples_running"] == 0
+        assert server.end(30)
+    held = sum(len(set(row.pages)) for shard in tight._shards for row in shard.rows.values())
+    assert held >= tight.num_pages - tight.num_free_pages  # some are shared, and none is lost
 
 
 def test_a_retry_goes_on_where_another_reader_is(slow_engine):

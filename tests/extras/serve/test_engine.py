@@ -1,0 +1,223 @@
+"""Rows that are drawn each in its own way, cut, resumed, cancelled; and the worker around them."""
+
+import queue
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.extras.serve.engine import Way
+from jaxrl.extras.serve.worker import LEFT, LENGTH, STOP, Job, Worker
+from jaxrl.sampling.engine import Request
+from jaxrl.sampling.next_token import GREEDY, KINDS, NUCLEUS, PLAIN, kind_of, sample
+from tests.extras.serve.served import TOKENIZER, make_engine
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+DRAW = jax.jit(sample, static_argnames="kind")
+
+
+@pytest.fixture(scope="module")
+def engine(quick_compilation):
+    return make_engine()
+
+
+@pytest.fixture
+def empty(engine):
+    engine.clear()
+    return engine
+
+
+def key(number):
+    return np.array([number, 7], np.uint32)
+
+
+def play(engine, *requests, way=Way(0.0, 1.0)):
+    """Ids of requests that run together until all have stopped."""
+    numbers = engine.submit(requests, temperature=way.temperature, top_p=way.top_p)
+    found = {number: [] for number in numbers}
+    while engine.num_queued or engine.num_running:
+        for event in engine.step():
+            found[event.request] += event.token_ids.tolist()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_drawn_as_alone(kind):
+    """Each row's draw, log-probability and entropy are those of a call for it alone."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(3 * rng.standard_normal((6, 50)), jnp.float32)
+    uniforms = jnp.asarray(rng.random(6), jnp.float32)
+    temperatures, shares = {
+        GREEDY: ([0] * 6, [1] * 6),
+        PLAIN: ([0, 0.5, 1, 2, 0, 0.1], [1] * 6),
+        NUCLEUS: ([0, 0.5, 1, 2, 0.7, 1], [0.5, 0.5, 1, 0.9, 0.1, 1e-6]),
+    }[kind]
+    got = DRAW(logits, uniforms, jnp.float32(temperatures), jnp.float32(shares), kind=kind)
+    for row, (temperature, share) in enumerate(zip(temperatures, shares, strict=True)):
+        alone = DRAW(
+            logits[row : row + 1], uniforms[row : row + 1],
+            jnp.float32(temperature), jnp.float32(share), kind=kind_of(temperature, share),
+        )  # fmt: skip
+        for one, other in zip(got, alone, strict=True):
+            np.testing.assert_allclose(one[row], other[0], rtol=1e-6)
+    greedy = np.array(temperatures) == 0
+    np.testing.assert_array_equal(got[0][greedy], np.argmax(logits, axis=1)[greedy])
+
+
+def test_a_row_that_was_cut_goes_on_as_one_that_never_was_longer(empty):
+    prompt = tuple(TOKENIZER.encode("Who is Ada Kerr?"))
+    request = Request(prompt_ids=prompt, sample_key=key(0), budget=22)
+    [(number, ids)] = play(empty, request).items()
+    kept = (*prompt, *ids[:9])
+    empty.cut(number, kept)
+    new = TOKENIZER.encode("Then?")
+    empty.go_on(number, new, 8, sample_key=key(1), way=Way(1.0, 1.0))
+    got = []
+    while empty.num_running:
+        got += [id for event in empty.step() for id in event.token_ids.tolist()]
+    empty.finish(number)
+    assert empty.is_idle
+    fresh = Request(prompt_ids=(*kept, *new), sample_key=key(1), budget=8)
+    [wanted] = play(empty, fresh, way=Way(1.0, 1.0)).values()
+    assert got == wanted
+
+
+def test_requests_are_cancelled_wherever_they_are(empty):
+    prompts = [tuple(TOKENIZER.encode(f"number {n}")) for n in range(6)]
+    requests = [Request(prompt_ids=p, sample_key=key(0), budget=40) for p in prompts]
+    numbers = empty.submit(requests, temperature=0.0)
+    empty.step()
+    assert (empty.num_running, empty.num_queued) == (4, 2)
+    empty.cancel(numbers[5])  # waits for a row
+    empty.cancel(numbers[0])  # runs
+    assert (empty.num_running, empty.num_queued) == (3, 1)
+    empty.step()
+    assert (empty.num_running, empty.num_queued) == (4, 0)
+    for number in numbers[1:5]:
+        empty.cancel(number)
+    assert empty.is_idle
+    assert empty.num_free_pages == empty.num_pages
+    [ids] = play(empty, requests[0]).values()  # nothing of those is left
+    assert len(ids) == 40 or ids[-1] in TOKENIZER.eos_ids
+
+
+class Asked:
+    """A worker, and jobs whose pieces are put in a queue."""
+
+    def __init__(self, engine, **settings):
+        engine.clear()
+        self.worker = Worker(engine, TOKENIZER.vocab_bytes, TOKENIZER.eos_ids, **settings)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.worker.end(0.0)
+
+    def job(self, prompt_ids, budget=6, **settings):
+        pieces = queue.Queue()
+        settings = {"way": Way(0.0, 1.0), "sample_key": key(0), **settings}
+        settings.setdefault("deadline", time.monotonic() + 60)
+        return Job(prompt_ids=tuple(prompt_ids), budget=budget, tell=pieces.put, **settings), pieces
+
+    def ask(self, prompt_ids, budget=6, **settings):
+        """Ids of an answer, and its last piece."""
+        job, pieces = self.job(prompt_ids, budget, **settings)
+        self.worker.submit([job])
+        return finished(pieces)
+
+
+def finished(pieces):
+    ids = []
+    while True:
+        piece = pieces.get(timeout=60)
+        ids += piece.token_ids
+        if piece.end:
+            return ids, piece
+
+
+PROMPT = TOKENIZER.encode("Who is Ada Kerr?")
+
+
+def test_the_longest_that_fits_is_gone_on_from(engine):
+    with Asked(engine) as asked:
+        short, _ = asked.ask(PROMPT, 3)
+        first = [*PROMPT, *short]
+        second, _ = asked.ask([*first, 40, 41], 3)
+        long = [*first, 40, 41, *second]
+        # The first row is the second's, and a request behind the first alone has nothing.
+        assert asked.worker.num_kept == 1
+        _, piece = asked.ask([*first, 50], 3)
+        assert piece.num_cached == 0
+        _, piece = asked.ask([*long, 50], 3)
+        assert piece.num_cached == len(long) - 1
+        # Of two that fit the longer: the row of `first` and 50 is there, and its own beginning.
+        assert asked.worker.num_kept == 2
+
+
+def test_two_that_go_on_from_the_same_both_answer(engine):
+    with Asked(engine) as asked:
+        ids, _ = asked.ask(PROMPT, 4)
+        behind = [*PROMPT, *ids, 40]
+        jobs, outlets = zip(*(asked.job(behind, 5) for _ in range(2)), strict=True)
+        asked.worker.submit(jobs)
+        answers, pieces = zip(*map(finished, outlets), strict=True)
+        assert answers[0] == answers[1]
+        assert sorted(piece.num_cached for piece in pieces) == [0, len(behind) - 2]
+
+
+def test_ends_and_counts(engine):
+    with Asked(engine) as asked:
+        ids, piece = asked.ask(PROMPT, 8)
+        assert (len(ids), piece.end) == (8, LENGTH)
+        cut, piece = asked.ask(PROMPT, 8, stop_ids=frozenset(ids[4:5]))
+        assert (cut, piece.end) == (ids[: ids.index(ids[4]) + 1], STOP)
+        text = b"".join(TOKENIZER.vocab_bytes[id] for id in cut[:-1])
+        assert piece.text_bytes == len(text)
+        # A string over the border of two tokens: the text ends before it, the ids behind it.
+        both = [TOKENIZER.vocab_bytes[id] for id in ids[2:4]]
+        stop = both[0][-1:] + both[1][:1]
+        data = b"".join(TOKENIZER.vocab_bytes[id] for id in ids)
+        found, piece = asked.ask(PROMPT, 8, stops=(b"never", stop))
+        assert piece.end == STOP
+        assert piece.text_bytes == data.index(stop)
+        assert stop in b"".join(TOKENIZER.vocab_bytes[id] for id in found)
+        assert stop not in b"".join(TOKENIZER.vocab_bytes[id] for id in found[:-1])
+        totals = asked.worker.totals
+        assert (totals.requests, totals.finished, totals.cancelled) == (3, 3, 0)
+
+
+def test_a_job_that_was_cancelled_before_it_ran(engine):
+    with Asked(engine) as asked:
+        jobs, outlets = zip(*(asked.job(PROMPT, 30, sample_key=key(n)) for n in range(6)),
+                            strict=True)  # fmt: skip
+        for job in jobs:
+            job.is_left = True
+        asked.worker.submit(jobs)
+        assert [finished(one)[1].end for one in outlets] == [LEFT] * 6
+        assert asked.worker.totals.cancelled == 6
+        assert asked.ask(PROMPT, 2)[1].end == LENGTH
+
+
+def test_a_row_without_room_for_more_is_not_kept(engine):
+    most = engine.max_total_tokens
+    with Asked(engine) as asked:
+        ids, piece = asked.ask([5] * (most - 2), 2)
+        assert (len(ids), piece.end) == (2, LENGTH)
+        assert asked.worker.num_kept == 0
+        assert engine.num_free_pages == engine.num_pages
+
+
+def test_only_so_many_rows_are_kept(engine):
+    with Asked(engine, max_kept=3) as asked:
+        prompts = [[*PROMPT, 40 + n] for n in range(5)]
+        answers = [asked.ask(prompt, 2)[0] for prompt in prompts]
+        # The rows of the first two were released, which a request notices.
+        cached = [
+            asked.ask([*prompt, *ids, 60], 1)[1].num_cached
+            for prompt, ids in zip(prompts[::-1], answers[::-1], strict=True)
+        ]
+        assert [count > 0 for count in cached] == [True, True, True, False, False]
