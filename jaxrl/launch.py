@@ -119,13 +119,16 @@ def main(argv: Sequence[str]) -> None:
         with redacted_output(), stop_on_signals(begun.is_set) as should_stop:
             config, workdir, job = _prepare(argv)
             from jaxrl.runtime.checkpoint import raises_once
-            from jaxrl.runtime.job import join
 
             with raises_once():
-                try:
-                    peers = join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
-                except OSError as error:
-                    _refuse(error)
+                peers = None
+                if job:
+                    from jaxrl.runtime.peers import join
+
+                    try:
+                        peers = join(job, deadline_s=_PEER_DEADLINE_S.value)
+                    except OSError as error:
+                        _refuse(error)
                 with peers or contextlib.nullcontext():
                     everywhere = peers.everywhere(should_stop) if peers else should_stop
                     _run(config, workdir, everywhere, begun.set)
@@ -166,7 +169,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
             cluster=_CLUSTER.value,
         )
         if job:
-            from jaxrl.runtime.ports import check_coordinator
+            from jaxrl.runtime.peers import check_coordinator
 
             check_coordinator(job)
     except INPUT_ERRORS as error:
