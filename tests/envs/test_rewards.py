@@ -257,9 +257,6 @@ def test_bapo_correctness(response, score, recall):
     assert bapo_correctness(response, answers, bad_format=0.0, wrong=0.1) == pytest.approx(recall)
 
 
-# Mathematics
-
-
 # Weights
 
 
