@@ -401,11 +401,12 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     """
     if config.policy.name != configuration.OWN_MODEL:
         return []
+    from jaxrl.method import optimizer_section, stage_steps
     from jaxrl.models.folder import model_folder
     from jaxrl.models.reading import read_model
     from jaxrl.runtime import distributed
     from jaxrl.runtime.history import read_begun
-    from jaxrl.runtime.plan import advice, memory
+    from jaxrl.runtime.plan import memory
 
     begun = read_begun(workdir, is_accepted=True)
     began = begun.config if begun else {}
@@ -417,9 +418,12 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
         target, memory_bytes=min(sizes), free_bytes=None if None in free else min(free)
     )
     is_cpu = target.platform == "cpu"
-    notes = advice.choose_micro_rows(
-        config, model, target, began, must_fit=not (is_cpu or ignores_plan)
-    )
+    notes = []
+    if not all(optimizer_section(config, stage).micro_rows for stage in stage_steps(config)):
+        from jaxrl.runtime.plan.advice import choose_micro_rows
+
+        must_fit = not (is_cpu or ignores_plan)
+        notes = choose_micro_rows(config, model, target, began, must_fit=must_fit)
     if is_cpu and target.free_bytes is None:
         return notes  # the system does not tell
     peak = memory.make_plan(config, model, target).peak
@@ -431,7 +435,7 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
         )
         # What is free changes from minute to minute: a run that has begun is not ended by it.
         if not ignores_plan and not (is_cpu and begun):
-            raise ValueError(f"{needs}, {advice.GO_ON}.")
+            raise ValueError(f"{needs}, {memory.GO_ON}.")
         notes.append(f"warning: {needs}")
     return notes
 

@@ -70,6 +70,8 @@ USABLE = 0.9
 
 GIB = 2**30
 
+GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
+
 PROCESS_BYTES = 400 * 2**20
 """Interpreter, libraries, tokenizer, data and small programs; measured on Linux, JAX 0.10.2."""
 
