@@ -43,7 +43,6 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import config_checks, values
-from jaxrl.config import flatten
 from jaxrl.envs.redaction import redacted_output
 from jaxrl.envs.text import printable
 from jaxrl.installed import name_installed
@@ -52,7 +51,8 @@ from jaxrl.runtime.stopping import stop_on_signals
 
 if TYPE_CHECKING:
     from jaxrl.logs.display import Display
-    from jaxrl.runtime.history import Begun, Change
+    from jaxrl.runtime.changes import Change
+    from jaxrl.runtime.history import Begun
     from jaxrl.runtime.job import Job
     from jaxrl.runtime.plan.memory import Target
 
@@ -449,26 +449,10 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = Fal
                 "set --workdir to another folder."
             )
     begun, _ = _compare(config, workdir, is_accepted=is_accepted)
-    if begun is None:
-        return
-    from jaxrl.runtime.history import plain
+    if begun is not None:
+        from jaxrl.runtime.changes import check_fixed
 
-    began, now = begun.config, plain(flatten(config))
-    # Its checkpoints hold what is trained, and no more.
-    is_adapter = bool(config.model.lora.rank)
-    fixed = ["model.lora.rank", "model.lora.targets" if is_adapter else "model.vision.train"]
-    if "train" in config.stages:
-        fixed.append("kl.anchor")
-        if began.get("kl.coef") == 0:
-            fixed.append("kl.coef")  # its checkpoints hold no reference policy
-        if config.checkpoint.keep_best:  # values of two metrics cannot be ranked together
-            fixed += ["eval.best_metric", "tasks.eval.source", "tasks.eval.sources"]
-    for key in fixed:
-        if began.get(key, now[key]) != now[key]:
-            raise ValueError(
-                f"config.{key} is {now[key]!r}, but {workdir} began with {began[key]!r}; set it "
-                "back to go on, or set --workdir to another folder to begin anew."
-            )
+        check_fixed(workdir, begun, config)
 
 
 def _check_step(config: ConfigDict, workdir: Path, step: int | None) -> None:
@@ -500,9 +484,13 @@ def _compare(
     from jaxrl.runtime import history
 
     begun = history.read_begun(workdir, is_accepted=is_accepted)
-    changes = history.changes_since(begun, config, contents) if begun else []
-    if begun and not is_accepted:
-        history.check_changes(workdir, begun, changes)
+    if begun is None:
+        return None, []
+    from jaxrl.runtime.changes import changes_since, check_changes
+
+    changes = changes_since(begun, config, contents)
+    if not is_accepted:
+        check_changes(workdir, begun, changes)
     return begun, changes
 
 
