@@ -26,7 +26,6 @@ if __name__ == "__main__":
 import ast
 import contextlib
 import itertools
-import json
 import logging
 import os
 import re
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from jaxrl.runtime.changes import Change
     from jaxrl.runtime.history import Begun
     from jaxrl.runtime.job import Job
-    from jaxrl.runtime.plan.memory import Target
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
@@ -158,7 +156,18 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 
         model_folder(config.model.path, lambda text: print(printable(text), file=sys.stderr))
         if _PLAN.value:
-            sys.exit(_plan(config))
+            from jaxrl.runtime.plan.command import show_plan
+
+            fits = show_plan(
+                config,
+                num_devices=_PLAN_DEVICES.value,
+                num_processes=_PLAN_PROCESSES.value,
+                memory_gib=_PLAN_MEMORY.value,
+                platform=_PLAN_PLATFORM.value,
+                num_passages=_PLAN_PASSAGES.value,
+                json_file=_PLAN_JSON.value,
+            )
+            sys.exit(0 if fits else 1)
         # Imported late: a mistake in the configuration is told at once, without loading JAX.
         from jaxrl.runtime.job import find_job
 
@@ -324,70 +333,6 @@ def _refuse_of_disk(error: Exception, workdir: Path) -> None:
         _refuse(full, f"{kept}; {REMEDIES[full.errno or 0]}", workdir)
     if _is_of(error, workdir):
         _refuse(error)
-
-
-def _plan(config: ConfigDict) -> int:
-    """Shows the plan; the process's exit code, 0 where it fits."""
-    from rich.console import Console
-
-    from jaxrl.models.folder import model_folder
-    from jaxrl.models.reading import read_model
-    from jaxrl.runtime.plan import advice, display, memory
-
-    target, folder = _plan_target(), model_folder(config.model.path)
-    if not (Path(folder) / "config.json").is_file():
-        raise FileNotFoundError(
-            f"config.model.path is {config.model.path!r}, which holds no config.json; a plan reads "
-            "nothing else of a model, and configs/models has one for several."
-        )
-    model = read_model(folder, config.model.architecture)
-    chosen = advice.choose_micro_rows(config, model, target, must_fit=False)
-    plan = memory.make_plan(config, model, target)
-    would_fit = [] if plan.fits else advice.advise(config, model, target)
-    is_hopeless = not plan.fits and not would_fit
-    num_needed = advice.devices_needed(config, model, target) if is_hopeless else None
-    console = Console(highlight=False, soft_wrap=True)
-    for line in chosen:
-        console.print(printable(line), markup=False, emoji=False)
-    console.print(display.show(plan, would_fit, num_needed))
-    if target.platform == "cpu" and target.free_bytes is None and not _PLAN_MEMORY.value:
-        console.print("this system does not tell what is free: no run is refused for its memory")
-    if _PLAN_JSON.value is not None:
-        text = json.dumps(display.as_json(plan), indent=2) + "\n"
-        Path(_PLAN_JSON.value).write_text(text, encoding="utf-8")
-    return 0 if plan.fits else 1
-
-
-def _plan_target() -> Target:
-    """The devices that the flags name; what they leave out is this host's."""
-    from jaxrl.runtime.plan import memory
-
-    num_devices, memory_gib = _PLAN_DEVICES.value, _PLAN_MEMORY.value
-    if num_devices < 0 or memory_gib < 0:
-        raise ValueError(
-            f"--plan_devices={num_devices} and --plan_memory_gib={memory_gib}: expected numbers "
-            "above 0, or 0 for this host's."
-        )
-    given: dict[str, Any] = {"num_processes": _PLAN_PROCESSES.value}
-    if _PLAN_PASSAGES.value:
-        given["num_passages"] = _PLAN_PASSAGES.value
-    if num_devices:
-        given["num_devices"] = num_devices
-    if memory_gib:
-        given |= {"memory_bytes": int(memory_gib * memory.GIB), "platform": "gpu"}
-        given["free_bytes"] = None
-    if _PLAN_PLATFORM.value:
-        given["platform"] = _PLAN_PLATFORM.value
-        if _PLAN_PLATFORM.value != "cpu":
-            given["free_bytes"] = None
-    known = {"num_devices", "memory_bytes", "platform"} <= given.keys()
-    target = memory.Target(**given) if known else replace(memory.host_target(), **given)
-    if target.num_devices % target.num_processes:
-        raise ValueError(
-            f"--plan_processes={target.num_processes} does not divide the {target.num_devices} "
-            "devices; every process has the same number."
-        )
-    return target
 
 
 def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False) -> list[str]:

@@ -195,7 +195,7 @@ HOLDS_A_CONFIGURATION = {
     *("config.py", "values.py", "installed.py", "choices.py", "config_checks.py"),
     *("method.py", "environment.py", "toolbox.py", "tasks.py", "components.py", "recordings.py"),
     *("launch.py", "api.py", "ask.py", "runtime/history.py", "runtime/versions.py"),
-    "runtime/changes.py",
+    *("runtime/changes.py", "runtime/plan/command.py"),
     *("runtime/plan/advice.py", "runtime/plan/memory.py", "runtime/plan/weights.py"),
     "extras/dense/memory.py",  # for the plan
     "extras/compare/opening.py",  # of a run that was
