@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-CLUSTERS = ("slurm", "tpu")
-"""Environments that tell a process its place in the job."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -37,7 +34,7 @@ def find_job(
         coordinator: `--coordinator`.
         num_processes: `--num_processes`.
         process_id: `--process_id`.
-        cluster: `--cluster`, one of `CLUSTERS`.
+        cluster: `--cluster`, where the environment tells: `slurm` or `tpu`.
 
     Raises:
         ValueError: the flags are incomplete or contradict each other, or the environment lacks what
