@@ -44,7 +44,6 @@ from jaxrl.method import (
     stage_steps,
 )
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.around import Around
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import check_hf, save_hf
@@ -111,8 +110,8 @@ def assemble(
     external = _make_external(config, workdir, log)
     model_config, tokenizer = model_and_tokenizer(config, mesh, is_played=external is None)
     policy = policy_of(config, model_config) if external is None else model_config
-    if isinstance(policy, Around):
-        policy.check()
+    if policy.around is not None:
+        policy.around.check()
     tools = _make_tools(config, log)
     # The environment whose search engine finds nothing, where it has one. Where it calls tools, a
     # chat template that does not show their results is refused.
@@ -308,8 +307,8 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
         params: that are trained.
         parent: of the folders.
     """
-    if isinstance(model.config, Around):
-        model.config.export(params, parent, source)
+    if model.config.around is not None:
+        model.config.around.export(params, parent, source)
     else:
         save_hf(model.whole(params), model.config, parent / "export", source=source)
 

@@ -34,7 +34,6 @@ from jaxrl.method import (
     records_arrays,
 )
 from jaxrl.models.architecture import Architecture, MemoryTerms
-from jaxrl.models.around import Around
 from jaxrl.models.attention.choice import copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
@@ -252,7 +251,7 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
                 phases.append(Phase(name=f"{stage} checkpoint", kept=kept, moments=saving))
         phases = [_with_process(phase, config, model, target) for phase in phases]
         held = [terms | _process(config, model, target) for terms in held]
-    is_around = isinstance(policy_of(config, model), Around)
+    is_around = policy_of(config, model).around is not None
     num_trained = num_values(_trained(config, model).abstract_params())
     return Plan(
         target=target,
@@ -844,7 +843,7 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
     """
     mesh = target_mesh(config, model, target)
     held = _search_bytes(config, target)[0]
-    is_around = isinstance(policy_of(config, model), Around)
+    is_around = policy_of(config, model).around is not None
     is_on_disk = config.stages == ("evaluate",) and not is_around
     if is_on_disk and not config.mesh.rollout_devices:
         made = _made_in_turn(config, model, target)
@@ -1158,12 +1157,12 @@ def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> 
     mesh, policy = target_mesh(config, model, target), policy_of(config, model)
     count, dtype = _Counts.of(model, mesh), jnp.dtype(config.model.dtype)
     head = _head_bytes(config, model, target) * count.table(model)
-    if not isinstance(policy, Around):
+    if policy.around is None:
         return dtype.itemsize * count.decode_params + head
     is_alone = target.num_processes == 1 and not config.mesh.rollout_devices
     # A CPU's sampler has its layers apart.
     may_share = is_alone and target.platform != "cpu" and not _is_given_up(config)
-    plan = importlib.import_module(policy.plan)
+    plan = importlib.import_module(policy.around.plan)
     own: int = plan.decode_bytes(policy, mesh, dtype, may_share=may_share)
     return own + head * model.tie_embeddings  # it knows of a table that is a parameter
 
