@@ -132,7 +132,8 @@ def check_tools(config: ConfigDict) -> None:
     key, names = "env.search.tools", config.env.search.tools
     if config.env.search.mcp:
         pkgutil.resolve_name("jaxrl.extras.mcp:check_servers")(config.env.search.mcp)
-    _python(config.env.search.python)  # whether or not `python` is offered
+    if config.env.search.python.sandbox not in SANDBOXES:  # whether or not `python` is offered
+        _python(config.env.search.python)
     found = tools(config)
     twice = [name for name in names if names.count(name) > 1]
     if twice:

@@ -24,7 +24,7 @@ MODULES = {
 """Modules that are not called as their package is."""
 
 NOT_IMPORTED = {
-    "pydantic-monty",  # by its name, in envs/tools.py
+    "pydantic-monty",  # by its name, in envs/monty.py
     "pydantic",  # in envs/functions.py
     "mcp",  # in extras/mcp/__init__.py
     # Commands of the Makefile and of the tests.
