@@ -101,8 +101,6 @@ ROWS = {
         "eight epochs: off-policy gate, 0.1",
         {**MANY, "loss.gate.name": "off_policy", "loss.gate.off_policy.delta": 0.1},
     ),
-    "many_kl": Row("eight epochs: KL term to the warm start, k3, 0.05", {**MANY, "kl.coef": 0.05}),
-    "many_stable": Row("eight epochs: the sentinel goes back", MANY, config=collapse_stable),
     "late": Row("late weights: nothing", LATE, lag=20),
     "late_truncated": Row(
         "late weights: importance weights, at most 2",

@@ -33,9 +33,10 @@ import tokenizers
 from examples import quickstart_world as quickstart
 from examples.claims_world import UNTOLD as UNTOLD_WORDS
 from jaxrl.envs.local_search import LocalSearch
+from jaxrl.envs.monty import MontyTool
 from jaxrl.envs.protocol import BAPO
 from jaxrl.envs.retrieval import Document, render_documents
-from jaxrl.envs.tools import MontyTool, Tool
+from jaxrl.envs.tools import Tool
 
 WORDS = frozenset((*quickstart.FIRST_NAMES, *quickstart.LAST_NAMES, *quickstart.CITIES))
 BIRTHS = range(1900, 1930)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import hashlib
-import json
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +30,6 @@ from jaxrl.envs.corpus import check_corpus, index_folder, is_indexed, num_lines,
 from jaxrl.envs.costs import SEARCH, Budget
 from jaxrl.envs.images import UnreadableError
 from jaxrl.envs.payment import Payment
-from jaxrl.envs.random_search import RandomSearch
-from jaxrl.envs.recording import Recording, recorded_engines
 from jaxrl.envs.resilient import Policy, ResilientSearch, ask_first
 from jaxrl.envs.retrieval import DocumentSearch, EmptySearch
 from jaxrl.envs.tools import Tool
@@ -48,7 +44,6 @@ from jaxrl.method import (
     stage_steps,
 )
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.around import Around
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import check_hf, save_hf
@@ -59,7 +54,6 @@ from jaxrl.own_code import is_own
 from jaxrl.runtime.checkpoint import newest_whole
 from jaxrl.runtime.plan import memory
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
-from jaxrl.runtime.versions import search_fingerprints
 from jaxrl.sampling.contexts import Contexts
 from jaxrl.sampling.decode import scans
 from jaxrl.sampling.engine import Engine
@@ -116,8 +110,8 @@ def assemble(
     external = _make_external(config, workdir, log)
     model_config, tokenizer = model_and_tokenizer(config, mesh, is_played=external is None)
     policy = policy_of(config, model_config) if external is None else model_config
-    if isinstance(policy, Around):
-        policy.check()
+    if policy.around is not None:
+        policy.around.check()
     tools = _make_tools(config, log)
     # The environment whose search engine finds nothing, where it has one. Where it calls tools, a
     # chat template that does not show their results is refused.
@@ -313,8 +307,8 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
         params: that are trained.
         parent: of the folders.
     """
-    if isinstance(model.config, Around):
-        model.config.export(params, parent, source)
+    if model.config.around is not None:
+        model.config.around.export(params, parent, source)
     else:
         save_hf(model.whole(params), model.config, parent / "export", source=source)
 
@@ -603,7 +597,11 @@ def _make_search(
 ) -> ResilientSearch:
     """The search engine with what stands around it."""
     policy = filled(Policy, config.search)
-    recording = _make_recording(config, workdir, log)
+    recording = None
+    if config.search.replay != "off":
+        from jaxrl.recordings import make_recording
+
+        recording = make_recording(config, workdir, log)
     is_replay = config.search.replay == "only"
     engine = _make_plain_search(config, show)
     if getattr(engine, "asks_server", False) and not is_replay:
@@ -645,96 +643,7 @@ def _search_settings(config: ConfigDict) -> dict[str, Any]:
     return dict(section.to_dict()) if section else {}
 
 
-_NOT_IN_RESULTS = {
-    *("url", "timeout_s", "connections", "batch_size", "max_response_mib", "key_env", "auth"),
-    *("local.index", "dense.index", "dense.query_rows", "dense.batch_tokens"),
-    "dense.query_batch_tokens",
-}
-"""Settings of our engines on which no result depends, or that say where the same server is."""
-
-
-def _asked_settings(config: ConfigDict) -> dict[str, Any]:
-    """Settings of the engine on which results depend; a file is what it holds, None if missing."""
-    engine = config.search.engine
-    if is_own(engine):
-        return _search_settings(config)
-    parts = ("local", "dense") if engine == "hybrid" else ()
-    found = {
-        f"{name}.{key}": value
-        for name in (*parts, engine)
-        for key, value in config.search.get(name, {}).items()
-        if not {key, f"{name}.{key}"} & _NOT_IN_RESULTS
-    }
-    if engine == "hybrid":
-        del found["local.corpus"]  # it is that of dense
-    digests = search_fingerprints(config)
-    for key in _FILES & found.keys():
-        held = {
-            name: one for name, one in digests.items() if f"{name}/".startswith(f"search.{key}/")
-        }
-        digest = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
-        found[key] = found[key] and (digest if held else None)
-    return found
-
-
-_FILES = {"local.corpus", "dense.corpus", "dense.encoder", "dense.embeddings"}
-"""Settings that name files; where these lie does not matter to a recording, what they hold does."""
-
-
-def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings, with files that are not here as the one recording has them that fits.
-
-    Raises:
-        FileNotFoundError: several recordings fit.
-    """
-    settings: dict[str, Any] = asked["settings"]
-    missing = [key for key, value in settings.items() if value is None and key in _FILES]
-    fitting = []
-    for there in recorded_engines(folder) if missing else []:
-        held = dict.fromkeys(missing)
-        if {**there, "settings": {**there.get("settings", {}), **held}} == asked:
-            fitting.append(there["settings"])
-    if len(fitting) > 1:
-        raise FileNotFoundError(
-            f"config.search.{missing[0]} is not here, and {folder} has searches of {len(fitting)} "
-            "such files; put the one that is meant where the key says."
-        )
-    return fitting[0] if fitting else settings
-
-
-def _make_recording(
-    config: ConfigDict, workdir: Path | None, log: Callable[[str], None]
-) -> Recording | None:
-    """Opens the recording of searches; None without one.
-
-    Raises:
-        ValueError: there is no folder for it.
-        FileNotFoundError: it alone is to answer, and there is none of this engine.
-    """
-    settings = config.search
-    if settings.replay == "off":
-        return None
-    if not (settings.replay_folder or workdir):
-        raise ValueError(
-            f"config.search.replay is {settings.replay!r} without a run; name the folder of a "
-            "recording by config.search.replay_folder."
-        )
-    folder = Path(settings.replay_folder or Path(workdir or "") / "searches")
-    asked = {"engine": settings.engine, "settings": _asked_settings(config)}
-    if settings.replay == "only":
-        asked["settings"] = _as_recorded(asked, folder)
-    recording = Recording(folder, asked, process=jax.process_index(), log=log)
-    if settings.replay == "only" and not recording:
-        there = "; ".join(map(json.dumps, recorded_engines(folder))) or "nothing"
-        raise FileNotFoundError(
-            f"config.search.replay is 'only', but {folder} has no searches of {json.dumps(asked)}; "
-            f"there is: {there}. Name the folder by config.search.replay_folder, or set the engine "
-            "and its settings as they were."
-        )
-    return recording
-
-
-def _make_random_search(config: ConfigDict, search: ResilientSearch) -> RandomSearch:
+def _make_random_search(config: ConfigDict, search: ResilientSearch) -> Tool:
     """Makes the engine that draws documents at random.
 
     Raises:
@@ -748,6 +657,8 @@ def _make_random_search(config: ConfigDict, search: ResilientSearch) -> RandomSe
             "leave the suite out, or give the engine `documents` "
             "(jaxrl.envs.retrieval.DocumentSearch)."
         )
+    from jaxrl.envs.random_search import RandomSearch
+
     return RandomSearch(engine, seed=config.seed)
 
 

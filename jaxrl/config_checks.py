@@ -10,7 +10,6 @@ from jaxrl import environment, method
 from jaxrl.choices import Rule, check_settings
 from jaxrl.config import KEYS, OWN_MODEL, SUITES, flatten, refuse
 from jaxrl.environment import context_tokens, corpus_section, has_contexts, searches
-from jaxrl.envs.json_http import check_url
 from jaxrl.envs.payment import REWARD_PARTS
 from jaxrl.envs.rewards import check_weights
 from jaxrl.method import (
@@ -355,6 +354,8 @@ def _check_server(config: ConfigDict) -> None:
     if engine in ("http", "opensearch") and not search[engine].url:
         refuse(f"search.{engine}.url", search[engine].url, expected)
     if engine in ("http", "opensearch", "web") and search[engine].url:
+        from jaxrl.envs.json_http import check_url  # which loads a client of HTTP
+
         keys_from = f"config.search.{engine}.{'auth' if engine == 'opensearch' else 'key_env'}"
         check_url(f"search.{engine}.url", search[engine].url, keys_from=keys_from)
     if engine == "opensearch" and not search.opensearch.index:

@@ -26,7 +26,6 @@ if __name__ == "__main__":
 import ast
 import contextlib
 import itertools
-import json
 import logging
 import os
 import re
@@ -43,7 +42,6 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import config_checks, values
-from jaxrl.config import flatten
 from jaxrl.envs.redaction import redacted_output
 from jaxrl.envs.text import printable
 from jaxrl.installed import name_installed
@@ -52,9 +50,9 @@ from jaxrl.runtime.stopping import stop_on_signals
 
 if TYPE_CHECKING:
     from jaxrl.logs.display import Display
-    from jaxrl.runtime.history import Begun, Change
+    from jaxrl.runtime.changes import Change
+    from jaxrl.runtime.history import Begun
     from jaxrl.runtime.job import Job
-    from jaxrl.runtime.plan.memory import Target
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
@@ -119,13 +117,16 @@ def main(argv: Sequence[str]) -> None:
         with redacted_output(), stop_on_signals(begun.is_set) as should_stop:
             config, workdir, job = _prepare(argv)
             from jaxrl.runtime.checkpoint import raises_once
-            from jaxrl.runtime.job import join
 
             with raises_once():
-                try:
-                    peers = join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
-                except OSError as error:
-                    _refuse(error)
+                peers = None
+                if job:
+                    from jaxrl.runtime.peers import join
+
+                    try:
+                        peers = join(job, deadline_s=_PEER_DEADLINE_S.value)
+                    except OSError as error:
+                        _refuse(error)
                 with peers or contextlib.nullcontext():
                     everywhere = peers.everywhere(should_stop) if peers else should_stop
                     _run(config, workdir, everywhere, begun.set)
@@ -155,7 +156,18 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 
         model_folder(config.model.path, lambda text: print(printable(text), file=sys.stderr))
         if _PLAN.value:
-            sys.exit(_plan(config))
+            from jaxrl.runtime.plan.command import show_plan
+
+            fits = show_plan(
+                config,
+                num_devices=_PLAN_DEVICES.value,
+                num_processes=_PLAN_PROCESSES.value,
+                memory_gib=_PLAN_MEMORY.value,
+                platform=_PLAN_PLATFORM.value,
+                num_passages=_PLAN_PASSAGES.value,
+                json_file=_PLAN_JSON.value,
+            )
+            sys.exit(0 if fits else 1)
         # Imported late: a mistake in the configuration is told at once, without loading JAX.
         from jaxrl.runtime.job import find_job
 
@@ -166,7 +178,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
             cluster=_CLUSTER.value,
         )
         if job:
-            from jaxrl.runtime.ports import check_coordinator
+            from jaxrl.runtime.peers import check_coordinator
 
             check_coordinator(job)
     except INPUT_ERRORS as error:
@@ -323,70 +335,6 @@ def _refuse_of_disk(error: Exception, workdir: Path) -> None:
         _refuse(error)
 
 
-def _plan(config: ConfigDict) -> int:
-    """Shows the plan; the process's exit code, 0 where it fits."""
-    from rich.console import Console
-
-    from jaxrl.models.folder import model_folder
-    from jaxrl.models.reading import read_model
-    from jaxrl.runtime.plan import advice, display, memory
-
-    target, folder = _plan_target(), model_folder(config.model.path)
-    if not (Path(folder) / "config.json").is_file():
-        raise FileNotFoundError(
-            f"config.model.path is {config.model.path!r}, which holds no config.json; a plan reads "
-            "nothing else of a model, and configs/models has one for several."
-        )
-    model = read_model(folder, config.model.architecture)
-    chosen = advice.choose_micro_rows(config, model, target, must_fit=False)
-    plan = memory.make_plan(config, model, target)
-    would_fit = [] if plan.fits else advice.advise(config, model, target)
-    is_hopeless = not plan.fits and not would_fit
-    num_needed = advice.devices_needed(config, model, target) if is_hopeless else None
-    console = Console(highlight=False, soft_wrap=True)
-    for line in chosen:
-        console.print(printable(line), markup=False, emoji=False)
-    console.print(display.show(plan, would_fit, num_needed))
-    if target.platform == "cpu" and target.free_bytes is None and not _PLAN_MEMORY.value:
-        console.print("this system does not tell what is free: no run is refused for its memory")
-    if _PLAN_JSON.value is not None:
-        text = json.dumps(display.as_json(plan), indent=2) + "\n"
-        Path(_PLAN_JSON.value).write_text(text, encoding="utf-8")
-    return 0 if plan.fits else 1
-
-
-def _plan_target() -> Target:
-    """The devices that the flags name; what they leave out is this host's."""
-    from jaxrl.runtime.plan import memory
-
-    num_devices, memory_gib = _PLAN_DEVICES.value, _PLAN_MEMORY.value
-    if num_devices < 0 or memory_gib < 0:
-        raise ValueError(
-            f"--plan_devices={num_devices} and --plan_memory_gib={memory_gib}: expected numbers "
-            "above 0, or 0 for this host's."
-        )
-    given: dict[str, Any] = {"num_processes": _PLAN_PROCESSES.value}
-    if _PLAN_PASSAGES.value:
-        given["num_passages"] = _PLAN_PASSAGES.value
-    if num_devices:
-        given["num_devices"] = num_devices
-    if memory_gib:
-        given |= {"memory_bytes": int(memory_gib * memory.GIB), "platform": "gpu"}
-        given["free_bytes"] = None
-    if _PLAN_PLATFORM.value:
-        given["platform"] = _PLAN_PLATFORM.value
-        if _PLAN_PLATFORM.value != "cpu":
-            given["free_bytes"] = None
-    known = {"num_devices", "memory_bytes", "platform"} <= given.keys()
-    target = memory.Target(**given) if known else replace(memory.host_target(), **given)
-    if target.num_devices % target.num_processes:
-        raise ValueError(
-            f"--plan_processes={target.num_processes} does not divide the {target.num_devices} "
-            "devices; every process has the same number."
-        )
-    return target
-
-
 def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False) -> list[str]:
     """Chooses micro-batches that are left to the memory, and says so.
 
@@ -398,11 +346,12 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     """
     if config.policy.name != configuration.OWN_MODEL:
         return []
+    from jaxrl.method import optimizer_section, stage_steps
     from jaxrl.models.folder import model_folder
     from jaxrl.models.reading import read_model
     from jaxrl.runtime import distributed
     from jaxrl.runtime.history import read_begun
-    from jaxrl.runtime.plan import advice, memory
+    from jaxrl.runtime.plan import memory
 
     begun = read_begun(workdir, is_accepted=True)
     began = begun.config if begun else {}
@@ -414,9 +363,12 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
         target, memory_bytes=min(sizes), free_bytes=None if None in free else min(free)
     )
     is_cpu = target.platform == "cpu"
-    notes = advice.choose_micro_rows(
-        config, model, target, began, must_fit=not (is_cpu or ignores_plan)
-    )
+    notes = []
+    if not all(optimizer_section(config, stage).micro_rows for stage in stage_steps(config)):
+        from jaxrl.runtime.plan.advice import choose_micro_rows
+
+        must_fit = not (is_cpu or ignores_plan)
+        notes = choose_micro_rows(config, model, target, began, must_fit=must_fit)
     if is_cpu and target.free_bytes is None:
         return notes  # the system does not tell
     peak = memory.make_plan(config, model, target).peak
@@ -428,7 +380,7 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
         )
         # What is free changes from minute to minute: a run that has begun is not ended by it.
         if not ignores_plan and not (is_cpu and begun):
-            raise ValueError(f"{needs}, {advice.GO_ON}.")
+            raise ValueError(f"{needs}, {memory.GO_ON}.")
         notes.append(f"warning: {needs}")
     return notes
 
@@ -442,26 +394,10 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = Fal
                 "set --workdir to another folder."
             )
     begun, _ = _compare(config, workdir, is_accepted=is_accepted)
-    if begun is None:
-        return
-    from jaxrl.runtime.history import plain
+    if begun is not None:
+        from jaxrl.runtime.changes import check_fixed
 
-    began, now = begun.config, plain(flatten(config))
-    # Its checkpoints hold what is trained, and no more.
-    is_adapter = bool(config.model.lora.rank)
-    fixed = ["model.lora.rank", "model.lora.targets" if is_adapter else "model.vision.train"]
-    if "train" in config.stages:
-        fixed.append("kl.anchor")
-        if began.get("kl.coef") == 0:
-            fixed.append("kl.coef")  # its checkpoints hold no reference policy
-        if config.checkpoint.keep_best:  # values of two metrics cannot be ranked together
-            fixed += ["eval.best_metric", "tasks.eval.source", "tasks.eval.sources"]
-    for key in fixed:
-        if began.get(key, now[key]) != now[key]:
-            raise ValueError(
-                f"config.{key} is {now[key]!r}, but {workdir} began with {began[key]!r}; set it "
-                "back to go on, or set --workdir to another folder to begin anew."
-            )
+        check_fixed(workdir, begun, config)
 
 
 def _check_step(config: ConfigDict, workdir: Path, step: int | None) -> None:
@@ -493,9 +429,13 @@ def _compare(
     from jaxrl.runtime import history
 
     begun = history.read_begun(workdir, is_accepted=is_accepted)
-    changes = history.changes_since(begun, config, contents) if begun else []
-    if begun and not is_accepted:
-        history.check_changes(workdir, begun, changes)
+    if begun is None:
+        return None, []
+    from jaxrl.runtime.changes import changes_since, check_changes
+
+    changes = changes_since(begun, config, contents)
+    if not is_accepted:
+        check_changes(workdir, begun, changes)
     return begun, changes
 
 

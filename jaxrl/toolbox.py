@@ -13,14 +13,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.choices import check_call, check_texts, chosen, made
-from jaxrl.config import refuse
 from jaxrl.environment import NO_ENGINE, environment
-from jaxrl.envs.base import Env, ToolError
-from jaxrl.envs.json_http import check_url
-from jaxrl.envs.payment import JUDGE, REWARD_PARTS
+from jaxrl.envs.base import Env
+from jaxrl.envs.payment import JUDGE, REWARD_PARTS, RewardPart
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
 from jaxrl.envs.retrieval import ENGINES
-from jaxrl.envs.reward_functions import KINDS, RewardFunction, RewardPart, kind_of
 from jaxrl.envs.search import SearchEnv, check_spoken, with_tools
 from jaxrl.envs.tools import SANDBOXES, TOOLS, Tool
 from jaxrl.own_code import failure_text, is_own, short_name
@@ -82,50 +79,9 @@ def mcp_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
     """
     if not config.env.search.mcp:
         return []
-    kind: Any = pkgutil.resolve_name("jaxrl.extras.mcp:McpServer")  # which not all need
-    found: list[Tool] = []
-    for spec in config.env.search.mcp:
-        try:
-            server = kind(spec, deadline_s=config.env.search.tool_deadline_s)
-            offered = server.tools()
-        except (ImportError, ToolError) as error:
-            raise ValueError(f"config.env.search.mcp holds {spec!r}: {error}.") from error
-        names = ", ".join(tool.name for tool in offered)
-        log(f"the MCP server {server.name!r} offers {names}")
-        found += offered
+    offered: Any = pkgutil.resolve_name("jaxrl.extras.mcp:offered_tools")
+    found: list[Tool] = offered(config.env.search.mcp, config.env.search.tool_deadline_s, log)
     return found
-
-
-def check_mcp(config: ConfigDict) -> None:
-    """Refuses servers of which cannot be told how to reach them.
-
-    Raises:
-        ValueError: says what is expected.
-    """
-    for spec in config.env.search.mcp:
-        if not _is_server(spec):
-            refuse(
-                "env.search.mcp",
-                config.env.search.mcp,
-                'a tuple of {"command": ("python", "server.py"), "env": ("MY_KEY",)} or '
-                '{"url": "http://..", "headers": {"Authorization": "MY_KEY"}}; "env" and "headers" '
-                "name environment variables and may be left out",
-            )
-        if "url" in spec:
-            check_url("env.search.mcp", spec["url"], keys_from="the 'headers' beside it")
-
-
-def _is_server(spec: Any) -> bool:
-    match spec:
-        case {"command": list() | tuple() as command, **others} if command:
-            names = others.pop("env", ())
-            texts = (*command, *names) if isinstance(names, list | tuple) else (None,)
-        case {"url": str() as url, **others} if url:
-            headers = others.pop("headers", {})
-            texts = (*headers, *headers.values()) if isinstance(headers, dict) else (None,)
-        case _:
-            return False
-    return not others and all(isinstance(text, str) for text in texts)
 
 
 def _python(section: ConfigDict) -> Offer:
@@ -174,8 +130,10 @@ def check_tools(config: ConfigDict) -> None:
         ValueError: says which.
     """
     key, names = "env.search.tools", config.env.search.tools
-    check_mcp(config)
-    _python(config.env.search.python)  # whether or not `python` is offered
+    if config.env.search.mcp:
+        pkgutil.resolve_name("jaxrl.extras.mcp:check_servers")(config.env.search.mcp)
+    if config.env.search.python.sandbox not in SANDBOXES:  # whether or not `python` is offered
+        _python(config.env.search.python)
     found = tools(config)
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -238,10 +196,19 @@ def own_parts(config: ConfigDict) -> dict[str, RewardPart]:
                 f"config.reward.{key} has {foreign[0]!r}, which config.reward.weights does not "
                 "name."
             )
-    theirs, found = environment_parts(config), {}
+    theirs = environment_parts(config)
+    found: dict[str, RewardPart] = {}
     for name, part in names.items():
         if is_own(name):
-            found[part] = _reward_function(config, name)
+            from jaxrl.envs.reward_functions import part_of  # which not all need
+
+            found[part] = part_of(
+                name,
+                chosen("reward.weights", name, {}, wanted="my_reward.brevity"),
+                part=part,
+                settings=config.reward.settings.get(name, {}),
+                answer_is_text=config.env.name == "math",
+            )
         elif name in config.reward.judges:
             found[part] = _judge(config, name)
         elif name in REWARD_PARTS and name not in theirs:
@@ -268,54 +235,6 @@ def _ready_made(config: ConfigDict, name: str) -> RewardPart:
     except ImportError as error:
         raise ValueError(f"config.reward asks for {name!r}, but {error}") from error
     return part
-
-
-def _reward_function(config: ConfigDict, name: str) -> RewardPart:
-    key = "reward.weights"
-    function = chosen(key, name, {}, wanted="my_reward.brevity")
-    expected = "; or ".join(kind.shown for kind in reversed(KINDS.values()))
-    if not callable(function) or isinstance(function, type):
-        kind = "class" if isinstance(function, type) else type(function).__name__
-        raise ValueError(f"config.{key} names {name!r}, a {kind}; expected a function {expected}.")
-    try:
-        found = kind_of(function)
-    except (TypeError, ValueError) as error:  # it does not tell its parameters
-        raise ValueError(
-            f"config.{key} names {name!r}: {error}; expected a function {expected}."
-        ) from error
-    if found is None or inspect.isgeneratorfunction(function):
-        raise ValueError(
-            f"config.{key} names {name!r}, {_shown(function)}; expected a function {expected}."
-        )
-    settings = config.reward.settings.get(name, {})
-    part = RewardFunction(
-        name=part_names(config)[name],
-        function=function,
-        kind=found,
-        settings=settings,
-        answer_is_text=config.env.name == "math",
-    )
-    _check_settings(name, part)
-    return part
-
-
-def _shown(function: Callable[..., Any]) -> str:
-    """Tells how a function is called, for messages."""
-    kind = "a generator" if inspect.isgeneratorfunction(function) else "a function"
-    return f"{kind} of {inspect.signature(function)}"
-
-
-def _check_settings(name: str, part: RewardFunction) -> None:
-    """Refuses settings that the function does not take."""
-    parameters = inspect.signature(part.function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = next((one for one in part.settings if one not in parameters), None)
-    if unknown is not None:
-        raise ValueError(
-            f"config.reward.settings gives {name!r} a {unknown!r}, which it does not take; it "
-            f"takes {', '.join(parameters)}."
-        )
 
 
 def part_names(config: ConfigDict) -> dict[str, str]:

@@ -24,7 +24,7 @@ MODULES = {
 """Modules that are not called as their package is."""
 
 NOT_IMPORTED = {
-    "pydantic-monty",  # by its name, in envs/tools.py
+    "pydantic-monty",  # by its name, in envs/monty.py
     "pydantic",  # in envs/functions.py
     "mcp",  # in extras/mcp/__init__.py
     # Commands of the Makefile and of the tests.
@@ -193,8 +193,9 @@ def test_functions_take_few_parameters():
 
 HOLDS_A_CONFIGURATION = {
     *("config.py", "values.py", "installed.py", "choices.py", "config_checks.py"),
-    *("method.py", "environment.py", "toolbox.py", "tasks.py", "components.py"),
+    *("method.py", "environment.py", "toolbox.py", "tasks.py", "components.py", "recordings.py"),
     *("launch.py", "api.py", "opening.py", "runtime/history.py", "runtime/versions.py"),
+    *("runtime/changes.py", "runtime/plan/command.py"),
     *("runtime/plan/advice.py", "runtime/plan/memory.py", "runtime/plan/weights.py"),
     "extras/dense/memory.py",  # for the plan
     "extras/compare/opening.py",  # of a run that was

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxrl.envs.base import Env, Episode, Message, Outcome, Prompt, Reward, StepResult, Task
-from jaxrl.envs.math_answers import math_answer
-from jaxrl.envs.rewards import math_correctness, says_unknown
+from jaxrl.envs.math_answers import math_answer, math_correctness
+from jaxrl.envs.rewards import says_unknown
 
 
 class MathEnv(Env):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
-_BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")  # escaped ones are only printed
+from jaxrl.envs.rewards import last_boxed, says_unknown
+
 _ANSWER_LINE = re.compile(r"\banswer[*_]*\s*:[*_]*\s*([^\n]*)", re.IGNORECASE)
 _COMMA = r"(?:\\!)*(?:\{,\}|,)(?:\s?\\!)*(?:(?<=[!}])\s)?"  # `, ` alone parts the items of a list
 _SPACE = r"(?:\{\\[,;:]\}|\\(?:[,;:!]|thinspace(?![A-Za-z]))\s?|\\ |[~ \u00a0\u2009\u202f])"
@@ -35,22 +37,6 @@ _NUMBER = re.compile(
 _MAX_MATH = 200  # characters; longer answers are text, so that nobody can nest brackets for long
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last balanced `\boxed{..}`, stripped; None without one."""
-    # Where the content of each open brace begins, negative where it is not boxed. Numbers, since
-    # hundreds of thousands of pairs set off the garbage collector again and again.
-    opened: list[int] = []
-    found: tuple[int, int] | None = None
-    for brace in _BRACE.finditer(text):
-        if brace[0] in ("{", "\\boxed{"):
-            opened.append(-brace.end() if brace[0] == "{" else brace.end())
-        elif brace[0] == "}" and opened:
-            start = opened.pop()
-            if start > 0 and (found is None or start > found[0]):
-                found = start, brace.start()
-    return None if found is None else text[found[0] : found[1]].strip()
-
-
 def math_answer(response: str) -> str | None:
     """The text after the last `Answer:` up to the end of its line; None without one.
 
@@ -58,6 +44,19 @@ def math_answer(response: str) -> str | None:
     """
     lines = _ANSWER_LINE.findall(response)
     return lines[-1].strip() if lines else None
+
+
+def math_correctness(response: str, answers: str | Sequence[str]) -> float:
+    """1.0 if the last `Answer:` line gives an accepted answer, else -1.0.
+
+    The reward of DAPO (https://arxiv.org/abs/2503.14476); what counts as the same answer is
+    `same_math`. An abstention is never right.
+    """
+    answer = math_answer(response)
+    answers = (answers,) if isinstance(answers, str) else answers
+    if not answer or says_unknown(answer):
+        return -1.0
+    return 1.0 if any(same_math(answer, truth) for truth in answers) else -1.0
 
 
 def same_math(answer: str, truth: str) -> bool:

@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
+from numbers import Real
+from typing import Any, Protocol
 
-from jaxrl.envs.base import Finished, OutageError, Reward, Task
+from jaxrl.envs.base import CallRecord, Finished, OutageError, Reward, Task
 from jaxrl.envs.calls import LateError, new_loop, started
-from jaxrl.envs.reward_functions import Call, Measured, RewardPart, number
 
 MAX_THREADS = 32
 """Threads in which functions that are not async are called at a time."""
@@ -20,6 +20,70 @@ LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
 """The largest number of float32."""
 
 _PATIENCE_S = 1.0  # in which a loop that is not blocked does something
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Result of a reward part for one episode.
+
+    Attributes:
+        score: the part's value; None where it does not apply, so that nothing is paid for it.
+        turns: an amount for each turn, where the part is earned turn by turn; `score` is their sum.
+        others: further numbers, by name, that are measured and not paid.
+    """
+
+    score: float | None
+    turns: tuple[float, ...] | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a reward part.
+
+    Attributes:
+        members: which episodes of a group it is about.
+        make: makes it; of an async function, its coroutine.
+        read: from what came back to what was found in each of these episodes; raises where that
+            cannot be worked with.
+        records: what it took of tools that cost something, once it is over or given up; counted
+            with the first of the episodes.
+    """
+
+    members: tuple[int, ...]
+    make: Callable[[], Any]
+    read: Callable[[Any], list[Measured]]
+    records: Callable[[], Sequence[CallRecord]] = tuple
+
+
+class RewardPart(Protocol):
+    """A part of the reward beside those of the environment."""
+
+    @property
+    def is_async(self) -> bool:
+        """True if calls give coroutines."""
+        ...
+
+    def calls(self, group: Sequence[Finished]) -> list[Call]:
+        """The calls for the episodes of one task; each of them is in one call."""
+        ...
+
+    def lacks(self, task: Task) -> list[str]:
+        """Names of what it asks for and a task does not offer."""
+        ...
+
+
+def number(name: str, value: Any) -> float:
+    """Reads a part's value: a finite number, or a scalar array that holds one.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    plain = value.item() if callable(getattr(value, "item", None)) else value
+    if not (isinstance(plain, Real) and math.isfinite(plain)):
+        raise ValueError(f"the reward part {name!r} gave {value!r:.200}; expected a finite number")
+    return float(plain)
+
 
 Found = Measured | BaseException
 

@@ -23,16 +23,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from cachetools import LRUCache
 
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.calls import LateError, in_thread, in_time, side_by_side
 from jaxrl.envs.pacing import Breaker, RateLimit, bounded_wait_s
-from jaxrl.envs.recording import Recording
 from jaxrl.envs.retrieval import SearchEngine
 from jaxrl.envs.tools import Answer, Tool, run_one, run_together
+
+if TYPE_CHECKING:
+    from jaxrl.envs.recording import Recording
 
 MAX_BACKOFF_S = 30.0
 """The longest that a retry waits of itself; a server may ask for more."""

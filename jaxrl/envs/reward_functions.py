@@ -15,60 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
-from jaxrl.envs.base import CallRecord, Episode, Finished, Message, Reward, Task
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Result of a reward part for one episode.
-
-    Attributes:
-        score: the part's value; None where it does not apply, so that nothing is paid for it.
-        turns: an amount for each turn, where the part is earned turn by turn; `score` is their sum.
-        others: further numbers, by name, that are measured and not paid.
-    """
-
-    score: float | None
-    turns: tuple[float, ...] | None = None
-    others: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One call of a reward part.
-
-    Attributes:
-        members: which episodes of a group it is about.
-        make: makes it; of an async function, its coroutine.
-        read: from what came back to what was found in each of these episodes; raises where that
-            cannot be worked with.
-        records: what it took of tools that cost something, once it is over or given up; counted
-            with the first of the episodes.
-    """
-
-    members: tuple[int, ...]
-    make: Callable[[], Any]
-    read: Callable[[Any], list[Measured]]
-    records: Callable[[], Sequence[CallRecord]] = tuple
-
-
-class RewardPart(Protocol):
-    """A part of the reward beside those of the environment."""
-
-    @property
-    def is_async(self) -> bool:
-        """True if calls give coroutines."""
-        ...
-
-    def calls(self, group: Sequence[Finished]) -> list[Call]:
-        """The calls for the episodes of one task; each of them is in one call."""
-        ...
-
-    def lacks(self, task: Task) -> list[str]:
-        """Names of what it asks for and a task does not offer."""
-        ...
+from jaxrl.envs.base import Episode, Finished, Message, Reward, Task
+from jaxrl.envs.payment import Call, Measured, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +93,52 @@ class RewardFunction:
         return self.kind.read(self.name, found, episodes)
 
 
+def part_of(
+    name: str, function: Any, *, part: str, settings: Mapping[str, Any], answer_is_text: bool
+) -> RewardFunction:
+    """The reward part that a function is, which `config.reward.weights` names.
+
+    Args:
+        name: a dotted name.
+        function: found by it.
+        part: what the part is called.
+        settings: of `config.reward.settings`, keyword arguments.
+        answer_is_text: see `RewardFunction`.
+
+    Raises:
+        ValueError: it is no function of a known kind, or does not take one of the settings.
+    """
+    key = "reward.weights"
+    expected = "; or ".join(kind.shown for kind in reversed(KINDS.values()))
+    if not callable(function) or isinstance(function, type):
+        kind = "class" if isinstance(function, type) else type(function).__name__
+        raise ValueError(f"config.{key} names {name!r}, a {kind}; expected a function {expected}.")
+    try:
+        found = kind_of(function)
+    except (TypeError, ValueError) as error:  # it does not tell its parameters
+        raise ValueError(
+            f"config.{key} names {name!r}: {error}; expected a function {expected}."
+        ) from error
+    is_generator, parameters = inspect.isgeneratorfunction(function), inspect.signature(function)
+    if found is None or is_generator:
+        shown = f"{'a generator' if is_generator else 'a function'} of {parameters}"
+        raise ValueError(f"config.{key} names {name!r}, {shown}; expected a function {expected}.")
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.parameters.values())
+    unknown = next((one for one in settings if one not in parameters.parameters), None)
+    if unknown is not None and not takes_all:
+        raise ValueError(
+            f"config.reward.settings gives {name!r} a {unknown!r}, which it does not take; it "
+            f"takes {', '.join(parameters.parameters)}."
+        )
+    return RewardFunction(
+        name=part,
+        function=function,
+        kind=found,
+        settings=settings,
+        answer_is_text=answer_is_text,
+    )
+
+
 def kind_of(function: Callable[..., Any]) -> Kind | None:
     """The kind of a reward function, by the names of its parameters; None for none of them."""
     parameters = inspect.signature(function).parameters.values()
@@ -150,18 +146,6 @@ def kind_of(function: Callable[..., Any]) -> Kind | None:
         return None
     names = {p.name for p in parameters}
     return next((kind for name, kind in KINDS.items() if name in names), None)
-
-
-def number(name: str, value: Any) -> float:
-    """Reads a part's value: a finite number, or a scalar array that holds one.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    plain = value.item() if callable(getattr(value, "item", None)) else value
-    if not (isinstance(plain, Real) and math.isfinite(plain)):
-        raise ValueError(f"the reward part {name!r} gave {value!r:.200}; expected a finite number")
-    return float(plain)
 
 
 Arguments = list[tuple[tuple[int, ...], dict[str, Any]]]

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
 from jaxrl.envs.answers import f1
-from jaxrl.envs.math_answers import last_boxed, math_answer, same_math
 
 SPECIAL_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "<eos>", "</s>")
 """End markers that may trail a response without spoiling its format."""
@@ -16,6 +15,7 @@ NOT_FOUND = "未找到相关内容"
 """The answer "no relevant content found": honest, so paid a little."""
 
 _THINK_BLOCK = re.compile(r"<think>(?:(?!<think>).)*?</think>", re.DOTALL)
+_BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")  # escaped ones are only printed
 _UNKNOWN = ("i don't know", "i do not know")
 
 
@@ -173,6 +173,22 @@ def boxed_answer(response: str) -> str | None:
     return None if span is None else last_boxed(span)
 
 
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last balanced `\boxed{..}`, stripped; None without one."""
+    # Where the content of each open brace begins, negative where it is not boxed. Numbers, since
+    # hundreds of thousands of pairs set off the garbage collector again and again.
+    opened: list[int] = []
+    found: tuple[int, int] | None = None
+    for brace in _BRACE.finditer(text):
+        if brace[0] in ("{", "\\boxed{"):
+            opened.append(-brace.end() if brace[0] == "{" else brace.end())
+        elif brace[0] == "}" and opened:
+            start = opened.pop()
+            if start > 0 and (found is None or start > found[0]):
+                found = start, brace.start()
+    return None if found is None else text[found[0] : found[1]].strip()
+
+
 def bapo_correctness(
     response: str,
     answers: str | Sequence[str],
@@ -190,19 +206,6 @@ def bapo_correctness(
     if answer is None or not bapo_format(response, tools=tools):
         return bad_format
     return wrong if is_abstention(response) else f1(answer, answers) or wrong
-
-
-def math_correctness(response: str, answers: str | Sequence[str]) -> float:
-    """1.0 if the last `Answer:` line gives an accepted answer, else -1.0.
-
-    The reward of DAPO (https://arxiv.org/abs/2503.14476); what counts as the same answer is
-    `same_math`. An abstention is never right.
-    """
-    answer = math_answer(response)
-    answers = (answers,) if isinstance(answers, str) else answers
-    if not answer or says_unknown(answer):
-        return -1.0
-    return 1.0 if any(same_math(answer, truth) for truth in answers) else -1.0
 
 
 def check_weights(weights: Mapping[str, float], parts: Iterable[str]) -> None:

@@ -85,6 +85,11 @@ class Architecture(ABC):
         """The model itself, without an architecture around it."""
         return self
 
+    @property
+    def around(self) -> Any:
+        """This architecture where it is an `around.Around`, which few runs load; else None."""
+        return None
+
     def parts(self, frozen: Sequence[str] = ()) -> tuple[Declared, Declared]:
         """The parameters that are trained, and the others: the entries `frozen`."""
         return divide(self, lambda path: path[0] not in frozen)

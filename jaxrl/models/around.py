@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxrl.models.architecture import Architecture, Fused, MemoryTerms
+from jaxrl.models.architecture import Architecture
 from jaxrl.models.attachments import Tower
+from jaxrl.models.hf_weights import Progress
 from jaxrl.types import Params
-
-Progress = Callable[[int, int], None]
-"""Told how many are done, of how many."""
 
 
 def _of_model(name: str) -> Any:
@@ -44,11 +41,27 @@ class Around(Architecture):
     tower: Tower | None = _of_model("tower")
     stacks: Any = _of_model("stacks")
     num_idle: Any = _of_model("num_idle")
+    hf_config: Any = _of_model("hf_config")
+    hf_names: Any = _of_model("hf_names")
+    hf_renamed: Any = _of_model("hf_renamed")
+    hf_copies: Any = _of_model("hf_copies")
+    hf_fused: Any = _of_model("hf_fused")
+    linear_layers: Any = _of_model("linear_layers")
+    hidden_states: Any = _of_model("hidden_states")
+    unembed: Any = _of_model("unembed")
+    sample_states: Any = _of_model("sample_states")
+    memory_terms: Any = _of_model("memory_terms")
+    expert_terms: Any = _of_model("expert_terms")
 
     @property
     def plain(self) -> Architecture:
         """See `Architecture.plain`."""
         return self.model
+
+    @property
+    def around(self) -> Around:
+        """See `Architecture.around`."""
+        return self
 
     @abstractmethod
     def on_mesh(self, mesh: Mesh, *, experts: str) -> Architecture:
@@ -91,50 +104,6 @@ class Around(Architecture):
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Architecture:
         """No `config.json` is of this kind."""
         raise NotImplementedError
-
-    def hf_config(self) -> dict[str, Any]:
-        """The model's, and so all below."""
-        return self.model.hf_config()
-
-    def hf_names(self) -> dict[str, str]:
-        """See `Architecture`."""
-        return self.model.hf_names()
-
-    def hf_renamed(self) -> dict[str, str]:
-        """See `Architecture`."""
-        return self.model.hf_renamed()
-
-    def hf_copies(self) -> dict[str, str]:
-        """See `Architecture`."""
-        return self.model.hf_copies()
-
-    def hf_fused(self) -> dict[str, Fused]:
-        """See `Architecture`."""
-        return self.model.hf_fused()
-
-    def linear_layers(self) -> tuple[str, ...]:
-        """See `Architecture`."""
-        return self.model.linear_layers()
-
-    def hidden_states(self, *arrays: Any) -> Any:
-        """See `Architecture`."""
-        return self.model.hidden_states(*arrays)
-
-    def unembed(self, params: Params, hidden: Any, *, num_tokens: int) -> Any:
-        """See `Architecture`."""
-        return self.model.unembed(params, hidden, num_tokens=num_tokens)
-
-    def sample_states(self, *arrays: Any) -> Any:
-        """See `Architecture`."""
-        return self.model.sample_states(*arrays)
-
-    def memory_terms(self, tensor: int) -> MemoryTerms:
-        """See `Architecture`."""
-        return self.model.memory_terms(tensor)
-
-    def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """See `Architecture`."""
-        return self.model.expert_terms(tensor, expert)
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of a family of models that `Architecture` does not declare."""

@@ -21,6 +21,7 @@ values). The first reads `train_weights`, the second `decode_weights`.
 
 from __future__ import annotations
 
+import pkgutil
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +40,6 @@ from jaxrl.models.architecture import Architecture, Attend
 from jaxrl.models.attention import reference
 from jaxrl.models.beside import Beside
 from jaxrl.models.layers import SamplerThrough, Through
-from jaxrl.models.rope_scaling import SCALINGS, Fields, RopeScaling
 from jaxrl.types import Params
 
 Kind = tuple[Callable[[Any], bool], str]
@@ -165,16 +165,29 @@ def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
             raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
 
 
-def _rope_scaling(fields: dict[str, Any], source: str) -> RopeScaling | None:
-    """The settings of a scaled RoPE; None without scaling."""
-    kind = SCALINGS.get(_rope_type(fields))
-    if kind is None:
+SCALINGS = {
+    "yarn": "jaxrl.models.rope_scaling:Yarn",
+    "linear": "jaxrl.models.rope_scaling:Linear",
+    "llama3": "jaxrl.models.rope_scaling:Llama3",
+}
+"""Scalings by `rope_type`; the others are refused, since no parity test covers them.
+
+Those that scale by the length of a sequence (`dynamic`, `longrope`) would turn keys that are in the
+cache anew when it grows.
+"""
+
+
+def _rope_scaling(fields: dict[str, Any], source: str) -> Any:
+    """The `RopeScaling` of a scaled RoPE with its settings; None without scaling."""
+    rope_type = _rope_type(fields)
+    if rope_type not in SCALINGS:
         return None
+    kind: Any = pkgutil.resolve_name(SCALINGS[rope_type])
     values = dict(_rope_fields(fields))
     if "original_max_position_embeddings" in fields:  # which counts for more than among the values
         values["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
     max_positions = fields["max_position_embeddings"]
-    return kind.from_fields(Fields(values=values, max_positions=max_positions, source=source))
+    return kind.read(values, max_positions=max_positions, source=source)
 
 
 def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dict[str, Any]:
@@ -487,7 +500,7 @@ class Decoder(Architecture):
     output_bias: bool
     qk_norm: bool
     max_positions: int
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Any = None  # a `rope_scaling.RopeScaling`, where the model has one
     head_dtype: str = ""  # of the output layer's product; "": as all others
 
     @abstractmethod

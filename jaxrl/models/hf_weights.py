@@ -31,6 +31,9 @@ from jaxrl.runtime import sharding
 from jaxrl.runtime.files import folder_taking_place
 from jaxrl.types import Params
 
+Progress = Callable[[int, int], None]
+"""Told how many are done, of how many."""
+
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -153,7 +156,7 @@ def load_hf(
     architecture: str = "",
     entries: Sequence[str] | None = None,
     dtype: DTypeLike = jnp.float32,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
     is_late: bool = False,
 ) -> Params:
     """Parameters of an HF folder, each device reading only its own part of each tensor.
@@ -190,7 +193,7 @@ def load_stored(
     layouts: Mapping[str, Sharding],
     *,
     dtype: DTypeLike = jnp.float32,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Params:
     """Parameters out of tensors on disk, those that have a layout.
 

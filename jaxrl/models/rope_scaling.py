@@ -27,6 +27,15 @@ class RopeScaling(ABC):
     attention_factor: float = 1.0  # of cosines and sines
 
     @classmethod
+    def read(cls, values: dict[str, Any], *, max_positions: int, source: str) -> RopeScaling:
+        """Reads the settings of a `config.json`; arguments as of `Fields`.
+
+        Raises:
+            ValueError: one is missing or wrong; names the file.
+        """
+        return cls.from_fields(Fields(values=values, max_positions=max_positions, source=source))
+
+    @classmethod
     @abstractmethod
     def from_fields(cls, fields: Fields) -> RopeScaling:
         """The settings of a `config.json`."""
@@ -249,11 +258,3 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
 def _whole(value: float) -> float:
     """Returns a whole number where the value is one, as `transformers` wants it."""
     return int(value) if value == int(value) else value
-
-
-SCALINGS: dict[str, type[RopeScaling]] = {kind.rope_type: kind for kind in (Yarn, Linear, Llama3)}
-"""Scalings by `rope_type`; the others are refused, since no parity test covers them.
-
-Those that scale by the length of a sequence (`dynamic`, `longrope`) would turn keys that are in the
-cache anew when it grows.
-"""

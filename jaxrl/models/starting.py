@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.models.around import Around, Progress
-from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.hf_weights import Progress, load_hf
 from jaxrl.models.policy import Model
 from jaxrl.types import Params
 
@@ -17,8 +16,8 @@ def load_base(model: Model, folder: str, architecture: str, progress: Progress) 
         architecture: as of `read_model`.
         progress: told how many MiB or layers are read, of how many.
     """
-    if isinstance(model.config, Around):
-        return model.config.load_base(folder, model.mesh, progress)
+    if model.config.around is not None:
+        return model.config.around.load_base(folder, model.mesh, progress)
     names = tuple(model.frozen.abstract_params())
     if not names:
         return {}
@@ -44,8 +43,8 @@ def load_trained(
         seed: of parameters that the folder does not have.
         is_late: parameters of the folder stay on disk until they are wanted; see `load_hf`.
     """
-    if isinstance(model.config, Around):
-        return model.config.begin(model.mesh, seed)
+    if model.config.around is not None:
+        return model.config.around.begin(model.mesh, seed)
     return load_hf(
         folder,
         model.mesh,

@@ -37,7 +37,6 @@ def write_report(
     from jaxrl.report.facts import facts_of, gain
     from jaxrl.report.page import page
     from jaxrl.report.reading import read_run
-    from jaxrl.report.table import table
     from jaxrl.runtime.files import written_whole
 
     folders = {workdir.resolve(): workdir for workdir in workdirs}
@@ -55,7 +54,11 @@ def write_report(
         (out.parent / plots / f"{name}.png").unlink(missing_ok=True)
     with written_whole(out) as file:
         file.write(page(groups, charts, zero, plots))
-    if log and (summary := table(groups) if len(runs) > 1 else gain(runs[0])):
+    if log and len(runs) > 1:
+        from jaxrl.report.table import table
+
+        log(table(groups))
+    elif log and (summary := gain(runs[0])):
         log(summary)
     return out
 

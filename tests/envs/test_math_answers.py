@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.envs.math_answers import join_thousands, last_boxed, math_answer, same_math
+from jaxrl.envs.math_answers import join_thousands, math_answer, math_correctness, same_math
+from jaxrl.envs.rewards import last_boxed
 
 SAME = [
     # the same number
@@ -214,3 +215,27 @@ def test_answer_lines():
     assert math_answer("Answer:") == ""
     assert math_answer("The answers: 4") is None
     assert math_answer("4") is None
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("Let x be 2.\nAnswer: 34", 1.0),
+        ("Answer: 33\nNo.\nAnswer: $34$.", 1.0),
+        ("Answer: 34\nNo.\nAnswer: 33", -1.0),
+        ("answer : 34 \n", 1.0),
+        ("**Answer:** 34", 1.0),
+        ("**Answer**: **34**", 1.0),
+        ("The final answer:\n34", 1.0),
+        ("Answer: \\boxed{34.0}", 1.0),
+        ("34", -1.0),
+        ("Answer:", -1.0),
+        ("Answer: 34 or 35", -1.0),
+        (r"Answer: I do not know, \boxed{34}", -1.0),
+        ("", -1.0),
+    ],
+)
+def test_math_correctness(response, score):
+    assert math_correctness(response, "34") == score
+    assert math_correctness(response, ("7", "34")) == score
+    assert math_correctness(response, ()) == -1.0

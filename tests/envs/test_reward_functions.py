@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Episode, Finished, Reward, Task, Turn
-from jaxrl.envs.reward_functions import KINDS, Measured, RewardFunction, kind_of
+from jaxrl.envs.payment import Measured
+from jaxrl.envs.reward_functions import KINDS, RewardFunction, kind_of
 
 QUESTION = Task(
     id="q1", question="Where?", answers=("Paris", "Lutetia"), data_source="nq", metadata={"hop": 2}

@@ -13,7 +13,6 @@ from jaxrl.envs.rewards import (
     format_reward,
     is_abstention,
     is_right_answer,
-    math_correctness,
 )
 
 SEARCH = "<search>q</search>\n\n<information>i</information>\n\n"
@@ -256,33 +255,6 @@ def test_bapo_correctness(response, score, recall):
     answers = ("Paris", "City of Light")
     assert bapo_correctness(response, answers) == pytest.approx(score)
     assert bapo_correctness(response, answers, bad_format=0.0, wrong=0.1) == pytest.approx(recall)
-
-
-# Mathematics
-
-
-@pytest.mark.parametrize(
-    ("response", "score"),
-    [
-        ("Let x be 2.\nAnswer: 34", 1.0),
-        ("Answer: 33\nNo.\nAnswer: $34$.", 1.0),
-        ("Answer: 34\nNo.\nAnswer: 33", -1.0),
-        ("answer : 34 \n", 1.0),
-        ("**Answer:** 34", 1.0),
-        ("**Answer**: **34**", 1.0),
-        ("The final answer:\n34", 1.0),
-        ("Answer: \\boxed{34.0}", 1.0),
-        ("34", -1.0),
-        ("Answer:", -1.0),
-        ("Answer: 34 or 35", -1.0),
-        (r"Answer: I do not know, \boxed{34}", -1.0),
-        ("", -1.0),
-    ],
-)
-def test_math_correctness(response, score):
-    assert math_correctness(response, "34") == score
-    assert math_correctness(response, ("7", "34")) == score
-    assert math_correctness(response, ()) == -1.0
 
 
 # Weights

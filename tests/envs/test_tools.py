@@ -10,10 +10,11 @@ from types import MappingProxyType
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
+from jaxrl.envs.monty import MontyTool
 from jaxrl.envs.protocol import bapo, search_r1
 from jaxrl.envs.retrieval import KeywordSearch
 from jaxrl.envs.search import SearchEnv
-from jaxrl.envs.tools import MontyTool, Tool
+from jaxrl.envs.tools import Tool
 
 TASK = Task(id="t", question="What is 6 * 7?", answers=("42",))
 

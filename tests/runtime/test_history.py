@@ -6,13 +6,8 @@ import pytest
 
 from jaxrl.config import default_config, flatten, to_json
 from jaxrl.runtime import history as resuming
-from jaxrl.runtime.history import (
-    changes_since,
-    check_changes,
-    read_begun,
-    read_history,
-    write_history,
-)
+from jaxrl.runtime.changes import changes_since, check_changes
+from jaxrl.runtime.history import read_begun, read_history, write_history
 
 CONTENTS = {"tasks.train.source": "aa", "search.local.corpus": "cc", "model.path/config.json": "mm"}
 

@@ -13,7 +13,8 @@ from configs import debug_tiny
 from jaxrl.components import assemble
 from jaxrl.config import flatten
 from jaxrl.runtime import versions
-from jaxrl.runtime.history import Begun, changes_since, plain
+from jaxrl.runtime.changes import changes_since
+from jaxrl.runtime.history import Begun, plain
 from jaxrl.runtime.versions import check_alike, commit, differences, fingerprints, write_environment
 
 

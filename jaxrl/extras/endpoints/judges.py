@@ -20,9 +20,9 @@ from typing import Any
 from jaxrl.envs.base import CallRecord, Finished, Task, ToolError
 from jaxrl.envs.calls import MAX_S
 from jaxrl.envs.json_http import check_url, plain_text
+from jaxrl.envs.payment import Call, Measured
 from jaxrl.envs.recording import Recording
 from jaxrl.envs.resilient import Nobody, ResilientSearch
-from jaxrl.envs.reward_functions import Call, Measured
 from jaxrl.envs.tools import Answer, Tool
 from jaxrl.envs.worker_pool import WorkerPool
 from jaxrl.extras.endpoints.completions import Completions, content_of, first_choice, policy_of

@@ -32,7 +32,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.around import Around, Progress
+from jaxrl.models.around import Around
+from jaxrl.models.hf_weights import Progress
 from jaxrl.models.parts import Declared, divide, join, only
 from jaxrl.types import Params
 

@@ -7,7 +7,7 @@ and `adapter_model.safetensors`, which holds A as [r, in] and B as [out, r] of e
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxrl.envs.json_text import read_object
 from jaxrl.extras.lora.adapter import Adapter, module_of, modules_of, quantise
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import (
+    Progress,
     StoredTensor,
     host_array,
     known_name,
@@ -74,7 +75,7 @@ def load_base(
     path: str | Path,
     mesh: Mesh,
     adapter: Adapter,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Params:
     """The weights beside an adapter, of an HF folder that was checked.
 

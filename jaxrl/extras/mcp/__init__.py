@@ -12,15 +12,17 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrl.config import refuse
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import MAX_ERROR, LateError, error_text, event_loop, within
 from jaxrl.envs.images import Picture, Pictured
+from jaxrl.envs.json_http import check_url
 from jaxrl.envs.json_text import is_too_deep
 from jaxrl.envs.redaction import hide, redacted_content, redacted_end, redacted_start
-from jaxrl.envs.tools import CallError, JsonTool, check_names
+from jaxrl.envs.tools import CallError, JsonTool, Tool, check_names
 from jaxrl.envs.worker_pool import WorkerLostError, WorkerPool
 from jaxrl.extras.mcp.transport import MAX_ANSWER_MIB, MAX_TOLD, StdioServer, bounded_client
 
@@ -28,6 +30,64 @@ _INVALID_PARAMS = -32602  # of JSON-RPC: the arguments are wrong
 _CLOSING_S = 5.0
 _MAX_TOOLS, _MAX_PAGES = 1_000, 100  # of a list, many times what any server has
 _SHOWN = 500  # characters of what a server wrote on its standard error
+
+
+def check_servers(specs: Sequence[Any]) -> None:
+    """Refuses servers in `config.env.search.mcp` of which cannot be told how to reach them.
+
+    Raises:
+        ValueError: says what is expected.
+    """
+    for spec in specs:
+        if not _is_server(spec):
+            refuse(
+                "env.search.mcp",
+                specs,
+                'a tuple of {"command": ("python", "server.py"), "env": ("MY_KEY",)} or '
+                '{"url": "http://..", "headers": {"Authorization": "MY_KEY"}}; "env" and "headers" '
+                "name environment variables and may be left out",
+            )
+        if "url" in spec:
+            check_url("env.search.mcp", spec["url"], keys_from="the 'headers' beside it")
+
+
+def _is_server(spec: Any) -> bool:
+    match spec:
+        case {"command": list() | tuple() as command, **others} if command:
+            names = others.pop("env", ())
+            texts = (*command, *names) if isinstance(names, list | tuple) else (None,)
+        case {"url": str() as url, **others} if url:
+            headers = others.pop("headers", {})
+            texts = (*headers, *headers.values()) if isinstance(headers, dict) else (None,)
+        case _:
+            return False
+    return not others and all(isinstance(text, str) for text in texts)
+
+
+def offered_tools(
+    specs: Sequence[Mapping[str, Any]], deadline_s: float, log: Callable[[str], None]
+) -> list[Tool]:
+    """The tools of servers that were checked, which are asked for them.
+
+    Args:
+        specs: one for each server, see `McpServer`.
+        deadline_s: seconds for a call, and for making the connection.
+        log: told the names of each server's tools.
+
+    Raises:
+        ValueError: a server cannot be reached, or is configured by what there is not.
+    """
+    found: list[Tool] = []
+    for spec in specs:
+        try:
+            server = McpServer(spec, deadline_s=deadline_s)
+            offered = server.tools()
+        except (ImportError, ToolError) as error:
+            raise ValueError(f"config.env.search.mcp holds {spec!r}: {error}.") from error
+        names = ", ".join(tool.name for tool in offered)
+        log(f"the MCP server {server.name!r} offers {names}")
+        found += offered
+    return found
 
 
 class McpServer:

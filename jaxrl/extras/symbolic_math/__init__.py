@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from jaxrl.envs.base import Finished, Task
-from jaxrl.envs.math_answers import join_thousands, last_boxed, value_equal
-from jaxrl.envs.reward_functions import Call, Measured
+from jaxrl.envs.math_answers import join_thousands, value_equal
+from jaxrl.envs.payment import Call, Measured
+from jaxrl.envs.rewards import last_boxed
 from jaxrl.envs.worker_pool import WorkerPool
 
 MAX_CHARACTERS = 2000

@@ -15,6 +15,7 @@ from jaxrl.config import flatten
 from jaxrl.method import batch_shape
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.plan.memory import (
+    GO_ON,
     Target,
     gib,
     make_plan,
@@ -22,9 +23,6 @@ from jaxrl.runtime.plan.memory import (
     update_phase,
 )
 from jaxrl.runtime.sharding import BATCH, num_batch_shards
-
-GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
-
 
 CPU_TOKENS = 512
 """Tokens of a micro-batch on a CPU that are worth a pass over the gradients of all weights."""

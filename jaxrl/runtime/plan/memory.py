@@ -34,7 +34,6 @@ from jaxrl.method import (
     records_arrays,
 )
 from jaxrl.models.architecture import Architecture, MemoryTerms
-from jaxrl.models.around import Around
 from jaxrl.models.attention.choice import copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
@@ -69,6 +68,8 @@ USABLE = 0.9
 """Share of a device's memory that a plan may fill: the rest is for what it does not see."""
 
 GIB = 2**30
+
+GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
 
 PROCESS_BYTES = 400 * 2**20
 """Interpreter, libraries, tokenizer, data and small programs; measured on Linux, JAX 0.10.2."""
@@ -250,7 +251,7 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
                 phases.append(Phase(name=f"{stage} checkpoint", kept=kept, moments=saving))
         phases = [_with_process(phase, config, model, target) for phase in phases]
         held = [terms | _process(config, model, target) for terms in held]
-    is_around = isinstance(policy_of(config, model), Around)
+    is_around = policy_of(config, model).around is not None
     num_trained = num_values(_trained(config, model).abstract_params())
     return Plan(
         target=target,
@@ -842,7 +843,7 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
     """
     mesh = target_mesh(config, model, target)
     held = _search_bytes(config, target)[0]
-    is_around = isinstance(policy_of(config, model), Around)
+    is_around = policy_of(config, model).around is not None
     is_on_disk = config.stages == ("evaluate",) and not is_around
     if is_on_disk and not config.mesh.rollout_devices:
         made = _made_in_turn(config, model, target)
@@ -1156,12 +1157,12 @@ def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> 
     mesh, policy = target_mesh(config, model, target), policy_of(config, model)
     count, dtype = _Counts.of(model, mesh), jnp.dtype(config.model.dtype)
     head = _head_bytes(config, model, target) * count.table(model)
-    if not isinstance(policy, Around):
+    if policy.around is None:
         return dtype.itemsize * count.decode_params + head
     is_alone = target.num_processes == 1 and not config.mesh.rollout_devices
     # A CPU's sampler has its layers apart.
     may_share = is_alone and target.platform != "cpu" and not _is_given_up(config)
-    plan = importlib.import_module(policy.plan)
+    plan = importlib.import_module(policy.around.plan)
     own: int = plan.decode_bytes(policy, mesh, dtype, may_share=may_share)
     return own + head * model.tie_embeddings  # it knows of a table that is a parameter
 

@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 
 from jaxrl.method import frozen_of, policy_of
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.around import Around
 from jaxrl.models.parts import Declared
 from jaxrl.models.policy import no_tables
 from jaxrl.runtime.sharding import param_shardings
@@ -56,9 +55,9 @@ class PolicyWeights:
         """Counts the configured policy's weights on the mesh."""
         dtype = jnp.dtype(config.model.dtype)
         policy = policy_of(config, model)
-        if not isinstance(policy, Around):
+        if policy.around is None:
             return _entries(policy, frozen_of(config), mesh, dtype)
-        plan: Any = importlib.import_module(policy.plan)
+        plan: Any = importlib.import_module(policy.around.plan)
         found: PolicyWeights = plan.policy_weights(policy, mesh, dtype)
         return found
 

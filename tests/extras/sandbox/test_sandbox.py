@@ -22,7 +22,8 @@ import pytest
 from configs import debug_tiny
 from jaxrl import toolbox
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.tools import MontyTool, run_one
+from jaxrl.envs.monty import MontyTool
+from jaxrl.envs.tools import run_one
 from jaxrl.extras import sandbox
 from jaxrl.extras.sandbox import BubblewrapTool, SubprocessTool
 from jaxrl.extras.sandbox import child as sandbox_child

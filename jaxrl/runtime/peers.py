@@ -1,0 +1,304 @@
+"""Joins several processes, one a host, into one job, and notices who is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import queue
+import secrets
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxrl.envs.child_process import Child, EndedError
+from jaxrl.envs.redaction import redacted
+from jaxrl.envs.text import printable
+from jaxrl.runtime import monitor
+from jaxrl.runtime.distributed import from_main, gather
+from jaxrl.runtime.job import Job
+from jaxrl.runtime.stopping import EXIT_LOST
+
+JOIN_S = 300.0
+"""Seconds in which all processes of a job must have come."""
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""With which a client of HTTP/2 begins, and empty settings (RFC 9113, sections 3.4 and 6.5)."""
+_SETTINGS = 4  # the type of the frame with which a server answers
+
+
+def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
+    """Refuses a coordinator's address at which something else listens.
+
+    JAX's coordinator speaks gRPC, so HTTP/2. Where nothing listens yet, process 0 has not come.
+    Process 0 itself finds out when it listens.
+
+    Args:
+        job: of this process.
+        timeout_s: for an answer.
+
+    Raises:
+        OSError: what listens there gives another answer, or none.
+    """
+    if not job.coordinator or job.process_id == 0:
+        return
+    host, _, port = job.coordinator.rpartition(":")
+    try:
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+    except OSError:
+        return  # JAX waits for it, and says where
+    with connection:
+        try:
+            connection.sendall(_PREFACE)
+            answer = connection.recv(9)
+        except OSError:
+            answer = b""
+    if answer[3:4] != bytes([_SETTINGS]):
+        raise OSError(
+            f"process {job.process_id} found another program than process 0 at {job.coordinator}: "
+            "the port is taken. Name a free port in the --coordinator of every process (under "
+            "Slurm: JAX_COORDINATOR_PORT)."
+        )
+
+
+class Peers:
+    """This process's side of its monitor; a context around its work."""
+
+    def __init__(self, coordinator: str | None, deadline_s: float):
+        """Starts the monitors of all processes; every process of the job calls this.
+
+        Args:
+            coordinator: host and port of process 0; None where JAX has found out by itself.
+            deadline_s: seconds without a sign of life after which a process counts as lost.
+        """
+        index, name = jax.process_index(), f"{socket.gethostname()}, pid {os.getpid()}"
+        # Each process may know the host of process 0 by another address.
+        routes = gather(route_to(first_address(coordinator)))
+        listener = listen_for(routes[1:]) if index == 0 else None
+        port = listener.getsockname()[1] if listener else 0
+        everyone = gather([name, port, secrets.token_hex(16)])
+        _, hub_port, token = everyone[0]
+        settings = {
+            "index": index,
+            "pid": os.getpid(),
+            "names": [name for name, *_ in everyone],
+            "hub": (routes[index], hub_port),
+            "hub_fd": listener.fileno() if listener else -1,
+            "token": token,
+            "deadline_s": deadline_s,
+        }
+        # A session of its own: a signal to the process group must not reach the monitor. Isolated:
+        # beside the script lies a `types.py`, which is not the standard library's.
+        self._monitor = Child(
+            [sys.executable, "-I", monitor.__file__],
+            what="the monitor of this process",
+            stderr=None,
+            pass_fds=[listener.fileno()] if listener else [],
+        )
+        if listener:
+            listener.close()
+        self._verdict: queue.Queue[monitor.Loss] = queue.Queue()
+        self._is_failing = False
+        self._is_stopping = threading.Event()
+        self._should_stop: Callable[[], bool] = lambda: False
+        self._is_over = threading.Event()
+        self._write(**settings)
+        for work in (self._beat, self._listen):
+            threading.Thread(target=work, daemon=True, name="jaxrl-peers").start()
+
+    def _write(self, **line: Any) -> None:
+        try:
+            self._monitor.tell(line)
+        except EndedError:
+            self._is_over.set()  # there is nobody to tell
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(monitor.BEAT_S):
+            self._write(alive=True, **({"stop": True} if self._should_stop() else {}))
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EndedError):
+            while True:
+                line = self._monitor.hear()
+                if "stop" in line:
+                    self._is_stopping.set()
+                    continue
+                loss = monitor.Loss.from_line(line)
+                self._verdict.put(loss)
+                if not self._is_failing:
+                    # The main thread may wait in a collective that never ends.
+                    os._exit(1 if loss.failed else EXIT_LOST)
+        if not (self._is_over.is_set() or self._is_failing):
+            os.write(2, b"error: the monitor of this process is gone; without it nothing is sure\n")
+            os._exit(EXIT_LOST)
+
+    def everywhere(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """Widens `should_stop` to the job: a process that is asked to stop asks all others."""
+        self._should_stop = should_stop
+        return lambda: should_stop() or self._is_stopping.is_set()
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Tells the job how this process ends; a failure ends it here."""
+        is_told = isinstance(error, SystemExit)  # and its message is meant for the user
+        if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
+            jax.distributed.shutdown()  # waits for the others, while their loss is still noticed
+            self._is_over.set()
+            self._write(finished=True)
+            return
+        self._is_failing = True
+        reason = str(error) if is_told else "".join(traceback.format_exception_only(error)).strip()
+        reason = redacted(printable(reason))  # the monitor prints it, another process
+        self._write(failed=reason)
+        index = jax.process_index()
+        try:
+            loss = self._verdict.get(timeout=monitor.FAILURE_WAIT_S + 2 * monitor.GRACE_S)
+        except queue.Empty:
+            loss = monitor.Loss(index=index, lost=reason, failed=True)
+        if loss.index == index or not is_told:
+            text = reason if is_told else printable(traceback.format_exc()).rstrip("\n")
+            sys.stderr.write(f"{text}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Leaving in the usual way would wait for processes that are not there any more.
+        os._exit(1 if loss.failed else EXIT_LOST)
+
+
+def join(job: Job, *, deadline_s: float) -> Peers | None:
+    """Joins the job; before anything that touches a device. None where it has one process.
+
+    Where not all processes come within `JOIN_S` seconds, it ends the process with `EXIT_LOST`.
+
+    Raises:
+        OSError: process 0 cannot listen at the coordinator's port.
+    """
+    known: dict[str, Any] = {}
+    if job.coordinator is not None:
+        if job.process_id == 0:
+            _check_port(job.coordinator)
+        known = {
+            "coordinator_address": job.coordinator,
+            "num_processes": job.num_processes,
+            "process_id": job.process_id,
+            **_bound(job.coordinator),
+            # All devices of the host are this process's; JAX would take one a process under Slurm.
+            "cluster_detection_method": "deactivate",
+        }
+    # Its handler would swallow SIGTERM, which `stopping` answers.
+    jax.config.update("jax_enable_preemption_service", False)
+    # JAX ends processes without a name when it notices a loss; the monitors should be first.
+    with _waiting(job):
+        jax.distributed.initialize(
+            **known,
+            heartbeat_timeout_seconds=int(2 * deadline_s + 60),
+            initialization_timeout=int(JOIN_S + 60),  # it would abort with a stack of calls
+        )
+    return Peers(job.coordinator, deadline_s) if jax.process_count() > 1 else None
+
+
+def _check_port(coordinator: str) -> None:
+    """Refuses a port that is taken; JAX would say neither which nor what to do."""
+    _, _, port = coordinator.rpartition(":")
+    bound, _, _ = _bound(coordinator).get("coordinator_bind_address", "").rpartition(":")
+    host = bound.strip("[]")
+    try:
+        socket.create_server((host, int(port)), family=_family(host)).close()
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise OSError(
+            f"process 0 cannot listen at {coordinator}: {why}. Name a free port in the "
+            "--coordinator of every process (under Slurm: JAX_COORDINATOR_PORT)."
+        ) from error
+
+
+@contextlib.contextmanager
+def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> Iterator[None]:
+    """Says what this process waits for when it takes long, and ends it when it takes too long."""
+    arrived = threading.Event()
+    who = "" if job.process_id is None else f"process {job.process_id} of {job.num_processes}: "
+    where = "" if job.coordinator is None else f" at {job.coordinator}, process 0's address,"
+
+    def watch() -> None:
+        # Not print: the main thread may hold the buffer, and Python gets no turn to wait for it.
+        if not arrived.wait(silent_s):
+            text = f"{who}waiting for the other processes{where} for {limit_s:.0f} s at most"
+            os.write(2, f"{text}\n".encode())
+            if not arrived.wait(limit_s - silent_s):
+                text = f"{who}not all processes came{where} within {limit_s:.0f} s; see the others"
+                os.write(2, f"error: {text}\n".encode())
+                os._exit(EXIT_LOST)
+
+    threading.Thread(target=watch, daemon=True, name="jaxrl-join").start()
+    try:
+        yield
+    finally:
+        arrived.set()
+
+
+def _bound(coordinator: str) -> dict[str, Any]:
+    """Addresses of JAX's coordinator: loopback if it is called there, else all."""
+    host = coordinator.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):  # of a name
+        if ipaddress.ip_address(host).is_loopback:
+            return {"coordinator_bind_address": coordinator}
+    return {"coordinator_bind_address": coordinator} if host == "localhost" else {}
+
+
+def first_address(coordinator: str | None) -> str:
+    """The name or address by which every host reaches that of process 0; all processes call this.
+
+    Where JAX has found the coordinator by itself, the first process tells its own address.
+    """
+    if coordinator is not None:
+        return coordinator.rpartition(":")[0].strip("[]")
+    return from_main(own_address())
+
+
+def own_address() -> str:
+    """This host's address on the network of its default route; its name where it has none."""
+    for family, far_away in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((far_away, _ANY_PORT))  # kept free for documents; nothing is sent
+            return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def route_to(host: str) -> str:
+    """The address by which this host reaches another; its name where the system knows none."""
+    found: list[Any] = []
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # of UDP: asks for the route and sends nothing
+            return str(probe.getpeername()[0])
+    return host
+
+
+_ANY_PORT = 9
+"""Port for sockets that ask for a route; no packet ever gets there."""
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def listen_for(routes: Sequence[str]) -> socket.socket:
+    """A socket that is reached at the one address by which all others know this host.
+
+    Where they know it by several, or by one that it does not have itself (a virtual address in
+    front of it), the socket is reached at all addresses of this host.
+    """
+    if len(set(routes)) == 1:
+        with contextlib.suppress(OSError):
+            return socket.create_server((routes[0], 0), family=_family(routes[0]))
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)

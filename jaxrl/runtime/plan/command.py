@@ -1,0 +1,91 @@
+"""The plan as the command shows it: `python -m jaxrl.launch --plan`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from jaxrl.envs.text import printable
+from jaxrl.models.folder import model_folder
+from jaxrl.models.reading import read_model
+from jaxrl.runtime.plan import advice, display, memory
+
+
+def show_plan(
+    config: ConfigDict,
+    *,
+    num_devices: int,
+    num_processes: int,
+    memory_gib: float,
+    platform: str | None,
+    num_passages: int,
+    json_file: str | None,
+) -> bool:
+    """Shows what a configuration needs of each device, and what would fit where it does not.
+
+    Args:
+        config: checked; micro-batches that it leaves to the memory are chosen in it.
+        num_devices: of all processes; 0: as many as this host has.
+        num_processes: among which they are divided.
+        memory_gib: of each device; 0: as this host's.
+        platform: their kind; None: gpu where memory is given, else this host's.
+        num_passages: of the corpus of `search.dense`; 0: as many as it has.
+        json_file: where the plan is also written; None: nowhere.
+
+    Returns:
+        True if it fits.
+
+    Raises:
+        FileNotFoundError, ValueError: names the key or the flag, and what was expected.
+    """
+    if num_devices < 0 or memory_gib < 0:
+        raise ValueError(
+            f"--plan_devices={num_devices} and --plan_memory_gib={memory_gib}: expected numbers "
+            "above 0, or 0 for this host's."
+        )
+    given: dict[str, Any] = {"num_processes": num_processes}
+    if num_passages:
+        given["num_passages"] = num_passages
+    if num_devices:
+        given["num_devices"] = num_devices
+    if memory_gib:
+        given |= {"memory_bytes": int(memory_gib * memory.GIB), "platform": "gpu"}
+        given["free_bytes"] = None
+    if platform:
+        given["platform"] = platform
+        if platform != "cpu":
+            given["free_bytes"] = None
+    known = {"num_devices", "memory_bytes", "platform"} <= given.keys()
+    target = memory.Target(**given) if known else replace(memory.host_target(), **given)
+    if target.num_devices % target.num_processes:
+        raise ValueError(
+            f"--plan_processes={target.num_processes} does not divide the {target.num_devices} "
+            "devices; every process has the same number."
+        )
+    folder = model_folder(config.model.path)
+    if not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"config.model.path is {config.model.path!r}, which holds no config.json; a plan reads "
+            "nothing else of a model, and configs/models has one for several."
+        )
+    model = read_model(folder, config.model.architecture)
+    chosen = advice.choose_micro_rows(config, model, target, must_fit=False)
+    plan = memory.make_plan(config, model, target)
+    would_fit = [] if plan.fits else advice.advise(config, model, target)
+    is_hopeless = not plan.fits and not would_fit
+    num_needed = advice.devices_needed(config, model, target) if is_hopeless else None
+    console = Console(highlight=False, soft_wrap=True)
+    for line in chosen:
+        console.print(printable(line), markup=False, emoji=False)
+    console.print(display.show(plan, would_fit, num_needed))
+    if target.platform == "cpu" and target.free_bytes is None and not memory_gib:
+        console.print("this system does not tell what is free: no run is refused for its memory")
+    if json_file is not None:
+        text = json.dumps(display.as_json(plan), indent=2) + "\n"
+        Path(json_file).write_text(text, encoding="utf-8")
+    return plan.fits
