@@ -35,7 +35,7 @@ from jaxrl.extras.serve.worker import (
 
 MAX_STOPS, MAX_CHOICES = 16, 128
 LEAST_TEMPERATURE = 1e-3
-"""Of those above 0: logits divided by less might overflow."""
+"""Least temperature above 0: logits divided by less might overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)

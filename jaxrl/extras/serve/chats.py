@@ -64,7 +64,7 @@ class ChatMessage:
 
     @property
     def compared(self) -> str:
-        """What makes two messages the same."""
+        """Text that is equal for messages that count as the same."""
         calls = [[call.name, call.arguments] for call in self.calls]
         if self.role == "assistant":  # whose clients keep the calls' ids, or strip the text
             return json.dumps([self.role, self.content.strip(), calls], sort_keys=True)

@@ -74,7 +74,7 @@ SAMPLED = {name: UNSUPPORTED[name] for name in (
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What a client wants to see of an answer.
+    """Parts of an answer that a client wants to see.
 
     Attributes:
         model: name to give back.
@@ -218,7 +218,7 @@ class Writer:
         }
 
     def message(self, sample: Sample) -> tuple[ChatMessage, str]:
-        """What was written, and why it ends; the chat is kept with its ids."""
+        """Reads the reply, and the reason why it ends; keeps the chat with its ids."""
         piece = joined(sample.pieces)
         text = Text(self.chats.tokenizer.vocab_bytes, ()).add(piece)
         reply = read_reply(text, has_tools=bool(self.shown.tools))
@@ -340,10 +340,7 @@ class Writer:
 
 
 async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
-    """What several streams bring, as it comes.
-
-    An error of one ends all.
-    """
+    """Items of several streams, as they come; an error of one ends all."""
     waiting = {asyncio.ensure_future(anext(one)): one for one in streams}
     try:
         while waiting:

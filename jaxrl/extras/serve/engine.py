@@ -23,7 +23,7 @@ from jaxrl.sampling.shard import Row, Shard
 
 
 class Way(NamedTuple):
-    """How the tokens of a request are drawn; see `Engine.submit`."""
+    """Settings by which the tokens of a request are drawn; see `Engine.submit`."""
 
     temperature: float
     top_p: float

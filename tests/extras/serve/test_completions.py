@@ -222,6 +222,8 @@ class TestTurns:
         messages += [first["choices"][0]["message"], {"role": "user", "content": "?"}]
         own, other = (one.chat(messages, return_token_ids=True) for one in (client_a, client_b))
         stored = first["prompt_token_ids"] + ids
+        named = client.chat(messages, {"X_Session_ID": "a"}, return_token_ids=True)
+        assert named["prompt_token_ids"][: len(stored)] == stored
         assert own["prompt_token_ids"][: len(stored)] == stored
         assert other["prompt_token_ids"] == TOKENIZER.render_prompt(messages)
 
@@ -246,7 +248,7 @@ class TestTurns:
         assert found["prompt_token_ids"].count(end) == 1
 
     def test_kept_rows_give_way(self):
-        """Where pages are wanted the rows that were used least recently go, and all is answered."""
+        """The rows that were used least recently go where pages are wanted, and all is answered."""
         engine = make_engine(num_rows=2, num_pages=40)
         with serving(engine, max_kept=100) as (_, client):
             for number in range(8):

@@ -1,4 +1,4 @@
-"""Who may ask, what is refused, clients that leave, a full queue, the end."""
+"""Hosts, pages and keys; refusals; clients that leave; a full queue; the end."""
 
 import contextlib
 import http.client
