@@ -226,7 +226,7 @@ def test_parsers_agree_with_slow_ones():
     check(5_000, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="envs/test_parsers.py::test_parsers_agree_with_slow_ones")
 def test_parsers_agree_with_slow_ones_on_many():
     check(100_000, seed=1)
 
