@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from tests import structure
@@ -248,95 +249,91 @@ def test_the_loop_imports_little():
     assert total < MAX_LINES_OF_THE_LOOP
 
 
-LEFT_OUT_MARK = re.compile(r"pytest\.mark\.(slow|torch)\b")
+LEFT_OUT = re.compile(r"pytest\.mark\.(slow|torch)\b")
 """Marks of tests that `make test` leaves out."""
 
 
-def marks_of(tree, name):
-    """Every `pytest.mark.<name>` of a file: the call where it is called, else the bare name."""
-    text = f"pytest.mark.{name}"
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == text]
-    called = {id(call.func) for call in calls}
-    bare = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n) == text]
-    return calls + [node for node in bare if id(node) not in called]
+@cache
+def parsed(name):
+    """The syntax tree of a file below `tests/`; of one that is not there it is empty."""
+    path = ROOT / "tests" / name
+    return ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
+
+
+def slow_marks(tree):
+    """Every `pytest.mark.slow`: the call where it is called, else the name."""
+    names = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "slow"]
+    calls = {n.func: n for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    return [calls.get(name, name) for name in names]
 
 
 def quick_cases(decorator):
-    """The first value of each case that `make test` runs, as written; None: it has no cases."""
+    """The first value, as written, of each case that `make test` runs; None: it has no cases."""
     if not ast.unparse(decorator).startswith("pytest.mark.parametrize("):
         return None
-    cases = decorator.args[1]
+    names, cases = decorator.args[:2]
     if not isinstance(cases, ast.List | ast.Tuple):
         return [ast.unparse(cases)]
     found = []
     for case in cases.elts:
-        if LEFT_OUT_MARK.search(ast.unparse(case)):
+        if LEFT_OUT.search(ast.unparse(case)):
             continue
         if isinstance(case, ast.Call) and ast.unparse(case.func) == "pytest.param":
             case = case.args[0]
-        elif isinstance(case, ast.Tuple) and "," in ast.unparse(decorator.args[0]):
+        elif isinstance(case, ast.Tuple) and "," in ast.unparse(names):
             case = case.elts[0]
-        case = case.value if isinstance(case, ast.Starred) else case
+        elif isinstance(case, ast.Starred):
+            case = case.value
         found.append(str(case.value) if isinstance(case, ast.Constant) else ast.unparse(case))
     return found
 
 
-def quick_tests(tree):
-    """Names of a file's tests of which `make test` runs a case, and their functions."""
-    of_the_file = [
-        ast.unparse(n.value)
-        for n in tree.body
-        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"
-    ]
-    tests = [("", [], n) for n in tree.body]
-    for node in tree.body:
+@cache
+def quick_tests(file):
+    """Names of the tests of which `make test` runs at least one case, and their functions."""
+    body = parsed(file).body
+    places = [("", [], node) for node in body]
+    for node in body:
         if isinstance(node, ast.ClassDef):
-            tests += [(f"{node.name}::", node.decorator_list, inner) for inner in node.body]
+            places += [(f"{node.name}::", node.decorator_list, inner) for inner in node.body]
+    of_all = [n.value for n in body if ast.unparse(n).startswith("pytestmark = ")]
     found = {}
-    for prefix, of_the_class, node in tests:
-        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
-            continue
-        whole = [*of_the_file]
-        for decorator in [*of_the_class, *node.decorator_list]:
-            cases = quick_cases(decorator)
-            if cases is None:
-                whole.append(ast.unparse(decorator))
-            elif not cases:
-                whole.append("pytest.mark.slow")  # all of its cases are
-        if not any(LEFT_OUT_MARK.search(mark) for mark in whole):
-            found[prefix + node.name] = node
+    for prefix, of_the_class, node in places:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = [*of_all, *of_the_class, *node.decorator_list]
+            cases = {mark: quick_cases(mark) for mark in marks}
+            whole = [mark for mark in marks if cases[mark] is None]
+            if [] not in cases.values() and not LEFT_OUT.search(" ".join(map(ast.unparse, whole))):
+                found[prefix + node.name] = node
     return found
 
 
+def cases_beside(file, mark):
+    """The quick cases of the decorator that a mark stands in."""
+    for test in quick_tests(file).values():
+        for decorator in test.decorator_list:
+            if mark in ast.walk(decorator):
+                return quick_cases(decorator) or []
+    return []
+
+
 def test_every_slow_test_names_the_quick_one_that_stands_for_it():
-    """The one that fails on the same damage, or, with `instead=None`, why there is none."""
-    folder = ROOT / "tests"
-    trees = {
-        path.relative_to(folder).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in folder.rglob("test_*.py")
-    }
-    quick = {file: quick_tests(tree) for file, tree in trees.items()}
-    wrong, count = [], 0
-    for file, tree in trees.items():
-        own_cases = {
-            mark: cases
-            for test in quick[file].values()
-            for decorator in test.decorator_list
-            if (cases := quick_cases(decorator))
-            for mark in marks_of(decorator, "slow")
-        }
-        for mark in marks_of(tree, "slow"):
-            count += 1
-            given = {k.arg: ast.literal_eval(k.value) for k in getattr(mark, "keywords", ())}
-            instead = given.get("instead")
-            if instead is None:
-                is_right = given.keys() == {"instead", "because"} and bool(given["because"])
-            elif case := re.fullmatch(r"::\[(.*)\]", instead):
-                is_right = given.keys() == {"instead"} and case[1] in own_cases.get(mark, ())
-            else:
-                other, _, name = instead.partition("::")
-                is_right = given.keys() == {"instead"} and name in quick.get(other, ())
-            if not is_right:
-                wrong.append(f"tests/{file}:{mark.lineno}: {ast.unparse(mark)}")
-    assert count > 100, "no marks are found"
+    """The one that fails on the same damage; or, with `instead=None`, why there is none."""
+    paths = [path for path in (ROOT / "tests").rglob("test_*.py")]
+    files = [p.relative_to(ROOT / "tests") for p in paths if "slow" in p.read_text("utf-8")]
+    marks = [(file, mark) for file in files for mark in slow_marks(parsed(file))]
+    assert len(marks) > 100
+    wrong = []
+    for file, mark in marks:
+        given = {k.arg: ast.literal_eval(k.value) for k in getattr(mark, "keywords", ())}
+        instead = given.pop("instead", "")
+        if instead is None:
+            is_right = bool(given.pop("because", ""))
+        elif instead.startswith("::["):
+            is_right = instead[3:-1] in cases_beside(file, mark)
+        else:
+            other, _, name = instead.partition("::")
+            is_right = name in quick_tests(other)
+        if given or not is_right:
+            wrong.append(f"tests/{file}:{mark.lineno}: {ast.unparse(mark)}")
     assert wrong == []

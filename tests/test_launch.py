@@ -636,7 +636,9 @@ class TestFaultsOfTheWorkdir:
         assert ended(run).startswith(wanted)
 
 
-@pytest.mark.slow(instead="runtime/test_files.py::test_a_full_disk_is_found_in_what_libraries_say")
+@pytest.mark.slow(
+    instead="test_launch.py::TestFaultsOfTheWorkdir::test_one_line_says_what_is_saved"
+)
 def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world):
     # The first checkpoint has files beyond that.
     limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2); "

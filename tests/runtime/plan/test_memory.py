@@ -513,32 +513,35 @@ class TestAgainstTheCompiler:
         for program, (planned, compiled) in results.items():
             assert planned == pytest.approx(compiled, rel=0.1), program
 
-    @pytest.mark.slow(instead="X")
+    @pytest.mark.slow(
+        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+    )
     def test_one_device(self):
-        self.check(
-            programs.compare(
-                programs.small_run(1, 1, 1),
-                programs.MODELS["tiny"],
-                replace(NODE, platform="cpu", num_devices=1),
-                jax.devices()[:1],
-            )
-        )
+        self.check(self.on_one_device(programs.MODELS["tiny"]))
+
+    @pytest.mark.minutes
+    def test_two_layers_on_one_device(self):
+        self.check(self.on_one_device(replace(programs.MODELS["tiny"], num_layers=2)))
+
+    def on_one_device(self, model):
+        target = replace(NODE, platform="cpu", num_devices=1)
+        return programs.compare(programs.small_run(1, 1, 1), model, target, jax.devices()[:1])
 
     @pytest.mark.slow(
-        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_one_device"
+        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
     )
     def test_eight_devices(self):
         self.check(self.in_a_process("--model=tiny", "--mesh=2x2x2"))
 
     @pytest.mark.slow(
-        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_one_device"
+        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
     )
     @pytest.mark.parametrize("mesh", ["1x1x1", "1x4x1"])
     def test_large_models(self, mesh):
         self.check(self.in_a_process("--model=tiny,0.5b,0.6b", f"--mesh={mesh}"))
 
     @pytest.mark.slow(
-        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_one_device"
+        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
     )
     @pytest.mark.parametrize(
         "settings",
