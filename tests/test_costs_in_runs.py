@@ -236,9 +236,7 @@ def test_a_step_that_draws_on_is_ended_and_what_it_cost_is_counted(
     assert progress.ledger.num_calls["search"] == first["ledger/total/calls/search"]
 
 
-@pytest.mark.slow(
-    instead="test_costs_in_runs.py::test_a_step_that_draws_on_is_ended_and_what_it_cost_is_counted"
-)
+@pytest.mark.slow(instead="test_restarts.py::test_patience_ends_a_run_with_its_best_weights")
 def test_groups_that_a_stage_ended_before_count_too(tiny_world, source, tmp_path, monkeypatch):
     # Sampled ahead for a third step, which patience has ended before. Each step is the best so far,
     # and none is so by enough.

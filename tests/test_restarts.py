@@ -536,6 +536,7 @@ def test_patience_ends_a_run_with_its_best_weights(
     """The second step is worse than the first: with patience it is the last, and is undone."""
     monkeypatch.setitem(SCORES, 1, 0.5)
     changes = {"eval.patience": patience, "num_steps": 2 + patience, "stages": ("train",)}
+    changes |= {"rollout.ahead": patience, "loss.correction.level": "token"}
     changes["loss.entropy_coef"] = 0.01  # a gradient whatever is sampled
     config, workdir = with_eval(early(warm, tiny_world, **changes), 1), tmp_path / "run"
     assert play(config, workdir)
@@ -546,6 +547,8 @@ def test_patience_ends_a_run_with_its_best_weights(
     jax.tree.map(np.testing.assert_array_equal, weights, saved_params(workdir, 2))
     is_same = jax.tree.map(lambda one, other: bool((one == other).all()), weights, first)
     assert all(jax.tree.leaves(is_same)) == (exported == 1)
+    # Three evaluations of 8 questions, two steps of 16 trajectories and a third sampled ahead.
+    assert end["ledger"]["num_trajectories"] == 3 * 8 + (2 + patience) * 16
 
 
 def test_a_best_metric_that_is_not_there(warm, tiny_world, tmp_path):

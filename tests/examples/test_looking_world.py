@@ -173,7 +173,7 @@ def scores(workdir, name):
 
 @pytest.mark.slow(
     instead=None,
-    because="a policy learns over hundreds of steps, in minutes; no smaller run shows it",
+    because="looking is learnt in hundreds of steps; fewer answer no better than a guess",
 )
 @pytest.mark.parametrize(
     ("kind", "before", "after", "guessed"),
