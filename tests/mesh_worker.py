@@ -158,11 +158,8 @@ def cache_layout(engine):
     }
 
 
-def sample(mesh, params, config=TINY, train_mesh=None):
-    """Two turns of every request, with an observation between, through the engine.
-
-    The parameters are on `train_mesh`, where that is another.
-    """
+def sample(mesh, params, config=TINY):
+    """Two turns of every request, with an observation between, through the engine."""
     automaton = StopAutomaton([bytes([i]) for i in range(NUM_TOKENS)], [*"ABCDEFGH"])
     engine = Engine(
         config,
@@ -175,7 +172,6 @@ def sample(mesh, params, config=TINY, train_mesh=None):
         max_total_tokens=64,
         chunk_tokens=4,
         records=bool(config.recorded),
-        train_mesh=train_mesh,
     )
     engine.row_sizes = engine.row_sizes[-1:]  # one size will do: a compilation is seconds
     engine.compile()
@@ -566,19 +562,22 @@ def of_experts():
 
 
 def on_two_devices():
-    """The least of what the groups of eight measure, and samples of a device that only samples."""
+    """The least of what groups of eight measure, and weights on a device that only samples."""
     pieces, experts = TWO_DEVICES.values()
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
     apart = local_mesh(mesh, rollout_devices=1)
-    wanted, rows = sample(mesh, params)[0], sample(apart, params, train_mesh=mesh)[0]
+    prepare = partial(TINY.decode_weights, dtype=jnp.float32)
+    made = Weights(prepare, TINY, mesh=apart, train_mesh=mesh, scan_layers=True).of(params)
+    gaps = jax.tree.map(
+        lambda a, b: float(np.abs(a - b).max()), *jax.device_get((made, prepare(params)))
+    )
     return {
         "pieces of rows": distances_on([pieces])[0][1:],
         "half the experts": distances_on([experts], TINY_MOE)[0][1:],
         "images": of_images([pieces])[0]["distance"],
-        "samplers": [mesh.devices.flat[0].id, *(device.id for device in apart.devices.flat)],
-        "samples_differ": wanted != rows,
-        "num_sampled": sum(sum(row["mask"]) for row in rows),
+        "weights_gap": max(jax.tree.leaves(gaps)),
+        "weights_on": sorted({d.id for leaf in jax.tree.leaves(made) for d in leaf.devices()}),
     }
 
 

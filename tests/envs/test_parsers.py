@@ -41,7 +41,8 @@ PIECES = (
     *("<answer>", "</answer>", "<search>", "</search>", "<python>", "</python>", "<result>"),
     *("</result>", "<information>", "</information>", "<|im_end|>", "</s>", "\\boxed{", "}", "{"),
     *("<", ">", "/", " ", "\n", "\t", "a", "é", "\ud800", "\0", '"', ":", ",", "[", "]", "\\"),
-    *('{"name": "search", "arguments": {}}', CALL, RESULT, "1e999", "NaN", "null", "< /answer >"),
+    *('{"name": "search", "arguments": {}}', CALL, RESULT, "1e999", "NaN", "null"),
+    *("< /answer >", "<Answer>"),
 )
 
 

@@ -468,9 +468,7 @@ def frequent_tokens(*, row_tokens=256, num_rows=20):
     )
 
 
-@pytest.mark.parametrize(
-    "tied", [pytest.param(False, marks=pytest.mark.slow(instead="::[True]")), True]
-)
+@pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_frequent_tokens_are_summed_in_float32(tied):
     # In bfloat16 a sum of ones stands still at 256.
     config = replace(TINY, num_layers=1, qk_norm=False, tie_embeddings=tied)
