@@ -558,7 +558,7 @@ def test_a_best_metric_that_is_not_there(warm, tiny_world, tmp_path):
         play(config, tmp_path / "run")
 
 
-@pytest.mark.slow(instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does")
+@pytest.mark.slow(instead="runtime/test_checkpoint.py::test_a_round_trip_is_exact")
 def test_a_run_goes_on_on_other_meshes(tiny_world, tmp_path, quick_compilation, no_pictures):
     # AdamW's first step is as long for a gradient of rounding's size as for any other, unless
     # epsilon is larger than that.
