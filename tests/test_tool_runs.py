@@ -88,7 +88,7 @@ def test_a_run_calls_the_tools_of_a_server(world, tmp_path):
 
 @pytest.mark.slow(
     instead=None,
-    because="500 demonstrations teach to read a tool's answer; fewer leave answers guessed",
+    because="it asserts the score after 500 steps on demonstrations, with the tool and without",
 )
 @pytest.mark.usefixtures("no_pictures")
 def test_answers_come_from_the_tool(world, tmp_path):

@@ -134,7 +134,7 @@ def test_every_name_and_every_number_is_one_token(out, records):
 
 @pytest.mark.slow(
     instead=None,
-    because="declining is learnt late in a run of minutes, after its gate has turned",
+    because="it compares what BAPO did in the first and the last fifth of a run of minutes",
 )
 def test_all_that_bapo_is_for_acts_in_a_run(tmp_path):
     worlds.main(["--world=bapo", "--seeds=0", f"--workdir={tmp_path}"])

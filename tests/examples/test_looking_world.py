@@ -173,7 +173,7 @@ def scores(workdir, name):
 
 @pytest.mark.slow(
     instead=None,
-    because="looking is learnt in hundreds of steps; fewer answer no better than a guess",
+    because="it asserts scores that looking reaches after hundreds of steps",
 )
 @pytest.mark.parametrize(
     ("kind", "before", "after", "guessed"),

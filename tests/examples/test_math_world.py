@@ -137,7 +137,7 @@ def whole_run(name, tmp_path):
 
 @pytest.mark.slow(
     instead=None,
-    because="what DAPO moves between the first and the last fifth of a run of minutes",
+    because="it compares what DAPO did in the first and the last fifth of a run of minutes",
 )
 def test_dapo_learns_and_all_of_it_acts(tmp_path):
     got = whole_run("math", tmp_path)
@@ -154,7 +154,7 @@ def test_dapo_learns_and_all_of_it_acts(tmp_path):
 
 @pytest.mark.slow(
     instead=None,
-    because="what ARES moves between the first and the last fifth of a run of minutes",
+    because="it compares what ARES did in the first and the last fifth of a run of minutes",
 )
 def test_ares_learns_and_all_of_it_acts(tmp_path):
     got = whole_run("ares", tmp_path)
