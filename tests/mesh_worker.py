@@ -32,6 +32,7 @@ from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import (
     in_pieces,
     in_rows,
+    local_mesh,
     make_mesh,
     num_batch_shards,
     param_shardings,
@@ -96,6 +97,10 @@ EXPERT_MESHES = {
     "expert 8": {"data": 1, "fsdp": 1, "expert": 8, "tensor": 1},
     "context 2, expert 4": {"data": 1, "fsdp": 1, "context": 2, "expert": 4, "tensor": 1},
     "fsdp 2, expert 2, tensor 2": {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
+}
+TWO_DEVICES = {
+    "pieces of rows": {"data": 1, "fsdp": 1, "context": 2, "expert": 1, "tensor": 1},
+    "half the experts": {"data": 1, "fsdp": 1, "context": 1, "expert": 2, "tensor": 1},
 }
 SHOWN = [
     {"data": 1, "fsdp": 8, "context": 1, "tensor": 1},
@@ -432,17 +437,16 @@ def farthest_draw(params, rows):
     return float(farthest)
 
 
-def gradients_on_every_mesh_with_context():
-    """How far log-probabilities and gradients are from those of one device, by mesh."""
+def distances_on(meshes, config=TINY):
+    """How far gradients and log-probabilities are from those of one device, by mesh."""
     one = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
     shape = BatchShape(num_micro=3, micro_rows=4, row_tokens=88)
     packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), shape)
     found = []
-    for sizes in [one, *EVERY_CONTEXT]:
+    for sizes in [one, *meshes]:
         mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
-        kernels = choose("xla", mesh, TINY)
-        model = Model(TINY, mesh, num_tokens=NUM_TOKENS, attention=kernels)
-        params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
+        model = model_on(mesh, config)
+        params = jax.device_put(tiny_params(config), param_shardings(mesh, config))
         batch = put_batch(mesh, packed.batch)
         loss = policy_loss(loss={"entropy_coef": 0.01, "clip_high": 0.3})
         sums = Gradient(model, loss, entropy_gradient=True)(params, batch, packed)
@@ -451,7 +455,7 @@ def gradients_on_every_mesh_with_context():
     (wanted, logprobs), *others = found
     return [
         [sizes, float(relative_distance(gradient, wanted)), float(np.abs(own - logprobs).max())]
-        for sizes, (gradient, own) in zip(EVERY_CONTEXT, others, strict=True)
+        for sizes, (gradient, own) in zip(meshes, others, strict=True)
     ]
 
 
@@ -475,8 +479,8 @@ def bytes_of_a_long_row():
     return found
 
 
-def of_images():
-    """Gradients of a model that sees, on every mesh, and what two of these move between devices.
+def of_images(meshes=EVERY_MESH):
+    """Gradients of a model that sees, on these meshes, and what two of them move between devices.
 
     Every other mesh has two sequences a row, and one micro-batch instead of two.
     """
@@ -485,7 +489,7 @@ def of_images():
     advantages = [scale * one for scale in (1, 0.3) for one in ADVANTAGES]
     wanted = jax.tree.map(lambda leaf: 1.3 * leaf, naive())
     found = []
-    for index, sizes in enumerate(EVERY_MESH):
+    for index, sizes in enumerate(meshes):
         is_long = index % 2 == 1 or sizes["context"] == 8
         shape = BatchShape(
             num_micro=1 if is_long else 2,
@@ -495,7 +499,7 @@ def of_images():
             tower=config.tower,
             num_pieces=sizes["context"],
         )
-        mesh = make_mesh(**sizes)
+        mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
         packed = packed_in(shape, sequences() * 2, advantages, num_shards=num_batch_shards(mesh))
         kernels = choose("xla", mesh, config)
         model = Model(config, mesh, num_tokens=96, attention=kernels, remat="names")
@@ -557,12 +561,34 @@ def of_experts():
     return found
 
 
+def on_two_devices():
+    """The least of what groups of eight measure, and weights on a device that only samples."""
+    pieces, experts = TWO_DEVICES.values()
+    mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
+    apart = local_mesh(mesh, rollout_devices=1)
+    prepare = partial(TINY.decode_weights, dtype=jnp.float32)
+    made = Weights(prepare, TINY, mesh=apart, train_mesh=mesh, scan_layers=True).of(params)
+    gaps = jax.tree.map(
+        lambda a, b: float(np.abs(a - b).max()), *jax.device_get((made, prepare(params)))
+    )
+    return {
+        "pieces of rows": distances_on([pieces])[0][1:],
+        "half the experts": distances_on([experts], TINY_MOE)[0][1:],
+        "images": of_images([pieces])[0]["distance"],
+        "weights_gap": max(jax.tree.leaves(gaps)),
+        "weights_on": sorted({d.id for leaf in jax.tree.leaves(made) for d in leaf.devices()}),
+    }
+
+
 def main(path, group):
     if group == "every context":
         report = {
-            "distances": gradients_on_every_mesh_with_context(),
+            "distances": distances_on(EVERY_CONTEXT),
             "temporaries": bytes_of_a_long_row(),
         }
+    elif group == "two devices":
+        report = on_two_devices()
     elif group == "experts":
         report = of_experts()
     elif group == "images":

@@ -148,7 +148,9 @@ def test_the_weights_before_an_update_sample_what_the_next_one_learns_from(
     assert min(gaps[1:]) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="test_ahead.py::test_the_weights_before_an_update_sample_what_the_next_one_learns_from"
+)
 def test_an_adapter_of_before_the_update_samples_ahead_and_goes_on(tiny_world, tmp_path):
     """Sampler and update share the frozen weights; of the adapter the sampler has its own copy."""
     # The bonus has a gradient whatever is sampled.
@@ -189,7 +191,12 @@ def test_an_adapter_of_before_the_update_samples_ahead_and_goes_on(tiny_world, t
 
 
 @pytest.mark.parametrize(
-    "done", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+    "done",
+    [
+        pytest.param(1, marks=pytest.mark.slow(instead="::[2]")),
+        2,
+        pytest.param(3, marks=pytest.mark.slow(instead="::[2]")),
+    ],
 )
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(base, tiny_world, tmp_path, done):
     workdir = as_of(base, tmp_path / "run", NUM_SFT + done)
@@ -197,7 +204,10 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(base, tiny_world, t
     assert_same_run(workdir, base)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="test_controllers_in_runs.py"
+    "::test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states"
+)
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(base, tiny_world, tmp_path):
     config = settings(tiny_world, **{"checkpoint.every_steps": 100})
     workdir = as_of(base, tmp_path / "run", NUM_SFT)
@@ -243,7 +253,7 @@ def launch(tiny_world, workdir, environment, output, **changes):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_ahead.py::test_a_run_that_was_killed_goes_on_as_if_it_had_not_been")
 def test_a_kill_at_any_time_costs_only_time(base, tiny_world, tmp_path, quick_compilation):
     workdir, rng = as_of(base, tmp_path / "run", NUM_SFT), random.Random(0)
     file = workdir / "metrics.jsonl"
@@ -264,7 +274,7 @@ def test_a_kill_at_any_time_costs_only_time(base, tiny_world, tmp_path, quick_co
     assert_same_run(workdir, base)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does")
 def test_devices_that_only_sample_change_no_number(base, tiny_world, tmp_path, quick_compilation):
     workdir, log = tmp_path / "run", tmp_path / "log"
     environment = quick_compilation | with_devices(2)
@@ -275,7 +285,7 @@ def test_devices_that_only_sample_change_no_number(base, tiny_world, tmp_path, q
         assert_close(lasting_anywhere(one), lasting_anywhere(other), 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does")
 def test_processes_may_have_devices_that_only_sample(base, tiny_world, tmp_path, quick_compilation):
     changes = {**SETTINGS, "mesh.rollout_devices": 1, "optimizer.lr": 1e-3}
     environment = quick_compilation | with_devices(2)
@@ -291,7 +301,9 @@ def test_processes_may_have_devices_that_only_sample(base, tiny_world, tmp_path,
         assert_close(*trained, 1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="test_costs_in_runs.py::test_a_step_that_draws_on_is_ended_and_what_it_cost_is_counted"
+)
 def test_a_failure_ahead_is_told_after_the_step_is_saved(base, tiny_world, tmp_path):
     config = settings(tiny_world)
     workdir = as_of(base, tmp_path / "run", NUM_SFT + 1)

@@ -82,7 +82,6 @@ def check_rates(record):
     assert record["compile_s"] > 0
 
 
-@pytest.mark.slow
 def test_rollout_of_even_samples(tmp_path, capsys):
     record = record_of(rollout, EVEN, tmp_path)
     check_rates(record)
@@ -108,7 +107,7 @@ def test_update(tmp_path):
     assert record["mfu"] == pytest.approx(flops / 989e12), seconds
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_benchmarks.py::test_rollout_of_even_samples")
 def test_weights_of_a_sampler_with_an_adapter(tmp_path):
     file = tmp_path / "lora.json"
     lora.main(["--rank=4", "--num_rows=8", "--repetitions=1", f"--json={file}"])
@@ -147,7 +146,7 @@ def test_operations_by_hand():
     assert update.operations(model, [one], 1) == (2064, 1824 - 6 * 128)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_benchmarks.py::test_rollout_of_even_samples")
 def test_refilling_does_less_than_half_the_work_of_static_batches(tmp_path):
     # Lengths as in the preset, 16 times shorter: median 4, a few of them long.
     flags = [
@@ -164,7 +163,7 @@ def test_refilling_does_less_than_half_the_work_of_static_batches(tmp_path):
     assert record["continuous over"].keys() == {"static_full", "static"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_benchmarks.py::test_rollout_of_even_samples")
 def test_rollout_with_searches(tmp_path):
     record = record_of(rollout, ["--case=search", *EPISODES, "--latency_ms=20"], tmp_path)
     for name in ("search", "search_without_latency", "at_once"):
@@ -198,9 +197,19 @@ def test_the_page_of_runs_at_a_small_size(tmp_path, capsys):
     assert len(list((tmp_path / "300_20" / "trajectories").iterdir())) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_benchmarks.py::test_a_small_step_and_its_parts")
 def test_a_step_and_its_parts(tmp_path):
-    flags = [*EPISODES, "--latency_ms=1", "--repetitions=1", "--micro_rows=2"]
+    check_step(EPISODES, tmp_path)
+
+
+@pytest.mark.minutes
+@pytest.mark.usefixtures("one_size")
+def test_a_small_step_and_its_parts(tmp_path):
+    check_step([*EPISODES, "--num_questions=2", "--turn_tokens=4"], tmp_path)
+
+
+def check_step(sizes, tmp_path):
+    flags = [*sizes, "--latency_ms=1", "--repetitions=1", "--micro_rows=2"]
     record = record_of(step, flags, tmp_path)
     parts = [record[f"{name}_s"] for name in ("rollout", "packing", "scoring", "update", "weights")]
     assert min(parts) > 0
@@ -209,7 +218,7 @@ def test_a_step_and_its_parts(tmp_path):
     assert record["first_step_s"] > record["step_s"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_benchmarks.py::test_a_small_step_and_its_parts")
 @pytest.mark.usefixtures("one_size")
 def test_a_step_whose_rollout_is_one_ahead(tmp_path):
     flags = [*EPISODES, "--latency_ms=1", "--micro_rows=2", "--ahead=1"]
@@ -235,7 +244,7 @@ def test_the_longer_half_by_hand():
     assert step.waited_s(before, after) == 0.5  # of thread 2, which did the most
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_benchmarks.py::test_scaling_tells_what_a_failed_process_said")
 def test_scaling_over_devices_and_processes(tmp_path):
     flags = ["--jobs=1x1,1x2,2x1", "--vocab_size=64", "--prompt_tokens=6", "--new_tokens=8"]
     record = record_of(scaling, [*flags, "--row_tokens=16", "--repetitions=1"], tmp_path)

@@ -451,7 +451,7 @@ def test_what_is_not_the_benchmark_s_stays_on_the_page(tmp_path):
         assert "Old" not in written
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_claims.py::test_jobs_run_after_what_they_need_and_only_once")
 def test_the_whole_benchmark_at_its_smallest(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["claims"])
     arguments = ["--quick", f"--out={tmp_path}", "--seeds=2"]

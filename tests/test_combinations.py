@@ -224,7 +224,7 @@ def test_random_combinations_train(seed, tiny_world, source, sampler, tmp_path):
     train_two_steps(seed, tiny_world, source, sampler, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_combinations.py::test_random_combinations_train")
 @pytest.mark.parametrize("seed", MORE_SEEDS)
 def test_many_more_random_combinations_train(seed, tiny_world, source, sampler, tmp_path):
     train_two_steps(seed, tiny_world, source, sampler, tmp_path)
@@ -272,7 +272,10 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
         assert math.isfinite(record["actor/grad_norm"])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="training/test_update.py"
+    "::test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic"
+)
 def test_the_brief_s_settings_train(tiny_world, source, sampler, tmp_path):
     """Four updates on every batch, held near the policy before the first of them."""
     config = base_config(tiny_world, source)

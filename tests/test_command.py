@@ -89,7 +89,7 @@ def test_the_quickstart_finds_a_world_that_was_made(site, tiny_world, tmp_path):
     assert "wrote" not in done.stdout  # no world
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_command.py::test_the_quickstart_finds_a_world_that_was_made")
 def test_the_quickstart_in_an_empty_folder(site, tmp_path):
     """It makes its world, trains and evaluates; the report is written again by its own word."""
     done = jaxrl(site, "quickstart", "--config.num_steps=2", cwd=tmp_path)

@@ -131,7 +131,7 @@ def test_every_state_is_in_every_record(ares_run):
 
 @pytest.mark.minutes
 @pytest.mark.usefixtures("one_size")
-@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow(instead="::[2]")), 2])
 def test_a_killed_run_goes_on_with_its_states(ares_run, tmp_path, after):
     config, components, wanted = ares_run
     workdir = killed(wanted, tmp_path / "killed", after=after)
@@ -161,7 +161,10 @@ def test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states(ares_run
     assert_same_end(config, components, workdir, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="training/test_controllers.py"
+    "::test_the_early_stage_ends_after_the_sixth_validation_below_the_best"
+)
 def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_path):
     changes = {"shaping.stage_tolerance": 0, "num_steps": 6, "filter.resample_attempts": 1}
     changes["reward.weights"] = {"exact_match": 1.0}
@@ -207,7 +210,9 @@ class Hopeless(Chance):
         return [dataclasses.replace(reward, **wrong) for reward in super().score(group)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="training/test_collect.py::test_the_filter_gives_up_and_tells_what_the_groups_were"
+)
 def test_a_filter_that_gives_up_leaves_a_checkpoint_and_says_why(
     tiny_world,
     source,
@@ -320,8 +325,20 @@ ROWS, PIECES = {"mesh.data": 2}, {"mesh.data": 1, "mesh.context": 2}
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(ROWS, marks=pytest.mark.slow, id="rows"),
-        pytest.param(PIECES, marks=pytest.mark.slow, id="pieces"),
+        pytest.param(
+            ROWS,
+            marks=pytest.mark.slow(
+                instead="runtime/test_distributed.py::test_two_processes_take_the_steps_of_one"
+            ),
+            id="rows",
+        ),
+        pytest.param(
+            PIECES,
+            marks=pytest.mark.slow(
+                instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does"
+            ),
+            id="pieces",
+        ),
     ],
 )
 def test_two_processes_have_the_states_of_one(

@@ -236,7 +236,7 @@ def test_a_step_that_draws_on_is_ended_and_what_it_cost_is_counted(
     assert progress.ledger.num_calls["search"] == first["ledger/total/calls/search"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_restarts.py::test_patience_ends_a_run_with_its_best_weights")
 def test_groups_that_a_stage_ended_before_count_too(tiny_world, source, tmp_path, monkeypatch):
     # Sampled ahead for a third step, which patience has ended before. Each step is the best so far,
     # and none is so by enough.
@@ -276,7 +276,7 @@ def test_groups_that_a_stage_ended_before_count_too(tiny_world, source, tmp_path
     assert lasting(tmp_path / "after") == lasting(tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_costs_in_runs.py::test_totals_are_the_sums_over_all_trajectories")
 def test_a_run_that_spent_its_budget_is_as_if_it_had_not(
     base, tiny_world, source, held_out, parts, tmp_path
 ):
@@ -297,7 +297,7 @@ def test_a_run_that_spent_its_budget_is_as_if_it_had_not(
     assert steps_in(tmp_path / "other" / "checkpoints") == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_has_an_exit_code_of_its_own")
 def test_the_command_ends_with_78_and_goes_on_with_a_higher_limit(
     tiny_world, source, tmp_path, quick_compilation
 ):

@@ -283,7 +283,7 @@ class TestTfds:
             read_tasks(folder, KEY)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_data.py::TestTfds::test_the_same_tasks_as_from_jsonl")
 def test_a_run_trains_on_a_tfds_data_set(tiny_world, tmp_path):
     """From JSONL to a data set to a step of training, as a user would: its metrics are the same."""
     files = [f"{split}={tiny_world}/questions_{split}.jsonl" for split in ("train", "eval")]

@@ -94,7 +94,7 @@ def test_nothing_in_a_decoding_step_depends_on_data_outside_of_kernels(kind, sca
     assert "cond" not in branches(kernels=XLA)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="sampling/test_layers.py::test_the_cache_is_written_where_it_lies")
 @pytest.mark.skipif(
     not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
     reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",

@@ -261,7 +261,9 @@ def test_answers_are_paid_and_given_again_without_the_endpoint(
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="extras/endpoints/test_policy.py::test_an_episode_is_played_with_the_environment"
+)
 def test_a_model_of_ones_own_behind_an_endpoint_gives_the_same_answers(
     tiny_world, cache_folder, monkeypatch
 ):

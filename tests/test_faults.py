@@ -203,7 +203,9 @@ class Mortal(FaultServer):
         super().handle(request)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="test_faults.py::test_an_outage_stops_the_run_and_it_goes_on_as_if_there_had_been_none"
+)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_an_outage_at_any_time_is_no_score_and_the_run_goes_on(tiny_world, tmp_path, ahead):
     """In a rollout, in one that runs ahead, in evaluations before, between and after steps."""
@@ -246,7 +248,7 @@ def test_an_outage_at_any_time_is_no_score_and_the_run_goes_on(tiny_world, tmp_p
         assert len(places) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_faults.py::test_a_training_through_faults_loses_nothing")
 def test_two_thousand_trajectories_through_faults(tiny_world, tmp_path):
     """None lost, none rewarded by a failure, and memory and threads do not grow."""
     memory, threads = [], []
@@ -275,7 +277,7 @@ def test_two_thousand_trajectories_through_faults(tiny_world, tmp_path):
     assert max(threads) < 120
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_has_an_exit_code_of_its_own")
 def test_the_command_ends_with_its_code_and_goes_on(
     served, tmp_path, tiny_world, quick_compilation
 ):

@@ -16,11 +16,14 @@ from absl.testing import flagsaver
 from configs import debug_tiny
 from jaxrl import launch
 from jaxrl.config import to_json
+from jaxrl.envs.base import OutageError
 from jaxrl.models.hf_weights import open_tensors
 from jaxrl.models.reading import read_model
 from jaxrl.own_code import OwnCodeError
+from jaxrl.runtime.stopping import Interrupted
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.health import NothingWorksError
+from jaxrl.training.ledger import BudgetSpentError
 from tests.helpers import as_nobody
 
 CONFIG = "configs/debug_tiny.py"
@@ -633,7 +636,9 @@ class TestFaultsOfTheWorkdir:
         assert ended(run).startswith(wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="test_launch.py::TestFaultsOfTheWorkdir::test_one_line_says_what_is_saved"
+)
 def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world):
     # The first checkpoint has files beyond that.
     limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2); "
@@ -678,6 +683,24 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     assert json.loads((workdir / "config.json").read_text())["seed"] == 0
     [line] = (workdir / "config_history.jsonl").read_text().splitlines()
     assert json.loads(line)["contents"].keys() >= {"tasks.train.source", "search.local.corpus"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(Interrupted, 75), (BudgetSpentError, 78), (OutageError, 69)]
+)
+def test_a_run_that_ends_early_has_an_exit_code_of_its_own(
+    error, code, monkeypatch, tmp_path, tiny_world
+):
+    def run(*_):
+        raise error("it ended.")
+
+    argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'workdir'}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr("jaxrl.run.run", run)
+    monkeypatch.setattr("jaxrl.components.assemble", lambda *_, **__: SimpleNamespace(notes=()))
+    with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+        launch.main(launch.parse_flags(argv))
+    assert ended.value.code == code
 
 
 def test_code_of_ones_own_that_fails_in_a_step_ends_the_run_in_one_line(

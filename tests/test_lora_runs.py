@@ -188,7 +188,7 @@ def test_the_adapter_and_the_export_are_one_model(base):
     assert relative_distance(merged, load_hf(workdir / "export")) < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_ask.py::test_a_run_under_way_answers_with_its_newest_checkpoint")
 def test_the_model_of_a_run_is_asked(base, tmp_path):
     workdir, _, _ = base
     display, question = Display(), "Who is this?"
@@ -200,7 +200,9 @@ def test_the_model_of_a_run_is_asked(base, tmp_path):
     assert middle.turns
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="extras/lora/test_update.py::test_with_the_adapter_off_scores_are_those_of_the_base"
+)
 def test_the_reference_is_the_base_with_the_adapter_off(base, tmp_path):
     """The shipped method, small: the policy begins at its reference, and leaves it in a step."""
     _, config, _ = base
@@ -216,7 +218,10 @@ def test_the_reference_is_the_base_with_the_adapter_off(base, tmp_path):
     assert first < 1e-9 < 1e-7 < second
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="extras/lora/test_lora.py"
+    "::test_an_int8_base_is_near_the_model_and_rounds_by_at_most_half_a_step"
+)
 @pytest.mark.parametrize(("base_dtype", "sampler"), [("int8", "separate"), ("bfloat16", "merged")])
 def test_a_run_goes_on_from_an_adapter_beside_a_smaller_base(base, tmp_path, base_dtype, sampler):
     workdir, config, _ = base

@@ -111,7 +111,7 @@ def test_masked_tokens_have_no_gradient_and_no_say(choice, logprobs_of):
     check_masked_tokens(*choice, logprobs_of)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_properties.py::test_masked_tokens_have_no_gradient_and_no_say")
 @pytest.mark.parametrize("choice", [x for x in EVERY if x not in PAIRS], ids=", ".join)
 def test_masked_tokens_have_no_say_in_any_other_combination(choice, logprobs_of):
     check_masked_tokens(*choice, logprobs_of)
@@ -200,7 +200,7 @@ def one_a_micro_batch(members, mode):
 @pytest.mark.minutes
 @pytest.mark.parametrize(
     "choice",
-    [*WHOLE[:4], pytest.param(WHOLE[4], marks=pytest.mark.slow)],
+    [*WHOLE[:4], pytest.param(WHOLE[4], marks=pytest.mark.slow(instead="::[WHOLE[:4]]"))],
     ids=" ".join,
 )
 def test_packing_order_padding_micro_batches_and_balance_change_no_gradient(choice, mesh, params):
@@ -259,7 +259,7 @@ def tokens_by_device(batch, num_devices):
     return per_row.reshape(len(per_row), num_devices, -1).sum(axis=(0, 2)).tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_properties.py::test_balancing_deals_all_rows_out_evenly")
 def test_a_mesh_changes_no_gradient_and_its_devices_have_even_shares():
     settings = {
         "JAX_PLATFORMS": "cpu",

@@ -127,7 +127,10 @@ def test_conversations_are_rendered_as_the_template_and_renderers_do():
     check(150, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="test_qwen_rendering.py"
+    "::test_conversations_are_rendered_as_the_template_and_renderers_do"
+)
 def test_two_thousand_conversations_are_rendered_as_the_template_and_renderers_do():
     check(2_000, seed=1)
 

@@ -163,7 +163,7 @@ def num_lines(workdir):
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_api.py::test_an_interrupt_saves_and_the_same_call_goes_on")
 def test_a_run_stopped_again_and_again_is_as_if_it_had_not_been(base, tiny_world, tmp_path, capsys):
     config, workdir = settings(tiny_world), tmp_path / "run"
     stops = [
@@ -186,7 +186,7 @@ def test_a_run_stopped_again_and_again_is_as_if_it_had_not_been(base, tiny_world
     assert_same_run(workdir, base)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_session.py::test_which_records_come_after_a_checkpoint")
 def test_a_stop_in_the_last_evaluation(base, tiny_world, tmp_path):
     # Its step is saved, its record is not written: all of that is made up for, export included.
     workdir = as_of(base, tmp_path / "run", LAST - 2)
@@ -241,7 +241,7 @@ def signalled(base, tiny_world, workdir, environment, number):
     assert newest >= NUM_SFT + 3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_has_an_exit_code_of_its_own")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_says_try_again(base, tiny_world, tmp_path, quick_compilation, number):
     workdir = tmp_path / "run"
@@ -325,7 +325,7 @@ def kill_and_compare(base, tiny_world, tmp_path, quick_compilation, wanted, *, s
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_runs.py::test_a_restart_changes_nothing")
 def test_a_run_told_to_stop_and_killed_in_every_phase(
     base, tiny_world, tmp_path, quick_compilation
 ):
@@ -336,7 +336,7 @@ def test_a_run_told_to_stop_and_killed_in_every_phase(
     assert kill_and_compare(*arguments, seed=0, step=NUM_SFT) == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_runs.py::test_a_restart_changes_nothing")
 @pytest.mark.parametrize("seed", range(5))
 def test_runs_killed_at_twenty_moments(base, tiny_world, tmp_path, quick_compilation, seed):
     phases = ["sft", "rollout or update", "save", "evaluation", "rollout or update", "start"]
@@ -359,7 +359,7 @@ def test_files_beyond_the_checkpoint_are_removed(tmp_path):
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == set(kept)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_checkpoint.py::test_damage_is_never_loaded_silently")
 def test_a_damaged_checkpoint_costs_its_steps_only(base, tiny_world, tmp_path, capsys):
     workdir = as_of(base, tmp_path / "run", NUM_SFT + 4)
     newest = workdir / "checkpoints" / str(NUM_SFT + 4)
@@ -376,7 +376,7 @@ def test_a_damaged_checkpoint_costs_its_steps_only(base, tiny_world, tmp_path, c
     assert_same_run(workdir, base)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="logs/test_writers.py::TestLog::test_a_bad_line_is_named_and_kept_aside")
 def test_damaged_records_are_told_and_cost_only_themselves(base, tiny_world, tmp_path, capsys):
     workdir = as_of(base, tmp_path / "run", NUM_SFT + 4)
     log = workdir / "metrics.jsonl"
@@ -458,7 +458,7 @@ def saved_params(workdir, step):
     return found["params"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_restarts.py::test_patience_ends_a_run_with_its_best_weights")
 def test_early_stopping_ends_with_the_best(
     base, tiny_world, tmp_path, capsys, scripted_scores, monkeypatch, no_pictures
 ):
@@ -502,7 +502,7 @@ def test_early_stopping_ends_with_the_best(
     assert steps_in(other / "checkpoints") == [3, 5]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_stopping.py::test_best_and_patience_by_hand")
 def test_the_evaluation_that_ends_patience_may_be_the_best(
     base, tiny_world, tmp_path, scripted_scores
 ):
@@ -513,7 +513,7 @@ def test_the_evaluation_that_ends_patience_may_be_the_best(
     assert (end["stopped_early"], end["best"]["step"], end["weights_step"]) == (True, 3, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_restarts.py::test_patience_ends_a_run_with_its_best_weights")
 def test_without_patience_the_last_weights_are_exported(
     base, tiny_world, tmp_path, scripted_scores
 ):
@@ -529,6 +529,28 @@ def test_without_patience_the_last_weights_are_exported(
         jax.tree.map(np.testing.assert_array_equal, exported, best)
 
 
+@pytest.mark.parametrize(("patience", "exported"), [(1, 1), (0, 2)])
+def test_patience_ends_a_run_with_its_best_weights(
+    warm, tiny_world, tmp_path, monkeypatch, scripted_scores, patience, exported
+):
+    """The second step is worse than the first: with patience it is the last, and is undone."""
+    monkeypatch.setitem(SCORES, 1, 0.5)
+    changes = {"eval.patience": patience, "num_steps": 2 + patience, "stages": ("train",)}
+    changes |= {"rollout.ahead": patience, "loss.correction.level": "token"}
+    changes["loss.entropy_coef"] = 0.01  # a gradient whatever is sampled
+    config, workdir = with_eval(early(warm, tiny_world, **changes), 1), tmp_path / "run"
+    assert play(config, workdir)
+    assert [record["step"] for record in records(workdir)] == [0, 1, 2]
+    end = position(workdir, 2)
+    assert (end["stopped_early"], end["best"]["step"]) == (bool(patience), 1)
+    weights, first = load_hf(workdir / "export"), saved_params(workdir, 1)
+    jax.tree.map(np.testing.assert_array_equal, weights, saved_params(workdir, 2))
+    is_same = jax.tree.map(lambda one, other: bool((one == other).all()), weights, first)
+    assert all(jax.tree.leaves(is_same)) == (exported == 1)
+    # Three evaluations of 8 questions, two steps of 16 trajectories and a third sampled ahead.
+    assert end["ledger"]["num_trajectories"] == 3 * 8 + (2 + patience) * 16
+
+
 def test_a_best_metric_that_is_not_there(warm, tiny_world, tmp_path):
     config = early(warm, tiny_world, **{"eval.best_metric": "val-core/nq/exact_match/mean@1"})
     wanted = r"eval.best_metric is 'val-core/nq/.*; expected one of .*val-core/all/exact_match/mean"
@@ -536,7 +558,7 @@ def test_a_best_metric_that_is_not_there(warm, tiny_world, tmp_path):
         play(config, tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_checkpoint.py::test_a_round_trip_is_exact")
 def test_a_run_goes_on_on_other_meshes(tiny_world, tmp_path, quick_compilation, no_pictures):
     # AdamW's first step is as long for a gradient of rounding's size as for any other, unless
     # epsilon is larger than that.
@@ -585,7 +607,7 @@ def test_a_run_goes_on_on_other_meshes(tiny_world, tmp_path, quick_compilation, 
     assert max(r["rollout_corr/logprob_diff_max"] for r in got[NUM_SFT + 1 :]) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_sharding.py::test_gradients_are_those_of_one_device")
 @pytest.mark.parametrize("step", [2, 8, 16])
 def test_a_step_from_one_checkpoint_has_one_gradient_on_all_meshes(
     base, tiny_world, tmp_path, quick_compilation, step

@@ -204,8 +204,8 @@ def test_each_program_is_compiled_once(base, tiny_world):
 @pytest.mark.parametrize(
     ("after", "stage"),
     [
-        pytest.param(39, "sft", marks=pytest.mark.slow),
-        pytest.param(40, "sft", marks=pytest.mark.slow),
+        pytest.param(39, "sft", marks=pytest.mark.slow(instead="::[43]")),
+        pytest.param(40, "sft", marks=pytest.mark.slow(instead="::[43]")),
         (43, "train"),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_restart_changes_nothing(base, tiny_world, tmp_path, capsys, after, st
     assert evaluation(workdir, last) == evaluation(base, last)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_evaluate.py::test_an_evaluation_that_is_on_disk")
 def test_a_finished_run_does_nothing_again(base, tiny_world, tmp_path, monkeypatch, capsys):
     workdir = tmp_path / "again"
     shutil.copytree(base, workdir)
@@ -247,7 +247,7 @@ def test_evaluating_takes_the_newest_checkpoint(base, tiny_world, tmp_path):
     assert evaluation(workdir, "evaluate_44.json") == evaluation(base, "evaluate_44.json")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_evaluate.py::test_several_samples_by_hand")
 def test_several_samples_of_a_question(base, tiny_world, tmp_path):
     workdir = tmp_path / "samples"
     shutil.copytree(base, workdir)
@@ -283,7 +283,7 @@ def continued(base, tiny_world, **changes):
     return run_settings(tiny_world, **usual, **changes)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_controllers_in_runs.py::test_a_killed_run_goes_on_with_its_states")
 def test_a_restart_with_a_reference_policy_changes_nothing(base, tiny_world, tmp_path):
     # The same four tasks at every step and in every evaluation: had the sampler kept anything of
     # an evaluation's prompts, the run that was not stopped would differ.
@@ -317,7 +317,7 @@ def live_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="sampling/test_schedule.py::test_who_holds_memory_in_each_phase")
 def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch):
     config = run_settings(tiny_world, **{"sft.num_steps": 2, "num_steps": 2})
     made, measured = assemble.assemble(config), []
@@ -388,7 +388,9 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
     assert means["unscored_questions"] == means["environment_errors"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="objectives/test_aggregation.py::test_what_an_aggregation_returns_is_checked"
+)
 def test_an_objective_that_fails_in_a_step_costs_that_step_alone(
     base, tiny_world, tmp_path, monkeypatch
 ):

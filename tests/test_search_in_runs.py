@@ -95,7 +95,10 @@ def local_hits(world):
     return lambda query, topk: engine.retrieve([query], topk)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="envs/test_serve_retriever.py"
+    "::test_the_command_serves_what_local_search_finds_and_stops"
+)
 def test_a_run_by_our_server_is_that_of_local_search(tiny_world, source, by_local_search, tmp_path):
     config = base_config(tiny_world, source)
     with retriever_command(tiny_world / "corpus.jsonl") as (_, url):
@@ -104,7 +107,7 @@ def test_a_run_by_our_server_is_that_of_local_search(tiny_world, source, by_loca
         assert played(config, tmp_path / "run") == by_local_search
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extras/test_web_search.py::test_results_of_each_provider")
 def test_a_run_by_a_provider_of_web_searches(
     tiny_world, source, by_local_search, tmp_path, monkeypatch
 ):
@@ -133,7 +136,9 @@ def test_a_run_by_a_provider_of_web_searches(
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="extras/test_opensearch.py::test_queries_go_together_and_documents_come_back"
+)
 def test_a_run_by_opensearch(tiny_world, source, by_local_search, tmp_path):
     hits = local_hits(tiny_world)
 

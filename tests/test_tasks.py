@@ -723,7 +723,7 @@ def test_a_run_trains_on_a_mixture_of_every_format(tiny_world, tmp_path, monkeyp
     assert any(note.startswith("warning: 2 of 4 held-out questions are") for note in parts.notes)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_distributed.py::test_two_processes_take_the_steps_of_one")
 def test_processes_draw_what_one_draws_alone(tiny_world, tmp_path, quick_compilation):
     """From the command line, as a user would: the mixture of a job of one process and of two."""
     lines = (tiny_world / "questions_train.jsonl").read_text().splitlines()

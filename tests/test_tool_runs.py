@@ -66,7 +66,7 @@ def test_a_run_calls_a_function_and_is_told_what_it_returns(world, tmp_path):
     assert not np.array_equal(before["embed"]["embedding"], after["embed"]["embedding"])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extras/mcp/test_mcp.py::test_they_answer_tool_calls")
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_calls_the_tools_of_a_server(world, tmp_path):
     server = str(Path(__file__).parent / "extending" / "my_server.py")
@@ -86,7 +86,10 @@ def test_a_run_calls_the_tools_of_a_server(world, tmp_path):
         assert f"\n{colour}\n" in turn["observation"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead=None,
+    because="it asserts the score after 500 steps on demonstrations, with the tool and without",
+)
 @pytest.mark.usefixtures("no_pictures")
 def test_answers_come_from_the_tool(world, tmp_path):
     """Held-out pairs of shelves, whose colour no question tells: with a tool that says nothing

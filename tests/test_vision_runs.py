@@ -145,7 +145,9 @@ def grad_norms(workdir):
     return [r["actor/grad_norm"] for r in lasting(workdir) if "actor/grad_norm" in r]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="training/test_images.py::test_all_packings_have_the_gradient_of_each_sequence_alone"
+)
 def test_a_run_trains_the_tower_and_goes_on_bit_for_bit(world, tmp_path):
     config = settings(world)
     whole = tmp_path / "whole"
@@ -162,7 +164,7 @@ def test_a_run_trains_the_tower_and_goes_on_bit_for_bit(world, tmp_path):
     assert_same_weights(whole / "export", again / "export")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does")
 def test_a_run_whose_rows_are_cut_between_devices_is_that_of_one(
     world, tmp_path, quick_compilation
 ):
@@ -191,7 +193,9 @@ def run_cut(world, workdir):
     run(settings_of(config), Path(workdir), assemble(config), Display())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="training/test_images.py::test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is"
+)
 def test_a_frozen_tower_stays_as_it_is_and_is_in_no_checkpoint(world, tmp_path):
     config = settings(world, **{"model.vision.train": False})
     whole = tmp_path / "whole"
@@ -209,7 +213,9 @@ def test_a_frozen_tower_stays_as_it_is_and_is_in_no_checkpoint(world, tmp_path):
     assert_same_weights(whole / "export", again / "export")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="training/test_images.py::test_all_packings_have_the_gradient_of_each_sequence_alone"
+)
 def test_qwen3_learns_from_demonstrations_and_rewards_and_goes_on_bit_for_bit(
     qwen3_world, tmp_path
 ):
@@ -255,7 +261,9 @@ class ShowingEnv(MathEnv):
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="test_images.py::TestEpisodes::test_more_image_tokens_than_a_trajectory_may_have_end_it"
+)
 def test_a_run_goes_on_when_a_tool_shows_more_than_there_is_room_for(world, tmp_path):
     changes = {"env.name": f"{__name__}.ShowingEnv", "rollout.max_image_tokens": 12}
     config = settings(world, **changes, **{"log.trajectories": -1})
@@ -273,7 +281,7 @@ def test_a_run_goes_on_when_a_tool_shows_more_than_there_is_room_for(world, tmp_
     assert max(one["token_ids"].count(pad) for one in played) in range(8, 13)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extras/lora/test_update.py::test_an_update_changes_the_adapter_alone")
 def test_an_adapter_of_qwen3_leaves_its_tower_as_it_is(qwen3_world, tmp_path):
     config = settings(qwen3_world, **{"model.lora.rank": 2, "num_steps": 1})
     run(settings_of(config), tmp_path, assemble(config), Display())
@@ -283,7 +291,7 @@ def test_an_adapter_of_qwen3_leaves_its_tower_as_it_is(qwen3_world, tmp_path):
     assert moved.any()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extras/lora/test_update.py::test_an_update_changes_the_adapter_alone")
 def test_an_adapter_learns_beside_a_frozen_tower_and_goes_on_bit_for_bit(world, tmp_path):
     """All stages: what carries images is trained on, and of the model's weights none moves."""
     demonstrations = tmp_path / "demonstrations.jsonl"

@@ -41,7 +41,8 @@ PIECES = (
     *("<answer>", "</answer>", "<search>", "</search>", "<python>", "</python>", "<result>"),
     *("</result>", "<information>", "</information>", "<|im_end|>", "</s>", "\\boxed{", "}", "{"),
     *("<", ">", "/", " ", "\n", "\t", "a", "é", "\ud800", "\0", '"', ":", ",", "[", "]", "\\"),
-    *('{"name": "search", "arguments": {}}', CALL, RESULT, "1e999", "NaN", "null", "< /answer >"),
+    *('{"name": "search", "arguments": {}}', CALL, RESULT, "1e999", "NaN", "null"),
+    *("< /answer >", "<Answer>"),
 )
 
 
@@ -226,7 +227,7 @@ def test_parsers_agree_with_slow_ones():
     check(5_000, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="envs/test_parsers.py::test_parsers_agree_with_slow_ones")
 def test_parsers_agree_with_slow_ones_on_many():
     check(100_000, seed=1)
 

@@ -140,7 +140,7 @@ FEW = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="sampling/test_images.py::test_no_program_is_compiled_but_those_ahead")
 def test_a_run_looks_in_all_stages(world, tmp_path):
     module = looking if world.name.startswith("looking") else seeking
     config = module.get_config(str(world))
@@ -171,7 +171,10 @@ def scores(workdir, name):
     return {suite: found["all"]["exact_match"] for suite, found in summary.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead=None,
+    because="it asserts scores that looking reaches after hundreds of steps",
+)
 @pytest.mark.parametrize(
     ("kind", "before", "after", "guessed"),
     [

@@ -268,7 +268,7 @@ def played(config, workdir):
     return trajectories(workdir, record["step"]), record
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extending/test_package.py::test_a_run_uses_each_by_its_name")
 @pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_with_a_tool_an_engine_and_a_reward_of_ones_own(tiny_world, tmp_path, server):
     spoken = ["<clock> 75 </clock>", "13:15", "<search> abc </search>", "cba"]
@@ -354,7 +354,9 @@ class Judging(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="extras/endpoints/test_judges.py::test_a_recorded_run_is_given_again_without_a_network"
+)
 @pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_with_a_judge_and_mathematics_and_again_without_the_judge(tiny_world, tmp_path):
     served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judging)
@@ -427,7 +429,7 @@ def assert_by_turn(lines):
     assert several > 0  # else it could as well have been one a trajectory
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extending/test_package.py::test_a_run_uses_each_by_its_name")
 @pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_in_an_environment_of_ones_own(tiny_world, tmp_path):
     config = taught(
@@ -464,7 +466,7 @@ def test_the_objectives_by_hand():
     np.testing.assert_allclose(by_root(np.array([4, 0, 9])), [1 / 10, 1 / 5, 1 / 15])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extending/test_extending.py::test_the_objectives_by_hand")
 @pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
     changes = {

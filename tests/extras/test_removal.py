@@ -72,7 +72,7 @@ def test_without_any_extra_a_text_run_trains(tiny_world, tmp_path, quick_compila
     assert "no report: No module named 'jaxrl.report'" in told
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extras/test_removal.py::test_without_any_extra_a_text_run_trains")
 @pytest.mark.parametrize("name", sorted(EXTRAS))
 def test_without_one_extra_a_text_run_trains(tiny_world, tmp_path, quick_compilation, name):
     trains_two_steps(without(tmp_path, name), tiny_world, quick_compilation)

@@ -387,7 +387,13 @@ def three_checkpoints(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "seed",
-    [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 100))],
+    [
+        *range(12),
+        *(
+            pytest.param(seed, marks=pytest.mark.slow(instead="::[range(12)]"))
+            for seed in range(12, 100)
+        ),
+    ],
 )
 def test_damage_is_never_loaded_silently(three_checkpoints, folder, seed):
     rng = random.Random(seed)

@@ -21,7 +21,7 @@ from jaxrl.sampling import sharing
 from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
-from tests.runs import Processes, assert_close, lasting_anywhere, records
+from tests.runs import SIZES, Processes, assert_close, lasting_anywhere, records
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -114,6 +114,29 @@ SEED = {"seed": 1}
 """Of seed 0, one draw of an evaluation lies where rounding decides it."""
 
 
+@pytest.mark.minutes
+def test_two_processes_take_the_steps_of_one(tiny_world, tmp_path, environment):
+    """One of each stage, of weights that nobody trained."""
+    changes = {
+        **{"sft.num_steps": 1, "num_steps": 1, "eval.suites": "()", **SIZES, **SEED},
+        "stages": "('sft', 'train')",
+        "loss.entropy_coef": 0.1,  # a gradient, whatever the rewards are
+    }
+    for num in (1, 2):
+        job = Processes(tiny_world, tmp_path / str(num), environment, num, **changes)
+        codes, errors = job.wait()
+        assert codes == [0] * num, errors
+    one, two = ([lasting_anywhere(r) for r in records(tmp_path / num)] for num in "12")
+    assert [(r["stage"], r["step"]) for r in one] == [("sft", 1), ("train", 1), ("train", 2)]
+    for a, b in zip(one, two, strict=True):
+        assert_close(a, b, 1e-4)
+    assert one[-1]["actor/grad_norm"] > 0
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
+        *(load_hf(tmp_path / num / "export") for num in "12"),
+    )
+
+
 @pytest.fixture(scope="module")
 def runs(tiny_world, tmp_path_factory, environment):
     """The workdirs of the same run on one process and on two."""
@@ -124,7 +147,7 @@ def runs(tiny_world, tmp_path_factory, environment):
     return folder / "1", folder / "2"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_distributed.py::test_two_processes_take_the_steps_of_one")
 def test_two_processes_do_what_one_does(runs):
     one, two = ([lasting_anywhere(record) for record in records(workdir)] for workdir in runs)
     assert [r["step"] for r in one] == [r["step"] for r in two]
@@ -136,7 +159,7 @@ def test_two_processes_do_what_one_does(runs):
             assert_close(a, b, 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_distributed.py::test_two_processes_take_the_steps_of_one")
 def test_two_processes_leave_what_one_leaves(runs):
     one, two = runs
     files = [
@@ -157,7 +180,7 @@ def test_two_processes_leave_what_one_leaves(runs):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_distributed.py::test_two_processes_take_the_steps_of_one")
 def test_two_processes_train_an_adapter_as_one_does(tiny_world, tmp_path, environment):
     changes = {
         "model.lora.rank": 4,
@@ -194,10 +217,34 @@ def wait_for(condition, process, timeout_s=200):
 @pytest.mark.parametrize(
     ("sent", "lost"),
     [
-        pytest.param("SIGKILL", 1, marks=pytest.mark.slow),
-        pytest.param("SIGKILL", 0, marks=pytest.mark.slow),
-        pytest.param("SIGSTOP", 1, marks=pytest.mark.slow),
-        pytest.param("SIGSTOP", 0, marks=pytest.mark.slow),
+        pytest.param(
+            "SIGKILL",
+            1,
+            marks=pytest.mark.slow(
+                instead="runtime/test_monitor.py::test_all_name_the_killed_process"
+            ),
+        ),
+        pytest.param(
+            "SIGKILL",
+            0,
+            marks=pytest.mark.slow(
+                instead="runtime/test_monitor.py::test_all_name_the_killed_process"
+            ),
+        ),
+        pytest.param(
+            "SIGSTOP",
+            1,
+            marks=pytest.mark.slow(
+                instead="runtime/test_monitor.py::test_a_silent_process_is_named_and_killed"
+            ),
+        ),
+        pytest.param(
+            "SIGSTOP",
+            0,
+            marks=pytest.mark.slow(
+                instead="runtime/test_monitor.py::test_a_silent_process_is_named_and_killed"
+            ),
+        ),
     ],
 )
 def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
@@ -229,7 +276,7 @@ def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_versions.py::test_a_process_with_other_settings_is_refused")
 def test_processes_with_other_data_or_settings_are_refused_by_name(
     tiny_world, tmp_path, environment
 ):

@@ -167,7 +167,9 @@ def test_gpus_of_several_hosts_are_a_mesh():
     assert [device.id for device in mesh.flat] == [*range(8, 16), *range(8)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="runtime/test_sharding.py::test_meshes_of_a_pod_keep_experts_and_heads_on_a_host"
+)
 @pytest.mark.skipif(
     not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
     reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",
@@ -265,10 +267,10 @@ def report(request, reports):
     return reports(request.param)
 
 
-def measured(group, path):
+def measured(group, path, num_devices=8):
     settings = {
         "JAX_PLATFORMS": "cpu",
-        **with_devices(8),
+        **with_devices(num_devices),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # of the machine code: half the compile time
     }
     result = subprocess.run(
@@ -284,7 +286,12 @@ def measured(group, path):
 
 
 def on_each_mesh(test):
-    marks = {group: pytest.mark.slow for group in GROUPS} | {"rows": pytest.mark.minutes}
+    marks = {
+        group: pytest.mark.slow(
+            instead="runtime/test_sharding.py::test_gradients_are_those_of_one_device"
+        )
+        for group in GROUPS
+    } | {"rows": pytest.mark.minutes}
     cases = [
         pytest.param(group, name, marks=marks[group], id=name)
         for group, meshes in GROUPS.items()
@@ -452,7 +459,20 @@ def test_scores_are_split_like_the_batch(report, name):
     assert token == ["context"] * (MESHES[name]["context"] > 1)
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
+def test_two_devices_compute_what_one_does(tmp_path):
+    report = measured("two devices", tmp_path / "report.json", num_devices=2)
+    for name in ("pieces of rows", "half the experts"):
+        of_gradient, of_logprobs = report[name]
+        assert of_gradient < 1e-5, name
+        assert of_logprobs < 5e-5, name
+    assert report["images"] < 1e-5
+    # Where one trains and the other only samples.
+    assert report["weights_on"] == [1]
+    assert report["weights_gap"] == 0
+
+
+@pytest.mark.slow(instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does")
 def test_every_mesh_with_context_computes_what_one_device_does(tmp_path):
     report = measured("every context", tmp_path / "report.json")
     assert len(report["distances"]) == len(EVERY_CONTEXT) == 9
@@ -466,7 +486,7 @@ def test_every_mesh_with_context_computes_what_one_device_does(tmp_path):
     assert eight < 0.75 * four
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does")
 def test_images_on_every_mesh_have_the_gradient_of_each_sequence_alone(tmp_path):
     # However rows are packed and split, images read on the devices that have tokens of them.
     report = measured("images", tmp_path / "report.json")
@@ -489,7 +509,7 @@ def of_experts(tmp_path_factory):
     return measured("experts", tmp_path_factory.mktemp("experts") / "report.json")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does")
 @pytest.mark.parametrize("name", EXPERT_MESHES)
 def test_experts_on_many_devices_compute_what_one_does(of_experts, name):
     measured = of_experts[name]

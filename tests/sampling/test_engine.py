@@ -102,7 +102,7 @@ LONG = dataclasses.replace(ROOMY, max_response_tokens=100, max_total_tokens=128)
 
 @pytest.mark.parametrize(
     ("num_rows", "temperature", "limits"),
-    [(16, 0.7, ROOMY), pytest.param(64, 1.0, LONG, marks=pytest.mark.slow)],
+    [(16, 0.7, ROOMY), pytest.param(64, 1.0, LONG, marks=pytest.mark.slow(instead="::[16]"))],
 )
 def test_sampler_and_trainer_agree_also_after_tool_turns(num_rows, temperature, limits):
     got = play(num_rows, noting_env(), QUESTIONS, temperature=temperature, limits=limits)

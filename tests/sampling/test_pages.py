@@ -132,7 +132,7 @@ def make_requests(seed, num_prompts=6, group_size=3):
 
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize(
-    ("ahead", "lag"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.slow), (1, 5)]
+    ("ahead", "lag"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.slow(instead="::[0]")), (1, 5)]
 )
 def test_a_tenth_of_the_pages_gives_the_same_samples_bit_for_bit(ahead, lag, scan_layers):
     plenty, scarce = (engine(pages, num_rows=20, scan_layers=scan_layers) for pages in (0, 12))

@@ -252,9 +252,11 @@ def packings(sequences, mode, cuts):
 @pytest.mark.parametrize(
     ("name", "cuts"),
     [
-        pytest.param(CLIP, ((1, 32), (2, 36)), marks=pytest.mark.slow),
+        pytest.param(CLIP, ((1, 32), (2, 36)), marks=pytest.mark.slow(instead="::[ALL_TERMS]")),
         (ALL_TERMS, ((1, 32), (2, 36), (4, 96))),
-        pytest.param("clip, KL to old", ((2, 36),), marks=pytest.mark.slow),
+        pytest.param(
+            "clip, KL to old", ((2, 36),), marks=pytest.mark.slow(instead="::[ALL_TERMS]")
+        ),
     ],
 )
 def test_packing_and_micro_batches_and_order_change_no_gradient(
@@ -466,7 +468,7 @@ def frequent_tokens(*, row_tokens=256, num_rows=20):
     )
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_frequent_tokens_are_summed_in_float32(tied):
     # In bfloat16 a sum of ones stands still at 256.
     config = replace(TINY, num_layers=1, qk_norm=False, tie_embeddings=tied)

@@ -84,7 +84,7 @@ def test_a_run_reads_what_dense_search_finds(dense_run, tiny_world):
     assert LocalSearch(f"{tiny_world}/corpus.jsonl").run(QUERY)[:40] != answer[:40]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extras/dense/test_engine.py::test_hybrid_fuses_both_engines")
 def test_a_run_reads_what_hybrid_search_finds(dense_run, tiny_world, tmp_path):
     config = configured(
         tiny_world, dense_run / "index",

@@ -48,7 +48,9 @@ def gradient(shape, coef):
     return moment, {name: float(metric.value) for name, metric in metrics.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="training/test_signal_free.py::test_routers_are_balanced_and_measured_over_every_token"
+)
 def test_the_balance_is_of_the_whole_mini_batch_however_it_is_packed():
     one_row = BatchShape(num_micro=1, micro_rows=1, row_tokens=112)
     many = BatchShape(num_micro=6, micro_rows=1, row_tokens=32)

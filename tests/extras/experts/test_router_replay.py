@@ -190,7 +190,10 @@ def score(params, micro, dtype=jnp.float32):
     return model.token_logprobs(params, micro, temperature=1.0)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="extras/experts/test_expert_update.py"
+    "::test_given_experts_are_taken_with_the_shares_of_these_logits"
+)
 @pytest.mark.parametrize("normalises", [False, True])
 def test_training_computes_the_recorded_experts(sampled, normalises):
     config = dataclasses.replace(MOE, normalises_shares=normalises)
@@ -230,7 +233,9 @@ def test_training_computes_the_recorded_experts(sampled, normalises):
     ("params", "dtype", "most"),
     [
         (with_routers_of(MOVED), jnp.float32, 0.5),
-        pytest.param(PARAMS, jnp.bfloat16, 1.0, marks=pytest.mark.slow),
+        pytest.param(
+            PARAMS, jnp.bfloat16, 1.0, marks=pytest.mark.slow(instead="::[with_routers_of(MOVED)]")
+        ),
     ],
     ids=["other routers", "bfloat16"],
 )
@@ -271,7 +276,10 @@ def with_advantages(sampled):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="extras/experts/test_router_replay.py"
+    "::test_trajectories_without_a_record_choose_for_themselves"
+)
 @pytest.mark.parametrize("shares_prompts", [False, True])
 def test_packing_and_micro_batches_change_nothing(with_advantages, shares_prompts):
     alone = BatchShape(num_micro=9, micro_rows=1, row_tokens=64, token_arrays=MOE.recorded)

@@ -58,7 +58,7 @@ def play(config, workdir):
     run.run(settings_of(config), workdir, assemble(config), Display())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extras/experts/test_qwen_moe.py::test_the_sampler_computes_the_same")
 def test_a_run_and_its_restart(tiny_world, source, tmp_path):
     config = settings(tiny_world, source)
     play(config, tmp_path / "whole")
@@ -81,7 +81,9 @@ def test_a_run_and_its_restart(tiny_world, source, tmp_path):
     shutil.rmtree(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="extras/experts/test_router_replay.py::test_recorded_experts_survive_json"
+)
 def test_recorded_experts_wait_in_checkpoints_for_the_next_step(tiny_world, source, tmp_path):
     ahead = {"rollout.ahead": 1, "loss.correction.level": "sequence", "optimizer.num_epochs": 2}
     config = settings(tiny_world, source, **ahead)

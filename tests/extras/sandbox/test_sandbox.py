@@ -538,7 +538,7 @@ def wait_until(is_so, seconds=10):
     assert is_so()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="extras/sandbox/test_sandbox.py::test_nothing_is_left")
 @pytest.mark.parametrize("kind", [BubblewrapTool, SubprocessTool])
 def test_two_hundred_runs_leave_nothing(tools, kind, tmp_path, monkeypatch):
     tools(next(name for name, one in KINDS.items() if one is kind))

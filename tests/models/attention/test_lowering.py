@@ -68,7 +68,7 @@ def test_attention_over_pages_is_lowered_for_a_gpu(shape):
     assert len(re.findall(r"custom_call @\S*triton", program)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="test_export.py::test_lowers_for")
 @pytest.mark.skipif(
     not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
     reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",

@@ -65,7 +65,10 @@ def test_temporaries_of_the_whole_update_grow_with_tokens_and_with_the_ids_of_a_
 CHUNK, IDS, MORE_IDS, WIDTH = 1024, 4096, 32_768, 1024
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="models/attention/test_update.py"
+    "::test_temporaries_of_the_whole_update_grow_with_tokens_and_with_the_ids_of_a_chunk"
+)
 @pytest.mark.skipif(
     not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
     reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",

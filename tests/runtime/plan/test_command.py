@@ -296,7 +296,9 @@ class TestCommand:
         assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    instead="runtime/plan/test_command.py::TestMicroRows::test_is_stored_and_kept_at_a_restart"
+)
 def test_a_run_that_leaves_the_micro_batch_to_the_memory_trains(tmp_path, tiny_world):
     command = [sys.executable, "-m", "jaxrl.launch", f"--config=configs/debug_tiny.py:{tiny_world}"]
     command += [f"--workdir={tmp_path / 'run'}", "--config.optimizer.micro_rows=0"]

@@ -513,27 +513,36 @@ class TestAgainstTheCompiler:
         for program, (planned, compiled) in results.items():
             assert planned == pytest.approx(compiled, rel=0.1), program
 
-    @pytest.mark.slow
+    @pytest.mark.slow(
+        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+    )
     def test_one_device(self):
-        self.check(
-            programs.compare(
-                programs.small_run(1, 1, 1),
-                programs.MODELS["tiny"],
-                replace(NODE, platform="cpu", num_devices=1),
-                jax.devices()[:1],
-            )
-        )
+        self.check(self.on_one_device(programs.MODELS["tiny"]))
 
-    @pytest.mark.slow
+    @pytest.mark.minutes
+    def test_two_layers_on_one_device(self):
+        self.check(self.on_one_device(replace(programs.MODELS["tiny"], num_layers=2)))
+
+    def on_one_device(self, model):
+        target = replace(NODE, platform="cpu", num_devices=1)
+        return programs.compare(programs.small_run(1, 1, 1), model, target, jax.devices()[:1])
+
+    @pytest.mark.slow(
+        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+    )
     def test_eight_devices(self):
         self.check(self.in_a_process("--model=tiny", "--mesh=2x2x2"))
 
-    @pytest.mark.slow
+    @pytest.mark.slow(
+        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+    )
     @pytest.mark.parametrize("mesh", ["1x1x1", "1x4x1"])
     def test_large_models(self, mesh):
         self.check(self.in_a_process("--model=tiny,0.5b,0.6b", f"--mesh={mesh}"))
 
-    @pytest.mark.slow
+    @pytest.mark.slow(
+        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+    )
     @pytest.mark.parametrize(
         "settings",
         [
@@ -547,7 +556,10 @@ class TestAgainstTheCompiler:
         """Where most of it is tables, and what a CPU copies to multiply bfloat16 in float32."""
         self.check(self.in_a_process(*FEW_LAYERS, *settings))
 
-    @pytest.mark.slow
+    @pytest.mark.slow(
+        instead="runtime/plan/test_memory.py"
+        "::TestByHand::test_a_tpu_makes_the_gradient_of_logits_as_it_multiplies"
+    )
     @pytest.mark.skipif(
         not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
         reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",
@@ -658,7 +670,7 @@ class TestAdapters:
         )
         assert made.phases[-1].kept["decode weights"] > 1.9 * made.num_params
 
-    @pytest.mark.slow
+    @pytest.mark.slow(instead="runtime/plan/test_memory.py::TestAdapters::test_by_hand")
     @pytest.mark.parametrize("dtype", ["float32", "int8"])
     def test_against_the_compiler(self, dtype):
         config = programs.small_run(1, 1, 1)
