@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import importlib
+import io
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -123,6 +124,8 @@ def separate(questions: Sequence[str]) -> Iterator[str]:
 def typed(lines: Iterable[str]) -> Iterator[str]:
     """Questions as they are typed, one a line, and "" for each empty line."""
     is_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # one bad byte is no reason to end
     if is_terminal:
         print("One question a line; an empty one begins anew, Ctrl-D ends.\n> ", end="", flush=True)
     for text in lines:

@@ -60,22 +60,23 @@ class Conversation:
             The episode, and how many questions were left out before it.
 
         Raises:
-            ValueError: the question leaves no room for an answer, or has other marks than images.
+            ValueError: the question leaves no room for an answer, or has other marks than images;
+                what was said before stays.
             OutageError: what the environment asks answers nobody.
         """
         number, self._number = self._number, self._number + 1
-        num_forgotten = 0
-        while True:
+        question, said = writable(question), self._exchanges
+        for num_forgotten in range(len(said) + 1):
+            self._exchanges = said[num_forgotten:]
             try:
-                trajectory = self._play(writable(question), images, number)
+                trajectory = self._play(question, images, number)
                 break
             except ValueError:  # too long, as a rule; what else is wrong shows without history too
-                if not self._exchanges:
+                self._exchanges = said
+                if num_forgotten == len(said):
                     raise
-                del self._exchanges[0]
-                num_forgotten += 1
         text = trajectory.generated_text if self._shows_tools else trajectory.turns[-1].text
-        self._exchanges.append((writable(question), text))
+        self._exchanges = [*self._exchanges, (question, text)]
         return trajectory, num_forgotten
 
     def _messages(self, question: str) -> list[Message]:

@@ -253,13 +253,16 @@ class Played:
     """A rollout that answers each prompt with its number, and refuses long ones."""
 
     def __init__(self, turns, most=10**6):
-        self.prompts, self._turns, self._most = [], turns, most
+        self.prompts, self._turns, self.most = [], turns, most
 
     def __call__(self, draws, sampling):
         [draw] = draws
         task = draw.task
         chat = [dict(message) for message in task.messages or ()] or task.question
-        if sum(len(message["content"]) for message in task.messages or ()) > self._most:
+        if (
+            sum(len(message["content"]) for message in task.messages or ({"content": "?"},))
+            > self.most
+        ):
             raise ValueError("the prompt is too long")
         self.prompts.append((chat, draw.stream_index))
         made = make_trajectory(turns=self._turns)
@@ -318,6 +321,20 @@ def test_what_has_no_room_is_forgotten_from_the_beginning():
     assert asked == ["Question: number 2?", "number 3?", "number 4?"]
 
 
+def test_a_line_that_is_refused_leaves_what_was_said():
+    rollout = Played(TURNS)
+    conversation = talk(rollout)
+    for question in ("Where?", "And then?"):
+        conversation.ask(question)
+    rollout.most = 0
+    with pytest.raises(ValueError, match="too long"):
+        conversation.ask("y " * 1000)
+    rollout.most = 10**6
+    conversation.ask("Why?")
+    asked = [m["content"] for m in rollout.prompts[-1][0] if m["role"] == "user"]
+    assert asked == ["Question: Where?", "And then?", "Why?"]
+
+
 def test_what_is_wrong_without_any_history_is_told():
     def refuses(draws, sampling):
         raise ValueError("the question is odd")
@@ -343,3 +360,9 @@ def test_lines_are_one_conversation(run, tiny_world, monkeypatch, capsys):
     ]
     # Begun anew, the first question has the same answer; greedy, whatever was said between.
     assert asked[0] == asked[2]
+
+
+def test_a_line_that_is_no_utf_8_is_read_all_the_same(monkeypatch):
+    raw = io.BytesIO(b"Who?\nbad \xff line\nThen?\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw, encoding="utf-8", errors="strict"))
+    assert list(chat.typed(sys.stdin)) == ["Who?", "bad \ufffd line", "Then?"]
