@@ -3,9 +3,9 @@
 python -m examples.trail_world --out=data/trail
 python -m jaxrl.launch --config=configs/trail.py --workdir=runs/trail
 
-A context has room for the prompt and two searches. When it is full the episode goes on in another
-one, with the prompt and the last turn (docs/environments.md, Episodes longer than the context). Set
-config.rollout.context.name to 'drop_observations' to keep all queries instead.
+A context has room for the prompt, a result and the next query. Before the second result the episode
+goes on in another one, with the prompt and the last turn (docs/environments.md, Episodes longer
+than the context). Set config.rollout.context.name to 'drop_observations' to keep all queries.
 
 Another world's folder may follow the file's name: --config=configs/trail.py:data/other
 """

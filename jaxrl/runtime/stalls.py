@@ -74,7 +74,12 @@ def told_of_stalls(
                 limit = seconds or math.inf
             silent_s = time.monotonic() - since
             if deadline_s and silent_s >= deadline_s:
-                tell(silent_s, "deadline_s", "The run ends, and the same command goes on. ")
+                tell(
+                    silent_s,
+                    "deadline_s",
+                    "The run ends, and the same command goes on from its newest checkpoint; where "
+                    "this only takes long, raise the key. ",
+                )
                 end(EXIT_LOST)
                 return
             if silent_s >= limit:
