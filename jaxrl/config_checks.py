@@ -246,6 +246,13 @@ def _check_contexts(config: ConfigDict) -> None:
             f"at least rollout.max_prompt_tokens + rollout.context.turn_tokens={least}, and at "
             f"most rollout.max_total_tokens={rollout.max_total_tokens}, which counts all contexts",
         )
+    if config.shaping.overlong_buffer and not config.shaping.overlong_max_tokens:
+        refuse(
+            "shaping.overlong_max_tokens",
+            config.shaping.overlong_max_tokens,
+            "above 0 with rollout.context.name: a response counts each token once, and "
+            "rollout.max_total_tokens, which is its limit else, those of every context",
+        )
     if config.policy.name != OWN_MODEL:
         refuse(
             "rollout.context.name",

@@ -129,6 +129,7 @@ def encode_demonstration(
     start = roles.index("assistant")
     prompt = tokenizer.render_prompt(messages[:start], chat_tools, image_tokens)
     pieces: list[Piece] = []
+    num_sampled = 0  # tokens of the turn that an observation answers
     messages = [*messages]
     messages[start] = _continue(tokenizer.opener, messages[start], place)
     later = sorted({*roles[start:]} - {"assistant", "tool"})
@@ -142,21 +143,27 @@ def encode_demonstration(
         if role == "assistant":
             end = tokenizer.eos_ids[:1] if protocol.in_template else ()
             pieces += [([*tokenizer.encode(content), *end], None) for content in contents]
+            num_sampled = sum(len(ids) for ids, _ in pieces[-len(contents) :])
         elif protocol.in_template:
             results = ToolResults(bodies=tuple(map(protocol.sanitize, contents)))
+            room = limits.room_in_context(len(prompt), num_sampled)
             ids, _ = encode_results(
                 tokenizer,
                 results,
                 tools=chat_tools,
                 max_result_tokens=limits.max_observation_tokens,
+                room=room,
             )
             pieces.append((ids, omitted(tokenizer, results, chat_tools)))
         else:
             for content in contents:
                 observation = protocol.render_observation(content)
-                ids, _ = encode_observation(
-                    tokenizer, observation, max_body_tokens=limits.max_observation_tokens
-                )
+                limit = limits.max_observation_tokens
+                if (room := limits.room_in_context(len(prompt), num_sampled)) is not None:
+                    tags = dataclasses.replace(observation, body="")
+                    bare, _ = encode_observation(tokenizer, tags, max_body_tokens=0)
+                    limit = max(min(limit, room - len(bare)), 0)
+                ids, _ = encode_observation(tokenizer, observation, max_body_tokens=limit)
                 pieces.append((ids, omitted(tokenizer, observation)))
     if protocol.in_template:
         _check_calls(messages[start:], protocol, tools, place)

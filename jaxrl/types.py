@@ -263,7 +263,7 @@ class Trajectory:
 
     @property
     def full_input_ids(self) -> list[int]:
-        """Prompt, sampled and inserted ids, in order."""
+        """Prompt, sampled and inserted ids, in order, context by context."""
         return [int(token) for token in self.token_ids]
 
     @property

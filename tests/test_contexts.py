@@ -88,6 +88,8 @@ def test_as_many_as_there_is_room_for_are_kept():
     assert following(8) is None
     assert following(15, "drop_observations") == ([7, 8, 10, 11, 1, 20, 21, 2, 30, 31, 32, 33], 10)
     assert following(14, "drop_observations") is None
+    many = Contexts(name="last_turns", max_tokens=12, keep=10**9, turn_tokens=3)
+    assert many.following([7, 8], TURNS) == ([7, 8, 30, 31, 32, 33], 4)
 
 
 # Rollouts.
@@ -533,9 +535,18 @@ def test_demonstrations_go_through_the_contexts_of_a_rollout():
     assert shown.prefix + shown.body + shown.suffix in parts[-1]
     assert "who is 0" not in parts[-1]
     np.testing.assert_array_equal(made.token_ids[made.loss_mask], whole.token_ids[whole.loss_mask])
+    # A long result is cut to what a context has room for, as in a rollout.
+    chat[-4]["content"] = "it is 3 " + "and on " * 20
+    long = encode_demonstration(chat, tokenizer, showing(200, contexts))
+    starts = [0, *(start for start, _ in long.contexts), len(long.token_ids)]
+    assert max(np.diff(starts)) <= 150
+    assert "and on and on" in tokenizer.decode(long.token_ids.tolist())
     tight = dataclasses.replace(contexts, max_tokens=100)
     with pytest.raises(ValueError, match=r"config\.rollout\.context\.max_tokens=100"):
         encode_demonstration(chat, tokenizer, showing(30, tight))
+
+
+CONTEXT = "rollout.context.max_tokens"
 
 
 def settings_with(**changes):
@@ -548,20 +559,25 @@ def settings_with(**changes):
 @pytest.mark.parametrize(
     ("changes", "key", "expected"),
     [
-        ({"rollout.context.max_tokens": 60}, "context.max_tokens", "at least rollout.max_prompt"),
-        ({"rollout.context.max_tokens": 10**6}, "context.max_tokens", "which counts all contexts"),
-        ({"rollout.chunk_tokens": 151}, "chunk_tokens", "at most rollout.context.max_tokens=150"),
+        ({CONTEXT: 60}, CONTEXT, "at least rollout.max_prompt"),
+        ({CONTEXT: 10**6}, CONTEXT, "which counts all contexts"),
+        (
+            {"shaping.overlong_buffer": 8},
+            "shaping.overlong_max_tokens",
+            "a response counts each token once",
+        ),
+        ({"rollout.chunk_tokens": 151}, "rollout.chunk_tokens", f"at most {CONTEXT}=150"),
         (
             {**{"policy.name": "openai", "policy.openai.model": "m", "stages": ("evaluate",)},
              "policy.openai.url": "http://127.0.0.1:1/v1"},
-            "context.name",
+            "rollout.context.name",
             "an endpoint keeps its contexts",
         ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(changes, key, expected):
     validate(settings_with(), needs_data=False)
-    with pytest.raises(ValueError, match=rf"^config\.rollout\.{key} is .*{expected}"):
+    with pytest.raises(ValueError, match=rf"^config\.{key} is .*{expected}"):
         validate(settings_with(**changes), needs_data=False)
 
 

@@ -79,7 +79,7 @@ class Contexts:
 
         None if not even one observation leaves room for another turn.
         """
-        for count in range(self.keep, 0, -1):
+        for count in range(min(self.keep, len(turns)), 0, -1):
             token_ids = [*prompt, *POLICIES[self.name](turns, count)]
             if self.has_room(len(token_ids)):
                 return token_ids, len(token_ids) - len(turns[-1].observation)

@@ -300,7 +300,8 @@ class Engine:
             raise ValueError(
                 f"a cache of {self.num_pages} pages of {self.page_tokens} tokens does not hold one "
                 f"trajectory of config.rollout.max_total_tokens={max_total_tokens}, which fills "
-                f"{self._table_pages}; raise config.rollout.cache_gib or lower max_total_tokens."
+                f"{self._table_pages}; raise config.rollout.cache_gib or lower it (with several "
+                "contexts it is config.rollout.context.max_tokens)."
             )
         self.sampler = Sampler(
             config=config,

@@ -78,6 +78,15 @@ class Limits:
     max_image_tokens: int = 0
     context: Contexts | None = None
 
+    def room_in_context(self, prompt_length: int, num_sampled: int) -> int | None:
+        """Tokens that an observation may have to begin a context; None: it has one context.
+
+        Before it stand the prompt and the turn that it answers, behind it room for another turn.
+        """
+        if self.context is None:
+            return None
+        return self.context.max_tokens - self.context.turn_tokens - prompt_length - num_sampled
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -615,12 +624,9 @@ class EpisodePlayer:
     def _room(self, sample: Sample) -> int:
         """Tokens that an observation may have, with one left to sample behind it."""
         room = self._limits.max_total_tokens - len(sample.token_ids) - 1
-        if (contexts := self._limits.context) is not None:
-            # Where it begins a context, the prompt and its own turn stand before it.
-            turn = len(sample.token_ids) - sample.turn_starts[-1]
-            beside = sample.prompt_length + turn + contexts.turn_tokens
-            room = min(room, contexts.max_tokens - beside)
-        return room
+        turn = len(sample.token_ids) - sample.turn_starts[-1]
+        in_context = self._limits.room_in_context(sample.prompt_length, turn)
+        return room if in_context is None else min(room, in_context)
 
     def _fit_observation(
         self, sample: Sample, observation: Observation | ToolResults | None

@@ -519,7 +519,8 @@ function shownToken(text, isPiece) {
 function segmentsOf(tokens) {
   const found = [];
   tokens.sampled.forEach((isSampled, i) => {
-    const kind = isSampled ? "model" : i < (tokens.prompt_length || 0) ? "prompt" : "inserted";
+    const isAgain = tokens.contexts.some(([start, repeated]) => i >= start && i < start + repeated);
+    const kind = isSampled ? "model" : i < (tokens.prompt_length || 0) ? "prompt" : isAgain ? "again" : "inserted";
     if (!found.length || found.at(-1).kind !== kind) found.push({ kind, start: i });
     found.at(-1).end = i + 1;
   });

@@ -332,6 +332,7 @@ class Pages:
                 "bytes": [one.get("bytes") for one in texts],
                 "sampled": told.is_sampled.astype(int),
                 "prompt_length": record.get("prompt_length"),
+                "contexts": record.get("contexts", []),
             },
             "quantities": [
                 {

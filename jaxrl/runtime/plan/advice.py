@@ -12,6 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import flatten
+from jaxrl.environment import has_contexts
 from jaxrl.method import batch_shape
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.plan.memory import (
@@ -239,6 +240,13 @@ def _options(
     # On fewer shards as many rows each: two devices then share the heads of what one had.
     yield [mesh | {key: flat[key] * mesh["mesh.fsdp"] // groups for key in keys} for mesh in meshes]
     shortest = config.rollout.max_prompt_tokens + 1
+    if has_contexts(config):
+        context = config.rollout.context
+        shortest, least = context.max_tokens, config.rollout.max_prompt_tokens + context.turn_tokens
+        yield [
+            {"rollout.context.max_tokens": tokens}
+            for tokens in _halvings(context.max_tokens, least=least)
+        ]
     yield [
         {"rollout.max_total_tokens": tokens}
         for tokens in _halvings(config.rollout.max_total_tokens, least=shortest)

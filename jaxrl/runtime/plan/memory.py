@@ -945,7 +945,8 @@ def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
                 f"config.rollout.cache_gib={config.rollout.cache_gib} does not hold one trajectory "
                 f"of {context_tokens(config)} tokens, which "
                 f"takes {gib(sampler.table_pages * sampler.page_bytes)} of each device; raise "
-                "cache_gib or lower max_total_tokens."
+                "cache_gib or lower "
+                f"{'context.max_tokens' if has_contexts(config) else 'max_total_tokens'}."
             )
         return pages
     moment = max(sum(terms.values()) for terms in sampler.moments.values())

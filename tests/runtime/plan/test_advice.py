@@ -8,6 +8,8 @@ from jaxrl.config_checks import validate
 from jaxrl.runtime.plan import advice, memory
 from tests.runtime.plan.cases import AHEAD, NODE, QWEN_7B, QWEN_32B, large_run, train_phase
 
+CONTEXT = "rollout.context.max_tokens"
+
 
 class TestMicroRows:
     def test_the_largest_that_fits(self):
@@ -81,6 +83,20 @@ class TestAdvice:
         tried = [option for options in advice._options(config, QWEN_7B, NODE) for option in options]
         assert [o["rollout.num_rows"] for o in tried if "rollout.num_rows" in o] == [32, 16, 8]
         assert {"rollout.cache_gib": 0.0} in tried
+
+    def test_advice_on_contexts_is_none_that_a_run_refuses(self):
+        config = large_run(
+            **{"rollout.max_total_tokens": 65536, "rollout.context.max_tokens": 32768},
+            **{"rollout.context.name": "last_turns"},
+        )
+        tried = [option for options in advice._options(config, QWEN_7B, NODE) for option in options]
+        contexts = [o[CONTEXT] for o in tried if CONTEXT in o]
+        assert contexts[:2] == [16384, 8192]
+        assert (
+            min(contexts) >= config.rollout.max_prompt_tokens + config.rollout.context.turn_tokens
+        )
+        totals = [o["rollout.max_total_tokens"] for o in tried if "rollout.max_total_tokens" in o]
+        assert totals == [32768]
 
     def test_the_tensor_axis_stays_inside_a_process(self):
         target = replace(NODE, num_processes=4)
