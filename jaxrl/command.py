@@ -56,7 +56,8 @@ def main() -> None:
     sys.path.append(str(bundle()))
     if word == "quickstart":
         # The last file of the world: without it an earlier start was interrupted.
-        if not (WORLD / "demonstrations_perfect.jsonl").is_file():
+        is_made = (WORLD / "questions_eval.jsonl").is_file()
+        if not is_made and not {"-h", "--help", "--helpfull"} & {*arguments}:
             world = importlib.import_module("examples.quickstart_world")
             world.main([f"--out={WORLD}", "--seed=0"])
         run("jaxrl.launch", [*QUICKSTART, *arguments])

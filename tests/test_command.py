@@ -100,6 +100,12 @@ def test_the_quickstart_in_an_empty_folder(site, tmp_path):
     assert (report.returncode, report.stdout.splitlines()[-1]) == (0, str(written))
 
 
+def test_help_of_the_quickstart_makes_no_world(site, tmp_path):
+    done = jaxrl(site, "quickstart", "--help", cwd=tmp_path)
+    assert "--config" in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_a_word_it_says_which_there_are(site, tmp_path):
     assert "jaxrl quickstart " in jaxrl(site, cwd=tmp_path).stdout
     done = jaxrl(site, "trian", cwd=tmp_path)
