@@ -113,9 +113,12 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
         print(f"{server.address}/v1 answers as {served.name} (end with Ctrl-C)", flush=True)
         while server.is_alive and not should_stop():
             time.sleep(0.1)
+        has_failed = not server.is_alive
         is_done = server.end(arguments.end_s)
     if not is_done:
         print(f"answers were broken off after {arguments.end_s:g} s", file=sys.stderr, flush=True)
+    if has_failed:
+        raise OSError("the server ended by a fault, which is told above; start it again.")
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -157,7 +157,7 @@ def _unfinished(piece: Piece) -> RefusedError:
     if piece.end == LEFT:
         return RefusedError(503, "the answer was broken off: the server is ending.")
     assert piece.end == FAILED
-    return RefusedError(500, f"the engine failed: {piece.why}"[:500])
+    return RefusedError(500, piece.why)
 
 
 class Answer:

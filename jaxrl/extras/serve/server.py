@@ -222,9 +222,8 @@ class Endpoint:
         except Exception as error:  # a bug
             status = 500
             logging.getLogger("uvicorn.error").exception("a request failed")
-            await self._refuse(
-                exchange, RefusedError(500, f"{type(error).__name__}: {error}"[:300])
-            )
+            text = f"the server failed with {type(error).__name__}; its log says why."
+            await self._refuse(exchange, RefusedError(500, text))
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
     async def _refuse(self, exchange: Exchange, error: RefusedError) -> None:
@@ -381,7 +380,8 @@ class Endpoint:
         return generate.read(fields, self._limits), None
 
     async def _health(self, exchange: Exchange) -> None:
-        status = "ending" if self.worker.is_ending else "ok"
+        status = "ok" if self.worker.is_alive else "ended"
+        status = "ending" if self.worker.is_ending else status
         await exchange.send_json({"status": status}, 200 if status == "ok" else 503)
 
     async def _models(self, exchange: Exchange) -> None:
@@ -538,8 +538,8 @@ class Server:
 
     @property
     def is_alive(self) -> bool:
-        """False once it has ended, by itself too."""
-        return self._thread.is_alive()
+        """False once it or its engine has ended, by itself too."""
+        return self._thread.is_alive() and self.endpoint.worker.is_alive
 
     def end(self, limit_s: float) -> bool:
         """Refuses what is new, lets what runs end within a limit, and gives up the port.

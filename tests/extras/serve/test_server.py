@@ -411,6 +411,38 @@ def test_a_fault_of_the_engine_is_told_and_survived(engine, monkeypatch):
     with serving(engine) as (_, client):
         status, error = refusal(client, CHAT, LONG)
         assert (status, error["type"]) == (500, "server_error")
-        assert "out of memory" in error["message"]
+        assert error["message"] == (
+            "the engine failed with RuntimeError; the server's log says why."
+        )
         assert client.chat(max_tokens=2)["choices"]
         assert client.metrics()["jaxrl_samples_failed_total"] == 1
+
+
+def test_a_server_whose_engine_has_ended_says_so(engine, monkeypatch):
+    def fault(**settings):
+        raise RuntimeError("/secret/place.py")
+
+    with serving(engine) as (server, client), monkeypatch.context() as patched:
+        assert server.is_alive
+        patched.setattr(engine, "step", fault)
+        patched.setattr(engine, "clear", fault)
+        assert refusal(client, CHAT, LONG)[0] == 500
+        server.endpoint.worker._thread.join(60)
+        assert not server.is_alive
+        status, _, body = client.raw("GET", "/health")
+        assert (status, json.loads(body)) == (503, {"status": "ended"})
+        status, error = refusal(client, CHAT, LONG)
+        assert (status, error["type"]) == (503, "overloaded_error")
+        assert "start the server again" in error["message"]
+
+
+def test_a_fault_of_the_server_shows_no_paths(client, monkeypatch):
+    def fault(*_):
+        raise RuntimeError("/secret/place.py")
+
+    monkeypatch.setattr(server_module, "read_body", fault)
+    status, error = refusal(client, CHAT, LONG)
+    assert (status, error["message"]) == (
+        500,
+        "the server failed with RuntimeError; its log says why.",
+    )
