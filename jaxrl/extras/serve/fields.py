@@ -175,22 +175,26 @@ def read_body(data: bytes) -> Fields:
         RefusedError: it is no JSON object.
     """
     try:
-        value = parse_json(data, "the body")
+        # The parser's own decoding takes UTF-16 and halves of surrogate pairs, which no UTF-8 has.
+        value = parse_json(data.decode("utf-8-sig"), "the body")
+    except UnicodeDecodeError as error:
+        raise RefusedError(400, f"the body is not UTF-8: {error}"[:300]) from None
     except ValueError as error:
         raise RefusedError(400, f"{error}"[:300]) from None
     if not isinstance(value, dict):
         raise RefusedError(400, f"the body is {shown(value)}; expected a JSON object.")
     # An escape may stand for half of a pair, which has no bytes.
-    return Fields(_writable(value) if b"\\ud" in data.lower() else value)
+    return Fields(writable_json(value) if b"\\ud" in data.lower() else value)
 
 
-def _writable(value: Any) -> Any:
+def writable_json(value: Any) -> Any:
+    """A JSON value whose texts UTF-8 has bytes for; see `writable`."""
     if isinstance(value, str):
         return writable(value)
     if isinstance(value, list):
-        return [_writable(one) for one in value]
+        return [writable_json(one) for one in value]
     if isinstance(value, dict):
-        return {writable(name): _writable(one) for name, one in value.items()}
+        return {writable(name): writable_json(one) for name, one in value.items()}
     return value
 
 

@@ -277,7 +277,7 @@ class Endpoint:
         if self.hosts is not None and (len(hosts) != 1 or hosts[0].lower() not in self.hosts):
             given = ", ".join(hosts) or "nothing"
             raise RefusedError(403, f"the Host is {given!r:.80}; expected {self.hosts[0]}.")
-        origins = [urlsplit(one).netloc.lower() for one in exchange.headers("origin")]
+        origins = [_site(one) for one in exchange.headers("origin")]
         site = exchange.header("sec-fetch-site") or "none"
         if site not in ("none", "same-origin") or any(
             one not in map(str.lower, hosts) for one in origins
@@ -397,6 +397,14 @@ class Endpoint:
     async def _metrics(self, exchange: Exchange) -> None:
         text = metrics(self.worker, self.statuses)
         await exchange.send(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+def _site(origin: str) -> str:
+    """Host and port of an `Origin`; "" where it names none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # as of http://[
+        return ""
 
 
 @dataclass(frozen=True)

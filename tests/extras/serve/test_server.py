@@ -147,6 +147,33 @@ def test_bodies_that_are_no_object(client, path, data):
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+HALF = b"\xed\xa0\x80"  # of a surrogate pair, as no UTF-8 has it
+
+
+@pytest.mark.parametrize("path", [CHAT, IDS])
+def test_bodies_are_utf_8(client, path):
+    body = {
+        CHAT: {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1},
+        IDS: {"model": "?", "token_ids": [1], "sampling_params": {"max_tokens": 1}},
+    }[path]
+    data = json.dumps(body).encode()
+    assert client.raw("POST", path, data)[0] == 200
+    for wrong in (data.replace(b"?", HALF), data.decode().replace("?", "\ud800").encode(
+        "utf-16", "surrogatepass"), data.decode().encode("utf-16-le")):  # fmt: skip
+        status, _, told = client.raw("POST", path, wrong)
+        assert (status, json.loads(told)["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("arguments", [r'{"q": "\ud800"}', r'"\ud800"', '{"q": 1e999}'])
+def test_arguments_that_cannot_be_written_as_they_are(client, arguments):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    found = client.chat([*HELLO, {"role": "assistant", "tool_calls": [call]}, *HELLO], max_tokens=1,
+                        return_token_ids=True)  # fmt: skip
+    written = TOKENIZER.decode(found["prompt_token_ids"])
+    wanted = {r'"\ud800"': "\ufffd"}.get(arguments, arguments.replace(r"\ud800", "\ufffd"))
+    assert f'"arguments": {wanted}}}' in written
+
+
 def test_addresses_and_methods(client):
     assert client.raw("GET", CHAT)[0] == 405
     assert client.raw("POST", "/v1/models")[0] == 405
@@ -183,6 +210,7 @@ class TestWhoMayAsk:
         for headers, status in [
             ({"Origin": "http://evil.example"}, 403),
             ({"Origin": "null"}, 403),
+            ({"Origin": "http://["}, 403),
             ({"Origin": f"http://{here}"}, 200),
             ({"Sec-Fetch-Site": "cross-site"}, 403),
             ({"Sec-Fetch-Site": "same-origin"}, 200),
@@ -241,7 +269,11 @@ def test_slow_clients_are_given_up(engine, monkeypatch):
         # The second request of a connection has no longer than the first.
         with socket.create_connection(("127.0.0.1", client.port), timeout=20) as slow:
             slow.sendall(f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n\r\n".encode())
-            assert slow.recv(1000).startswith(b"HTTP/1.1 200 ")
+            with slow.makefile("rb") as answer:  # head and body may come one after the other
+                assert answer.readline().startswith(b"HTTP/1.1 200 ")
+                while not answer.readline().startswith(b"\r\n"):
+                    pass
+                assert json.loads(answer.read(16)) == {"status": "ok"}
             slow.sendall(b"GET /health HTTP/1.1\r\nHost: ")
             assert slow.recv(1000) == b""
         assert client.chat(max_tokens=1)["choices"]
