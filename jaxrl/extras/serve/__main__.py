@@ -15,8 +15,10 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import logging
+import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,8 +134,11 @@ def check(arguments: argparse.Namespace) -> None:
     for name in ("rows", "queue", "deadline_s", "max_body_mib"):
         if not (value := getattr(arguments, name)) > 0:
             raise ValueError(f"--{name}={value:g}; expected more than 0.")
-    if not arguments.end_s >= 0:
-        raise ValueError(f"--end_s={arguments.end_s:g}; expected 0 or more.")
+    if not math.isfinite(arguments.max_body_mib):
+        raise ValueError(f"--max_body_mib={arguments.max_body_mib:g}; expected a finite number.")
+    if not 0 <= arguments.end_s <= threading.TIMEOUT_MAX:
+        most = threading.TIMEOUT_MAX
+        raise ValueError(f"--end_s={arguments.end_s:g}; expected 0 to {most:g}.")
 
 
 def read_key(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import writable
 
 BAD = "invalid_request_error"
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxdict = 20
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
 
 
 class RefusedError(Exception):
@@ -114,20 +119,19 @@ class Fields:
         """A text or a list of some, none of them empty."""
         value = self.values.get(field, [])
         value = [value] if isinstance(value, str) else value
-        is_list = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
-        if not is_list or len(value) > most:
+        is_list = isinstance(value, list) and len(value) <= most
+        if not is_list or not all(isinstance(one, str) and one for one in value):
             raise self.refuse(field, f"a text, or a list of at most {most}, none of them empty")
         return list(value)
 
     def ids(
-        self, field: str, num_tokens: int, *, default: Sequence[int] | None = None
+        self, field: str, num_tokens: int, most: int, *, default: Sequence[int] | None = None
     ) -> list[int]:
-        """A list of ids of the tokenizer; one that must be there, without a default."""
+        """A list of at most so many ids of the tokenizer; it must be there, without a default."""
         value = self.values.get(field, default)
-        if not isinstance(value, list | tuple) or not all(
-            type(one) is int and 0 <= one < num_tokens for one in value
-        ):
-            raise self.refuse(field, f"a list of ids from 0 to {num_tokens - 1}")
+        is_list = isinstance(value, list | tuple) and len(value) <= most
+        if not is_list or not all(type(one) is int and 0 <= one < num_tokens for one in value):
+            raise self.refuse(field, f"a list of at most {most} ids from 0 to {num_tokens - 1}")
         return list(value)
 
     def items(self, field: str) -> list[Any]:
@@ -210,6 +214,6 @@ def fields_of(value: Any, place: str) -> Fields:
 
 
 def shown(value: Any) -> str:
-    """A value as a message names it, cut."""
-    text = writable(repr(value))
+    """A value as a message names it, cut; of a long one the rest is not gone through."""
+    text = writable(_SHORT.repr(value))
     return text if len(text) <= 60 else f"{text[:60]}…"

@@ -46,6 +46,7 @@ def read(
     """
     fields.only(UNSUPPORTED)
     fields.text("model", "")
+    limits.check(fields.items("messages"))
     messages = read_messages(fields)
     tools = read_tools(fields)
     # Its own names of what all dialects have.

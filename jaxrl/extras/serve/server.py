@@ -42,7 +42,7 @@ NAMES = ("localhost", "127.0.0.1", "[::1]")
 HEAD_S, BODY_S, WRITE_S = 30.0, 60.0, 60.0
 """Seconds for a request's head and its body to come, and for a client to read what is written."""
 
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS, MAX_SESSION = 4096, 256
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 STOP_S = 2
 """Seconds in which connections may end when the server does; the answers have ended before."""
@@ -285,14 +285,19 @@ class Endpoint:
             raise RefusedError(403, "the request is of another site's page; expected a program.")
         if self.settings.key and exchange.path != "/health":
             scheme, _, given = exchange.header("authorization").partition(" ")
-            given = given.strip() if scheme.lower() == "bearer" else exchange.header("x-api-key")
-            if not hmac.compare_digest(given.encode(), self.settings.key.encode()):
+            bearer = given.strip() if scheme.lower() == "bearer" else ""
+            if not any(map(self._is_key, (bearer, exchange.header("x-api-key")))):
                 raise RefusedError(
                     401,
                     "the key is missing or wrong; expected the server's, as Authorization: Bearer.",
                     headers={"WWW-Authenticate": "Bearer"},
                     code="invalid_api_key",
                 )
+
+    def _is_key(self, given: str) -> bool:
+        """Return True if a header holds the key, in UTF-8 or in latin-1, as which it was read."""
+        key = self.settings.key.encode("utf-8", "surrogateescape")
+        return any(hmac.compare_digest(given.encode(code), key) for code in ("latin-1", "utf-8"))
 
     async def _while_there(self, exchange: Exchange, work: Any) -> None:
         """Does what a client wants, unless it leaves."""
@@ -310,7 +315,14 @@ class Endpoint:
 
     async def _post(self, exchange: Exchange, data: bytes) -> None:
         reader, writer_of = self._posts[exchange.path]
-        session = exchange.rollout or exchange.header("x-session-id")[:256]
+        session = exchange.rollout or exchange.header("x-session-id")
+        if len(session) > MAX_SESSION:
+            # Cut, it could be the name of another session.
+            raise RefusedError(
+                400,
+                f"X-Session-ID has {len(session)} characters; expected at most {MAX_SESSION}.",
+                param="X-Session-ID",
+            )
         own = f"{session}\n{exchange.path}\n"
         digest = hashlib.sha256(own.encode() + data).hexdigest()
         key = exchange.header("idempotency-key")
@@ -380,7 +392,8 @@ class Endpoint:
         return generate.read(fields, self._limits), None
 
     async def _health(self, exchange: Exchange) -> None:
-        status = "ok" if self.worker.is_alive else "ended"
+        status = "damaged" if self.worker.is_damaged else "ok"
+        status = status if self.worker.is_alive else "ended"
         status = "ending" if self.worker.is_ending else status
         await exchange.send_json({"status": status}, 200 if status == "ok" else 503)
 

@@ -28,6 +28,8 @@ STOP, LENGTH, LATE, LEFT, FAILED = "stop", "length", "late", "left", "failed"
 client; the engine."""
 
 
+DAMAGED = "the model gives NaN: its weights are damaged."
+
 PATIENCE_S = 10.0
 """Seconds in which a chunk under way may end when the worker does."""
 
@@ -134,6 +136,7 @@ class Worker:
         self._queue: deque[Job] = deque()  # under `_changed`, as the flags
         self._changed = threading.Condition()
         self._is_ending = self._is_over = self._is_asked = self._has_ended = False
+        self.is_damaged = False  # some answer had probabilities that are no numbers
         self._is_broken = False  # after a fault that nothing could clear up
         self._jobs: dict[int, Job] = {}  # in the engine, by request
         self._kept: OrderedDict[int, tuple[int, ...]] = (
@@ -324,6 +327,14 @@ class Worker:
     def _take(self, event: Event) -> None:
         """Adds what was sampled to its job, and ends it where it stops."""
         job = self._jobs[event.request]
+        if not np.isfinite(event.logprobs).all():
+            del self._jobs[event.request]
+            self.engine.finish(event.request)
+            if not self.is_damaged:
+                _log(DAMAGED)
+            self.is_damaged = True
+            self._tell_end(job, FAILED, DAMAGED)
+            return
         ids, end, text_bytes = self._until_stop(job, event)
         job.token_ids += ids
         if end:
@@ -382,12 +393,12 @@ class Worker:
         self._kept.clear()
         for job in jobs:
             self._tell_end(job, FAILED, _told(error))
-        _log("the engine failed", error)
+        _log("the engine failed: ", error)
         try:
             self.engine.clear()
         except Exception as second:
             self._is_broken = True
-            _log("the engine has ended, as it could not be cleared after its failure", second)
+            _log("the engine has ended, as it could not be cleared after its failure: ", second)
 
 
 def _told(error: Exception) -> str:
@@ -395,7 +406,8 @@ def _told(error: Exception) -> str:
     return f"the engine failed with {type(error).__name__}; the server's log says why."
 
 
-def _log(what: str, error: Exception) -> None:
+def _log(text: str, error: Exception | None = None) -> None:
     # The reader of the log may be gone, or the error unable to tell what it is.
     with contextlib.suppress(Exception):
-        print(f"error: {what}: {failure_report(error)}", file=sys.stderr, flush=True)
+        report = "" if error is None else failure_report(error)
+        print(f"error: {text}{report}", file=sys.stderr, flush=True)

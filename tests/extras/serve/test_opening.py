@@ -94,6 +94,9 @@ def test_a_folder_is_no_run(run, tiny_world):
     [
         (["--port=70000"], "--port=70000; expected 0 to 65535."),
         (["--rows=0"], "--rows=0; expected more than 0."),
+        (["--max_body_mib=inf"], "--max_body_mib=inf; expected a finite number."),
+        (["--end_s=inf"], "--end_s=inf; expected 0 to "),
+        (["--end_s=1e300"], "--end_s=1e+300; expected 0 to "),
         (["--key_env=NOBODY_SET_THIS"], "--key_env=NOBODY_SET_THIS, but that variable is not set"),
         (["--step=3"], "--step=3: "),
         (["--config.rollout.max_total=3"], "there is no key config.rollout.max_total"),

@@ -8,11 +8,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import pytest
 
 from jaxrl.extras.serve import server as server_module
 from jaxrl.extras.serve.completions import UNSUPPORTED
-from tests.extras.serve.served import MAX_TOTAL, TOKENIZER, make_engine, serving
+from jaxrl.extras.serve.fields import shown
+from tests.extras.serve.served import MAX_TOTAL, PARAMS, TOKENIZER, make_engine, serving
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -196,9 +198,42 @@ def test_a_prompt_that_leaves_no_room(client):
         status, error = refusal(client, CHAT, {"messages": messages})
         assert (status, error["code"]) == (400, "context_length_exceeded")
     assert time.monotonic() - began < 20
+    # Lists that cannot fit are refused by their length, before what is in them.
+    status, error = refusal(client, CHAT, {"messages": [3] * MAX_TOTAL})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert refusal(client, CHAT, {"messages": [3] * (MAX_TOTAL - 1)})[1]["param"] == "messages[0]"
+    status, error = refusal(client, IDS, {"token_ids": ["x"] * MAX_TOTAL})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    sampling = {"max_tokens": 1, "stop_token_ids": [1] * (MAX_TOTAL + 1)}
+    status, error = refusal(client, IDS, {"token_ids": [1], "sampling_params": sampling})
+    assert (status, error["param"]) == (400, "sampling_params.stop_token_ids")
+    assert f"at most {MAX_TOTAL} ids" in error["message"]
     # One less leaves room for a single token, whatever is asked for.
     choice = client.generate([5] * (MAX_TOTAL - 1), max_tokens=100, temperature=0)
     assert len(choice["token_ids"]) == 1
+
+
+def test_of_a_long_value_the_rest_is_not_written():
+    written = []
+
+    class Item:
+        def __repr__(self):
+            written.append(self)
+            return "an item"
+
+    for value in ([Item()] * 1000, {str(number): Item() for number in range(1000)}):
+        text = shown(value)
+        assert len(text) == 61
+        assert 2 <= len(written) <= 40
+        written.clear()
+
+
+def test_a_session_is_named_in_whole_or_refused(client):
+    name = "s" * 256
+    assert client.chat(max_tokens=1, headers={"X_Session_ID": name})["choices"]
+    status, error = refusal(client, CHAT, LONG, X_Session_ID=name + "s")
+    assert (status, error["param"]) == (400, "X-Session-ID")
+    assert "257 characters; expected at most 256" in error["message"]
 
 
 class TestWhoMayAsk:
@@ -227,6 +262,23 @@ class TestWhoMayAsk:
             for headers in ({"Authorization": "Bearer s3cret"}, {"x-api-key": "s3cret"}):
                 assert client.raw("GET", "/v1/models", headers=headers)[0] == 200
                 assert client.raw("GET", "/metrics", headers=headers)[0] == 200
+            # A client of one dialect may send another's header with a word of its own.
+            for headers in (
+                {"Authorization": "Bearer none", "x-api-key": "s3cret"},
+                {"Authorization": "Bearer s3cret", "x-api-key": "none"},
+            ):
+                assert client.raw("GET", "/v1/models", headers=headers)[0] == 200
+
+    def test_a_key_of_any_letters(self, engine):
+        with serving(engine, key="schlüssel-鍵") as (_, client):
+            for name, text in (
+                ("Authorization", "Bearer schlüssel-鍵"),
+                ("X-API-Key", "schlüssel-鍵"),
+            ):
+                headers = {name: text.encode()}
+                assert client.raw("GET", "/v1/models", headers=headers)[0] == 200
+                headers = {name: text.encode()[:-1]}
+                assert client.raw("GET", "/v1/models", headers=headers)[0] == 401
 
     def test_other_machines_need_a_key(self, engine):
         with (
@@ -478,3 +530,28 @@ def test_a_fault_of_the_server_shows_no_paths(client, monkeypatch):
         500,
         "the server failed with RuntimeError; its log says why.",
     )
+
+
+def test_a_model_that_gives_no_numbers_is_told(capsys):
+    damaged = make_engine(jax.tree.map(lambda array: array * float("nan"), PARAMS))
+    messages = {"messages": HELLO, "max_tokens": 3}
+    with serving(damaged) as (_, client):
+        for path, body in [
+            (CHAT, LONG),
+            ("/v1/messages", messages),
+            (IDS, {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3}}),
+        ]:
+            status, value = client.post(path, body)
+            assert (status, value["error"]["message"]) == (
+                500,
+                "the model gives NaN: its weights are damaged.",
+            )
+        for path in (CHAT, "/v1/messages"):
+            [*_, (_, last)] = client.stream(path, {**messages, "stream": True})
+            assert "its weights are damaged" in json.loads(last)["error"]["message"]
+        status, _, body = client.raw("GET", "/health")
+        assert (status, json.loads(body)) == (503, {"status": "damaged"})
+        found = client.metrics()
+        assert found["jaxrl_samples_failed_total"] == 5
+        assert found["jaxrl_pages_free"] == damaged.num_pages
+    assert capsys.readouterr().err.count("its weights are damaged") == 1
