@@ -17,6 +17,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display) -> None:
-    """Opens the model, takes the port, and answers until a signal comes.
+    """Takes the port, opens the model, and answers until a signal comes.
 
     Raises:
         OSError, ValueError: something is wrong with what was asked for.
@@ -82,9 +83,27 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
     check(arguments)
     key = read_key(arguments.key_env)
     try:
-        from jaxrl.extras.serve.server import Endpoint, Server, Settings
+        from jaxrl.extras.serve.server import take_port
     except ImportError as error:
         raise ImportError("the server needs uvicorn; pip install 'jaxrl[serve]'.") from error
+    with take_port(arguments.host, arguments.port, key) as taken:
+        answer(arguments, others, display, key, taken)
+
+
+def answer(
+    arguments: argparse.Namespace,
+    others: Sequence[str],
+    display: Display,
+    key: str,
+    taken: socket.socket,
+) -> None:
+    """Opens the model and answers on a port until a signal comes.
+
+    Raises:
+        OSError, ValueError: something is wrong with what was asked for.
+    """
+    from jaxrl.extras.serve.server import Endpoint, Server, Settings
+
     place = arguments.place.absolute()
     model = arguments.model and arguments.model.absolute()
     with contextlib.chdir(folder_of(place) if is_run(place) else Path.cwd()):
@@ -110,7 +129,7 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
         deadline_s=arguments.deadline_s,
         max_body_mib=arguments.max_body_mib,
     )
-    server = Server(Endpoint(worker, tokenizer, settings), arguments.host, arguments.port)
+    server = Server(Endpoint(worker, tokenizer, settings), arguments.host, taken)
     with stop_on_signals() as should_stop:
         print(f"{server.address}/v1 answers as {served.name} (end with Ctrl-C)", flush=True)
         while server.is_alive and not should_stop():

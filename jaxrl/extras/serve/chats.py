@@ -2,8 +2,8 @@
 
 What a model wrote is never tokenised again. Each answer is kept with its chat and all its ids; a
 later chat that begins with that one (messages of the assistant are compared by their content and
-their tool calls, as JSON of doubles) goes on from these ids, of the longest that fits, and only what
-stands behind is rendered. Texts cannot forge the chat: see `Tokenizer.render_prompt`.
+their tool calls, as JSON of doubles) goes on from these ids, of the longest that fits, and only
+what stands behind is rendered. Texts cannot forge the chat: see `Tokenizer.render_prompt`.
 """
 
 from __future__ import annotations

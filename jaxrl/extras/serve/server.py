@@ -36,6 +36,9 @@ from jaxrl.extras.serve.worker import Worker
 from jaxrl.tokenizer import Tokenizer
 
 LOOPBACK = "127.0.0.1"
+LOCAL = ("localhost", "127.0.0.1", "::1")
+"""Addresses that no other machine can reach."""
+
 NAMES = ("localhost", "127.0.0.1", "[::1]")
 """Hosts by which a program on this machine calls the server."""
 
@@ -509,32 +512,53 @@ class Protocol(H11Protocol):
             self._waiting = None
 
 
+def take_port(host: str, port: int, key: str) -> socket.socket:
+    """Binds a port, on which nothing listens yet, so that no client waits while a model is loaded.
+
+    Args:
+        host: address to listen at.
+        port: 0 for any that is free.
+        key: that clients must have; "" for none.
+
+    Raises:
+        ValueError: others could reach it, and no key is asked for.
+        OSError: the port cannot be had.
+    """
+    if host not in LOCAL and not key:
+        raise ValueError(
+            f"--host={host} can be reached from other machines; expected a key beside it: "
+            "name the environment variable that holds one by --key_env."
+        )
+    taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((host, port))
+    except OSError as error:
+        taken.close()
+        raise OSError(
+            f"--port={port} of --host={host} cannot be had: {error.strerror}; choose another."
+        ) from error
+    return taken
+
+
 class Server:
     """The endpoint on a port, in a thread of its own."""
 
-    def __init__(self, endpoint: Endpoint, host: str, port: int):
-        """Takes the port.
+    def __init__(self, endpoint: Endpoint, host: str, taken: socket.socket):
+        """Listens.
 
         Args:
             endpoint: that answers.
             host: address to listen at.
-            port: 0 for any that is free.
+            taken: bound to its port; see `take_port`.
 
         Raises:
-            ValueError: others could reach it, and no key is asked for.
-            OSError: the port cannot be had.
+            OSError: another has begun to listen there.
         """
-        self.endpoint = endpoint
-        is_local = host in ("localhost", "127.0.0.1", "::1")
-        if not is_local and not endpoint.settings.key:
-            raise ValueError(
-                f"--host={host} can be reached from other machines; expected a key beside it: "
-                "name the environment variable that holds one by --key_env."
-            )
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        self.endpoint, self._socket = endpoint, taken
+        self._socket.listen(1024)
         self.port = self._socket.getsockname()[1]
-        if is_local:
+        if host in LOCAL:
             endpoint.hosts = [f"{name}:{self.port}" for name in NAMES]
             endpoint.hosts += NAMES if self.port == 80 else ()
         shown = f"[{host}]" if ":" in host else host
