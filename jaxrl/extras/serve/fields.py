@@ -129,8 +129,11 @@ class Fields:
     ) -> list[int]:
         """A list of at most so many ids of the tokenizer; it must be there, without a default."""
         value = self.values.get(field, default)
-        is_list = isinstance(value, list | tuple) and len(value) <= most
-        if not is_list or not all(type(one) is int and 0 <= one < num_tokens for one in value):
+        if (
+            not isinstance(value, list | tuple)
+            or len(value) > most
+            or not all(type(one) is int and 0 <= one < num_tokens for one in value)
+        ):
             raise self.refuse(field, f"a list of at most {most} ids from 0 to {num_tokens - 1}")
         return list(value)
 
