@@ -15,8 +15,11 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import logging
+import math
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display) -> None:
-    """Opens the model, takes the port, and answers until a signal comes.
+    """Takes the port, opens the model, and answers until a signal comes.
 
     Raises:
         OSError, ValueError: something is wrong with what was asked for.
@@ -80,9 +83,27 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
     check(arguments)
     key = read_key(arguments.key_env)
     try:
-        from jaxrl.extras.serve.server import Endpoint, Server, Settings
+        from jaxrl.extras.serve.server import take_port
     except ImportError as error:
         raise ImportError("the server needs uvicorn; pip install 'jaxrl[serve]'.") from error
+    with take_port(arguments.host, arguments.port, key) as taken:
+        answer(arguments, others, display, key, taken)
+
+
+def answer(
+    arguments: argparse.Namespace,
+    others: Sequence[str],
+    display: Display,
+    key: str,
+    taken: socket.socket,
+) -> None:
+    """Opens the model and answers on a port until a signal comes.
+
+    Raises:
+        OSError, ValueError: something is wrong with what was asked for.
+    """
+    from jaxrl.extras.serve.server import Endpoint, Server, Settings
+
     place = arguments.place.absolute()
     model = arguments.model and arguments.model.absolute()
     with contextlib.chdir(folder_of(place) if is_run(place) else Path.cwd()):
@@ -108,14 +129,17 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
         deadline_s=arguments.deadline_s,
         max_body_mib=arguments.max_body_mib,
     )
-    server = Server(Endpoint(worker, tokenizer, settings), arguments.host, arguments.port)
+    server = Server(Endpoint(worker, tokenizer, settings), arguments.host, taken)
     with stop_on_signals() as should_stop:
         print(f"{server.address}/v1 answers as {served.name} (end with Ctrl-C)", flush=True)
         while server.is_alive and not should_stop():
             time.sleep(0.1)
+        has_failed = not server.is_alive
         is_done = server.end(arguments.end_s)
     if not is_done:
         print(f"answers were broken off after {arguments.end_s:g} s", file=sys.stderr, flush=True)
+    if has_failed:
+        raise OSError("the server ended by a fault, which is told above; start it again.")
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -129,8 +153,11 @@ def check(arguments: argparse.Namespace) -> None:
     for name in ("rows", "queue", "deadline_s", "max_body_mib"):
         if not (value := getattr(arguments, name)) > 0:
             raise ValueError(f"--{name}={value:g}; expected more than 0.")
-    if not arguments.end_s >= 0:
-        raise ValueError(f"--end_s={arguments.end_s:g}; expected 0 or more.")
+    if not math.isfinite(arguments.max_body_mib):
+        raise ValueError(f"--max_body_mib={arguments.max_body_mib:g}; expected a finite number.")
+    if not 0 <= arguments.end_s <= threading.TIMEOUT_MAX:
+        most = threading.TIMEOUT_MAX
+        raise ValueError(f"--end_s={arguments.end_s:g}; expected 0 to {most:g}.")
 
 
 def read_key(name: str) -> str:

@@ -73,6 +73,15 @@ class Limits:
     max_total_tokens: int
     num_tokens: int
 
+    def check(self, values: Sequence[Any]) -> None:
+        """Refuses a list each item of which takes a token or more, before it is gone through.
+
+        Raises:
+            RefusedError: it cannot fit.
+        """
+        if len(values) >= self.max_total_tokens:
+            raise TooLongError(len(values), self.max_total_tokens)
+
 
 def read_question(
     fields: Fields, prompt_ids: Sequence[int], limits: Limits, budget: int | None, count: int = 1
@@ -104,7 +113,9 @@ def read_question(
         way=Way(temperature, max(fields.number("top_p", 1.0, 0.0, 1.0), 1e-6)),
         seed=seed,
         budget=room if budget is None else min(budget, room),
-        stop_ids=frozenset(fields.ids("stop_token_ids", limits.num_tokens, default=())),
+        stop_ids=frozenset(
+            fields.ids("stop_token_ids", limits.num_tokens, limits.max_total_tokens, default=())
+        ),
         stops=tuple(fields.texts("stop", MAX_STOPS)),
     )
 
@@ -157,7 +168,7 @@ def _unfinished(piece: Piece) -> RefusedError:
     if piece.end == LEFT:
         return RefusedError(503, "the answer was broken off: the server is ending.")
     assert piece.end == FAILED
-    return RefusedError(500, f"the engine failed: {piece.why}"[:500])
+    return RefusedError(500, piece.why)
 
 
 class Answer:

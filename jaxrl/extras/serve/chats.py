@@ -2,8 +2,8 @@
 
 What a model wrote is never tokenised again. Each answer is kept with its chat and all its ids; a
 later chat that begins with that one (messages of the assistant are compared by their content and
-their tool calls, as parsed JSON) goes on from these ids, of the longest that fits, and only what
-stands behind is rendered. Texts cannot forge the chat: see `Tokenizer.render_prompt`.
+their tool calls, as JSON of doubles) goes on from these ids, of the longest that fits, and only
+what stands behind is rendered. Texts cannot forge the chat: see `Tokenizer.render_prompt`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.json_text import is_too_deep
-from jaxrl.envs.protocol import Asked, read_tool_calls
-from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError, fields_of, shown
+from jaxrl.envs.json_text import is_too_deep, number_of
+from jaxrl.envs.protocol import Asked, Unreadable, read_tool_calls
+from jaxrl.envs.text import writable
+from jaxrl.extras.serve.fields import (
+    Fields,
+    RefusedError,
+    TooLongError,
+    fields_of,
+    shown,
+    writable_json,
+)
 from jaxrl.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -65,7 +73,7 @@ class ChatMessage:
     @property
     def compared(self) -> str:
         """Text that is equal for messages that count as the same."""
-        calls = [[call.name, call.arguments] for call in self.calls]
+        calls = [[call.name, _as_doubles(call.arguments)] for call in self.calls]
         if self.role == "assistant":  # whose clients keep the calls' ids, or strip the text
             return json.dumps([self.role, self.content.strip(), calls], sort_keys=True)
         return json.dumps([self.role, self.content, self.others], sort_keys=True)
@@ -136,27 +144,61 @@ def _parsed(text: str) -> Any:
     """Arguments of a call as JSON; the text itself where they are none."""
     try:
         value = json.loads(text or "{}")
-        return text if is_too_deep(text, value) else value
+        if is_too_deep(text, value) or not _is_finite(value):
+            return text
+        return writable_json(value)
     except (ValueError, RecursionError):
         return text
 
 
+def _is_finite(value: Any) -> bool:
+    """Return True if all numbers of a JSON value are doubles, which every client can read."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return value is None or isinstance(value, str | bool) or number_of(value) is not None
+
+
+def _as_doubles(value: Any) -> Any:
+    """A JSON value with its numbers as JavaScript's clients read and write them: 1.0 is 1."""
+    if isinstance(value, dict):
+        return {name: _as_doubles(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_as_doubles(one) for one in value]
+    number = number_of(value)
+    return value if number is None else number + 0.0  # -0.0 is 0
+
+
 def read_reply(text: str, *, has_tools: bool) -> ChatMessage:
-    """The message that a model wrote: text before its calls, and these where all can be read."""
+    """The message that a model wrote: text before its calls, and these where all can be read.
+
+    Calls that a client could not send back, or not as they are, count as text.
+    """
     if has_tools:
-        calls = read_tool_calls(text).calls
-        if calls and all(isinstance(one, Asked) for one in calls):
+        calls = [_readable(one) for one in read_tool_calls(text).calls]
+        if calls and None not in calls:
             start = text.index(CALL, text.rfind("</think>") + 1)
             return ChatMessage(
                 role="assistant",
                 content=text[:start].rstrip(),
-                calls=tuple(
-                    Call(name=one.tool, arguments=one.arguments)
-                    for one in calls
-                    if isinstance(one, Asked)
-                ),
+                calls=tuple(one for one in calls if one is not None),
             )
     return ChatMessage(role="assistant", content=text)
+
+
+def _readable(call: Asked | Unreadable) -> Call | None:
+    """A call as clients are told of it; None where it could not be read back."""
+    if not isinstance(call, Asked):
+        return None
+    try:
+        # As it stands in a body of `/v1/messages`, which is read as deep as this.
+        sent = {"messages": [{"content": [{"input": call.arguments}]}]}
+        if is_too_deep(json.dumps(sent), sent) or not _is_finite(call.arguments):
+            return None
+    except RecursionError:
+        return None
+    return Call(name=writable(call.tool), arguments=writable_json(call.arguments))
 
 
 class Chats:

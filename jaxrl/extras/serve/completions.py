@@ -124,6 +124,7 @@ def read(
     fields.only(UNSUPPORTED)
     fields.text("model", "")
     check_template(fields, template_arguments)
+    limits.check(fields.items("messages"))
     messages = read_messages(fields.items("messages"))
     tools = read_tools(fields)
     wanted = [

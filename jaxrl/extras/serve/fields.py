@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import writable
 
 BAD = "invalid_request_error"
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxdict = 20
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
 
 
 class RefusedError(Exception):
@@ -114,20 +119,22 @@ class Fields:
         """A text or a list of some, none of them empty."""
         value = self.values.get(field, [])
         value = [value] if isinstance(value, str) else value
-        is_list = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
-        if not is_list or len(value) > most:
+        is_list = isinstance(value, list) and len(value) <= most
+        if not is_list or not all(isinstance(one, str) and one for one in value):
             raise self.refuse(field, f"a text, or a list of at most {most}, none of them empty")
         return list(value)
 
     def ids(
-        self, field: str, num_tokens: int, *, default: Sequence[int] | None = None
+        self, field: str, num_tokens: int, most: int, *, default: Sequence[int] | None = None
     ) -> list[int]:
-        """A list of ids of the tokenizer; one that must be there, without a default."""
+        """A list of at most so many ids of the tokenizer; it must be there, without a default."""
         value = self.values.get(field, default)
-        if not isinstance(value, list | tuple) or not all(
-            type(one) is int and 0 <= one < num_tokens for one in value
+        if (
+            not isinstance(value, list | tuple)
+            or len(value) > most
+            or not all(type(one) is int and 0 <= one < num_tokens for one in value)
         ):
-            raise self.refuse(field, f"a list of ids from 0 to {num_tokens - 1}")
+            raise self.refuse(field, f"a list of at most {most} ids from 0 to {num_tokens - 1}")
         return list(value)
 
     def items(self, field: str) -> list[Any]:
@@ -175,22 +182,26 @@ def read_body(data: bytes) -> Fields:
         RefusedError: it is no JSON object.
     """
     try:
-        value = parse_json(data, "the body")
+        # The parser's own decoding takes UTF-16 and halves of surrogate pairs, which no UTF-8 has.
+        value = parse_json(data.decode("utf-8-sig"), "the body")
+    except UnicodeDecodeError as error:
+        raise RefusedError(400, f"the body is not UTF-8: {error}"[:300]) from None
     except ValueError as error:
         raise RefusedError(400, f"{error}"[:300]) from None
     if not isinstance(value, dict):
         raise RefusedError(400, f"the body is {shown(value)}; expected a JSON object.")
     # An escape may stand for half of a pair, which has no bytes.
-    return Fields(_writable(value) if b"\\ud" in data.lower() else value)
+    return Fields(writable_json(value) if b"\\ud" in data.lower() else value)
 
 
-def _writable(value: Any) -> Any:
+def writable_json(value: Any) -> Any:
+    """A JSON value whose texts UTF-8 has bytes for; see `writable`."""
     if isinstance(value, str):
         return writable(value)
     if isinstance(value, list):
-        return [_writable(one) for one in value]
+        return [writable_json(one) for one in value]
     if isinstance(value, dict):
-        return {writable(name): _writable(one) for name, one in value.items()}
+        return {writable(name): writable_json(one) for name, one in value.items()}
     return value
 
 
@@ -206,6 +217,6 @@ def fields_of(value: Any, place: str) -> Fields:
 
 
 def shown(value: Any) -> str:
-    """A value as a message names it, cut."""
-    text = writable(repr(value))
+    """A value as a message names it, cut; of a long one the rest is not gone through."""
+    text = writable(_SHORT.repr(value))
     return text if len(text) <= 60 else f"{text[:60]}…"

@@ -25,7 +25,8 @@ def read(fields: Fields, limits: Limits) -> Question:
     sampling.only(SAMPLED)
     if sampling.whole("n", 1, 1) != 1:
         raise sampling.refuse("n", "1")
-    prompt_ids = fields.ids("token_ids", limits.num_tokens)
+    limits.check(fields.items("token_ids"))
+    prompt_ids = fields.ids("token_ids", limits.num_tokens, limits.max_total_tokens)
     if not prompt_ids:
         raise RefusedError(400, "token_ids is empty; expected at least one id.", param="token_ids")
     has_budget = "max_tokens" in sampling.values

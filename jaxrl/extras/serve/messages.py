@@ -46,6 +46,7 @@ def read(
     """
     fields.only(UNSUPPORTED)
     fields.text("model", "")
+    limits.check(fields.items("messages"))
     messages = read_messages(fields)
     tools = read_tools(fields)
     # Its own names of what all dialects have.
@@ -121,7 +122,9 @@ def _assistant(message: Fields) -> list[ChatMessage]:
         if block.values["type"] == "text":
             texts.append(block.text("text"))
         elif block.values["type"] == "tool_use":
-            calls.append(Call(name=block.text("name"), arguments=block.inner("input").values))
+            block.inner("input")  # refuses what is no object
+            arguments = block.values.get("input", {})  # with its nulls
+            calls.append(Call(name=block.text("name"), arguments=arguments))
         else:
             raise block.refuse("type", "'text' or 'tool_use' in a message of the assistant")
     return [ChatMessage(role="assistant", content="".join(texts), calls=tuple(calls))]

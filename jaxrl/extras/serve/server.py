@@ -36,13 +36,16 @@ from jaxrl.extras.serve.worker import Worker
 from jaxrl.tokenizer import Tokenizer
 
 LOOPBACK = "127.0.0.1"
+LOCAL = ("localhost", "127.0.0.1", "::1")
+"""Addresses that no other machine can reach."""
+
 NAMES = ("localhost", "127.0.0.1", "[::1]")
 """Hosts by which a program on this machine calls the server."""
 
 HEAD_S, BODY_S, WRITE_S = 30.0, 60.0, 60.0
 """Seconds for a request's head and its body to come, and for a client to read what is written."""
 
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS, MAX_SESSION = 4096, 256
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 STOP_S = 2
 """Seconds in which connections may end when the server does; the answers have ended before."""
@@ -222,9 +225,8 @@ class Endpoint:
         except Exception as error:  # a bug
             status = 500
             logging.getLogger("uvicorn.error").exception("a request failed")
-            await self._refuse(
-                exchange, RefusedError(500, f"{type(error).__name__}: {error}"[:300])
-            )
+            text = f"the server failed with {type(error).__name__}; its log says why."
+            await self._refuse(exchange, RefusedError(500, text))
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
     async def _refuse(self, exchange: Exchange, error: RefusedError) -> None:
@@ -278,7 +280,7 @@ class Endpoint:
         if self.hosts is not None and (len(hosts) != 1 or hosts[0].lower() not in self.hosts):
             given = ", ".join(hosts) or "nothing"
             raise RefusedError(403, f"the Host is {given!r:.80}; expected {self.hosts[0]}.")
-        origins = [urlsplit(one).netloc.lower() for one in exchange.headers("origin")]
+        origins = [_site(one) for one in exchange.headers("origin")]
         site = exchange.header("sec-fetch-site") or "none"
         if site not in ("none", "same-origin") or any(
             one not in map(str.lower, hosts) for one in origins
@@ -286,14 +288,19 @@ class Endpoint:
             raise RefusedError(403, "the request is of another site's page; expected a program.")
         if self.settings.key and exchange.path != "/health":
             scheme, _, given = exchange.header("authorization").partition(" ")
-            given = given.strip() if scheme.lower() == "bearer" else exchange.header("x-api-key")
-            if not hmac.compare_digest(given.encode(), self.settings.key.encode()):
+            bearer = given.strip() if scheme.lower() == "bearer" else ""
+            if not any(map(self._is_key, (bearer, exchange.header("x-api-key")))):
                 raise RefusedError(
                     401,
                     "the key is missing or wrong; expected the server's, as Authorization: Bearer.",
                     headers={"WWW-Authenticate": "Bearer"},
                     code="invalid_api_key",
                 )
+
+    def _is_key(self, given: str) -> bool:
+        """Return True if a header holds the key, in UTF-8 or in latin-1, as which it was read."""
+        key = self.settings.key.encode("utf-8", "surrogateescape")
+        return any(hmac.compare_digest(given.encode(code), key) for code in ("latin-1", "utf-8"))
 
     async def _while_there(self, exchange: Exchange, work: Any) -> None:
         """Does what a client wants, unless it leaves."""
@@ -311,7 +318,14 @@ class Endpoint:
 
     async def _post(self, exchange: Exchange, data: bytes) -> None:
         reader, writer_of = self._posts[exchange.path]
-        session = exchange.rollout or exchange.header("x-session-id")[:256]
+        session = exchange.rollout or exchange.header("x-session-id")
+        if len(session) > MAX_SESSION:
+            # Cut, it could be the name of another session.
+            raise RefusedError(
+                400,
+                f"X-Session-ID has {len(session)} characters; expected at most {MAX_SESSION}.",
+                param="X-Session-ID",
+            )
         own = f"{session}\n{exchange.path}\n"
         digest = hashlib.sha256(own.encode() + data).hexdigest()
         key = exchange.header("idempotency-key")
@@ -381,7 +395,9 @@ class Endpoint:
         return generate.read(fields, self._limits), None
 
     async def _health(self, exchange: Exchange) -> None:
-        status = "ending" if self.worker.is_ending else "ok"
+        status = "damaged" if self.worker.is_damaged else "ok"
+        status = status if self.worker.is_alive else "ended"
+        status = "ending" if self.worker.is_ending else status
         await exchange.send_json({"status": status}, 200 if status == "ok" else 503)
 
     async def _models(self, exchange: Exchange) -> None:
@@ -397,6 +413,14 @@ class Endpoint:
     async def _metrics(self, exchange: Exchange) -> None:
         text = metrics(self.worker, self.statuses)
         await exchange.send(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+def _site(origin: str) -> str:
+    """Host and port of an `Origin`; "" where it names none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # as of http://[
+        return ""
 
 
 @dataclass(frozen=True)
@@ -488,32 +512,53 @@ class Protocol(H11Protocol):
             self._waiting = None
 
 
+def take_port(host: str, port: int, key: str) -> socket.socket:
+    """Binds a port, on which nothing listens yet, so that no client waits while a model is loaded.
+
+    Args:
+        host: address to listen at.
+        port: 0 for any that is free.
+        key: that clients must have; "" for none.
+
+    Raises:
+        ValueError: others could reach it, and no key is asked for.
+        OSError: the port cannot be had.
+    """
+    if host not in LOCAL and not key:
+        raise ValueError(
+            f"--host={host} can be reached from other machines; expected a key beside it: "
+            "name the environment variable that holds one by --key_env."
+        )
+    taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((host, port))
+    except OSError as error:
+        taken.close()
+        raise OSError(
+            f"--port={port} of --host={host} cannot be had: {error.strerror}; choose another."
+        ) from error
+    return taken
+
+
 class Server:
     """The endpoint on a port, in a thread of its own."""
 
-    def __init__(self, endpoint: Endpoint, host: str, port: int):
-        """Takes the port.
+    def __init__(self, endpoint: Endpoint, host: str, taken: socket.socket):
+        """Listens.
 
         Args:
             endpoint: that answers.
             host: address to listen at.
-            port: 0 for any that is free.
+            taken: bound to its port; see `take_port`.
 
         Raises:
-            ValueError: others could reach it, and no key is asked for.
-            OSError: the port cannot be had.
+            OSError: another has begun to listen there.
         """
-        self.endpoint = endpoint
-        is_local = host in ("localhost", "127.0.0.1", "::1")
-        if not is_local and not endpoint.settings.key:
-            raise ValueError(
-                f"--host={host} can be reached from other machines; expected a key beside it: "
-                "name the environment variable that holds one by --key_env."
-            )
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        self.endpoint, self._socket = endpoint, taken
+        self._socket.listen(1024)
         self.port = self._socket.getsockname()[1]
-        if is_local:
+        if host in LOCAL:
             endpoint.hosts = [f"{name}:{self.port}" for name in NAMES]
             endpoint.hosts += NAMES if self.port == 80 else ()
         shown = f"[{host}]" if ":" in host else host
@@ -538,8 +583,8 @@ class Server:
 
     @property
     def is_alive(self) -> bool:
-        """False once it has ended, by itself too."""
-        return self._thread.is_alive()
+        """False once it or its engine has ended, by itself too."""
+        return self._thread.is_alive() and self.endpoint.worker.is_alive
 
     def end(self, limit_s: float) -> bool:
         """Refuses what is new, lets what runs end within a limit, and gives up the port.

@@ -8,6 +8,7 @@ there are more of them than `max_kept`.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -27,6 +28,8 @@ STOP, LENGTH, LATE, LEFT, FAILED = "stop", "length", "late", "left", "failed"
 client; the engine."""
 
 
+DAMAGED = "the model gives NaN: its weights are damaged."
+
 PATIENCE_S = 10.0
 """Seconds in which a chunk under way may end when the worker does."""
 
@@ -36,7 +39,7 @@ class BusyError(Exception):
 
 
 class EndingError(Exception):
-    """The server ends, and takes nothing new."""
+    """The server ends or its engine has, and nothing new is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class Piece:
         end: "" while it goes on.
         text_bytes: of the whole answer, that are its text; known at the end.
         num_cached: ids of the prompt that were not read again.
-        why: what failed.
+        why: what failed, in a sentence that a client may read.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -132,7 +135,9 @@ class Worker:
         self._max_kept = max_kept or 8 * engine.num_rows
         self._queue: deque[Job] = deque()  # under `_changed`, as the flags
         self._changed = threading.Condition()
-        self._is_ending = self._is_over = self._is_asked = False
+        self._is_ending = self._is_over = self._is_asked = self._has_ended = False
+        self.is_damaged = False  # some answer had probabilities that are no numbers
+        self._is_broken = False  # after a fault that nothing could clear up
         self._jobs: dict[int, Job] = {}  # in the engine, by request
         self._kept: OrderedDict[int, tuple[int, ...]] = (
             OrderedDict()
@@ -165,14 +170,21 @@ class Worker:
         """True once nothing new is taken."""
         return self._is_ending
 
+    @property
+    def is_alive(self) -> bool:
+        """False once the thread has ended, by itself too."""
+        return self._thread.is_alive() and not self._has_ended
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queues jobs, all or none.
 
         Raises:
             BusyError: too many wait.
-            EndingError: the server ends.
+            EndingError: the server ends, or the engine has.
         """
         with self._changed:
+            if self._has_ended:
+                raise EndingError("the engine has ended; start the server again, its log says why.")
             if self._is_ending:
                 raise EndingError("the server is ending; ask another one.")
             num_free = max(self.engine.num_rows - len(self._jobs), 0)
@@ -215,27 +227,36 @@ class Worker:
         self._changed.notify()
 
     def _run(self) -> None:
-        while self._wait():
-            try:
-                self._drop()
-                self._admit()
-                self._release_for_others()
-                for event in self.engine.step():
-                    self._take(event)
-            except Exception as error:  # of the device, or a bug: the next ones may be answered
-                self._fail(error)
-        for job in [*self._queue, *self._jobs.values()]:
-            self._tell_end(job, LEFT)
+        end = FAILED
+        try:
+            while self._wait():
+                try:
+                    self._drop()
+                    self._admit()
+                    self._release_for_others()
+                    for event in self.engine.step():
+                        self._take(event)
+                except Exception as error:  # of the device, or a bug: the next may be answered
+                    self._fail(error)
+            end = FAILED if self._is_broken else LEFT
+        finally:  # whatever ended it, nobody may wait for ever
+            with self._changed:
+                self._has_ended = True
+                left = [*self._queue, *self._jobs.values()]
+                self._queue.clear()
+                self._jobs.clear()
+            for job in left:
+                self._tell_end(job, end, "" if end == LEFT else "the engine has ended.")
 
     def _wait(self) -> bool:
         """Waits until there is something to do; False: the end."""
         with self._changed:
-            while not (self._jobs or self._queue or self._is_asked):
+            while not (self._jobs or self._queue or self._is_asked or self._is_broken):
                 if self._is_ending:
                     return False
                 self._changed.wait()
             self._is_asked = False
-            return not self._is_over
+            return not self._is_over and not self._is_broken
 
     def _drop(self) -> None:
         """Ends what nobody waits for, and what is late."""
@@ -263,7 +284,7 @@ class Worker:
             try:
                 self._jobs[self._place(job)] = job
             except Exception as error:
-                self._tell_end(job, FAILED, failure_report(error))
+                self._tell_end(job, FAILED, _told(error))
                 raise
 
     def _place(self, job: Job) -> int:
@@ -306,6 +327,14 @@ class Worker:
     def _take(self, event: Event) -> None:
         """Adds what was sampled to its job, and ends it where it stops."""
         job = self._jobs[event.request]
+        if not np.isfinite(event.logprobs).all():
+            del self._jobs[event.request]
+            self.engine.finish(event.request)
+            if not self.is_damaged:
+                _log(DAMAGED)
+            self.is_damaged = True
+            self._tell_end(job, FAILED, DAMAGED)
+            return
         ids, end, text_bytes = self._until_stop(job, event)
         job.token_ids += ids
         if end:
@@ -355,12 +384,30 @@ class Worker:
         job.tell(Piece(end=end, text_bytes=len(job.data), num_cached=job.num_cached, why=why))
 
     def _fail(self, error: Exception) -> None:
-        """Tells all jobs in the engine that it has failed, and forgets them."""
-        why = failure_report(error)
-        print(f"error: the engine failed: {why}", file=sys.stderr, flush=True)
+        """Tells all jobs in the engine that it has failed, and forgets them.
+
+        An engine that cannot be cleared holds nobody knows what, and answers nothing more.
+        """
         jobs = list(self._jobs.values())
         self._jobs.clear()
         self._kept.clear()
-        self.engine.clear()
         for job in jobs:
-            self._tell_end(job, FAILED, why)
+            self._tell_end(job, FAILED, _told(error))
+        _log("the engine failed: ", error)
+        try:
+            self.engine.clear()
+        except Exception as second:
+            self._is_broken = True
+            _log("the engine has ended, as it could not be cleared after its failure: ", second)
+
+
+def _told(error: Exception) -> str:
+    """An error for a client: neither paths nor data, which the log has."""
+    return f"the engine failed with {type(error).__name__}; the server's log says why."
+
+
+def _log(text: str, error: Exception | None = None) -> None:
+    # The reader of the log may be gone, or the error unable to tell what it is.
+    with contextlib.suppress(Exception):
+        report = "" if error is None else failure_report(error)
+        print(f"error: {text}{report}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import json
 import time
 
 from jaxrl.extras.serve.engine import ServedEngine
-from jaxrl.extras.serve.server import Endpoint, Server, Settings
+from jaxrl.extras.serve.server import Endpoint, Server, Settings, take_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
@@ -114,12 +114,13 @@ class Client:
 @contextlib.contextmanager
 def serving(engine, *, host="127.0.0.1", max_queue=256, max_kept=0, **settings):
     """A server over an engine; yields it and a client."""
+    taken = take_port(host, 0, settings.get("key", ""))
     engine.clear()
     worker = Worker(
         engine, TOKENIZER.vocab_bytes, TOKENIZER.eos_ids, max_queue=max_queue, max_kept=max_kept
     )
     given = Settings(name="tiny", template_arguments={}, **settings)
-    server = Server(Endpoint(worker, TOKENIZER, given), host, 0)
+    server = Server(Endpoint(worker, TOKENIZER, given), host, taken)
     try:
         yield server, Client(server.port)
     finally:

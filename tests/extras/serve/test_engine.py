@@ -1,6 +1,7 @@
 """Rows that are drawn each in its own way, cut, resumed, cancelled; and the worker around them."""
 
 import queue
+import sys
 import time
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.serve.engine import Way
-from jaxrl.extras.serve.worker import LEFT, LENGTH, STOP, Job, Worker
+from jaxrl.extras.serve.worker import FAILED, LEFT, LENGTH, STOP, EndingError, Job, Worker
 from jaxrl.sampling.engine import Request
 from jaxrl.sampling.next_token import GREEDY, KINDS, NUCLEUS, PLAIN, kind_of, sample
 from tests.extras.serve.served import TOKENIZER, make_engine
@@ -221,3 +222,54 @@ def test_only_so_many_rows_are_kept(engine):
             for prompt, ids in zip(prompts[::-1], answers[::-1], strict=True)
         ]
         assert [count > 0 for count in cached] == [True, True, True, False, False]
+
+
+def faulty(*_, **__):
+    raise RuntimeError("out of memory in /secret/place.py")
+
+
+class BrokenPipe:
+    """A log whose reader is gone."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+    flush = write
+
+
+def test_a_fault_is_told_though_nobody_reads_the_log(engine, monkeypatch):
+    with Asked(engine) as asked, monkeypatch.context() as patched:
+        patched.setattr(engine, "step", faulty)
+        patched.setattr(sys, "stderr", BrokenPipe())
+        _, piece = asked.ask(PROMPT, 2)
+        assert piece.end == FAILED
+        assert piece.why == "the engine failed with RuntimeError; the server's log says why."
+        patched.undo()
+        assert asked.worker.is_alive
+        assert asked.ask(PROMPT, 2)[1].end == LENGTH
+
+
+def test_an_engine_that_cannot_be_cleared_ends_and_all_who_wait_are_told(
+    engine, monkeypatch, capsys
+):
+    with Asked(engine) as asked, monkeypatch.context() as patched:
+        patched.setattr(engine, "step", faulty)
+        patched.setattr(engine, "clear", faulty)
+        jobs, outlets = zip(*(asked.job(PROMPT, 2) for _ in range(6)), strict=True)
+        asked.worker.submit(jobs)  # four have rows, and two wait
+        assert [finished(one)[1].end for one in outlets] == [FAILED] * 6
+        asked.worker._thread.join(60)
+        assert not asked.worker.is_alive
+        with pytest.raises(EndingError, match="the engine has ended; start the server again"):
+            asked.worker.submit([asked.job(PROMPT, 2)[0]])
+    assert "could not be cleared after its failure: RuntimeError" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whoever_waits_is_told_whatever_ends_the_thread(engine, monkeypatch):
+    with Asked(engine) as asked, monkeypatch.context() as patched:
+        patched.setattr(asked.worker, "_fail", lambda error: sys.exit())
+        patched.setattr(engine, "step", faulty)
+        assert asked.ask(PROMPT, 2)[1].end == FAILED
+        asked.worker._thread.join(60)
+        assert not asked.worker.is_alive

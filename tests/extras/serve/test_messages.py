@@ -155,6 +155,8 @@ def test_a_prompt_that_is_too_long(client):
     assert (status, error["type"]) == (400, "invalid_request_error")
     assert error["message"].startswith("prompt is too long: ")
     assert error["message"].endswith(f" tokens > {MAX_TOTAL - 1} maximum")
+    _, error = refusal(client, {**BODY, "messages": [3] * MAX_TOTAL})
+    assert error["message"] == f"prompt is too long: {MAX_TOTAL} tokens > {MAX_TOTAL - 1} maximum"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -94,6 +95,9 @@ def test_a_folder_is_no_run(run, tiny_world):
     [
         (["--port=70000"], "--port=70000; expected 0 to 65535."),
         (["--rows=0"], "--rows=0; expected more than 0."),
+        (["--max_body_mib=inf"], "--max_body_mib=inf; expected a finite number."),
+        (["--end_s=inf"], "--end_s=inf; expected 0 to "),
+        (["--end_s=1e300"], "--end_s=1e+300; expected 0 to "),
         (["--key_env=NOBODY_SET_THIS"], "--key_env=NOBODY_SET_THIS, but that variable is not set"),
         (["--step=3"], "--step=3: "),
         (["--config.rollout.max_total=3"], "there is no key config.rollout.max_total"),
@@ -102,14 +106,27 @@ def test_a_folder_is_no_run(run, tiny_world):
 )
 def test_mistakes_are_told_in_a_line(run, arguments, told):
     with pytest.raises(SystemExit) as ended:
-        command.main([str(run), *arguments])
+        command.main([str(run), "--port=0", *arguments])
     assert ended.value.code.startswith(f"error: {told}")
     assert "\n" not in ended.value.code
 
 
+def test_ports_are_refused_before_anything_is_loaded(run, monkeypatch):
+    monkeypatch.setattr(command, "open_served", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(run), "--host=0.0.0.0", "--port=0"])
+    assert ended.value.code.startswith("error: --host=0.0.0.0 can be reached from other machines")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(SystemExit) as ended:
+            command.main([str(run), f"--port={port}"])
+    told = f"error: --port={port} of --host=127.0.0.1 cannot be had: Address already in use"
+    assert ended.value.code.startswith(told)
+
+
 def test_what_is_no_model_is_told(tmp_path):
     with pytest.raises(SystemExit) as ended:
-        command.main([str(tmp_path / "nowhere")])
+        command.main([str(tmp_path / "nowhere"), "--port=0"])
     assert str(tmp_path / "nowhere") in ended.value.code
     assert "\n" not in ended.value.code
 

@@ -8,11 +8,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import pytest
 
 from jaxrl.extras.serve import server as server_module
 from jaxrl.extras.serve.completions import UNSUPPORTED
-from tests.extras.serve.served import MAX_TOTAL, TOKENIZER, make_engine, serving
+from jaxrl.extras.serve.fields import shown
+from tests.extras.serve.served import MAX_TOTAL, PARAMS, TOKENIZER, make_engine, serving
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -147,6 +149,33 @@ def test_bodies_that_are_no_object(client, path, data):
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+HALF = b"\xed\xa0\x80"  # of a surrogate pair, as no UTF-8 has it
+
+
+@pytest.mark.parametrize("path", [CHAT, IDS])
+def test_bodies_are_utf_8(client, path):
+    body = {
+        CHAT: {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1},
+        IDS: {"model": "?", "token_ids": [1], "sampling_params": {"max_tokens": 1}},
+    }[path]
+    data = json.dumps(body).encode()
+    assert client.raw("POST", path, data)[0] == 200
+    for wrong in (data.replace(b"?", HALF), data.decode().replace("?", "\ud800").encode(
+        "utf-16", "surrogatepass"), data.decode().encode("utf-16-le")):  # fmt: skip
+        status, _, told = client.raw("POST", path, wrong)
+        assert (status, json.loads(told)["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("arguments", [r'{"q": "\ud800"}', r'"\ud800"', '{"q": 1e999}'])
+def test_arguments_that_cannot_be_written_as_they_are(client, arguments):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    found = client.chat([*HELLO, {"role": "assistant", "tool_calls": [call]}, *HELLO], max_tokens=1,
+                        return_token_ids=True)  # fmt: skip
+    written = TOKENIZER.decode(found["prompt_token_ids"])
+    wanted = {r'"\ud800"': "\ufffd"}.get(arguments, arguments.replace(r"\ud800", "\ufffd"))
+    assert f'"arguments": {wanted}}}' in written
+
+
 def test_addresses_and_methods(client):
     assert client.raw("GET", CHAT)[0] == 405
     assert client.raw("POST", "/v1/models")[0] == 405
@@ -169,9 +198,42 @@ def test_a_prompt_that_leaves_no_room(client):
         status, error = refusal(client, CHAT, {"messages": messages})
         assert (status, error["code"]) == (400, "context_length_exceeded")
     assert time.monotonic() - began < 20
+    # Lists that cannot fit are refused by their length, before what is in them.
+    status, error = refusal(client, CHAT, {"messages": [3] * MAX_TOTAL})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert refusal(client, CHAT, {"messages": [3] * (MAX_TOTAL - 1)})[1]["param"] == "messages[0]"
+    status, error = refusal(client, IDS, {"token_ids": ["x"] * MAX_TOTAL})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    sampling = {"max_tokens": 1, "stop_token_ids": [1] * (MAX_TOTAL + 1)}
+    status, error = refusal(client, IDS, {"token_ids": [1], "sampling_params": sampling})
+    assert (status, error["param"]) == (400, "sampling_params.stop_token_ids")
+    assert f"at most {MAX_TOTAL} ids" in error["message"]
     # One less leaves room for a single token, whatever is asked for.
     choice = client.generate([5] * (MAX_TOTAL - 1), max_tokens=100, temperature=0)
     assert len(choice["token_ids"]) == 1
+
+
+def test_of_a_long_value_the_rest_is_not_written():
+    written = []
+
+    class Item:
+        def __repr__(self):
+            written.append(self)
+            return "an item"
+
+    for value in ([Item()] * 1000, {str(number): Item() for number in range(1000)}):
+        text = shown(value)
+        assert len(text) == 61
+        assert 2 <= len(written) <= 40
+        written.clear()
+
+
+def test_a_session_is_named_in_whole_or_refused(client):
+    name = "s" * 256
+    assert client.chat(max_tokens=1, headers={"X_Session_ID": name})["choices"]
+    status, error = refusal(client, CHAT, LONG, X_Session_ID=name + "s")
+    assert (status, error["param"]) == (400, "X-Session-ID")
+    assert "257 characters; expected at most 256" in error["message"]
 
 
 class TestWhoMayAsk:
@@ -183,6 +245,7 @@ class TestWhoMayAsk:
         for headers, status in [
             ({"Origin": "http://evil.example"}, 403),
             ({"Origin": "null"}, 403),
+            ({"Origin": "http://["}, 403),
             ({"Origin": f"http://{here}"}, 200),
             ({"Sec-Fetch-Site": "cross-site"}, 403),
             ({"Sec-Fetch-Site": "same-origin"}, 200),
@@ -199,6 +262,23 @@ class TestWhoMayAsk:
             for headers in ({"Authorization": "Bearer s3cret"}, {"x-api-key": "s3cret"}):
                 assert client.raw("GET", "/v1/models", headers=headers)[0] == 200
                 assert client.raw("GET", "/metrics", headers=headers)[0] == 200
+            # A client of one dialect may send another's header with a word of its own.
+            for headers in (
+                {"Authorization": "Bearer none", "x-api-key": "s3cret"},
+                {"Authorization": "Bearer s3cret", "x-api-key": "none"},
+            ):
+                assert client.raw("GET", "/v1/models", headers=headers)[0] == 200
+
+    def test_a_key_of_any_letters(self, engine):
+        with serving(engine, key="schlüssel-鍵") as (_, client):
+            for name, text in (
+                ("Authorization", "Bearer schlüssel-鍵"),
+                ("X-API-Key", "schlüssel-鍵"),
+            ):
+                headers = {name: text.encode()}
+                assert client.raw("GET", "/v1/models", headers=headers)[0] == 200
+                headers = {name: text.encode()[:-1]}
+                assert client.raw("GET", "/v1/models", headers=headers)[0] == 401
 
     def test_other_machines_need_a_key(self, engine):
         with (
@@ -241,7 +321,11 @@ def test_slow_clients_are_given_up(engine, monkeypatch):
         # The second request of a connection has no longer than the first.
         with socket.create_connection(("127.0.0.1", client.port), timeout=20) as slow:
             slow.sendall(f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n\r\n".encode())
-            assert slow.recv(1000).startswith(b"HTTP/1.1 200 ")
+            with slow.makefile("rb") as answer:  # head and body may come one after the other
+                assert answer.readline().startswith(b"HTTP/1.1 200 ")
+                while not answer.readline().startswith(b"\r\n"):
+                    pass
+                assert json.loads(answer.read(16)) == {"status": "ok"}
             slow.sendall(b"GET /health HTTP/1.1\r\nHost: ")
             assert slow.recv(1000) == b""
         assert client.chat(max_tokens=1)["choices"]
@@ -411,6 +495,63 @@ def test_a_fault_of_the_engine_is_told_and_survived(engine, monkeypatch):
     with serving(engine) as (_, client):
         status, error = refusal(client, CHAT, LONG)
         assert (status, error["type"]) == (500, "server_error")
-        assert "out of memory" in error["message"]
+        assert error["message"] == (
+            "the engine failed with RuntimeError; the server's log says why."
+        )
         assert client.chat(max_tokens=2)["choices"]
         assert client.metrics()["jaxrl_samples_failed_total"] == 1
+
+
+def test_a_server_whose_engine_has_ended_says_so(engine, monkeypatch):
+    def fault(**settings):
+        raise RuntimeError("/secret/place.py")
+
+    with serving(engine) as (server, client), monkeypatch.context() as patched:
+        assert server.is_alive
+        patched.setattr(engine, "step", fault)
+        patched.setattr(engine, "clear", fault)
+        assert refusal(client, CHAT, LONG)[0] == 500
+        server.endpoint.worker._thread.join(60)
+        assert not server.is_alive
+        status, _, body = client.raw("GET", "/health")
+        assert (status, json.loads(body)) == (503, {"status": "ended"})
+        status, error = refusal(client, CHAT, LONG)
+        assert (status, error["type"]) == (503, "overloaded_error")
+        assert "start the server again" in error["message"]
+
+
+def test_a_fault_of_the_server_shows_no_paths(client, monkeypatch):
+    def fault(*_):
+        raise RuntimeError("/secret/place.py")
+
+    monkeypatch.setattr(server_module, "read_body", fault)
+    status, error = refusal(client, CHAT, LONG)
+    assert (status, error["message"]) == (
+        500,
+        "the server failed with RuntimeError; its log says why.",
+    )
+
+
+def test_a_model_that_gives_no_numbers_is_told(capsys):
+    damaged = make_engine(jax.tree.map(lambda array: array * float("nan"), PARAMS))
+    messages = {"messages": HELLO, "max_tokens": 3}
+    with serving(damaged) as (_, client):
+        for path, body in [
+            (CHAT, LONG),
+            ("/v1/messages", messages),
+            (IDS, {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3}}),
+        ]:
+            status, value = client.post(path, body)
+            assert (status, value["error"]["message"]) == (
+                500,
+                "the model gives NaN: its weights are damaged.",
+            )
+        for path in (CHAT, "/v1/messages"):
+            [*_, (_, last)] = client.stream(path, {**messages, "stream": True})
+            assert "its weights are damaged" in json.loads(last)["error"]["message"]
+        status, _, body = client.raw("GET", "/health")
+        assert (status, json.loads(body)) == (503, {"status": "damaged"})
+        found = client.metrics()
+        assert found["jaxrl_samples_failed_total"] == 5
+        assert found["jaxrl_pages_free"] == damaged.num_pages
+    assert capsys.readouterr().err.count("its weights are damaged") == 1

@@ -1,10 +1,13 @@
 """Calls of tools: described by the template, read back, gone on from; with OpenAI's own client."""
 
 import json
+from decimal import Decimal
 
 import openai
 import pytest
 
+from jaxrl.extras.serve.chats import read_reply
+from jaxrl.extras.serve.fields import read_body
 from tests.extras.serve.served import TOKENIZER, Client, serving
 from tests.extras.serve.writing import ASKED, CALL, TOOL, engine_that_writes
 
@@ -76,6 +79,91 @@ def test_the_result_stands_behind_what_was_sampled(client, arguments, content):
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == len(stored) - 1
 
 
+def with_arguments(text):
+    return f'<tool_call>\n{{"name": "search", "arguments": {text}}}\n</tool_call>'
+
+
+def as_javascript(text):
+    """JSON as a client in JavaScript writes what it has parsed."""
+    doubles = json.loads(text, parse_int=float)
+
+    def written(value):
+        if isinstance(value, dict):
+            return {name: written(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [written(one) for one in value]
+        # Its shortest digits, padded with zeros: 12345678901234567000.
+        return int(Decimal(repr(value))) if isinstance(value, float) and value % 1 == 0 else value
+
+    return json.dumps(written(doubles), ensure_ascii=False, separators=(",", ":"))
+
+
+SENT_BACK = [
+    '{"a": null, "b": [null]}',
+    '{"a": 1.0, "b": [1e2, -0.0, 1.5], "c": true}',
+    '{"id": 12345678901234567890}',
+    r'{"a": "\ud800", "\udc00": 1}',
+]
+
+
+@pytest.mark.parametrize("arguments", SENT_BACK)
+def test_what_a_client_sends_back_is_what_was_sampled(arguments):
+    with serving(engine_that_writes(with_arguments(arguments))) as (_, client):
+        first = client.chat(ASKED, **FIELDS)
+        stored = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+        assert with_arguments(arguments) in TOKENIZER.decode(stored)
+        [call] = first["choices"][0]["message"]["tool_calls"]
+        text = as_javascript(call["function"]["arguments"])
+        call = {**call, "function": {"name": "search", "arguments": text}}
+        behind = {"role": "user", "content": "?"}
+        messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, behind]
+        second = client.chat(messages, **{**FIELDS, "max_tokens": 1})
+        assert second["prompt_token_ids"][: len(stored)] == stored
+        # By the other dialect, whose answers hold the arguments as they are.
+        block = {"type": "tool_use", "id": "x", "name": "search", "input": json.loads(text)}
+        body = {
+            "messages": [*ASKED, {"role": "assistant", "content": [block]}, behind],
+            "tools": [{"name": "search", "description": "Finds.",
+                       "input_schema": TOOL["function"]["parameters"]}],
+            "max_tokens": 1, "return_token_ids": True,
+        }  # fmt: skip
+        status, value = client.post("/v1/messages", body)
+        assert (status, value.get("prompt_token_ids", value)[: len(stored)]) == (200, stored)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_same"),
+    [
+        ('{"a": 1}', '{"a": 1.0}', True),
+        ('{"a": 1}', '{"a": true}', False),
+        ('{"a": 0}', '{"a": false}', False),
+        ('{"a": 0}', '{"a": null}', False),
+        ('{"a": 1}', '{"a": "1"}', False),
+        ('{"a": 1}', '{"a": 1.5}', False),
+        ('{"a": null}', "{}", False),
+    ],
+)
+def test_calls_are_the_same_by_value(one, other, are_same):
+    replies = [read_reply(with_arguments(text), has_tools=True) for text in (one, other)]
+    assert (replies[0].compared == replies[1].compared) == are_same
+
+
+def nested(depth):
+    return '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+
+
+def test_calls_as_deep_as_are_read_back():
+    # In a body of messages five more are around the arguments, and 100 are read.
+    [call] = read_reply(with_arguments(nested(95)), has_tools=True).calls
+    assert json.dumps(call.arguments, separators=(",", ":")) == nested(95)
+    body = {"messages": [{"content": [{"input": call.arguments}]}]}
+    assert read_body(json.dumps(body).encode()).values == body
+    for depth in (96, 101, 500, 5000):
+        text = with_arguments(nested(depth))
+        reply = read_reply(text, has_tools=True)
+        assert (reply.calls, reply.content) == ((), text)
+
+
 def test_calls_that_nobody_sampled_are_rendered(client):
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
@@ -95,6 +183,8 @@ def test_calls_that_nobody_sampled_are_rendered(client):
         CALL[:-12],  # never closed
         '<tool_call>\n{"name": "search"}\n</tool_call>',
         "<think>" + CALL + "</think>no",  # a thought calls nothing
+        with_arguments('{"a": 1e999}'),
+        with_arguments('{"a": [-1e999]}'),
     ],
 )
 def test_what_is_no_call_is_text(text):
@@ -102,6 +192,11 @@ def test_what_is_no_call_is_text(text):
         [choice] = client.chat(ASKED, **FIELDS)["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["message"] == {"role": "assistant", "content": text}
+
+
+def test_numbers_beyond_doubles_are_no_call():
+    text = with_arguments(f'{{"a": {"9" * 400}}}')
+    assert read_reply(text, has_tools=True).content == text
 
 
 def test_tools_that_are_not_to_be_called_are_not_described(client):
