@@ -188,7 +188,9 @@ def test_the_adapter_and_the_export_are_one_model(base):
     assert relative_distance(merged, load_hf(workdir / "export")) < 1e-6
 
 
-@pytest.mark.slow(instead="test_ask.py::test_a_run_under_way_answers_with_its_newest_checkpoint")
+@pytest.mark.slow(
+    instead="extras/chat/test_chat.py::test_a_run_under_way_answers_with_its_newest_checkpoint"
+)
 def test_the_model_of_a_run_is_asked(base, tmp_path):
     workdir, _, _ = base
     display, question = Display(), "Who is this?"

@@ -50,13 +50,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: what RUN trained")
     parser.add_argument("--step", type=int, metavar="N", help="whose checkpoint; default: the end")
     parser.add_argument("--name", default="", help="of the model; default: the last of its path")
-    parser.add_argument("--rows", type=int, default=16, metavar="N", help="answers side by side")
-    parser.add_argument("--queue", type=int, default=256, metavar="N", help="answers that wait")
     parser.add_argument(
-        "--deadline_s", type=float, default=600.0, metavar="S", help="seconds of an answer"
+        "--rows", type=int, default=16, metavar="N", help="answers side by side; default: 16"
     )
     parser.add_argument(
-        "--end_s", type=float, default=30.0, metavar="S", help="seconds for answers once it ends"
+        "--queue", type=int, default=256, metavar="N", help="answers that wait; default: 256"
+    )
+    parser.add_argument(
+        "--deadline_s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds of an answer; default: 600",
+    )
+    parser.add_argument(
+        "--end_s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds for answers once it ends; default: 30",
     )
     parser.add_argument("--max_body_mib", type=float, default=16.0, metavar="MIB")
     parser.epilog = "--config.key=value sets a key of the configuration."

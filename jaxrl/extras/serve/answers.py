@@ -281,6 +281,8 @@ class Answers:
         if jobs:
             try:
                 self._worker.submit(jobs)
+            except ValueError as error:
+                raise RefusedError(400, str(error), param="n") from error
             except BusyError as error:
                 raise RefusedError(429, str(error), headers={"Retry-After": "1"}) from error
             except EndingError as error:

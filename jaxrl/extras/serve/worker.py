@@ -151,6 +151,11 @@ class Worker:
         return self.engine.max_total_tokens
 
     @property
+    def max_jobs(self) -> int:
+        """Jobs that are taken at once where nothing else is there."""
+        return self.engine.num_rows + self._max_queue
+
+    @property
     def num_queued(self) -> int:
         """Jobs without a row."""
         return len(self._queue) + self.engine.num_queued
@@ -179,6 +184,7 @@ class Worker:
         """Queues jobs, all or none.
 
         Raises:
+            ValueError: they are more than ever find a place.
             BusyError: too many wait.
             EndingError: the server ends, or the engine has.
         """
@@ -187,6 +193,11 @@ class Worker:
                 raise EndingError("the engine has ended; start the server again, its log says why.")
             if self._is_ending:
                 raise EndingError("the server is ending; ask another one.")
+            if len(jobs) > self.max_jobs:
+                raise ValueError(
+                    f"n is {len(jobs)}; expected at most {self.max_jobs}, as many as this server "
+                    "has rows and places in its queue for."
+                )
             num_free = max(self.engine.num_rows - len(self._jobs), 0)
             if len(self._queue) + len(jobs) > self._max_queue + num_free:
                 self.totals.refused_busy += 1

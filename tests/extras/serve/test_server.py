@@ -444,6 +444,10 @@ def test_a_full_queue_is_told(slow_engine):
         assert (status, headers["retry-after"]) == (429, "1")
         assert json.loads(body)["error"]["type"] == "rate_limit_error"
         assert client.metrics()["jaxrl_refused_busy_total"] == 1
+        # More than ever find a place are no matter of time.
+        status, error = refusal(client, CHAT, {**LONG, "n": 7})
+        assert (status, error["param"]) == (400, "n")
+        assert "at most 6" in error["message"]
         for connection in held:
             connection.close()
         client.until(lambda m: m["jaxrl_samples_cancelled_total"] == 6)
