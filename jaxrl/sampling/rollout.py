@@ -606,10 +606,8 @@ class EpisodePlayer:
                 token_ids, num_repeated = following
                 context_length = len(token_ids)
         length = len(sample.token_ids) + len(token_ids)
-        has_room = self._budget(
-            length, num_sampled=sample.num_sampled, context_length=context_length
-        )
-        if has_room <= 0 or self._has_too_many_units([*sample.token_ids, *token_ids]):
+        left = self._budget(length, num_sampled=sample.num_sampled, context_length=context_length)
+        if left <= 0 or self._has_too_many_units([*sample.token_ids, *token_ids]):
             self._end(sample, turn, Outcome.OUT_OF_BUDGET)
             return None
         if num_repeated:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.json_text import is_too_deep, number_of
+from jaxrl.envs.json_text import is_too_deep, number_of, parse_json
 from jaxrl.envs.protocol import Asked, Unreadable, read_tool_calls
 from jaxrl.envs.text import writable
 from jaxrl.extras.serve.fields import (
@@ -143,12 +143,10 @@ def _content(fields: Fields) -> str:
 def _parsed(text: str) -> Any:
     """Arguments of a call as JSON; the text itself where they are none."""
     try:
-        value = json.loads(text or "{}")
-        if is_too_deep(text, value) or not _is_finite(value):
-            return text
-        return writable_json(value)
-    except (ValueError, RecursionError):
+        value = parse_json(text or "{}", "arguments")
+    except ValueError:
         return text
+    return writable_json(value) if _is_finite(value) else text
 
 
 def _is_finite(value: Any) -> bool:
