@@ -9,7 +9,7 @@ Brings what configs/search_r1.py asks for. What differs from it:
   rewards or results are wrong, it stops, since training on would be for nothing.
 
 configs/collapse_stable.py is the same for a world that collapses on a laptop. There it was the
-one of fifteen changes that learned as quickly as without and ended above the best that plain
+one of seventeen changes that learned as quickly as without and ended above the best that plain
 GRPO reached (docs/results.md), so the others are left off. At this size it is untried.
 """
 

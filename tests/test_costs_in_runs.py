@@ -297,7 +297,7 @@ def test_a_run_that_spent_its_budget_is_as_if_it_had_not(
     assert steps_in(tmp_path / "other" / "checkpoints") == [1]
 
 
-@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_has_an_exit_code_of_its_own")
+@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_says_how")
 def test_the_command_ends_with_78_and_goes_on_with_a_higher_limit(
     tiny_world, source, tmp_path, quick_compilation
 ):

@@ -277,7 +277,7 @@ def test_two_thousand_trajectories_through_faults(tiny_world, tmp_path):
     assert max(threads) < 120
 
 
-@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_has_an_exit_code_of_its_own")
+@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_says_how")
 def test_the_command_ends_with_its_code_and_goes_on(
     served, tmp_path, tiny_world, quick_compilation
 ):

@@ -685,14 +685,22 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     assert json.loads(line)["contents"].keys() >= {"tasks.train.source", "search.local.corpus"}
 
 
+FAILED = "config.filter.name names 'my.keep', which failed: ZeroDivisionError."
+
+
 @pytest.mark.parametrize(
-    ("error", "code"), [(Interrupted, 75), (BudgetSpentError, 78), (OutageError, 69)]
+    ("error", "code"),
+    [
+        (Interrupted("it ended."), 75),
+        (BudgetSpentError("it ended."), 78),
+        (OutageError("it ended."), 69),
+        (OwnCodeError(FAILED), f"error: {FAILED}"),  # which a process ends with as 1, in one line
+    ],
+    ids=lambda one: type(one).__name__,
 )
-def test_a_run_that_ends_early_has_an_exit_code_of_its_own(
-    error, code, monkeypatch, tmp_path, tiny_world
-):
+def test_a_run_that_ends_early_says_how(error, code, monkeypatch, tmp_path, tiny_world):
     def run(*_):
-        raise error("it ended.")
+        raise error
 
     argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'workdir'}"]
     monkeypatch.setattr(sys, "argv", argv)
@@ -701,23 +709,6 @@ def test_a_run_that_ends_early_has_an_exit_code_of_its_own(
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
         launch.main(launch.parse_flags(argv))
     assert ended.value.code == code
-
-
-def test_code_of_ones_own_that_fails_in_a_step_ends_the_run_in_one_line(
-    monkeypatch, tmp_path, tiny_world
-):
-    def run(*_):
-        raise OwnCodeError("config.filter.name names 'my.keep', which failed: ZeroDivisionError.")
-
-    argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'workdir'}"]
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr("jaxrl.run.run", run)
-    monkeypatch.setattr("jaxrl.components.assemble", lambda *_, **__: SimpleNamespace(notes=()))
-    with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
-        launch.main(launch.parse_flags(argv))
-    assert ended.value.code == (
-        "error: config.filter.name names 'my.keep', which failed: ZeroDivisionError."
-    )
 
 
 def test_mesh_that_does_not_divide_the_devices(refusal):

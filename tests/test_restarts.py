@@ -241,7 +241,7 @@ def signalled(base, tiny_world, workdir, environment, number):
     assert newest >= NUM_SFT + 3
 
 
-@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_has_an_exit_code_of_its_own")
+@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_says_how")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_says_try_again(base, tiny_world, tmp_path, quick_compilation, number):
     workdir = tmp_path / "run"

@@ -332,7 +332,7 @@ class Pages:
                 "bytes": [one.get("bytes") for one in texts],
                 "sampled": told.is_sampled.astype(int),
                 "prompt_length": record.get("prompt_length"),
-                "contexts": record.get("contexts", []),
+                "contexts": _pairs(record.get("contexts")),
             },
             "quantities": [
                 {
@@ -424,6 +424,16 @@ class Pages:
 
 MAX_QUESTION = 400
 """Characters of a question in a row of a list."""
+
+
+def _pairs(value: Any) -> list[list[int]]:
+    """The pairs of whole numbers of a list; what else is there, of a file that was changed, is not.
+
+    Args:
+        value: as a record has its `contexts`.
+    """
+    some = value if isinstance(value, list) else []
+    return [one for one in some if isinstance(one, list) and [*map(type, one)] == [int, int]]
 
 
 def _is_list_of_numbers(value: Any) -> bool:

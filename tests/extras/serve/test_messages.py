@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.extras.serve.served import MAX_TOTAL, TOKENIZER, Client, serving
-from tests.extras.serve.writing import ASKED, CALL, TOOL, engine_that_writes
+from tests.extras.serve.served import MAX_TOTAL, TOKENIZER
+from tests.extras.serve.writing import ASKED, TOOL
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -23,17 +23,6 @@ BODY = {
     "max_tokens": 80,
     "return_token_ids": True,
 }
-
-
-@pytest.fixture(scope="module")
-def port(quick_compilation):
-    with serving(engine_that_writes("I look." + CALL)) as (server, _):
-        yield server.port
-
-
-@pytest.fixture
-def client(port):
-    return Client(port)
 
 
 def ask(client, body, path=PATH, **headers):

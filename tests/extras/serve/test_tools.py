@@ -8,21 +8,10 @@ import pytest
 
 from jaxrl.extras.serve.chats import read_reply
 from jaxrl.extras.serve.fields import read_body
-from tests.extras.serve.served import TOKENIZER, Client, serving
+from tests.extras.serve.served import TOKENIZER, serving
 from tests.extras.serve.writing import ASKED, CALL, TOOL, engine_that_writes
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-@pytest.fixture(scope="module")
-def port(quick_compilation):
-    with serving(engine_that_writes("I look." + CALL)) as (server, _):
-        yield server.port
-
-
-@pytest.fixture
-def client(port):
-    return Client(port)
 
 
 FIELDS = {"tools": [TOOL], "temperature": 0, "max_tokens": 80, "return_token_ids": True}

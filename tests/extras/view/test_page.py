@@ -160,11 +160,33 @@ def test_what_is_not_recorded_is_told(tmp_path, browser):
         assert "as said" in browser.text("main")
 
 
+@needs_chromium
+def test_the_beginning_of_a_later_context_is_told_from_what_was_inserted(tmp_path, browser):
+    run = make_run(tmp_path / "run")
+    record = drawn_record(np.random.default_rng(3), TOKENIZER)
+    count, prompt = len(record["token_ids"]), record["prompt_length"]
+    lists = {n: v for n, v in record.items() if isinstance(v, list) and len(v) == count}
+    # The episode once more behind itself, as a context that begins with the prompt and two tokens.
+    twice = {name: [*values, *values] for name, values in lists.items()}
+    twice["loss_mask"][count : count + prompt + 2] = [0] * (prompt + 2)
+    twice["loss_mask"][count + prompt + 2] = 0  # inserted
+    twice["loss_mask"][count - 1] = 1  # so that the contexts do not run into one another
+    write_lines(step_file(run, 2), [record | twice | {"contexts": [[count, prompt + 2]]}])
+    with Served(run) as served:
+        browser.open(f"{served.address}#trajectory?run=0&step=2&line=0", "trajectory")
+        told = texts(browser, "#tokens .whose")
+        again = told.index(f"again{prompt + 2} tokens")
+        assert told[again - 1].startswith("model")
+        assert told[again + 1].startswith("inserted")
+        assert told[0] == f"prompt{prompt} tokens"
+
+
 def hostile_run(workdir):
     """A run whose every text would like to be more than text."""
     run = make_run(workdir, steps=(1,))
     ids = TOKENIZER.encode(HOSTILE)
     lists = {"token_ids": ids, "loss_mask": [1] * len(ids), "prompt_length": 0}
+    lists |= {"contexts": [[1, "x"], "<b>", 3, None]}
     zeros = dict.fromkeys(
         ("rollout_logprobs", "rollout_entropies", "policy_versions"), [0] * len(ids)
     )
