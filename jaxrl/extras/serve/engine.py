@@ -33,8 +33,10 @@ class ServedEngine(Engine):
     """An engine whose requests share nothing but its rows and pages."""
 
     def __init__(self, *arguments: Any, **settings: Any):
-        """Takes the arguments of `Engine`, but for the kinds, which are all there are."""
-        super().__init__(*arguments, **{**settings, "kinds": next_token.KINDS})
+        """Takes the arguments of `Engine`; the kinds given come before the others there are."""
+        # The first one has programs for the fewest rows, so it is not the one that few ask for.
+        kinds = dict.fromkeys([*settings.pop("kinds", ()), next_token.PLAIN, *next_token.KINDS])
+        super().__init__(*arguments, **settings, kinds=tuple(kinds))
         self._ways: dict[int, Way] = {}
 
     def clear(self) -> None:
