@@ -320,7 +320,9 @@ class Worker:
         fitting = [
             (len(ids), request)
             for request, ids in self._kept.items()
-            if len(ids) <= len(prompt_ids) and prompt_ids[: len(ids)] == ids
+            if len(ids) <= len(prompt_ids)
+            and prompt_ids[len(ids) - 1] == ids[-1]  # nearly none, and the rest may be long
+            and prompt_ids[: len(ids)] == ids
         ]
         return max(fitting)[1] if fitting else None
 
