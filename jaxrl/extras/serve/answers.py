@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -302,6 +303,6 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     """All pieces of a finished sample as one."""
     return dataclasses.replace(
         pieces[-1],
-        token_ids=tuple(id for piece in pieces for id in piece.token_ids),
-        logprobs=tuple(value for piece in pieces for value in piece.logprobs),
+        token_ids=tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
+        logprobs=tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
     )
