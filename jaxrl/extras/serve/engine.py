@@ -4,8 +4,9 @@ What stands in `sampling/engine.py` for all requests together is here by row: te
 and the key of the draws. A request may be cancelled at any time, and cut back to some of what it
 has sampled: the keys and values behind that are written over when it goes on.
 
-Chunks are read as soon as they are dispatched (`step()` without `ahead`), so that between two
-steps nothing is in flight.
+A chunk may be in flight meanwhile. What it samples for a request that was cancelled or cut is not
+read. Its writes come before those of all that is dispatched later, so whoever has the pages then
+writes over them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class ServedEngine(Engine):
 
     def finish(self, request: int) -> None:
         """Gives up the pages of a request, whether it has stopped or not."""
+        self._leave_chunks(request)
         super().finish(request)
         del self._ways[request]
 
@@ -60,9 +62,15 @@ class ServedEngine(Engine):
 
     def cut(self, request: int, token_ids: Sequence[int]) -> None:
         """Stops a request behind the last of `token_ids`, all it read and sampled up to there."""
+        self._leave_chunks(request)
         row = self._rows[request]
-        assert not row.in_flight, "a chunk that is not read would write behind the cut"
         row.length, row.pending, row.is_waiting = len(token_ids) - 1, token_ids[-1], True
+
+    def _leave_chunks(self, request: int) -> None:
+        """Has nothing read of what chunks in flight sample for a request."""
+        for chunk in self._in_flight:
+            chunk.rows[:] = [one for one in chunk.rows if one[0] != request]
+        self._rows[request].in_flight = 0
 
     def go_on(
         self, request: int, tokens: Sequence[int], budget: int, *, sample_key: np.ndarray, way: Way

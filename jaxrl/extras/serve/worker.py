@@ -245,7 +245,7 @@ class Worker:
                     self._drop()
                     self._admit()
                     self._release_for_others()
-                    for event in self.engine.step():
+                    for event in self.engine.step(ahead=int(self.engine.overlaps)):
                         self._take(event)
                 except Exception as error:  # of the device, or a bug: the next may be answered
                     self._fail(error)

@@ -105,6 +105,13 @@ def test_requests_are_cancelled_wherever_they_are(empty):
     assert len(ids) == 40 or ids[-1] in TOKENIZER.eos_ids
 
 
+@pytest.fixture(params=[False, True], ids=["read_at_once", "one_ahead"])
+def either(engine, request, monkeypatch):
+    """The engine, whose worker leaves no chunk or one in flight."""
+    monkeypatch.setattr(engine, "overlaps", request.param)
+    return engine
+
+
 class Asked:
     """A worker, and jobs whose pieces are put in a queue."""
 
@@ -143,8 +150,8 @@ def finished(pieces):
 PROMPT = TOKENIZER.encode("Who is Ada Kerr?")
 
 
-def test_the_longest_that_fits_is_gone_on_from(engine):
-    with Asked(engine) as asked:
+def test_the_longest_that_fits_is_gone_on_from(either):
+    with Asked(either) as asked:
         short, _ = asked.ask(PROMPT, 3)
         first = [*PROMPT, *short]
         second, _ = asked.ask([*first, 40, 41], 3)
@@ -159,8 +166,8 @@ def test_the_longest_that_fits_is_gone_on_from(engine):
         assert asked.worker.num_kept == 2
 
 
-def test_two_that_go_on_from_the_same_both_answer(engine):
-    with Asked(engine) as asked:
+def test_two_that_go_on_from_the_same_both_answer(either):
+    with Asked(either) as asked:
         ids, _ = asked.ask(PROMPT, 4)
         behind = [*PROMPT, *ids, 40]
         jobs, outlets = zip(*(asked.job(behind, 5) for _ in range(2)), strict=True)
@@ -170,8 +177,8 @@ def test_two_that_go_on_from_the_same_both_answer(engine):
         assert sorted(piece.num_cached for piece in pieces) == [0, len(behind) - 2]
 
 
-def test_ends_and_counts(engine):
-    with Asked(engine) as asked:
+def test_ends_and_counts(either):
+    with Asked(either) as asked:
         ids, piece = asked.ask(PROMPT, 8)
         assert (len(ids), piece.end) == (8, LENGTH)
         cut, piece = asked.ask(PROMPT, 8, stop_ids=frozenset(ids[4:5]))
@@ -191,8 +198,48 @@ def test_ends_and_counts(engine):
         assert (totals.requests, totals.finished, totals.cancelled) == (3, 3, 0)
 
 
-def test_a_job_that_was_cancelled_before_it_ran(engine):
-    with Asked(engine) as asked:
+def test_sessions_that_are_stopped_on_the_host_go_on_alike_with_a_chunk_in_flight(
+    engine, monkeypatch
+):
+    """Six sessions on four rows: ids, ends and what was read again are those without."""
+    found = []
+    for overlaps in (False, True):
+        monkeypatch.setattr(engine, "overlaps", overlaps)
+        with Asked(engine, max_kept=6) as asked:
+            prompts = [[*PROMPT, 40 + number] for number in range(6)]
+            for turn in range(3):
+                # Every second session ends at each id that is a multiple of three, within a chunk.
+                settings = [
+                    {"stop_ids": frozenset(range(0, 3000, 3))} if number % 2 else {}
+                    for number in range(6)
+                ]
+                jobs, outlets = zip(
+                    *(
+                        asked.job(
+                            prompt, 7, sample_key=key(turn), way=Way(1.0, 1.0), **settings[number]
+                        )
+                        for number, prompt in enumerate(prompts)
+                    ),
+                    strict=True,
+                )
+                asked.worker.submit(jobs)
+                for prompt, outlet in zip(prompts, outlets, strict=True):
+                    ids, piece = finished(outlet)
+                    found.append((ids, piece.end, piece.num_cached))
+                    prompt += [*ids, 60 + turn]
+            left, outlet = asked.job(prompts[0], 90)
+            asked.worker.submit([left])
+            outlet.get(timeout=60)  # it runs, and then nobody wants the rest
+            asked.worker.cancel(left)
+            assert finished(outlet)[1].end == LEFT
+            found.append(asked.ask([*prompts[1], 61], 5))
+    assert STOP in {end for _, end, _ in found[:18]}
+    assert LENGTH in {end for _, end, _ in found[:18]}
+    assert found[:19] == found[19:]
+
+
+def test_a_job_that_was_cancelled_before_it_ran(either):
+    with Asked(either) as asked:
         jobs, outlets = zip(*(asked.job(PROMPT, 30, sample_key=key(n)) for n in range(6)),
                             strict=True)  # fmt: skip
         for job in jobs:
@@ -203,17 +250,17 @@ def test_a_job_that_was_cancelled_before_it_ran(engine):
         assert asked.ask(PROMPT, 2)[1].end == LENGTH
 
 
-def test_a_row_without_room_for_more_is_not_kept(engine):
-    most = engine.max_total_tokens
-    with Asked(engine) as asked:
+def test_a_row_without_room_for_more_is_not_kept(either):
+    most = either.max_total_tokens
+    with Asked(either) as asked:
         ids, piece = asked.ask([5] * (most - 2), 2)
         assert (len(ids), piece.end) == (2, LENGTH)
         assert asked.worker.num_kept == 0
-        assert engine.num_free_pages == engine.num_pages
+        assert either.num_free_pages == either.num_pages
 
 
-def test_only_so_many_rows_are_kept(engine):
-    with Asked(engine, max_kept=3) as asked:
+def test_only_so_many_rows_are_kept(either):
+    with Asked(either, max_kept=3) as asked:
         prompts = [[*PROMPT, 40 + n] for n in range(5)]
         answers = [asked.ask(prompt, 2)[0] for prompt in prompts]
         # The rows of the first two were released, which a request notices.
