@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -264,7 +263,7 @@ def measure(
     params = common.random_params(model)
     for engine in (native, served):
         engine.set_weights(params)
-    compilations = common.Compilations()
+    compilations, compiled = common.Compilations(), list[int]()
     limits = Limits(
         max_prompt_tokens=prompt_tokens,
         max_response_tokens=LONGEST * sampled,
@@ -304,6 +303,7 @@ def measure(
         return sum(len(prompt) - 1 for prompt in prompts) + inserted
 
     def play(number: int) -> None:
+        compiled.append(compilations.num)
         before = dataclasses.replace(native.counts)
         sampling = Sampling(
             group_size=work.group_size,
@@ -354,7 +354,7 @@ def measure(
             for name in ways
             if name != "native"
         },
-        "num_recompilations": compilations.num,
+        "num_recompilations": compilations.num - compiled[warm_up],
     }
 
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.endpoint_client
 
-Reads jobs from its input, a line of JSON each, and writes what came of each as a line. A session has
-a connection of its own that is kept, and asks for its next turn when it has the answer to the one
-before. Where replies are to be lost, a proxy stands before the server: it waits for a whole reply,
-and then closes the client's connection in its place; the client asks again, as OpenAI's does.
+Reads jobs from its input, a line of JSON each, and writes what came of each as a line. A session
+has a connection of its own that is kept, and asks for its next turn when it has the answer to the
+one before. Where replies are to be lost, a proxy stands before the server: it waits for a whole
+reply, and then closes the client's connection in its place; the client asks again, as OpenAI's
+library does.
 """
 
 from __future__ import annotations

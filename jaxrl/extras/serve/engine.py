@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,16 +114,29 @@ class ServedEngine(Engine):
 
         For those that run or come next, not for rows in which to decode.
         """
-        return any(map(self._is_short, self._shards))
+        return any(map(self._is_short, self._shards)) or self._lacks_pages_for_next
+
+    @property
+    def _lacks_pages_for_next(self) -> bool:
+        """True where those that will find a row take more pages together than are free."""
+        running = [row for shard in self._shards for row in shard.to_decode]
+        known = {prompt for shard in self._shards for prompt in shard.prefixes}
+        num_free = self.num_free_pages - sum(map(self._missing, running))
+        for _, request in islice(self._queue, max(self.num_rows - len(running), 0)):
+            read = len(request.prompt_ids) - 1
+            longest = read + min(self.sampler.num_steps, request.budget)
+            shared = read // self.page_tokens if request.prompt in known else 0
+            num_free -= pages_for(longest, self.page_tokens) - shared
+            known.add(request.prompt)
+        return num_free < 0
+
+    def _missing(self, row: Row) -> int:
+        """Pages that a row takes beside its own for the next chunk."""
+        longest = row.longest(self.sampler.num_steps)
+        return max(pages_for(longest, self.page_tokens) - len(row.pages), 0)
 
     def _is_short(self, shard: Shard) -> bool:
-        missing = [
-            max(
-                pages_for(row.longest(self.sampler.num_steps), self.page_tokens) - len(row.pages), 0
-            )
-            for row in shard.to_decode
-        ]
-        if sum(missing) > shard.pool.num_free:
+        if sum(map(self._missing, shard.to_decode)) > shard.pool.num_free:
             return True
         away = any(row.saved is not None and not row.is_waiting for row in shard.rows.values())
         if away and shard.next_back() is None:

@@ -3,7 +3,7 @@
 A finished answer's row waits in the engine with all it has read and sampled. A request whose ids go
 on exactly behind those resumes it, and reads only what is new; where several do, the longest. Rows
 that wait are released, the one that was used least recently first, where pages are wanted, or where
-there are more of them than `max_kept`.
+there are more of them than `max_kept`. Who goes on from one comes before who begins.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ class Job:
     data: bytearray = field(default_factory=bytearray)  # of the tokens
     num_cached: int = 0
     is_left: bool = False  # nobody waits for it any more
+    patient_until: float = 0.0  # on the monotonic clock: others may go before
+    found: tuple[int, tuple[int, ...]] | tuple[()] | None = None  # a row and its ids; (): none
 
 
 @dataclass
@@ -206,6 +208,9 @@ class Worker:
                     f"expected at most {self._max_queue} to wait. Ask again later, or start the "
                     "server with a longer --queue."
                 )
+            now = time.monotonic()
+            for job in jobs:
+                job.patient_until = (now + job.deadline) / 2
             self._queue.extend(jobs)
             self.totals.requests += len(jobs)
             self._wake()
@@ -290,13 +295,32 @@ class Worker:
             with self._changed:
                 if not self._queue:
                     return
-                job = self._queue.popleft()
+                job = self._next()
+                self._queue.remove(job)
             self.totals.prompt_tokens += len(job.prompt_ids)
             try:
                 self._jobs[self._place(job)] = job
             except Exception as error:
                 self._tell_end(job, FAILED, _told(error))
                 raise
+
+    def _next(self) -> Job:
+        """The oldest job that goes on from a row, unless the oldest has waited for half its time.
+
+        So sessions that have begun end before others begin: with all of them under way side by
+        side, their rows might not find pages, and would be read again with every turn.
+        """
+        first = self._queue[0]
+        if time.monotonic() > first.patient_until:
+            return first
+        return next(filter(self._goes_on, self._queue), first)
+
+    def _goes_on(self, job: Job) -> bool:
+        """Return True if a row waits that had ids of the job's prompt when it was first asked."""
+        if job.found is None:
+            found = self._longest(job.prompt_ids)
+            job.found = () if found is None else (found, self._kept[found])
+        return bool(job.found) and self._kept.get(job.found[0]) is job.found[1]
 
     def _place(self, job: Job) -> int:
         """Hands a job to the engine; the number of its request."""
@@ -332,8 +356,11 @@ class Worker:
             self._release()
 
     def _release(self) -> None:
-        """Gives up the row that was used least recently."""
-        request, _ = self._kept.popitem(last=False)
+        """Gives up the row that was used least recently, of those that no job goes on from."""
+        with self._changed:
+            wanted = {job.found[0] for job in self._queue if self._goes_on(job) and job.found}
+        request = next((one for one in self._kept if one not in wanted), next(iter(self._kept)))
+        del self._kept[request]
         self.engine.finish(request)
         self.totals.released_rows += 1
 

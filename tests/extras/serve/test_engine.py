@@ -1,7 +1,9 @@
 """Rows that are drawn each in its own way, cut, resumed, cancelled; and the worker around them."""
 
+import math
 import queue
 import sys
+import threading
 import time
 
 import jax
@@ -269,6 +271,75 @@ def test_only_so_many_rows_are_kept(either):
             for prompt, ids in zip(prompts[::-1], answers[::-1], strict=True)
         ]
         assert [count > 0 for count in cached] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_goes_on_is_before_who_begins_unless_that_one_has_waited_for_long(engine, is_late):
+    with Asked(engine) as asked:
+        ids, _ = asked.ask(PROMPT, 4)
+        ended, over = [], threading.Semaphore(0)
+
+        def job(name, prompt, budget):
+            made, _ = asked.job(prompt, budget)
+
+            def tell(piece):
+                if piece.end:
+                    ended.append((name, piece.num_cached))
+                    over.release()
+
+            made.tell = tell
+            return made
+
+        # Four rows, of which one is free after eight chunks and the others after twelve.
+        first, *others = [job("long", [*PROMPT, 50 + n], 48 if n else 32) for n in range(4)]
+        waiting = [job("new", [*PROMPT, 60], 3), job("going on", [*PROMPT, *ids, 40], 3)]
+        tell = first.tell
+
+        def tell_and_ask(piece):  # these come when all rows are taken
+            if not waiting[0].patient_until:
+                asked.worker.submit(waiting)
+                waiting[0].patient_until = -1.0 if is_late else math.inf
+            tell(piece)
+
+        first.tell = tell_and_ask
+        asked.worker.submit([first, *others])
+        for _ in range(6):
+            assert over.acquire(timeout=60)
+    cached = len(PROMPT) + 3
+    wanted = [("going on", cached), ("new", 0)]
+    assert [one for one in ended if one[0] != "long"][:2] == (wanted[::-1] if is_late else wanted)
+
+
+def test_sessions_on_few_pages_read_nothing_twice(quick_compilation):
+    """Eight sessions of three turns fill 56 pages in the end; the cache has 40."""
+    engine = make_engine(num_pages=40)
+    lengths, reads = [], []
+    over = threading.Semaphore(0)
+    with Asked(engine) as asked:
+
+        def turn(prompt, number):
+            ids = []
+
+            def tell(piece):  # as soon as a turn ends, the next one is asked for
+                ids.extend(piece.token_ids)
+                if piece.end and number < 2:
+                    asked.worker.submit([turn([*prompt, *ids, 40, 41], number + 1)])
+                elif piece.end:
+                    lengths.append(len(prompt) + len(ids))
+                    over.release()
+
+            job, _ = asked.job(prompt, 32, way=Way(1.0, 1.0))
+            job.tell = tell
+            reads.append(len(prompt) - 1 if number == 0 else 2)
+            return job
+
+        asked.worker.submit([turn([*PROMPT, 50 + n], 0) for n in range(8)])
+        for _ in range(8):
+            assert over.acquire(timeout=60)
+        counts = engine.counts
+        assert sum(-(-length // engine.page_tokens) for length in lengths) > engine.num_pages
+        assert asked.worker.totals.released_rows > 0  # of sessions that were over
+        assert counts.prefilled_prompt + counts.prefilled_resume == sum(reads)
 
 
 def faulty(*_, **__):
