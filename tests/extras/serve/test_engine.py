@@ -1,5 +1,7 @@
 """Rows that are drawn each in its own way, cut, resumed, cancelled; and the worker around them."""
 
+import asyncio
+import contextlib
 import math
 import queue
 import sys
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.extras.serve.answers import Answer, Answers, Question
 from jaxrl.extras.serve.engine import Way
 from jaxrl.extras.serve.worker import FAILED, LEFT, LENGTH, STOP, EndingError, Job, Worker
 from jaxrl.sampling.engine import Request
@@ -340,6 +343,32 @@ def test_sessions_on_few_pages_read_nothing_twice(quick_compilation):
         assert sum(-(-length // engine.page_tokens) for length in lengths) > engine.num_pages
         assert asked.worker.totals.released_rows > 0  # of sessions that were over
         assert counts.prefilled_prompt + counts.prefilled_resume == sum(reads)
+
+
+def test_an_answer_that_was_waited_for_is_kept_from_its_end():
+    """It is neither forgotten while it is read nor as the oldest when it has come."""
+
+    class Nobody:
+        submit = cancel = staticmethod(lambda jobs: None)
+
+    answers = Answers(Nobody(), deadline_s=60.0, max_kept=2)
+    question = Question(
+        prompt_ids=(1,), count=1, way=Way(0.0, 1.0), seed=0, budget=1, stop_ids=frozenset(),
+        stops=(),
+    )  # fmt: skip
+
+    def read(name, reading=contextlib.nullcontext):
+        one = Answer(question, None)
+        with answers.reading(one):
+            answers.keep(name, name, one)
+            reading()
+
+    async def ask():
+        read("slow", lambda: [read(name) for name in "abc"])
+        read("d")
+        return [one for one in ("slow", *"abcd") if answers.find(one, one)]
+
+    assert asyncio.run(ask()) == ["slow", "d"]
 
 
 def faulty(*_, **__):
