@@ -194,7 +194,7 @@ class Clients:
 
 
 def sessions_of(
-    trajectories: Sequence[Trajectory], texts: Sequence[str], draws: Sequence[Draw], number: int
+    trajectories: Sequence[Trajectory], texts: Sequence[str], draws: Sequence[Draw]
 ) -> list[dict[str, Any]]:
     """Episodes as clients play them: their prompts, and before each turn what is new.
 
@@ -202,7 +202,6 @@ def sessions_of(
         trajectories: of a native rollout, in the order of `draws`.
         texts: of the observations.
         draws: the questions.
-        number: of the repetition, in which no session goes on from another's.
     """
     size = len(trajectories) // len(draws)
     found = []
@@ -214,7 +213,7 @@ def sessions_of(
         question = draws[index // size].task.question
         found.append(
             {
-                "name": f"{number}-{index}",
+                "name": f"{index}",
                 "seed": index,
                 "messages": [{"role": "user", "content": question}],
                 "token_ids": trajectory.token_ids[: trajectory.prompt_length].tolist(),
@@ -271,9 +270,6 @@ def measure(
         max_observation_tokens=total,
     )
     rollout = Rollout(native, env, tokenizer, stops, limits)
-    worker = Worker(served, tokenizer.vocab_bytes, (), max_queue=4096)
-    endpoint = Endpoint(worker, tokenizer, Settings(name="any", template_arguments={}))
-    server = Server(endpoint, LOOPBACK, take_port(LOOPBACK, 0, ""))
     clients = Clients(work.num_clients)
     played: list[Trajectory] = []
     seen: dict[str, list[dict[str, float]]] = {}
@@ -317,18 +313,21 @@ def measure(
 
     def ask(name: str, way: str, number: int, lost: float) -> None:
         before = dataclasses.replace(served.counts)
-        sessions = sessions_of(played, env.observations, draws, number)
-        for session in sessions:
-            session["name"] = f"{name}-{session['name']}"
-        got = clients.play(sessions, port=server.port, way=way, lost=lost)
+        sessions = sessions_of(played, env.observations, draws)
+        worker = Worker(served, tokenizer.vocab_bytes, (), max_queue=4096)
+        endpoint = Endpoint(worker, tokenizer, Settings(name="any", template_arguments={}))
+        server = Server(endpoint, LOOPBACK, take_port(LOOPBACK, 0, ""))
+        try:
+            got = clients.play(sessions, port=server.port, way=way, lost=lost)
+        finally:
+            server.end(0.0)
+            served.clear()
         assert got["sampled"] == num_sampled(), "a turn ended early"
         note(
             name, served, before, needed(),
             held_more=got["held"] - sum(len(t.token_ids) for t in played),
             clients_cpu_s=got["cpu_s"], lost=got["num_lost"], different=got["num_different"],
         )  # fmt: skip
-        while worker._kept:  # nothing is shared between repetitions
-            worker._release()
 
     ways: dict[str, common.Way] = {"native": (play, native.counts)}
     for way in ("chats", "ids"):
@@ -342,7 +341,6 @@ def measure(
         measured = common.take_turns(ways, warm_up=warm_up, repetitions=repetitions)
     finally:
         clients.end()
-        server.end(0.0)
     rate = "tokens_per_cpu_s" if jax.default_backend() == "cpu" else "tokens_per_s"
     return {
         **{

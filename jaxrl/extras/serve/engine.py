@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.pages import pages_for
-from jaxrl.sampling.shard import Row, Shard
+from jaxrl.sampling.shard import Prompt, Row, Shard
 
 
 class Way(NamedTuple):
@@ -120,14 +120,16 @@ class ServedEngine(Engine):
     def _lacks_pages_for_next(self) -> bool:
         """True where those that will find a row take more pages together than are free."""
         running = [row for shard in self._shards for row in shard.to_decode]
-        known = {prompt for shard in self._shards for prompt in shard.prefixes}
+        seen: set[Prompt] = set()
         num_free = self.num_free_pages - sum(map(self._missing, running))
         for _, request in islice(self._queue, max(self.num_rows - len(running), 0)):
             read = len(request.prompt_ids) - 1
             longest = read + min(self.sampler.num_steps, request.budget)
-            shared = read // self.page_tokens if request.prompt in known else 0
+            prompt = request.prompt
+            is_read = prompt in seen or any(prompt in shard.prefixes for shard in self._shards)
+            seen.add(prompt)
+            shared = read // self.page_tokens if is_read else 0
             num_free -= pages_for(longest, self.page_tokens) - shared
-            known.add(request.prompt)
         return num_free < 0
 
     def _missing(self, row: Row) -> int:
