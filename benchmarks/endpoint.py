@@ -23,6 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -240,7 +241,7 @@ def measure(
     prompt_tokens = max(map(len, prompts))
     sampled = work.num_turns * work.turn_tokens
     total = prompt_tokens + LONGEST * sampled + observed
-    own = dict(
+    own: dict[str, Any] = dict(
         num_tokens=tokenizer.num_tokens - 2,  # no message begins or ends within a turn
         num_rows=work.num_rows,
         num_pages=work.cached * pages_for(prompt_tokens + sampled + observed, kernels.page_tokens),
@@ -311,7 +312,7 @@ def measure(
         note("native", native, before, needed())
         native.clear()
 
-    def ask(name: str, way: str, number: int, lost: float) -> None:
+    def ask(name: str, way: str, lost: float, number: int) -> None:
         before = dataclasses.replace(served.counts)
         sessions = sessions_of(played, env.observations, draws)
         worker = Worker(served, tokenizer.vocab_bytes, (), max_queue=4096)
@@ -333,10 +334,7 @@ def measure(
     for way in ("chats", "ids"):
         for name, lost in ((way, 0.0), (f"{way}_lost", work.lost)):
             if lost or name == way:
-                ways[name] = (
-                    lambda number, given=(name, way), lost=lost: ask(*given, number, lost),
-                    served.counts,
-                )
+                ways[name] = (partial(ask, name, way, lost), served.counts)
     try:
         measured = common.take_turns(ways, warm_up=warm_up, repetitions=repetitions)
     finally:
