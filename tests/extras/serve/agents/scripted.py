@@ -1,0 +1,84 @@
+"""A server that speaks verifiers' training dialect and answers with given texts."""
+
+import contextlib
+import http.server
+import json
+import threading
+
+from jaxrl.tokenizer import Tokenizer
+from tests.qwen import qwen3
+
+
+class Scripted:
+    """Answers the n-th request of an address with the n-th text, and keeps what was said.
+
+    `asked` and `told` hold the ids of prompts and of answers by address; `bodies` all requests,
+    with their headers.
+    """
+
+    def __init__(self, texts, damage=None, max_model_len=2048):
+        self.tokenizer = Tokenizer(qwen3())
+        self.texts, self.damage = texts, damage or (lambda choice: None)
+        self.max_model_len = max_model_len
+        self.asked: dict[str, list[list[int]]] = {}
+        self.told: dict[str, list[list[int]]] = {}
+        self.bodies: list[tuple[dict[str, str], dict]] = []
+        self.lock = threading.Lock()
+
+    def answer(self, address, headers, body):
+        """The answer to a request."""
+        with self.lock:
+            turn = len(self.told.setdefault(address, []))
+            ids = self.tokenizer.encode(self.texts[turn]) + [self.tokenizer.eos_ids[0]]
+            self.bodies.append((headers, body))
+            self.asked.setdefault(address, []).append(body["token_ids"])
+            self.told[address].append(ids)
+        logprobs = [
+            {"token": f"token_id:{id}", "logprob": -0.5 - 0.001 * place}
+            for place, id in enumerate(ids)
+        ]
+        choice = {
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": "stop",
+            "logprobs": {"content": logprobs},
+        }
+        self.damage(choice)
+        return {"request_id": f"{address}-{turn}", "choices": [choice]}
+
+
+@contextlib.contextmanager
+def serving(script):
+    """Yields the port of a server that answers by a script."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def reply(self, value):
+            data = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self):  # noqa: N802
+            self.reply({"data": [{"id": "tiny", "max_model_len": script.max_model_len}]})
+
+        def do_POST(self):  # noqa: N802
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            address = self.path.removesuffix("/inference/v1/generate")
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            self.reply(script.answer(address, headers, body))
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
