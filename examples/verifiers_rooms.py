@@ -32,15 +32,19 @@ def house(seed: int) -> dict[str, str]:
 
 
 class RoomsData(vf.TaskData):
+    """A house, and where its key is."""
+
     seed: int
     answer: str
 
 
 class RoomsToolsConfig(vf.SharedToolsetConfig):
-    pass
+    """Where the tool runs."""
 
 
 class RoomsTools(vf.Toolset[RoomsToolsConfig]):
+    """The tool."""
+
     TOOL_PREFIX = None
 
     @vf.tool
@@ -50,6 +54,8 @@ class RoomsTools(vf.Toolset[RoomsToolsConfig]):
 
 
 class RoomsTask(vf.Task[RoomsData]):
+    """A search for a key."""
+
     @vf.reward
     async def found(self, task: RoomsData, trace: vf.Trace) -> float:
         """1 for the place, and 0.2 for each look in a room, up to two."""
@@ -59,12 +65,17 @@ class RoomsTask(vf.Task[RoomsData]):
 
 
 class RoomsConfig(vf.TasksetConfig):
+    """How many houses there are."""
+
     num_tasks: int = 100
     tools: RoomsToolsConfig = RoomsToolsConfig()
 
 
 class RoomsTaskset(vf.Taskset[RoomsTask, RoomsConfig]):
+    """Houses."""
+
     def load(self) -> Iterator[RoomsTask]:
+        """Yields a task for each."""
         for seed in range(self.config.num_tasks):
             seen = next(text for text in house(seed).values() if "key" in text)
             yield RoomsTask(
@@ -79,6 +90,7 @@ class RoomsTaskset(vf.Taskset[RoomsTask, RoomsConfig]):
 
     @classmethod
     def toolsets(cls, config: RoomsConfig) -> list[vf.Toolset]:
+        """The one tool, which all episodes share."""
         return [RoomsTools(config.tools)]
 
 

@@ -120,15 +120,15 @@ async def play_episode(
     sampling: Mapping[str, Any],
 ) -> Any:
     """Plays an episode as `play`; verifiers' `Episode`, with the traces of those who played."""
-    from verifiers.v1.clients import ModelContext
-    from verifiers.v1.configs.client import TrainClientConfig
-    from verifiers.v1.types import SamplingConfig
-
     if not isinstance(data := task.get("metadata", {}).get("verifiers"), Mapping):
         raise ValueError(
             f"task {task.get('id')!r} has no metadata.verifiers; expected a record written by "
             f"`python {Path(__file__).name} {environment}`."
         )
+    from verifiers.v1.clients import ModelContext
+    from verifiers.v1.configs.client import TrainClientConfig
+    from verifiers.v1.types import SamplingConfig
+
     env = await opened(environment, arguments)
     client = TrainClientConfig(
         base_url=base_url,

@@ -29,7 +29,7 @@ class Scripted:
         """The answer to a request."""
         with self.lock:
             turn = len(self.told.setdefault(address, []))
-            ids = self.tokenizer.encode(self.texts[turn]) + [self.tokenizer.eos_ids[0]]
+            ids = [*self.tokenizer.encode(self.texts[turn]), self.tokenizer.eos_ids[0]]
             self.bodies.append((headers, body))
             self.asked.setdefault(address, []).append(body["token_ids"])
             self.told[address].append(ids)
@@ -62,10 +62,10 @@ def serving(script):
             self.end_headers()
             self.wfile.write(data)
 
-        def do_GET(self):  # noqa: N802
+        def do_GET(self):
             self.reply({"data": [{"id": "tiny", "max_model_len": script.max_model_len}]})
 
-        def do_POST(self):  # noqa: N802
+        def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             address = self.path.removesuffix("/inference/v1/generate")
             headers = {name.lower(): value for name, value in self.headers.items()}
