@@ -201,7 +201,7 @@ def test_the_engine_samples_and_the_trace_has_its_ids(folder):
     config = dataclasses.replace(CONFIG, width=256, mlp_width=64)
     params = taught(tiny_params(config), config, ids, start=len(asked[0]))
     engine = make_engine(params, config, max_total_tokens=1024, max_prompt_tokens=1023)
-    with served(engine) as (server, client):
+    with served(engine, max_kept=4) as (server, client):
         got, traces = play(folder, server.port, ROOMS, tasks * 3, {})
         metrics = client.metrics()
     assert [one["reward"] for one in got["results"]] == [1.0] * 3
@@ -211,7 +211,7 @@ def test_the_engine_samples_and_the_trace_has_its_ids(folder):
         assert found == told
         assert np.concatenate(logprobs).min() > -1e-3
     # Rows of finished answers went on.
-    assert metrics["jaxrl_tokens_reused_total"] > 0
+    assert metrics["jaxrl_prompt_tokens_reused_total"] > 0
 
 
 @needs_verifiers
