@@ -80,6 +80,11 @@ def train(session: Session, params: Params) -> Params:
         components.engine.set_weights(components.model.whole(state.params))
     if not is_resumed:
         begin_training(session)
+    elif count := len(progress.unfinished):
+        session.display.log(
+            f"train: {count} task{'s' * (count > 1)} were under way when the run stopped; their "
+            "episodes are played anew"
+        )
     session.display.start("train", progress.stage_step, stage.num_steps)
     if progress.record is not None:
         finish_step(session)  # the run was stopped while it evaluated

@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -139,15 +141,17 @@ class AgentRollout(EpisodePlayer):
         self._members: dict[str, _Member] = {}  # whose agents are there, by the session's name
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._worker: Worker | None = None
-        self._address = ""
         self._programs = Programs(
             agent=env.settings.place,
             command=env.settings.command,
             python=env.settings.python,
             settings=env.settings.settings,
             processes=env.settings.processes,
-            ended=self._take_end,
+            ended=_weakly(self._take_end),
         )
+        self._servers: list[Server] = []  # one, once it is started
+        # Threads of both go on by themselves: they end with this, or with the process.
+        self._finalizer = weakref.finalize(self, _end, self._programs, self._servers)
         self._programs.open()
 
     def prompt_fits(self, task: Task) -> bool:
@@ -239,7 +243,7 @@ class AgentRollout(EpisodePlayer):
                 max_answers=MAX_ANSWERS,
             )
             endpoint = Endpoint(self._worker, tokenizer, served, self._plays)
-            self._server = Server(endpoint, settings.host, taken)
+            self._servers.append(Server(endpoint, settings.host, taken))
         return self._worker
 
     def _opened(
@@ -273,16 +277,12 @@ class AgentRollout(EpisodePlayer):
                     way=Way(sampling.temperature, sampling.top_p),
                     limits=self._limits,
                     max_turns=self._max_turns,
-                    read_text=self._text,
+                    read_text=partial(_text, self._tokenizer.vocab_bytes),
                     changed=self._changed.set,
                 )
                 members.append(_Member(play=play, task=draw.task, sample_index=index))
             games.append(_Game(draw=draw, members=members))
         return games
-
-    def _text(self, token_ids: Sequence[int], num_bytes: int) -> str:
-        data = b"".join(self._tokenizer.vocab_bytes[id] for id in token_ids)
-        return data[:num_bytes].decode("utf-8", "replace")
 
     def _play(
         self,
@@ -332,7 +332,7 @@ class AgentRollout(EpisodePlayer):
                     "data_source": task.data_source,
                     "metadata": dict(task.metadata),
                 },
-                "base_url": f"{self._server.address}/r/{name}/v1",
+                "base_url": f"{self._servers[0].address}/r/{name}/v1",
                 "api_key": name,
                 "model": MODEL,
             }
@@ -435,9 +435,29 @@ class AgentRollout(EpisodePlayer):
 
     def close(self) -> None:
         """Ends server and agents."""
-        self._programs.close()
-        if self._worker is not None:
-            self._server.end(0.0)
+        self._finalizer()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, which does not keep its object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if found := reference():
+            found(*arguments)
+
+    return call
+
+
+def _end(programs: Programs, servers: Sequence[Server]) -> None:
+    programs.close()
+    for server in servers:
+        server.end(0.0)
+
+
+def _text(vocab_bytes: Sequence[bytes], token_ids: Sequence[int], num_bytes: int) -> str:
+    data = b"".join(vocab_bytes[id] for id in token_ids)
+    return data[:num_bytes].decode("utf-8", "replace")
 
 
 def _append(sample: Sample, call: Call) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import zlib
 
 
 def post(url, body, key, **headers):
@@ -89,6 +90,16 @@ async def waits(task, *, base_url, api_key, model, folder):
         answers = [answer]
     note(folder, task, base_url, answers)
     return 0.5
+
+
+def learns(task, *, base_url, api_key, model, folder, slow=(), slow_s=1.5):
+    """Two turns; the reward is what a hash says of them. Some tasks take their time."""
+    one = ask(base_url, api_key, [user(task["question"])])
+    if task["id"] in slow:
+        time.sleep(slow_s)
+    two = ask(base_url, api_key, [user(task["question"]), assistant(one), user("more")])
+    note(folder, task, base_url, [one, two])
+    return zlib.crc32(repr(two["choices"][0]["token_ids"]).encode()) % 2
 
 
 def fails(task, *, base_url, api_key, model, how):
