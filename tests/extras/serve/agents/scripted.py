@@ -18,7 +18,7 @@ class Scripted:
 
     def __init__(self, texts, damage=None, max_model_len=2048):
         self.tokenizer = Tokenizer(qwen3())
-        self.texts, self.damage = texts, damage or (lambda choice: None)
+        self.texts, self.damage = texts, damage or (lambda address, choice: None)
         self.max_model_len = max_model_len
         self.asked: dict[str, list[list[int]]] = {}
         self.told: dict[str, list[list[int]]] = {}
@@ -43,7 +43,7 @@ class Scripted:
             "finish_reason": "stop",
             "logprobs": {"content": logprobs},
         }
-        self.damage(choice)
+        self.damage(address, choice)
         return {"request_id": f"{address}-{turn}", "choices": [choice]}
 
 
