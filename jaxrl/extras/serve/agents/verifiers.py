@@ -263,7 +263,7 @@ def _add_chat() -> None:
                 for name, url in mcp_urls.items()
             }
             async with contextlib.AsyncExitStack() as stack:
-                client = await stack.enter_async_context(
+                client: Any = await stack.enter_async_context(
                     AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None)
                 )
                 tools, routes, connections = await connect_mcp({"mcpServers": servers}, stack)
@@ -300,8 +300,7 @@ def _add_chat() -> None:
             return await call_mcp(connections, routes, call.name, arguments)
 
     module = types.ModuleType(CHAT)
-    module.ChatHarness = ChatHarness
-    module.__all__ = ["ChatHarness"]
+    vars(module).update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
     sys.modules[CHAT] = module
 
 
