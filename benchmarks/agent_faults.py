@@ -11,9 +11,11 @@ that each rewarded trajectory is one that an agent has played, with its reward.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ from benchmarks.claims_report import table
 from examples import quickstart_world
 
 ROOT = Path(__file__).parents[1]
+COMPILED = "perf/num_compilations/update"
 AGENT = Path(__file__).with_name("agent_faults_agent.py")
 DEADLINE_S = 4.0
 
@@ -39,7 +42,7 @@ def values(world: Path, notes: Path, steps: int, share: float) -> dict[str, Any]
         "env.agents.function": f"{AGENT}:play",
         "env.agents.settings": {"notes": str(notes), "hang": share, "gone": share},
         "env.agents.deadline_s": DEADLINE_S,
-        "env.agents.max_concurrent": 96,
+        "env.agents.max_concurrent": 192,
         "reward.weights": {"reward": 1.0},
         "rollout.max_turns": 4,
         "rollout.num_rows": 16,
@@ -47,7 +50,7 @@ def values(world: Path, notes: Path, steps: int, share: float) -> dict[str, Any]
         "rollout.tasks_per_step": 4,
         "rollout.group_size": 4,
         "rollout.max_failed_steps": 0,
-        "filter.unfinished_tasks": 16,
+        "filter.unfinished_tasks": 40,
         "loss.correction.level": "token",
         "eval.suites": [],
         "eval.every_steps": 0,
@@ -117,7 +120,12 @@ def measure(workdir: Path, notes: Path) -> dict[str, Any]:
             tokens += sum(mask)
             versions = [version for version in trajectory["policy_versions"] if version >= 0]
             older += min(versions) < record["step"] - 1
-    seconds = sum(record["timing_s/step"] for record in records[1:])  # the first one compiles
+    # Without the steps in which a process compiles its programs.
+    seconds = sum(
+        record["timing_s/step"]
+        for before, record in itertools.pairwise(records)
+        if record[COMPILED] == before[COMPILED]
+    )
     return {
         "steps": len(records),
         "trajectories": total,
@@ -126,7 +134,7 @@ def measure(workdir: Path, notes: Path) -> dict[str, Any]:
         "seconds": seconds,
         "older": older,
         "reward": [
-            sum(r["reward/reward/mean"] for r in some) / len(some)
+            statistics.fmean(r["reward/reward/mean"] for r in some if "reward/reward/mean" in r)
             for some in (records[:20], records[-20:])
             if some
         ],
