@@ -31,6 +31,9 @@ CHAT = "jaxrl_chat"
 NO_ANSWER = "judged by the environment"
 """Accepted answer of a task that has none of its own, which nothing reads."""
 
+SPENT = "config.rollout.max_turns"
+"""Named where the endpoint refuses an answer since the episode has had as many as it gets."""
+
 _opened: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = (
     weakref.WeakKeyDictionary()
 )
@@ -273,8 +276,9 @@ def _add_chat() -> None:
                             model=ctx.model, messages=messages, tools=tools or omit
                         )
                     except APIStatusError as error:
-                        # A limit of the environment ends the episode in this way too.
-                        if trace.stop_condition is None and not is_context_overflow(error):
+                        # Limits end a chat: of the environment, of the run, of the context.
+                        is_spent = SPENT in str(error) or is_context_overflow(error)
+                        if trace.stop_condition is None and not is_spent:
                             return ProgramResult(exit_code=1, stdout="", stderr=str(error))
                         break
                     message = completion.choices[0].message

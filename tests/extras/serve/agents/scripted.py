@@ -13,22 +13,25 @@ class Scripted:
     """Answers the n-th request of an address with the n-th text, and keeps what was said.
 
     `asked` and `told` hold the ids of prompts and of answers by address; `bodies` all requests,
-    with their headers.
+    with their headers. `damage` changes the choice of an answer at an address; `lengths` are of
+    the longest prompts by address; `refusals` by address what second requests are told.
     """
 
-    def __init__(self, texts, damage=None, max_model_len=2048):
+    def __init__(self, texts, damage=None, lengths=None, refusals=None):
         self.tokenizer = Tokenizer(qwen3())
         self.texts, self.damage = texts, damage or (lambda address, choice: None)
-        self.max_model_len = max_model_len
+        self.lengths, self.refusals = lengths or {}, refusals or {}
         self.asked: dict[str, list[list[int]]] = {}
         self.told: dict[str, list[list[int]]] = {}
         self.bodies: list[tuple[dict[str, str], dict]] = []
         self.lock = threading.Lock()
 
     def answer(self, address, headers, body):
-        """The answer to a request."""
+        """Status and answer of a request."""
         with self.lock:
             turn = len(self.told.setdefault(address, []))
+            if turn and address in self.refusals:
+                return 400, {"error": {"message": self.refusals[address], "type": "refused"}}
             ids = [*self.tokenizer.encode(self.texts[turn]), self.tokenizer.eos_ids[0]]
             self.bodies.append((headers, body))
             self.asked.setdefault(address, []).append(body["token_ids"])
@@ -44,7 +47,7 @@ class Scripted:
             "logprobs": {"content": logprobs},
         }
         self.damage(address, choice)
-        return {"request_id": f"{address}-{turn}", "choices": [choice]}
+        return 200, {"request_id": f"{address}-{turn}", "choices": [choice]}
 
 
 @contextlib.contextmanager
@@ -54,22 +57,23 @@ def serving(script):
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def reply(self, value):
+        def reply(self, status, value):
             data = json.dumps(value).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
 
         def do_GET(self):
-            self.reply({"data": [{"id": "tiny", "max_model_len": script.max_model_len}]})
+            length = script.lengths.get(self.path.removesuffix("/v1/models"), 2048)
+            self.reply(200, {"data": [{"id": "tiny", "max_model_len": length}]})
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             address = self.path.removesuffix("/inference/v1/generate")
             headers = {name.lower(): value for name, value in self.headers.items()}
-            self.reply(script.answer(address, headers, body))
+            self.reply(*script.answer(address, headers, body))
 
         def log_message(self, *_):
             pass

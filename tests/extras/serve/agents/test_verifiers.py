@@ -184,14 +184,25 @@ def test_an_answer_that_verifiers_refuses_is_an_error_and_no_reward(folder, room
 
 
 @needs_verifiers
-def test_a_prompt_that_is_too_long_ends_an_episode_without_an_error(folder, rooms, searched):
-    """The second prompt is a token too long, so the look that it tells of is not yet paid."""
+def test_what_is_spent_ends_an_episode_without_an_error(folder, rooms, searched):
+    """Who is refused a second answer has not been paid for the look that it would have told of."""
     _, _, before = searched
-    script = Scripted(SEARCH, max_model_len=len(before.asked["/r/0"][1]) - 1)
+    script = Scripted(
+        SEARCH,
+        lengths={"/r/0": len(before.asked["/r/0"][1]) - 1},  # the client asks first
+        refusals={
+            "/r/1": "This model's maximum context length is 9 tokens.",
+            "/r/2": "the episode has had 1 answers; expected at most config.rollout.max_turns.",
+            "/r/3": "something is wrong.",
+        },
+    )
     with serving(script) as port:
-        got, _ = play(folder, port, ROOMS, rooms[:1], {})
-    assert [one["reward"] for one in got["results"]] == [0.0]
-    assert len(script.told["/r/0"]) == 1
+        got, _ = play(folder, port, ROOMS, rooms[:4], {})
+    *spent, failed = got["results"]
+    assert [one["reward"] for one in spent] == [0.0] * 3
+    assert [len(told) for told in script.told.values()] == [1] * 4
+    assert "ProviderError" in failed
+    assert "something is wrong." in failed
 
 
 @needs_verifiers
