@@ -26,11 +26,16 @@ from tests.toys import taught
 
 MODULE = ROOT / "jaxrl/extras/serve/agents/verifiers.py"
 PYTHON = os.environ.get("JAXRL_VERIFIERS_PYTHON", "")
-needs_verifiers = pytest.mark.skipif(
+has_verifiers = pytest.mark.skipif(
     not PYTHON, reason="JAXRL_VERIFIERS_PYTHON names no Python with verifiers 0.4.0 and textarena"
 )
 ROOMS, GAME = "verifiers_rooms", "textarena"
 HANGMAN = {"taskset": {"game": "Hangman-v0"}}
+
+
+def needs_verifiers(test):
+    """Marks a test that starts Pythons with verifiers, some ten seconds each."""
+    return pytest.mark.minutes(has_verifiers(test))
 
 
 def call(room):
@@ -206,7 +211,6 @@ def test_what_is_spent_ends_an_episode_without_an_error(folder, rooms, searched)
 
 
 @needs_verifiers
-@pytest.mark.minutes
 def test_the_engine_samples_and_the_trace_has_its_ids(folder, rooms, searched, quick_compilation):
     """A model that was taught a search is asked for it by verifiers."""
     _, _, script = searched
