@@ -81,17 +81,17 @@ async def play(
         ValueError: the task or the environment is not of the kind that can be trained.
         RuntimeError: verifiers says that the episode failed.
     """
-    episode = await play_episode(
-        task,
-        base_url=base_url,
-        api_key=api_key,
-        model=model,
-        environment=environment,
-        tokenizer=tokenizer,
-        arguments=arguments or {},
-        renderer=renderer,
-        sampling=sampling or {},
-    )
+    if not isinstance(data := task.get("metadata", {}).get("verifiers"), Mapping):
+        raise ValueError(
+            f"task {task.get('id')!r} has no metadata.verifiers; expected a record written by "
+            f"`python {Path(__file__).name} {environment}`."
+        )
+    env = await opened(environment, arguments or {})
+    kind = type(env.taskset).task_type()
+    built = kind(kind.data_type().model_validate(data), env.config.taskset.task)
+    renderer = {"name": renderer} if isinstance(renderer, str) else renderer
+    asked = {"base_url": base_url, "renderer": renderer, "renderer_model_name": tokenizer}
+    episode = await env.run_episode(built, context_of(model, asked, api_key, sampling or {}))
     if traces:
         record = json.dumps(episode.to_record(float_decimals=None), ensure_ascii=False)
         with Path(traces).open("a", encoding="utf-8") as file:
@@ -110,41 +110,18 @@ async def play(
     }
 
 
-async def play_episode(
-    task: Mapping[str, Any],
-    *,
-    base_url: str,
-    api_key: str,
-    model: str,
-    environment: str,
-    tokenizer: str,
-    arguments: Mapping[str, Any],
-    renderer: str | Mapping[str, Any],
-    sampling: Mapping[str, Any],
+def context_of(
+    model: str, asked: Mapping[str, Any], api_key: str, sampling: Mapping[str, Any]
 ) -> Any:
-    """Plays an episode as `play`; verifiers' `Episode`, with the traces of those who played."""
-    if not isinstance(data := task.get("metadata", {}).get("verifiers"), Mapping):
-        raise ValueError(
-            f"task {task.get('id')!r} has no metadata.verifiers; expected a record written by "
-            f"`python {Path(__file__).name} {environment}`."
-        )
+    """The model of an episode, as verifiers' training client is to ask it."""
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import TrainClientConfig
     from verifiers.v1.types import SamplingConfig
 
-    env = await opened(environment, arguments)
-    client = TrainClientConfig(
-        base_url=base_url,
-        # The key of an episode cannot stand in a variable of a process that plays many.
-        headers={"Authorization": f"Bearer {api_key}"},
-        api_key_var="",
-        renderer={"name": renderer} if isinstance(renderer, str) else dict(renderer),
-        renderer_model_name=tokenizer,
-    )
-    kind = type(env.taskset).task_type()
-    built = kind(kind.data_type().model_validate(data), env.config.taskset.task)
-    context = ModelContext(model=model, client=client, sampling=SamplingConfig(**sampling))
-    return await env.run_episode(built, context)
+    # verifiers reads keys from variables; one of an episode cannot stand there.
+    headers = {"Authorization": f"Bearer {api_key}"}
+    client = TrainClientConfig(**asked, headers=headers, api_key_var="")
+    return ModelContext(model=model, client=client, sampling=SamplingConfig(**sampling))
 
 
 def trained_trace(episode: Any, base_url: str) -> Any:
