@@ -94,8 +94,8 @@ async def play(
     episode = await env.run_episode(built, context_of(model, asked, api_key, sampling or {}))
     if traces:
         record = json.dumps(episode.to_record(float_decimals=None), ensure_ascii=False)
-        with Path(traces).open("a", encoding="utf-8") as file:
-            file.write(f"{record}\n")
+        with open(traces, "ab", buffering=0) as file:  # a line at once: processes may share it
+            file.write(f"{record}\n".encode())
     if not episode.ok:
         errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """Plays tasks by jaxrl/extras/serve/agents/verifiers.py, in the interpreter of verifiers.
 
-Read is one JSON object: `module` (path of that file), `tasks`, and `calls` (arguments of `play` by
-task). Written is an object with `results` (what came back, or the error's text), `num_checked` and
+Read is one JSON object: `module` (path of that file), `tasks`, `calls` (arguments of `play` by
+task), and `deadline_s`. Written is an object with `results` (what came back, or the error's text), `num_checked` and
 `num_refused` (answers that verifiers has checked, and that it has refused), and `num_open` (clients
 of the model that are not closed).
 """
@@ -38,7 +38,7 @@ renderers.client._parse_completion_logprobs = counted
 async def main():
     async def one(task, call):
         try:
-            return await played.play(task, **call)
+            return await asyncio.wait_for(played.play(task, **call), given["deadline_s"])
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

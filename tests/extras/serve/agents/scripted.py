@@ -14,13 +14,14 @@ class Scripted:
 
     `asked` and `told` hold the ids of prompts and of answers by address; `bodies` all requests,
     with their headers. `damage` changes the choice of an answer at an address; `lengths` are of
-    the longest prompts by address; `refusals` by address what second requests are told.
+    the longest prompts by address; `refusals` by address what second requests are told; second
+    ones of `silent` addresses get no answer.
     """
 
-    def __init__(self, texts, damage=None, lengths=None, refusals=None):
+    def __init__(self, texts, damage=None, lengths=None, refusals=None, silent=()):
         self.tokenizer = Tokenizer(qwen3())
         self.texts, self.damage = texts, damage or (lambda address, choice: None)
-        self.lengths, self.refusals = lengths or {}, refusals or {}
+        self.lengths, self.refusals, self.silent = lengths or {}, refusals or {}, silent
         self.asked: dict[str, list[list[int]]] = {}
         self.told: dict[str, list[list[int]]] = {}
         self.bodies: list[tuple[dict[str, str], dict]] = []
@@ -72,6 +73,10 @@ def serving(script):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             address = self.path.removesuffix("/inference/v1/generate")
+            if address in script.silent and script.told.get(address):
+                self.connection.recv(1)  # until the client leaves
+                self.close_connection = True
+                return
             headers = {name.lower(): value for name, value in self.headers.items()}
             self.reply(*script.answer(address, headers, body))
 

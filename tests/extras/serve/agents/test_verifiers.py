@@ -77,7 +77,7 @@ def tasks_of(folder, environment, num, arguments):
     return [json.loads(line) for line in python(folder, words).splitlines()]
 
 
-def play(folder, port, environment, tasks, arguments, **settings):
+def play(folder, port, environment, tasks, arguments, *, deadline_s=300.0, **settings):
     """Plays tasks side by side, each at its address; what came back, and traces by address."""
     traces = folder / "traces.jsonl"
     traces.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ def play(folder, port, environment, tasks, arguments, **settings):
         }
         for number in range(len(tasks))
     ]
-    given = {"module": str(MODULE), "tasks": tasks, "calls": calls}
+    given = {"module": str(MODULE), "tasks": tasks, "calls": calls, "deadline_s": deadline_s}
     text = python(folder, [ROOT / "tests/extras/serve/agents/play_all.py"], json.dumps(given))
     by_address = {}
     for line in traces.read_text().splitlines():
@@ -190,7 +190,10 @@ def test_an_answer_that_verifiers_refuses_is_an_error_and_no_reward(folder, room
 
 @needs_verifiers
 def test_what_is_spent_ends_an_episode_without_an_error(folder, rooms, searched):
-    """Who is refused a second answer has not been paid for the look that it would have told of."""
+    """Who is refused a second answer has not been paid for the look that it would have told of.
+
+    The last two are errors: another refusal, and an answer that never comes.
+    """
     _, _, before = searched
     script = Scripted(
         SEARCH,
@@ -200,12 +203,16 @@ def test_what_is_spent_ends_an_episode_without_an_error(folder, rooms, searched)
             "/r/2": "the episode has had 1 answers; expected at most config.rollout.max_turns.",
             "/r/3": "something is wrong.",
         },
+        silent=("/r/4",),
     )
     with serving(script) as port:
-        got, _ = play(folder, port, ROOMS, rooms[:4], {})
-    *spent, failed = got["results"]
+        got, traces = play(folder, port, ROOMS, rooms, {}, deadline_s=40.0)
+    *spent, failed, late = got["results"]
     assert [one["reward"] for one in spent] == [0.0] * 3
-    assert [len(told) for told in script.told.values()] == [1] * 4
+    assert [len(told) for told in script.told.values()] == [1] * 5
+    assert late.startswith("TimeoutError")
+    assert "/r/4" not in traces
+    assert got["num_open"] == 0
     assert "ProviderError" in failed
     assert "something is wrong." in failed
 
