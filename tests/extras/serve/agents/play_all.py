@@ -1,9 +1,9 @@
 """Plays tasks by jaxrl/extras/serve/agents/verifiers.py, in the interpreter of verifiers.
 
 Read is one JSON object: `module` (path of that file), `tasks`, `calls` (arguments of `play` by
-task), and `deadline_s`. Written is an object with `results` (what came back, or the error's text), `num_checked` and
-`num_refused` (answers that verifiers has checked, and that it has refused), and `num_open` (clients
-of the model that are not closed).
+task), and `deadline_s`. Written is an object with `results` (what came back, or the error's text),
+`num_checked` and `num_refused` (answers that verifiers has checked, and that it has refused), and
+`num_open` (clients of the model that are not closed).
 """
 
 import asyncio
