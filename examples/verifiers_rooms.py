@@ -1,9 +1,10 @@
 """A taskset of verifiers 0.4 with a tool: a key lies in a room, in which a note says where.
 
-The tool runs in a process of its own, one for all episodes. verifiers finds the file where Python
-finds its module; the tasks are written by
+The tool runs in a process of its own, one for all episodes. In a Python with verifiers,
 
-PYTHONPATH=examples PYTHON_OF_VERIFIERS jaxrl/extras/serve/agents/verifiers.py verifiers_rooms
+    python jaxrl/extras/serve/agents/verifiers.py examples/verifiers_rooms.py > rooms.jsonl
+
+writes the tasks; docs/agents.md shows a run.
 """
 
 import random

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import sys
 import types
 import weakref
@@ -64,7 +65,7 @@ async def play(
         base_url: address of the endpoint for this episode, ending in `/v1`.
         api_key: sent as `Authorization: Bearer`.
         model: name under which `GET /v1/models` lists the model.
-        environment: name of the module of a taskset, as "textarena".
+        environment: module of a taskset, as "textarena", or a file, as "my/rooms.py".
         tokenizer: folder with `tokenizer.json` of the model that is trained.
         arguments: verifiers' `[env]` block without `taskset.id`, as
             `{"taskset": {"game": "Hangman-v0"}, "agent": {"max_turns": 8}}`.
@@ -189,6 +190,7 @@ def load(environment: str, arguments: Mapping[str, Any]) -> Any:
     )
 
     _add_chat()
+    environment = module_of(environment)
     block = json.loads(json.dumps(arguments))  # a copy, all of it
     block["taskset"] = {**block.get("taskset", {}), "id": environment}
     for name, field in env_config_type(environment, block.get("id", "")).model_fields.items():
@@ -199,6 +201,25 @@ def load(environment: str, arguments: Mapping[str, Any]) -> Any:
             if seat.harness is None and default_harness_id(environment) != environment:
                 given.setdefault("harness", {"id": CHAT})
     return load_environment(resolve_env_config(block))
+
+
+def module_of(environment: str) -> str:
+    """Name by which an environment is imported, of a file also by the processes of its tools.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    path = Path(environment)
+    if path.suffix != ".py":
+        return environment
+    if not path.is_file():
+        raise ValueError(f"environment is {environment!r}, and {path.resolve()} is no file.")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+        others = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([*([others] if others else []), folder])
+    return path.stem
 
 
 def _add_chat() -> None:
@@ -294,6 +315,7 @@ def records(
         ValueError: the tasks never end and `num_tasks` is None.
     """
     taskset = load(environment, arguments).taskset
+    environment = module_of(environment)
     if not taskset.bounded and num_tasks is None:
         raise ValueError(f"the tasks of {environment} never end; say how many by --num=N.")
     fields = type(taskset).task_type().data_type().model_fields
@@ -321,7 +343,7 @@ def records(
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes tasks to the standard output."""
     parser = argparse.ArgumentParser(description="Writes the tasks of an environment as JSONL.")
-    parser.add_argument("environment", help="module of a taskset, as textarena")
+    parser.add_argument("environment", help="module or file of a taskset, as textarena")
     parser.add_argument("--arguments", default="{}", metavar="JSON", help="as play takes them")
     parser.add_argument("--num", type=int, metavar="N", help="default: all")
     given = parser.parse_args(argv)

@@ -29,7 +29,7 @@ PYTHON = os.environ.get("JAXRL_VERIFIERS_PYTHON", "")
 has_verifiers = pytest.mark.skipif(
     not PYTHON, reason="JAXRL_VERIFIERS_PYTHON names no Python with verifiers 0.4.0 and textarena"
 )
-ROOMS, GAME = "verifiers_rooms", "textarena"
+ROOMS, GAME = str(ROOT / "examples/verifiers_rooms.py"), "textarena"
 HANGMAN = {"taskset": {"game": "Hangman-v0"}}
 
 
@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 def python(folder, words, text=""):
     """What a command prints in the Python of verifiers."""
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT / "examples"), "NLTK_DATA": str(folder / "nltk"),
+        **os.environ, "NLTK_DATA": str(folder / "nltk"),
         "HOME": str(folder),
     }  # fmt: skip
     done = subprocess.run(
@@ -133,6 +133,7 @@ def test_a_tool_is_called_and_the_trace_has_what_was_sampled(rooms, searched):
     """House 0 pays 1 for the jar, all others 0.2 for each of the two looks."""
     got, traces, script = searched
     assert parse_task(rooms[0], "here").answers == ("jar",)
+    assert rooms[4]["id"] == "verifiers_rooms/4"
     assert [one["reward"] for one in got["results"]] == [1.0, 0.4, 0.4, 0.4, 0.4]
     assert [one["is_correct"] for one in got["results"]] == [True] + [False] * 4
     assert {one["final_answer"] for one in got["results"]} == {"jar"}
@@ -183,7 +184,7 @@ def test_an_answer_that_verifiers_refuses_is_an_error_and_no_reward(folder, room
         got, _ = play(folder, port, ROOMS, rooms[:3], {})
     texts = ("does not match logprob count", "must be an object", "must be 'token_id:")
     for result, text in zip(got["results"], texts, strict=True):
-        assert result.startswith("RuntimeError: verifiers' episode of verifiers_rooms failed: ")
+        assert result.startswith(f"RuntimeError: verifiers' episode of {ROOMS} failed: ")
         assert text in result
     assert got["num_refused"] == got["num_checked"] >= 3
 
