@@ -15,7 +15,7 @@ writes the whole JSON schema. A model of two layers reads it in every prompt.
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def with_calls(demonstration: Mapping[str, Any]) -> dict[str, Any]:
     return {**demonstration, "messages": messages}
 
 
-def training_texts(chats: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Texts that merges are learnt from: what the template writes, words and messages."""
     markers = quickstart.SPECIAL_TOKENS + quickstart.tag_tokens(CALLS)
     between = "|".join(map(re.escape, markers))
@@ -101,15 +101,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    # The quickstart's own command makes the world; a model and chats of other words replace its.
+    # The quickstart's own world; a model and chats of other words take the place of its.
     quickstart.main([f"--{name}={value}" for name, value in vars(args).items()])
+    chats = {}
     for name in ("demonstrations", "demonstrations_perfect"):
         path = args.out / f"{name}.jsonl"
-        chats = [with_calls(json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-        quickstart.write_jsonl(path, chats)
-        if name == "demonstrations":
-            tokenizer = quickstart.train_tokenizer(training_texts(chats), CALLS)
-    texts = [message["content"] for message in chats[0]["messages"]]
+        lines = path.read_text(encoding="utf-8").splitlines()
+        chats[name] = [with_calls(json.loads(line)) for line in lines]
+        quickstart.write_jsonl(path, chats[name])
+    tokenizer = quickstart.train_tokenizer(training_texts(chats["demonstrations"]), CALLS)
+    shown = chats["demonstrations"][: quickstart.SAMPLE]
+    texts = [message["content"] for chat in shown for message in chat["messages"]]
     quickstart.check_words_are_whole(tokenizer, texts)
     quickstart.write_model(args.out / "model", tokenizer, seed=args.seed)
     quickstart.write_json(

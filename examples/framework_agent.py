@@ -137,7 +137,7 @@ async def play(
         settings: of `ask`.
     """
     from pydantic_ai.exceptions import (
-        ModelHTTPError,
+        ModelContextWindowExceededError,
         UnexpectedModelBehavior,
         UsageLimitExceeded,
     )
@@ -146,11 +146,7 @@ async def play(
         said = await ask(
             task["question"], base_url=base_url, api_key=api_key, model=model, **settings
         )
-    except (UsageLimitExceeded, UnexpectedModelBehavior):
-        said = ""
-    except ModelHTTPError as error:
-        if error.status_code != 400 or "maximum context length" not in str(error.body):
-            raise
+    except (ModelContextWindowExceededError, UnexpectedModelBehavior, UsageLimitExceeded):
         said = ""
     answer = final_answer(said)
     is_correct = bool(answer) and normal(answer) in map(normal, task["answers"])
