@@ -9,7 +9,8 @@ Another world's folder may follow the file's name: --config=configs/quickstart_c
 from ml_collections import ConfigDict
 
 from configs import quickstart
-from examples.calls_world import SYSTEM
+
+SYSTEM = "Search, then give the answer alone as <answer> answer </answer>."
 
 
 def get_config(world: str = "data/calls") -> ConfigDict:

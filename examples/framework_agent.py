@@ -21,7 +21,7 @@ import os
 import re
 import string
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,14 @@ class Corpus:
 
     def search(self, query: str, topk: int) -> str:
         """The best documents, one a line; equally good ones in the order of their ids."""
-        scores: Counter[int] = Counter()
+        scores: defaultdict[int, float] = defaultdict(float)
         for word in dict.fromkeys(words_of(query)):
             places = self._places.get(word, [])
             rarity = math.log(1 + (len(self._words) - len(places) + 0.5) / (len(places) + 0.5))
             for place in places:
                 count = self._words[place][word]
                 norm = 1.2 * (0.25 + 0.75 * self._lengths[place] / self._mean)
-                scores[place] += rarity * count * 2.2 / (count + norm)  # type: ignore[assignment]
+                scores[place] += rarity * count * 2.2 / (count + norm)
         best = sorted(scores, key=lambda place: (-round(scores[place], 6), place))[:topk]
         found = [self._documents[place] for place in best]
         lines = [f"Doc {i}(Title: {d['title']}) {d['text']}" for i, d in enumerate(found, start=1)]

@@ -5,7 +5,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from examples import calls_world, quickstart_world
+from configs import quickstart_calls
+from examples import calls_world, framework_agent, quickstart_world
 from jaxrl.envs.protocol import Asked, read_tool_calls
 from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.envs.tools import chat_schema
@@ -46,6 +47,12 @@ def test_only_how_a_search_is_written_differs(world, tmp_path):
             assert call == Asked(tool="search", arguments={"query": query})
             num_calls += 1
     assert num_calls > 30
+
+
+def test_the_run_and_the_agent_ask_as_the_demonstrations_do(world):
+    said = {chat["messages"][0]["content"] for chat in lines(world, "demonstrations")}
+    config = quickstart_calls.get_config(str(world))
+    assert said == {config.prompt.system} == {framework_agent.SYSTEM}
 
 
 def test_the_template_describes_the_tool_and_shows_results(world):
