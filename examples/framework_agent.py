@@ -41,7 +41,7 @@ class Corpus:
             for one in self._documents
         ]
         self._lengths = [words.total() for words in self._words]
-        self._mean = sum(self._lengths) / len(self._lengths)
+        self._mean = sum(self._lengths) / max(len(self._lengths), 1)
         self._places: dict[str, list[int]] = {}
         for place, words in enumerate(self._words):
             for word in words:
@@ -103,9 +103,10 @@ async def ask(
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    chat = OpenAIChatModel(model, provider=OpenAIProvider(base_url=base_url, api_key=api_key))
     limits = UsageLimits(request_limit=max_requests)
-    result = await search_agent(corpus, topk).run(question, model=chat, usage_limits=limits)
+    async with OpenAIProvider(base_url=base_url, api_key=api_key) as provider:
+        chat = OpenAIChatModel(model, provider=provider)
+        result = await search_agent(corpus, topk).run(question, model=chat, usage_limits=limits)
     return str(result.output)
 
 
