@@ -147,7 +147,8 @@ def assemble(
         )
     engine = None
     if external is None:
-        engine = make_engine(config, policy, mesh, automaton, tokenizer)
+        kind = getattr(control, "engine_kind", Engine)
+        engine = make_engine(config, policy, mesh, automaton, tokenizer, kind=kind)
     model = make_model(config, mesh, policy, tokenizer)
     stages = make_stages(config, model, method)
     schedule = Schedule(
@@ -164,6 +165,9 @@ def assemble(
         if engine is None:
             assert external is not None
             return external.rollout(env, tokenizer, limits, schedule, pay, seen_by)
+        if environment.plays_itself(config):
+            own: Any = env
+            return own.rollout(engine, tokenizer, limits, schedule, pay, seen_by)
         return Rollout(engine, env, tokenizer, automaton, limits, schedule, pay, seen_by)
 
     def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:
@@ -673,6 +677,7 @@ def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) ->
         tools=tools,
         prompt=Prompt(**prompt),
         protocol=toolbox.protocol(config),
+        agents=config.env.agents.to_dict(),
         max_turns=config.rollout.max_turns,
         max_calls=config.rollout.max_calls,
         correct_by=toolbox.correct_by(config),
@@ -748,8 +753,7 @@ def make_engine(
         eos_ids=tokenizer.eos_ids,
         num_rows=rollout.num_rows // jax.process_count(),
         num_pages=memory.cache_pages(config, policy.plain, memory.host_target()),
-        # A context after the first begins with more than a prompt.
-        max_prompt_tokens=length if environment.has_contexts(config) else rollout.max_prompt_tokens,
+        max_prompt_tokens=environment.prompt_tokens(config),
         max_total_tokens=length,
         chunk_tokens=rollout.chunk_tokens,
         max_units=environment.max_image_tokens(config),

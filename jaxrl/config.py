@@ -336,12 +336,32 @@ KEYS: dict[str, Key] = {
         "`{'enable_thinking': False}`.", example=False),
     # ---------------------------------------------------------------------- environment
     "env.name": Key("search", "`search`: questions answered with a search engine; `math`: problems "
-        "solved in one turn; or one of your own by its dotted name, as `my_env.MyEnv`.",
+        "solved in one turn; `agents`: tasks given to programs that ask the model over HTTP (extra "
+        "`serve`); or one of your own by its dotted name, as `my_env.MyEnv`.",
         group="jaxrl.environments"),
     "env.settings": Key({}, "Keyword arguments of an environment of your own.", example=1,
         is_nested=True),
     "env.step_deadline_s": Key(600.0, "Seconds after which a call of the environment is given up, "
         "its episodes environment errors. 0: never.", at_least=0, restart=FREE),
+    "env.agents.function": Key("", "Plays an episode: `module.function`, `path/file.py:function`, "
+        "or `verifiers`. Empty: `command` does."),
+    "env.agents.command": Key((), "Words of a program in its place, started for each episode.",
+        is_valid=lambda v: all(isinstance(one, str) and one for one in v),
+        expected="a tuple of words, as ('python', 'my_agent.py')"),
+    "env.agents.python": Key("", "Interpreter of the function, as `agent/bin/python`; empty: the "
+        "run's own."),
+    "env.agents.settings": Key({}, "Further keyword arguments of the function.", example=1,
+        is_nested=True),
+    "env.agents.processes": Key(1, "Processes among which its episodes are divided.", above=0,
+        restart=FREE),
+    "env.agents.max_concurrent": Key(0, "Episodes side by side. 0: `rollout.num_rows`.",
+        at_least=0, restart=FREE),
+    "env.agents.deadline_s": Key(600.0, "Seconds of an episode, without those in which nothing is "
+        "sampled; then it is an environment error.", above=0, restart=FREE),
+    "env.agents.host": Key("127.0.0.1", "Address at which the model answers them; of this machine, "
+        "and one that agents elsewhere can reach.", restart=FREE),
+    "env.agents.port": Key(0, "Its port. 0: any that is free.", at_least=0, at_most=65535,
+        restart=FREE),
     "env.search.protocol": Key("search_r1", "`search_r1` (`<information>`), `bapo` (`<result>`, "
         "`\\boxed{}`), `qwen` (the model's own tool calls, as its chat template has them), or a "
         "dotted name."),
@@ -635,6 +655,9 @@ KEYS: dict[str, Key] = {
         at_least=0, restart=FREE),
     "filter.carry_over": Key(False, "Keep leftover groups for the next step instead of dropping "
         "them.", restart=TRAINING),
+    "filter.unfinished_tasks": Key(0, "Tasks whose episodes may go on into the next step, so that "
+        "none waits for the slowest; they are trained on as whole groups, once all have ended. "
+        "Above 0 only where agents play (`env.name` `agents`).", at_least=0, restart=TRAINING),
     "filter.resample_attempts": Key(0, "New tries at groups all wrong without an abstention. 0: "
         "none.", at_least=0, restart=TRAINING),
     "filter.resample_early": Key(False, "Try in the early stage of `shaping.stage_level` too.",

@@ -33,6 +33,11 @@ def environment(config: ConfigDict) -> type[Env]:
     return found
 
 
+def plays_itself(config: ConfigDict) -> bool:
+    """True where the environment has a `rollout` of its own, which asks the engine."""
+    return hasattr(environment(config), "rollout")
+
+
 def searches(config: ConfigDict) -> bool:
     """True where the environment asks for the search engine, and there is one."""
     return takes(config, "engine") and config.search.engine != NO_ENGINE
@@ -75,6 +80,12 @@ def context_tokens(config: ConfigDict) -> int:
     return int(rollout.context.max_tokens if has_contexts(config) else rollout.max_total_tokens)
 
 
+def prompt_tokens(config: ConfigDict) -> int:
+    """Tokens of a prompt of the sampler: of an episode's, or of all that is read at once."""
+    whole = has_contexts(config) or plays_itself(config)
+    return context_tokens(config) if whole else int(config.rollout.max_prompt_tokens)
+
+
 CORPORA = {"local": "local", "dense": "dense", "hybrid": "dense"}
 """Engines that search a corpus, and the section of `config.search` that names it."""
 
@@ -114,7 +125,8 @@ def overlong_limit(config: ConfigDict) -> int:
 
 def _never_searches(config: ConfigDict) -> bool:
     """True where an environment of ours has no search engine."""
-    return bool(config.env.name == "math" or config.search.engine == NO_ENGINE)
+    has_none = config.env.name == "math" or config.search.engine == NO_ENGINE
+    return bool(has_none or plays_itself(config))
 
 
 def _has_nothing_to_draw(config: ConfigDict) -> bool:
@@ -134,16 +146,16 @@ RULES = (
     Rule(
         "eval.suites",
         lambda c: _never_searches(c) and "empty_search" in c.eval.suites,
-        "suites without empty_search where nothing is searched, as with env.name='math' or "
-        "search.engine='none'",
+        "suites without empty_search where nothing is searched, as with env.name='math', "
+        "'agents' or search.engine='none'",
     ),
     Rule(
         "eval.final_suites",
         lambda c: (
             _never_searches(c) and "evaluate" in c.stages and "empty_search" in c.eval.final_suites
         ),
-        "suites without empty_search where nothing is searched, as with env.name='math' or "
-        "search.engine='none'",
+        "suites without empty_search where nothing is searched, as with env.name='math', "
+        "'agents' or search.engine='none'",
     ),
     Rule(
         "env.step_deadline_s",
@@ -183,6 +195,16 @@ RULES = (
         "rollout.max_calls",
         lambda c: c.rollout.max_calls > 0 and not takes(c, "max_calls"),
         "0 with an environment that does not ask for `max_calls`: no call would be refused by it",
+    ),
+    Rule(
+        "filter.unfinished_tasks",
+        lambda c: c.filter.unfinished_tasks > 0 and not plays_itself(c),
+        "0 with an environment of turns, whose rollout waits for all",
+    ),
+    Rule(
+        "filter.unfinished_tasks",
+        lambda c: c.filter.unfinished_tasks > 0 and c.filter.resample_attempts > 0,
+        "0 with filter.resample_attempts: a group that goes on cannot be drawn again",
     ),
 )
 """Combinations of keys that the environment refuses."""

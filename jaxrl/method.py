@@ -481,10 +481,12 @@ RULES = (
     Rule(
         "loss.correction.level",
         lambda c: (
-            c.rollout.ahead == 1 and c.loss.correction.level == "none" and not _reads_sampler(c)
+            (c.rollout.ahead == 1 or c.filter.unfinished_tasks > 0)
+            and c.loss.correction.level == "none"
+            and not _reads_sampler(c)
         ),
-        "'token' or 'sequence' with rollout.ahead=1: weights one step older have sampled what is "
-        "trained on",
+        "'token' or 'sequence' with rollout.ahead=1 or filter.unfinished_tasks: older weights have "
+        "sampled what is trained on",
     ),
     Rule(
         "loss.correction.mode",

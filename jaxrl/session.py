@@ -116,6 +116,7 @@ class Progress:
     watched: Watched = field(default_factory=Watched)
     controllers: Controllers = field(default_factory=Controllers)
     leftover: list[Group] = field(default_factory=list, compare=False)
+    unfinished: list[int] = field(default_factory=list)  # places of tasks that are under way
     # What was collected for the next step, by weights that are not there any more.
     pending: Collected | None = field(default=None, compare=False)
     # Of all that was sampled, evaluations too.
@@ -234,7 +235,7 @@ class Session:
         progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
         progress.value, progress.best, progress.num_learned = None, Best(), 0
         progress.controllers, progress.leftover = Controllers.init(self.components.method), []
-        progress.pending = None
+        progress.pending, progress.unfinished = None, []
         return True
 
     def note_steps_beyond(self, num_steps: int) -> None:

@@ -126,6 +126,11 @@ class Tokenizer:
         self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.around)}
         self._chat_ids |= {image_id, video_id}
 
+    @property
+    def template_arguments(self) -> Mapping[str, Any]:
+        """Arguments with which the chat template is rendered."""
+        return self._arguments
+
     @classmethod
     def from_folder(
         cls,

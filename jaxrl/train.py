@@ -35,7 +35,15 @@ from jaxrl.session import Progress, Session
 from jaxrl.settings import STAGES, Settings
 from jaxrl.stream import Stream
 from jaxrl.training import rewards
-from jaxrl.training.collect import ENDING, Collected, Measure, RollOut, collect, some_failed
+from jaxrl.training.collect import (
+    ENDING,
+    Collected,
+    Left,
+    Measure,
+    RollOut,
+    collect,
+    some_failed,
+)
 from jaxrl.training.controllers import Controllers, advance, advance_gate
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.health import has_learned, why_nothing
@@ -72,6 +80,11 @@ def train(session: Session, params: Params) -> Params:
         components.engine.set_weights(components.model.whole(state.params))
     if not is_resumed:
         begin_training(session)
+    elif count := len(progress.unfinished):
+        session.display.log(
+            f"train: {count} task{'s' * (count > 1)} were under way when the run stopped; their "
+            "episodes are played anew"
+        )
     session.display.start("train", progress.stage_step, stage.num_steps)
     if progress.record is not None:
         finish_step(session)  # the run was stopped while it evaluated
@@ -127,6 +140,7 @@ def train(session: Session, params: Params) -> Params:
         clock.updated()
         # Where the run stands now, and what the step was like.
         progress.controllers, progress.leftover = controllers, collected.leftover
+        progress.unfinished = collected.unfinished
         progress.pending, progress.ledger = pending, progress.ledger + collected.ledger
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken, progress.value = collected.num_tasks_taken, None
@@ -189,7 +203,7 @@ class Collector:
             raise self.failure
         collected = progress.pending
         if collected is None:
-            roll_out = rollout_at(session, progress.step, policy_version)
+            roll_out = rollout_at(session, progress.step, policy_version, self._unfinished)
             collected = self._collect(roll_out, progress)
         elif distributed.anywhere(session.should_stop()):
             raise Interrupted("the run was asked to stop between two steps")
@@ -211,9 +225,11 @@ class Collector:
             self.session.progress,
             items_taken=collected.num_tasks_taken,
             leftover=collected.leftover,
+            unfinished=collected.unfinished,
             controllers=controllers,
         )
-        roll_out = rollout_at(self.session, progress.step + 1, policy_version)
+        step = progress.step + 1
+        roll_out = rollout_at(self.session, step, policy_version, self._unfinished)
         # Not in the progress yet, unless they were pending.
         under_way = NOTHING if self.session.progress.pending else collected.ledger
         try:
@@ -222,6 +238,10 @@ class Collector:
         except ENDING as error:
             self.failure = error  # told once the step under way is done and saved
             return None
+
+    @property
+    def _unfinished(self) -> int:
+        return self.session.components.method.filter.unfinished_tasks
 
     @property
     def _looks_ahead(self) -> bool:
@@ -241,10 +261,11 @@ class Collector:
         before = dataclasses.replace(engine.counts)
         self.spent = NOTHING
 
-        def accounted(draws: Sequence[Draw]) -> list[Group]:
+        def accounted(draws: Sequence[Draw]) -> Sequence[Group | None]:
             session.check_budget(uncounted + self.spent)  # of the batches before
             groups = roll_out(draws)
-            self.spent += Ledger.of(members(groups), session.settings.ledger.prices)
+            found = [group for group in groups if group is not None]
+            self.spent += Ledger.of(members(found), session.settings.ledger.prices)
             return groups
 
         try:
@@ -252,8 +273,11 @@ class Collector:
                 accounted,
                 self.stream,
                 session.components.method,
-                num_tasks_taken=progress.items_taken,
-                leftover=progress.leftover,
+                left=Left(
+                    num_tasks_taken=progress.items_taken,
+                    groups=progress.leftover,
+                    unfinished=progress.unfinished,
+                ),
                 controllers=progress.controllers,
                 measure=self.measure,
                 failures=session.failures,
@@ -269,13 +293,16 @@ class Collector:
         return dataclasses.replace(collected, metrics=metrics, ledger=self.spent)
 
 
-def rollout_at(session: Session, step: int, policy_version: int) -> partial[list[Group]]:
+def rollout_at(
+    session: Session, step: int, policy_version: int, unfinished: int = 0
+) -> partial[list[Group]]:
     """Binds the session's rollout to the sampling settings of one training step.
 
     Args:
         session: the run.
         step: counted over all stages; part of the sampling seeds.
         policy_version: optimizer steps behind the engine's weights.
+        unfinished: groups that may come back as None.
     """
     method = session.components.method
     sampling = Sampling(
@@ -290,6 +317,7 @@ def rollout_at(session: Session, step: int, policy_version: int) -> partial[list
         ),
         policy_version=policy_version,
         keeps_arrays=method.replays,
+        unfinished=unfinished,
     )
     return partial(
         session.components.rollout,

@@ -84,6 +84,17 @@ BROKEN = [
             "rollout.max_calls": 3,
         },
     ),
+    ("filter.unfinished_tasks", {"filter.unfinished_tasks": 1, "loss.correction.level": "token"}),
+    (
+        "filter.unfinished_tasks",
+        {
+            "filter.unfinished_tasks": 1,
+            "env.name": "agents",
+            "eval.final_suites": ("greedy",),
+            "reward.weights": {"reward": 1.0},
+            "filter.resample_attempts": 1,
+        },
+    ),
     ("rollout.group_size", {"rollout.group_size": 1}),
     ("advantage.pass_at_k.k", {"advantage.name": "pass_at_k", "advantage.pass_at_k.k": 8}),
     (

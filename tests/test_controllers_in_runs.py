@@ -22,7 +22,7 @@ from jaxrl.method import method_of
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
 from jaxrl.runtime.stopping import Interrupted
-from jaxrl.training.collect import NotEnoughGroupsError, collect
+from jaxrl.training.collect import Left, NotEnoughGroupsError, collect
 from jaxrl.training.controllers import BUCKETS, Controllers, advance
 from jaxrl.training.health import Failures
 from jaxrl.training.rewards import pay_entropy
@@ -274,8 +274,7 @@ def decisions():
             roll_out,
             NumberedTasks(7),
             method,
-            num_tasks_taken=taken,
-            leftover=leftover,
+            left=Left(num_tasks_taken=taken, groups=leftover),
             controllers=controllers,
             measure=list,
             failures=failures,

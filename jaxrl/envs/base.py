@@ -272,6 +272,10 @@ class Env(Protocol):
     What a method raises, a result of another type and, of `step`, no result within a deadline end
     the episodes concerned as environment errors, with type and text of what happened. An
     `OutageError` of `step` without a fallback ends the run.
+
+    An environment that plays its episodes itself has a method `rollout` too, which takes the
+    sampler and the further arguments of `sampling.rollout.EpisodePlayer` and returns a rollout, and
+    may have an `engine_kind`, the class of its sampler. Nobody asks its `start` and `step`.
     """
 
     stop_strings: tuple[str, ...]
@@ -310,5 +314,6 @@ class Env(Protocol):
 ENVS: Mapping[str, str] = {
     "search": "jaxrl.envs.search.SearchEnv",
     "math": "jaxrl.envs.math.MathEnv",
+    "agents": "jaxrl.extras.serve.agents.environment.AgentEnv",
 }
 """Environments that a configuration can name, by where they are."""

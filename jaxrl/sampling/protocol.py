@@ -33,6 +33,7 @@ class Sampling:
         policy_version: updates that the engine's weights have seen, recorded with every sampled
             token.
         keeps_arrays: trajectories keep the arrays by token that the engine has recorded.
+        unfinished: groups that may come back as None, and go on where their draws are given again.
     """
 
     group_size: int
@@ -41,6 +42,7 @@ class Sampling:
     seeds: Seeds
     policy_version: int = 0
     keeps_arrays: bool = False
+    unfinished: int = 0
 
 
 RolloutFunction = Callable[..., list[Group]]

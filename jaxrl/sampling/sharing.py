@@ -31,6 +31,11 @@ def shared(
     def everywhere(draws: Sequence[Draw], sampling: Sampling, **settings: Any) -> list[Group]:
         if jax.process_count() == 1:
             return rollout(draws, sampling, **settings)
+        if sampling.unfinished:  # a task goes on where it was, but shares may be other ones then
+            raise ValueError(
+                f"config.filter.unfinished_tasks is {sampling.unfinished}, and the job has "
+                f"{jax.process_count()} processes; expected 0, or one process."
+            )
         mine = share(len(draws))
         own: Any = None
         try:

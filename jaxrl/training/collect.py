@@ -28,8 +28,8 @@ from jaxrl.training.ledger import BudgetSpentError, Ledger
 from jaxrl.training.settings import Filter, Method
 from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members, with_fields
 
-RollOut = Callable[[Sequence[Draw]], list[Group]]
-"""Samples and scores a group of every draw, in their order."""
+RollOut = Callable[[Sequence[Draw]], Sequence[Group | None]]
+"""Samples and scores a group of every draw, in their order; None for one that is not finished."""
 
 Measure = Callable[[Sequence[Group]], list[Group]]
 """Puts the divergence of each trajectory on it, where the method has a use for it."""
@@ -49,6 +49,7 @@ class Collected:
 
     groups: list[Group]
     leftover: list[Group]  # groups beyond the need, for the next step
+    unfinished: list[int] = field(default_factory=list)  # places in the stream of those under way
     num_tasks_taken: int  # from the stream, in all
     tried: list[GroupStats]  # every group that was sampled, whether it passed the filter or not
     metrics: dict[str, float]
@@ -72,12 +73,28 @@ class Collected:
 _GROUPS = ("groups", "leftover")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """Where earlier steps have left off.
+
+    Attributes:
+        num_tasks_taken: tasks that were taken from the stream.
+        groups: beyond what the step before needed.
+        unfinished: places in the stream of tasks that are under way.
+    """
+
+    num_tasks_taken: int = 0
+    groups: Sequence[Group] = ()
+    unfinished: Sequence[int] = ()
+
+
 @dataclass(kw_only=True)
 class _Batches:
     """Groups and counts of a step's batches so far."""
 
     num_tasks_taken: int
     kept: list[Group]
+    under_way: list[Draw] = field(default_factory=list)
     tried: list[GroupStats] = field(default_factory=list)
     records: list[CallRecord] = field(default_factory=list)  # of all calls, for dropped groups too
     count: int = 0
@@ -90,8 +107,7 @@ def collect(
     stream: Stream[Task],
     method: Method,
     *,
-    num_tasks_taken: int,
-    leftover: Sequence[Group],
+    left: Left,
     controllers: Controllers,
     measure: Measure,
     failures: Failures,
@@ -102,8 +118,7 @@ def collect(
         roll_out: samples groups.
         stream: tasks in their order.
         method: says what is kept.
-        num_tasks_taken: tasks that were taken from the stream before.
-        leftover: groups beyond what the step before needed.
+        left: by the steps before.
         controllers: before the step; give the tasks to skip, the early or late stage, and the KL
             coefficient for the filter.
         measure: adds divergences, for a filter that compares rewards with their KL term.
@@ -115,19 +130,30 @@ def collect(
         NotEnoughGroupsError: after `filter.max_batches` batches there are still too few.
     """
     settings, wanted = method.filter, method.tasks_per_step
-    batches = _Batches(num_tasks_taken=num_tasks_taken, kept=list(leftover))
+    batches = _Batches(
+        num_tasks_taken=left.num_tasks_taken,
+        kept=list(left.groups),
+        under_way=[Draw(task=stream.take(at, 1)[0], stream_index=at) for at in left.unfinished],
+    )
 
     def recorded(draws: Sequence[Draw]) -> list[Group]:
-        groups = roll_out(draws)
+        sampled = roll_out(draws)
+        groups = [group for group in sampled if group is not None]
+        batches.under_way = [d for d, one in zip(draws, sampled, strict=True) if one is None]
         batches.records += [record for t in members(groups) for record in t.records]
         return groups
 
     while len(batches.kept) < wanted:
         if 0 < settings.max_batches <= batches.count:
             raise NotEnoughGroupsError(_complaint(settings, batches, wanted))
+        count = settings.tasks_per_batch or wanted
+        if settings.unfinished_tasks or batches.under_way:  # as many as then are missing
+            begun = settings.unfinished_tasks - len(batches.under_way)
+            count = max(wanted - len(batches.kept) + begun, 0)
         draws, batches.num_tasks_taken = draw(
-            stream, batches.num_tasks_taken, settings.tasks_per_batch or wanted, controllers.skipped
+            stream, batches.num_tasks_taken, count, controllers.skipped
         )
+        draws = [*batches.under_way, *draws]
         groups, num_retried = _roll_out_with_retries(recorded, draws, settings, controllers.is_late)
         failures.count(members(groups))
         shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
@@ -150,11 +176,12 @@ def collect(
     return Collected(
         groups=batches.kept[:wanted],
         leftover=carried,
+        unfinished=[draw.stream_index for draw in batches.under_way],
         num_tasks_taken=batches.num_tasks_taken,
         tried=batches.tried,
         metrics=_metrics(
             batches,
-            num_leftover_before=len(leftover),
+            num_leftover_before=len(left.groups),
             num_leftover=len(new_leftover),
             method=method,
         ),
@@ -252,7 +279,10 @@ def _complaint(settings: Filter, batches: _Batches, wanted: int) -> str:
 
 
 def _roll_out_with_retries(
-    roll_out: RollOut, draws: Sequence[Draw], settings: Filter, is_late: bool
+    roll_out: Callable[[Sequence[Draw]], list[Group]],
+    draws: Sequence[Draw],
+    settings: Filter,
+    is_late: bool,
 ) -> tuple[list[Group], int]:
     """Samples groups, and again those in which nobody has a reward above 0 or abstains.
 
@@ -262,7 +292,7 @@ def _roll_out_with_retries(
     Returns:
         The groups, and how many were sampled again, counted once an attempt.
     """
-    groups = list(roll_out(draws))
+    groups = roll_out(draws)
     attempts = settings.resample_attempts if is_late or settings.resample_early else 0
     num_resampled = 0
     for attempt in range(1, attempts + 1):

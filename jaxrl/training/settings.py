@@ -83,6 +83,7 @@ class Filter:
     tasks_per_batch: int
     max_batches: int
     carry_over: bool
+    unfinished_tasks: int
     resample_attempts: int
     resample_early: bool
     skip_solved: bool
@@ -173,7 +174,7 @@ class Method:
     @property
     def has_lag(self) -> bool:
         """True where weights from before the newest update sample what a step trains on."""
-        return bool(self.ahead) or self.filter.carry_over
+        return bool(self.ahead) or holds_older(self.filter)
 
     @property
     def learns_from_all(self) -> bool:
@@ -196,7 +197,12 @@ def takes_own_logprobs(optimizer: OptimizerSettings, filter: Filter) -> bool:
 
     That takes a single optimizer step per batch, and samples of the current policy only.
     """
-    return optimizer.num_minibatches * optimizer.num_epochs == 1 and not filter.carry_over
+    return optimizer.num_minibatches * optimizer.num_epochs == 1 and not holds_older(filter)
+
+
+def holds_older(filter: Filter) -> bool:
+    """True where a step may train on samples that an earlier one has begun."""
+    return filter.carry_over or filter.unfinished_tasks > 0
 
 
 def is_measured(kl: KL) -> bool:

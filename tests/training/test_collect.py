@@ -1,6 +1,7 @@
 """Filters and resampling on trajectories made by hand; the sampler is a table."""
 
 import dataclasses
+import json
 import math
 from functools import partial
 
@@ -9,7 +10,14 @@ import pytest
 
 from jaxrl.envs.base import Task
 from jaxrl.stream import Stream
-from jaxrl.training.collect import NotEnoughGroupsError, collect, draw, some_failed
+from jaxrl.training.collect import (
+    Collected,
+    Left,
+    NotEnoughGroupsError,
+    collect,
+    draw,
+    some_failed,
+)
 from jaxrl.training.controllers import Controllers, SkipSet, StageGate
 from jaxrl.training.health import Failures, NothingWorksError
 from jaxrl.types import Group, GroupStats, members, with_fields
@@ -63,15 +71,16 @@ def failures(limit=0):
 
 
 def run(sample, **changes):
+    left = {"num_tasks_taken": 0, "leftover": (), "unfinished": ()}
+    taken, groups, unfinished = (changes.pop(name, value) for name, value in left.items())
     defaults = {
-        "num_tasks_taken": 0,
-        "leftover": (),
         "controllers": Controllers(),
         "measure": list,
         "failures": failures()[0],
     }
     arguments = {key: changes.pop(key, default) for key, default in defaults.items()}
-    return collect(sample, NumberedTasks(), method_with(**changes), **arguments)
+    left = Left(num_tasks_taken=taken, groups=groups, unfinished=unfinished)
+    return collect(sample, NumberedTasks(), method_with(**changes), left=left, **arguments)
 
 
 def tasks_of(groups):
@@ -308,3 +317,44 @@ def test_a_stream_without_anything_left_says_so():
     stream = Stream([Task(id=f"q{i}", question="?") for i in range(3)], seed=0)
     with pytest.raises(NotEnoughGroupsError, match="all 3 tasks are solved and skipped"):
         draw(stream, 5, 1, SkipSet({f"q{i}": 0.0 for i in range(3)}))
+
+
+def test_unfinished_groups_are_given_again_and_only_the_missing_ones_drawn():
+    # Of each call the slow ones come back as None, until they are asked for a second time.
+    asked = []
+
+    def slow(draws):
+        asked.append([draw.stream_index for draw in draws])
+        seen = [place for call in asked[:-1] for place in call]
+        groups = sampler(*[[1, 0]] * 20)(draws)
+        return [
+            None if draw.stream_index % 3 == 0 and draw.stream_index not in seen else group
+            for draw, group in zip(draws, groups, strict=True)
+        ]
+
+    changes = {"filter.unfinished_tasks": 1}
+    first = run(slow, **changes)
+    assert asked == [[0, 1, 2]]  # two are wanted, and one may be under way
+    assert tasks_of(first.groups) == ["q1", "q1", "q2", "q2"]
+    assert (first.unfinished, first.num_tasks_taken, first.leftover) == ([0], 3, [])
+    left = {"num_tasks_taken": 3, "unfinished": first.unfinished}
+    second = run(slow, **changes, **left)
+    assert asked[1:] == [[0, 3, 4]]
+    assert tasks_of(second.groups) == ["q0", "q0", "q4", "q4"]
+    assert (second.unfinished, second.num_tasks_taken) == ([3], 5)
+    saved = json.loads(json.dumps(second.to_json()))
+    assert Collected.from_json(saved).unfinished == [3]
+
+
+def test_a_filter_draws_as_many_more_as_it_dropped_beside_the_unfinished():
+    asked = []
+
+    def slow(draws):
+        asked.append([draw.stream_index for draw in draws])
+        groups = sampler([1, 1], *[[1, 0]] * 4)(draws)
+        return [None if d.stream_index == 2 else g for d, g in zip(draws, groups, strict=True)]
+
+    kept = run(slow, **{"filter.unfinished_tasks": 1, "filter.name": "varied"})
+    assert asked == [[0, 1, 2], [2, 3]]  # q0 was dropped: one is missing, and one under way
+    assert tasks_of(kept.groups) == ["q1", "q1", "q3", "q3"]
+    assert kept.unfinished == [2]

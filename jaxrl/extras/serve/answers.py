@@ -174,10 +174,20 @@ def _unfinished(piece: Piece) -> RefusedError:
 class Answer:
     """All samples of a question, for as many clients as wait for them."""
 
-    def __init__(self, question: Question, shown: Any):
-        """Chooses the draws; nothing is asked yet. `shown` is what the dialect knows of it."""
-        self.question, self.shown = question, shown
-        self.keys = [sample_key(question.seed, index) for index in range(question.count)]
+    def __init__(
+        self, question: Question, shown: Any, session: str = "", keys: Sequence[np.ndarray] = ()
+    ):
+        """Chooses the draws; nothing is asked yet.
+
+        Args:
+            question: to be answered.
+            shown: what the dialect knows of it.
+            session: whose it is.
+            keys: uint32 [2] of each sample's draws; without any, they follow from the seed.
+        """
+        self.question, self.shown, self.session = question, shown, session
+        self.keys = keys or [sample_key(question.seed, index) for index in range(question.count)]
+        self.is_lost = False  # who asked was not there to read it
         self.samples: list[Sample] = []
         self.created = int(time.time())
         self.num_readers = 0
@@ -276,6 +286,7 @@ class Answers:
                     stops=tuple(stop.encode() for stop in question.stops),
                     deadline=time.monotonic() + self._deadline_s,
                     tell=_teller(loop, sample),
+                    session=answer.session,
                 )
                 jobs.append(sample.job)
         if jobs:
@@ -304,4 +315,5 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         pieces[-1],
         token_ids=tuple(id for piece in pieces for id in piece.token_ids),
         logprobs=tuple(value for piece in pieces for value in piece.logprobs),
+        entropies=tuple(value for piece in pieces for value in piece.entropies),
     )

@@ -32,9 +32,13 @@ class Way(NamedTuple):
 class ServedEngine(Engine):
     """An engine whose requests share nothing but its rows and pages."""
 
+    kinds_asked: Sequence[str] | None = next_token.KINDS
+    """Kinds to draw by, since clients may want any; None: those of the argument `kinds`."""
+
     def __init__(self, *arguments: Any, **settings: Any):
-        """Takes the arguments of `Engine`, but for the kinds, which are all there are."""
-        super().__init__(*arguments, **{**settings, "kinds": next_token.KINDS})
+        """Takes the arguments of `Engine`, and `kinds_asked` in place of its `kinds`."""
+        kinds = {} if self.kinds_asked is None else {"kinds": self.kinds_asked}
+        super().__init__(*arguments, **settings | kinds)
         self._ways: dict[int, Way] = {}
 
     def clear(self) -> None:
@@ -127,7 +131,7 @@ class ServedEngine(Engine):
 
     def _kind_for(self, running: list[list[Row]]) -> str:
         """The cheapest kind that draws for every row."""
-        kinds = {next_token.kind_of(*self._ways[row.request]) for rows in running for row in rows}
+        kinds = {self._kind_of(*self._ways[row.request]) for rows in running for row in rows}
         return max(kinds, key=next_token.KINDS.index)
 
     def _ways_of(self, running: list[list[Row]], num_rows: int) -> tuple[np.ndarray, np.ndarray]:

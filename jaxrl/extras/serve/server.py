@@ -18,12 +18,13 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
+import numpy as np
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -47,6 +48,7 @@ HEAD_S, BODY_S, WRITE_S = 30.0, 60.0, 60.0
 
 MAX_CONNECTIONS, MAX_SESSION = 4096, 256
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+REWARD = "/reward"
 STOP_S = 2
 """Seconds in which connections may end when the server does; the answers have ended before."""
 
@@ -68,6 +70,7 @@ class Settings:
         key: that clients must have; "" for none.
         deadline_s: seconds from a question to the end of its answer.
         max_body_mib: of a request.
+        max_answers: that are kept for clients that ask again.
     """
 
     name: str
@@ -75,6 +78,49 @@ class Settings:
     key: str = ""
     deadline_s: float = 600.0
     max_body_mib: float = 16.0
+    max_answers: int = 512
+
+
+class Play(Protocol):
+    """A session whose answers are recorded, since a policy is trained on them.
+
+    Attributes:
+        name: of the session.
+    """
+
+    name: str
+
+    def ask(self, question: Question) -> tuple[Question, Sequence[np.ndarray]]:
+        """Returns the question as it is drawn here, and the keys of its samples.
+
+        Raises:
+            RefusedError: the session has ended, or has no tokens left for it.
+        """
+        ...
+
+    def record(self, answer: Answer) -> None:
+        """Records an answer, once it is whole and before it is sent; again counts once."""
+        ...
+
+    def reward(self, fields: Fields) -> None:
+        """Ends the session with what a body says of it.
+
+        Raises:
+            RefusedError: it says nothing of use, or the session has ended otherwise.
+        """
+        ...
+
+
+class Plays(Protocol):
+    """All sessions whose answers are recorded; others are refused."""
+
+    def find(self, name: str) -> Play:
+        """Returns the session of a name, which only its client knows.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        ...
 
 
 class Exchange:
@@ -99,6 +145,13 @@ class Exchange:
     def header(self, name: str) -> str:
         """The first value of a header; "" without one."""
         return next(iter(self.headers(name)), "")
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """The keys that a client gives, as OpenAI's and Anthropic's do; "" for none."""
+        scheme, _, given = self.header("authorization").partition(" ")
+        bearer = given.strip() if scheme.lower() == "bearer" else ""
+        return bearer, self.header("x-api-key")
 
     async def body(self, most: int) -> bytes:
         """The body.
@@ -186,15 +239,31 @@ Reader = Callable[[Fields, str], tuple[Question, Any]]
 class Endpoint:
     """The application: what is asked by HTTP goes to the worker, and comes back."""
 
-    def __init__(self, worker: Worker, tokenizer: Tokenizer, settings: Settings):
-        """Answers nothing yet."""
-        self.worker, self.settings = worker, settings
+    def __init__(
+        self,
+        worker: Worker,
+        tokenizer: Tokenizer,
+        settings: Settings,
+        plays: Plays | None = None,
+    ):
+        """Answers nothing yet.
+
+        Args:
+            worker: that owns the engine.
+            tokenizer: with the chat template.
+            settings: of the server.
+            plays: the sessions that are answered, where not anybody may ask; a session's name is
+                its clients' key.
+        """
+        self.worker, self.settings, self.plays = worker, settings, plays
         self.hosts: list[str] | None = None  # values of `Host` that are answered; None: any
         self._chats = Chats(tokenizer, max_prompt_tokens=worker.max_total_tokens - 1)
         self._limits = Limits(
             max_total_tokens=worker.max_total_tokens, num_tokens=tokenizer.num_tokens
         )
-        self._answers = Answers(worker, deadline_s=settings.deadline_s)
+        self._answers = Answers(
+            worker, deadline_s=settings.deadline_s, max_kept=settings.max_answers
+        )
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.statuses: dict[int, int] = {}
         self._gets = {
@@ -258,7 +327,7 @@ class Endpoint:
             if exchange.method not in ("GET", "HEAD"):
                 raise RefusedError(405, f"{exchange.path} answers GET.", headers={"Allow": "GET"})
             await self._gets[exchange.path](exchange)
-        elif exchange.path in self._posts:
+        elif exchange.path in self._posts or (self.plays and exchange.path == REWARD):
             if exchange.method != "POST":
                 raise RefusedError(405, f"{exchange.path} answers POST.", headers={"Allow": "POST"})
             if self.worker.is_ending:
@@ -266,7 +335,7 @@ class Endpoint:
             data = await exchange.body(int(self.settings.max_body_mib * 2**20))
             await self._while_there(exchange, self._post(exchange, data))
         else:
-            known = ", ".join([*self._gets, *self._posts])
+            known = ", ".join([*self._gets, *self._posts, *([REWARD] if self.plays else [])])
             raise RefusedError(404, f"there is no such address; expected {known}, or one behind "
                                "/r/ROLLOUT.")  # fmt: skip
 
@@ -286,16 +355,14 @@ class Endpoint:
             one not in map(str.lower, hosts) for one in origins
         ):
             raise RefusedError(403, "the request is of another site's page; expected a program.")
-        if self.settings.key and exchange.path != "/health":
-            scheme, _, given = exchange.header("authorization").partition(" ")
-            bearer = given.strip() if scheme.lower() == "bearer" else ""
-            if not any(map(self._is_key, (bearer, exchange.header("x-api-key")))):
-                raise RefusedError(
-                    401,
-                    "the key is missing or wrong; expected the server's, as Authorization: Bearer.",
-                    headers={"WWW-Authenticate": "Bearer"},
-                    code="invalid_api_key",
-                )
+        is_open = not self.settings.key or exchange.path == "/health"
+        if not is_open and not any(map(self._is_key, exchange.keys)):
+            raise RefusedError(
+                401,
+                "the key is missing or wrong; expected the server's, as Authorization: Bearer.",
+                headers={"WWW-Authenticate": "Bearer"},
+                code="invalid_api_key",
+            )
 
     def _is_key(self, given: str) -> bool:
         """Return True if a header holds the key, in UTF-8 or in latin-1, as which it was read."""
@@ -317,8 +384,17 @@ class Endpoint:
             await asyncio.gather(working, leaving, return_exceptions=True)
 
     async def _post(self, exchange: Exchange, data: bytes) -> None:
-        reader, writer_of = self._posts[exchange.path]
         session = exchange.rollout or exchange.header("x-session-id")
+        play = None
+        if self.plays is not None:
+            given = (exchange.rollout, *exchange.keys)
+            play = self.plays.find(next(filter(None, given), ""))
+            session = play.name
+            if exchange.path == REWARD:
+                play.reward(read_body(data))
+                await exchange.send_json({"status": "ok"})
+                return
+        reader, writer_of = self._posts[exchange.path]
         if len(session) > MAX_SESSION:
             # Cut, it could be the name of another session.
             raise RefusedError(
@@ -335,8 +411,11 @@ class Endpoint:
         with contextlib.ExitStack() as reading:
             async with lock:
                 answer = self._answers.find(names[-1], digest) if key else None
-                if answer is None and exchange.header("x-stainless-retry-count") not in ("", "0"):
+                is_retry = exchange.header("x-stainless-retry-count") not in ("", "0")
+                if answer is None and (is_retry or play is not None):
                     answer = self._answers.find(digest, digest)
+                    if answer is not None and not (is_retry or answer.is_lost):
+                        answer = None  # the same again, and not for want of a reply
                 if answer is None:
                     question, shown = await asyncio.to_thread(
                         lambda: reader(read_body(data), session)
@@ -344,21 +423,32 @@ class Endpoint:
                     if exchange.path == COUNT:
                         await exchange.send_json({"input_tokens": len(question.prompt_ids)})
                         return
-                    answer = Answer(question, shown)
+                    question, keys = play.ask(question) if play else (question, ())
+                    answer = Answer(question, shown, session, keys)
                 reading.enter_context(self._answers.reading(answer))
                 for name in names:
                     self._answers.keep(name, digest, answer)
             writer = writer_of(answer, answer.shown)
-            if writer.streams:
-                await exchange.begin_stream()
-                async for name, value in writer.events():
-                    await exchange.event(name, value)
+            try:
+                if writer.streams:
+                    await exchange.begin_stream()
+                    async for name, value in writer.events():
+                        if play is not None and all(sample.end for sample in answer.samples):
+                            play.record(answer)
+                        await exchange.event(name, value)
+                else:
+                    for sample in answer.samples:
+                        async for _ in sample.follow():
+                            pass
+                    if play is not None:
+                        play.record(answer)
+                    await exchange.send_json(writer.finished())
+            except BaseException:
+                answer.is_lost = True  # unless another client reads it
+                raise
+            answer.is_lost = False
+            if writer.streams:  # of which a client has all it wants before the end
                 await exchange.end_stream()
-            else:
-                for sample in answer.samples:
-                    async for _ in sample.follow():
-                        pass
-                await exchange.send_json(writer.finished())
 
     def _read_chat(self, fields: Fields, session: str) -> tuple[Question, Any]:
         return completions.read(
@@ -479,7 +569,7 @@ def metrics(worker: Worker, statuses: Mapping[int, int]) -> str:
     return "\n".join([*lines, ""])
 
 
-class Protocol(H11Protocol):
+class Http(H11Protocol):
     """Uvicorn's HTTP, which closes a connection that takes too long to send a request's head."""
 
     _waiting: asyncio.TimerHandle | None = None
@@ -565,7 +655,7 @@ class Server:
         self.address = f"http://{shown}:{self.port}"
         config = uvicorn.Config(
             endpoint,
-            http=Protocol,
+            http=Http,
             ws="none",
             lifespan="off",
             log_level="error",

@@ -49,6 +49,8 @@ class Piece:
     Attributes:
         token_ids: with the id or the last token of the string that stops it.
         logprobs: of these, nats, under the temperature at which they were drawn.
+        entropies: of the distributions they were drawn from, nats.
+        version: of the weights that drew them; see `Worker.serve`.
         end: "" while it goes on.
         text_bytes: of the whole answer, that are its text; known at the end.
         num_cached: ids of the prompt that were not read again.
@@ -57,6 +59,8 @@ class Piece:
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    entropies: tuple[float, ...] = ()
+    version: int = 0
     end: str = ""
     text_bytes: int = 0
     num_cached: int = 0
@@ -76,6 +80,7 @@ class Job:
         stops: strings that end it, as UTF-8.
         deadline: on the monotonic clock.
         tell: called on the engine's thread with each piece.
+        session: whose it is; see `Worker.serve`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -86,10 +91,16 @@ class Job:
     stops: tuple[bytes, ...] = ()
     deadline: float
     tell: Callable[[Piece], None]
+    session: str = ""
     token_ids: list[int] = field(default_factory=list)
     data: bytearray = field(default_factory=bytearray)  # of the tokens
     num_cached: int = 0
     is_left: bool = False  # nobody waits for it any more
+
+    @property
+    def read_ids(self) -> tuple[int, ...]:
+        """Ids that the next token is drawn behind."""
+        return (*self.prompt_ids, *self.token_ids)
 
 
 @dataclass
@@ -118,6 +129,7 @@ class Worker:
         *,
         max_queue: int = 256,
         max_kept: int = 0,
+        is_paused: bool = False,
     ):
         """Starts the thread.
 
@@ -127,6 +139,7 @@ class Worker:
             eos_ids: at which the engine stops.
             max_queue: jobs that wait at most, beside those for which there is a row.
             max_kept: rows of finished answers that are kept; 0: eight for each row.
+            is_paused: takes jobs and begins none of them before `serve`.
         """
         self.engine = engine
         self.totals = Totals()
@@ -136,8 +149,13 @@ class Worker:
         self._queue: deque[Job] = deque()  # under `_changed`, as the flags
         self._changed = threading.Condition()
         self._is_ending = self._is_over = self._is_asked = self._has_ended = False
+        self._sessions: Callable[[str], bool] = (lambda _: False) if is_paused else lambda _: True
+        self._held: list[Job] = []  # of sessions that are not served now; under `_changed`
+        self._is_paused = self._is_parked = is_paused
+        self.version = 0  # of the engine's weights
         self.is_damaged = False  # some answer had probabilities that are no numbers
         self._is_broken = False  # after a fault that nothing could clear up
+        self.failure: Exception | None = None  # the engine's newest
         self._jobs: dict[int, Job] = {}  # in the engine, by request
         self._kept: OrderedDict[int, tuple[int, ...]] = (
             OrderedDict()
@@ -199,14 +217,16 @@ class Worker:
                     "has rows and places in its queue for."
                 )
             num_free = max(self.engine.num_rows - len(self._jobs), 0)
-            if len(self._queue) + len(jobs) > self._max_queue + num_free:
+            num_waiting = len(self._queue) + len(self._held)
+            if num_waiting + len(jobs) > self._max_queue + num_free:
                 self.totals.refused_busy += 1
                 raise BusyError(
-                    f"{len(self._queue)} samples wait, and this request asks for {len(jobs)}; "
+                    f"{num_waiting} samples wait, and this request asks for {len(jobs)}; "
                     f"expected at most {self._max_queue} to wait. Ask again later, or start the "
                     "server with a longer --queue."
                 )
-            self._queue.extend(jobs)
+            for job in jobs:
+                (self._queue if self._sessions(job.session) else self._held).append(job)
             self.totals.requests += len(jobs)
             self._wake()
 
@@ -215,6 +235,52 @@ class Worker:
         with self._changed:
             job.is_left = True
             self._wake()
+
+    def serve(self, sessions: Callable[[str], bool], *, version: int, deadline_s: float) -> None:
+        """Goes on after a pause, with the jobs of some sessions.
+
+        Args:
+            sessions: true of the names of those that are served; the jobs of others are held.
+            version: of the weights that the engine has now, by which pieces name it.
+            deadline_s: for jobs that were held, whose time did not run.
+        """
+        with self._changed:
+            self._sessions, self.version, self._is_paused = sessions, version, False
+            ends = time.monotonic() + deadline_s
+            held, self._held = self._held, []
+            for job in held:
+                job.deadline = max(job.deadline, ends)
+                (self._queue if sessions(job.session) else self._held).append(job)
+            self._is_parked = False
+            self._wake()
+
+    def pause(self, limit_s: float = PATIENCE_S) -> None:
+        """Stops after the chunk under way, and leaves the engine empty for others to use.
+
+        What is not finished is held: it goes on from the tokens it has, which are read again, and
+        its draws depend on the same key.
+
+        Raises:
+            TimeoutError: the chunk did not end.
+        """
+        with self._changed:
+            self._is_paused = True
+            self._sessions = lambda _: False
+            self._wake()
+            if not self._changed.wait_for(lambda: self._is_parked or self._has_ended, limit_s):
+                raise TimeoutError(f"the engine's thread did not pause within {limit_s:g} s.")
+
+    def _park(self) -> None:
+        """Holds all jobs, and forgets the engine's rows."""
+        running = [self._jobs[request] for request in sorted(self._jobs)]
+        self._jobs.clear()
+        self._kept.clear()
+        self.engine.clear()
+        with self._changed:
+            self._held = [*running, *self._queue, *self._held]
+            self._queue.clear()
+            self._is_parked = True
+            self._changed.notify_all()
 
     def end(self, limit_s: float) -> bool:
         """Takes nothing new, and waits until all has ended; what is left then is cancelled.
@@ -235,13 +301,17 @@ class Worker:
 
     def _wake(self) -> None:
         self._is_asked = True
-        self._changed.notify()
+        self._changed.notify_all()
 
     def _run(self) -> None:
         end = FAILED
         try:
             while self._wait():
                 try:
+                    if self._is_paused:
+                        if not self._is_parked:  # else the engine is in others' hands
+                            self._park()
+                        continue
                     self._drop()
                     self._admit()
                     self._release_for_others()
@@ -253,9 +323,11 @@ class Worker:
         finally:  # whatever ended it, nobody may wait for ever
             with self._changed:
                 self._has_ended = True
-                left = [*self._queue, *self._jobs.values()]
+                left = [*self._queue, *self._jobs.values(), *self._held]
                 self._queue.clear()
                 self._jobs.clear()
+                self._held.clear()
+                self._changed.notify_all()
             for job in left:
                 self._tell_end(job, end, "" if end == LEFT else "the engine has ended.")
 
@@ -263,7 +335,7 @@ class Worker:
         """Waits until there is something to do; False: the end."""
         with self._changed:
             while not (self._jobs or self._queue or self._is_asked or self._is_broken):
-                if self._is_ending:
+                if self._is_ending and not self._held:
                     return False
                 self._changed.wait()
             self._is_asked = False
@@ -274,8 +346,10 @@ class Worker:
         now = time.monotonic()
         with self._changed:
             gone = [job for job in self._queue if job.is_left or job.deadline <= now]
+            gone += [job for job in self._held if job.is_left]  # whose time does not run
             if gone:
                 self._queue = deque(job for job in self._queue if job not in gone)
+                self._held = [job for job in self._held if job not in gone]
         for job in gone:
             self._tell_end(job, LEFT if job.is_left else LATE)
         for request, job in list(self._jobs.items()):
@@ -291,7 +365,7 @@ class Worker:
                 if not self._queue:
                     return
                 job = self._queue.popleft()
-            self.totals.prompt_tokens += len(job.prompt_ids)
+            self.totals.prompt_tokens += len(job.read_ids)
             try:
                 self._jobs[self._place(job)] = job
             except Exception as error:
@@ -300,19 +374,18 @@ class Worker:
 
     def _place(self, job: Job) -> int:
         """Hands a job to the engine; the number of its request."""
-        found = self._longest(job.prompt_ids)
+        token_ids, budget = job.read_ids, job.budget - len(job.token_ids)
+        found = self._longest(token_ids)
         if found is None:
-            request = Request(
-                prompt_ids=job.prompt_ids, sample_key=job.sample_key, budget=job.budget
-            )
+            request = Request(prompt_ids=token_ids, sample_key=job.sample_key, budget=budget)
             temperature, top_p = job.way
             [number] = self.engine.submit([request], temperature=temperature, top_p=top_p)
             return number
         stored = self._kept.pop(found)
         job.num_cached = len(stored) - 1  # the last one is read when the turn goes on
         self.totals.reused_tokens += job.num_cached
-        new = job.prompt_ids[len(stored) :]
-        self.engine.go_on(found, new, job.budget, sample_key=job.sample_key, way=job.way)
+        new = token_ids[len(stored) :]
+        self.engine.go_on(found, new, budget, sample_key=job.sample_key, way=job.way)
         return found
 
     def _longest(self, prompt_ids: tuple[int, ...]) -> int | None:
@@ -356,6 +429,8 @@ class Worker:
             Piece(
                 token_ids=tuple(ids),
                 logprobs=tuple(event.logprobs[: len(ids)].tolist()),
+                entropies=tuple(event.entropies[: len(ids)].tolist()),
+                version=self.version,
                 end=end,
                 text_bytes=text_bytes,
                 num_cached=job.num_cached,
@@ -380,7 +455,7 @@ class Worker:
 
     def _keep(self, request: int, job: Job) -> None:
         """Lets a row wait for what goes on from it, unless nothing can."""
-        ids = (*job.prompt_ids, *job.token_ids)
+        ids = job.read_ids
         if len(ids) >= self.engine.max_total_tokens:
             self.engine.finish(request)
             return
@@ -399,6 +474,7 @@ class Worker:
 
         An engine that cannot be cleared holds nobody knows what, and answers nothing more.
         """
+        self.failure = error
         jobs = list(self._jobs.values())
         self._jobs.clear()
         self._kept.clear()

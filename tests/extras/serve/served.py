@@ -21,9 +21,9 @@ PARAMS = tiny_params(CONFIG)
 MAX_TOTAL = 512
 
 
-def make_engine(params=PARAMS, config=CONFIG, **settings):
+def make_engine(params=PARAMS, config=CONFIG, kind=ServedEngine, **settings):
     """An engine over weights."""
-    engine = ServedEngine(
+    engine = kind(
         config,
         one_device_mesh(),
         StopAutomaton(TOKENIZER.vocab_bytes, ()),

@@ -1,0 +1,208 @@
+"""Processes in which agents play: started, replaced when they end or hang, and ended with the run.
+
+An agent that does not end in its time is told to. A program is killed with all that it has started;
+a function that is not async cannot be, so its thread stays behind, and a process with many of those
+gets no more episodes and is ended after the last of its others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxrl.envs.child_process import Child, EndedError, SilentError
+
+START_S = 120.0
+"""Seconds in which an agent's process has to have loaded it."""
+
+REACTION_S = 15.0
+"""Seconds in which it has to take note that an episode is given up, or it is ended."""
+
+MAX_LEFT = 32
+"""Episodes that a process may have left behind and get others still."""
+
+_KEPT = 1 << 13
+_ENDING_S = 5.0
+
+Ended = Callable[[str, Any, str], None]
+"""Told the name of an episode, and what came of it or why nothing did."""
+
+
+@dataclass(eq=False)
+class _Process:
+    child: Child
+    playing: dict[str, float] = field(default_factory=dict)  # names; when one was given up, or 0
+    num_left: int = 0  # threads of episodes that were given up, which run on
+
+
+class Programs:
+    """An agent, and the processes that play it."""
+
+    def __init__(
+        self,
+        *,
+        agent: str,
+        command: Sequence[str],
+        python: str,
+        settings: Mapping[str, Any],
+        processes: int,
+        ended: Ended,
+    ):
+        """Starts no process yet.
+
+        Args:
+            agent: name of the function; "" where a program plays.
+            command: the program's words; () where a function plays.
+            python: interpreter of the function; "" for this one.
+            settings: further arguments of the function.
+            processes: among which episodes of a function are divided.
+            ended: called from threads with each episode that has ended, also one that was given up.
+        """
+        given = {"agent": agent, "command": list(command), "settings": dict(settings)}
+        # Run as a file, its folder would come first where modules are looked for.
+        self._words = [
+            *(python or sys.executable, "-c", _START, str(Path(__file__).with_name("runner.py"))),
+            json.dumps(given),
+        ]
+        self._count, self._ended = processes, ended
+        self._what = f"the agent {agent}" if agent else f"the program {command[0]}"
+        self._lock = threading.Lock()
+        self._processes: list[_Process] = []
+        self._children: list[Child] = []  # that are not gone
+        self._finalizer = weakref.finalize(self, _close_all, self._children)
+
+    def open(self) -> None:
+        """Starts the first process, so that an agent that cannot be loaded is told at once.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        with self._lock:
+            if not self._processes:
+                self._start()
+
+    def play(self, episode: Mapping[str, Any]) -> None:
+        """Has an episode played; it has a name `episode`, and what an agent is given.
+
+        Raises:
+            ValueError: no process can be started.
+        """
+        name = episode["episode"]
+        with self._lock:
+            fit = [one for one in self._processes if one.num_left < MAX_LEFT]
+            if len(fit) < self._count:
+                fit.append(self._start())
+            process = min(fit, key=lambda one: len(one.playing))
+            process.playing[name] = 0.0
+        with contextlib.suppress(EndedError):  # whoever listens to it tells
+            process.child.tell(episode)
+
+    def stop(self, name: str) -> None:
+        """Gives an episode up: it is told as ended by then or soon."""
+        with self._lock:
+            for process in self._processes:
+                if name in process.playing and not process.playing[name]:
+                    process.playing[name] = time.monotonic()
+                    break
+            else:
+                return
+        with contextlib.suppress(EndedError):
+            process.child.tell({"stop": name})
+
+    def look(self) -> None:
+        """Ends processes that do not react, and those that have nothing left to do."""
+        now = time.monotonic()
+        with self._lock:
+            stuck = [
+                one
+                for one in self._processes
+                if any(since and now - since > REACTION_S for since in one.playing.values())
+                or (one.num_left >= MAX_LEFT and not one.playing)
+            ]
+        for process in stuck:
+            process.child.kill()
+
+    def close(self) -> None:
+        """Ends all processes; the end of this one does so too."""
+        self._finalizer()
+
+    def _start(self) -> _Process:
+        try:
+            child = Child(self._words, what=self._what, stderr=subprocess.PIPE)
+        except OSError as error:
+            raise ValueError(
+                f"config.env.agents: {self._what} cannot be started: {error}."
+            ) from error
+        self._children.append(child)
+        try:
+            first = child.hear(START_S)
+        except (EndedError, SilentError, ValueError) as error:
+            first = {"failed": f"{error}. {_words(child)}"}
+        if "failed" in first:
+            child.close()
+            self._children.remove(child)
+            raise ValueError(f"config.env.agents: {self._what} cannot be loaded: {first['failed']}")
+        process = _Process(child)
+        self._processes.append(process)
+        threading.Thread(target=self._listen, args=(process,), name="agents", daemon=True).start()
+        return process
+
+    def _listen(self, process: _Process) -> None:
+        """Tells what comes of a process's episodes, up to its end."""
+        child = process.child
+        try:
+            while True:
+                message = child.hear()
+                _words(child)
+                with self._lock:
+                    if "stopped" in message:  # it reacts; the end itself may take a while
+                        if message["stopped"] in process.playing:
+                            process.playing[message["stopped"]] = math.inf
+                        continue
+                    process.num_left = message["left"]
+                    del process.playing[message["episode"]]
+                self._ended(message["episode"], message.get("reward"), message.get("error", ""))
+        except Exception as error:
+            with self._lock:
+                if process in self._processes:
+                    self._processes.remove(process)
+                left, process.playing = list(process.playing), {}
+            why = f"{self._what}: its process is gone ({error}). {_words(child)}".strip()
+            child.close()
+            with contextlib.suppress(ValueError):
+                self._children.remove(child)
+            for name in left:
+                self._ended(name, None, why)
+
+
+_START = (
+    "import runpy, sys; path = sys.argv.pop(1); sys.argv[0] = path; "
+    "runpy.run_path(path, run_name='__main__')"
+)
+
+
+def _words(child: Child) -> str:
+    """The end of what a process has printed."""
+    del child.reported[:-_KEPT]
+    return child.reported.decode(errors="replace").strip()[-1000:]
+
+
+def _close_all(children: list[Child]) -> None:
+    """Ends processes, which then end the programs that they have started."""
+    for child in list(children):
+        with contextlib.suppress(EndedError):
+            child.tell({"end": True})
+    for child in list(children):
+        with contextlib.suppress(SilentError):
+            child.wait(_ENDING_S)
+        child.close()

@@ -1,0 +1,467 @@
+"""Rollouts that agents play: started together, answered by the run's own engine, trained by ids.
+
+The server listens for as long as the run lasts. Between rollouts the engine's thread rests, and
+what agents ask then waits for its turn. `Sampling.unfinished` groups may go on so into the next
+rollout: their tokens so far stay, with the version of the weights that drew them, and they come
+back whole, never a part of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxrl.envs.base import Outcome, Task, Turn
+from jaxrl.envs.calls import MAX_ERROR
+from jaxrl.envs.text import writable
+from jaxrl.extras.serve.agents.environment import AgentEnv, AgentEpisode
+from jaxrl.extras.serve.agents.plays import (
+    Call,
+    RolloutPlay,
+    RolloutPlays,
+    contexts_of,
+    num_common,
+    read_earned,
+)
+from jaxrl.extras.serve.agents.programs import Programs
+from jaxrl.extras.serve.engine import ServedEngine, Way
+from jaxrl.extras.serve.fields import RefusedError
+from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, Settings, take_port
+from jaxrl.extras.serve.worker import Worker
+from jaxrl.sampling.engine import sample_keys
+from jaxrl.sampling.protocol import Processor, Sampling
+from jaxrl.sampling.rollout import LOOK_S, EpisodePlayer, Limits, Pay, Sample, Schedule, check_stop
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import Draw, Group, with_fields
+
+MODEL = "policy"
+"""Name of the model for agents."""
+
+
+_GRACE_S = 30.0
+"""Seconds in which an agent that has said what it earned may end."""
+
+MAX_ANSWERS = 1 << 14
+"""Answers that are kept for agents that ask again; a lost one would be drawn twice."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Member:
+    """An episode: its session, and how far it is.
+
+    Attributes:
+        play: its session.
+        task: of which it is.
+        sample_index: in its group.
+        served_s: seconds of earlier rollouts in which it was played.
+        since: time from which it is played in this one, on the monotonic clock; None where it is
+            not.
+        is_started: its agent was.
+        error: why it came to nothing.
+        over: time at which it was known what comes of it; None before.
+        has_ended: its agent is gone too.
+    """
+
+    play: RolloutPlay
+    task: Task
+    sample_index: int
+    served_s: float = 0.0
+    since: float | None = None
+    is_started: bool = False
+    error: str = ""
+    over: float | None = None
+    has_ended: bool = False
+
+    def end(self, error: str = "") -> None:
+        """Nothing more comes of it; the first word counts."""
+        self.play.end()
+        if self.over is None:
+            self.error, self.over = error, time.monotonic()
+
+
+@dataclass(eq=False, kw_only=True)
+class _Game:
+    """A group that is played."""
+
+    draw: Draw
+    members: list[_Member]
+
+    @property
+    def is_over(self) -> bool:
+        return all(member.over is not None for member in self.members)
+
+    @property
+    def ended(self) -> float:
+        """Time at which it was over."""
+        return max(member.over or 0.0 for member in self.members)
+
+
+class AgentRollout(EpisodePlayer):
+    """Plays groups of episodes of tasks by agents that ask the engine over HTTP."""
+
+    def __init__(
+        self,
+        env: AgentEnv,
+        engine: ServedEngine,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        schedule: Schedule,
+        pay: Pay,
+        processor: Processor | None = None,
+    ):
+        """Loads the agent; the server starts with the first rollout. Arguments of `EpisodePlayer`.
+
+        Raises:
+            ValueError: the agent cannot be loaded, or the model is one that this cannot serve.
+        """
+        super().__init__(env, tokenizer, limits, schedule, pay, processor)
+        if engine.recorded or processor is not None or limits.context is not None:
+            raise ValueError(
+                "config.env.name is 'agents'; expected a model of text alone, with "
+                "config.model.router.replay=False and config.rollout.context.name='none': an "
+                "agent's history is its own business."
+            )
+        if "reward" not in getattr(pay, "weights", ("reward",)):
+            raise ValueError(
+                f"config.reward.weights is {dict(getattr(pay, 'weights', {}))!r}; expected a "
+                "weight of 'reward', which is what agents give, 0 if nothing is paid for it."
+            )
+        self._settings, self._max_turns, self._engine = env.settings, env.max_turns, engine
+        self._plays = RolloutPlays()
+        self._games: dict[tuple[int, int, int], _Game] = {}  # that go on into the next rollout
+        self._members: dict[str, _Member] = {}  # whose agents are there, by the session's name
+        self._lock, self._changed = threading.Lock(), threading.Event()
+        self._worker: Worker | None = None
+        self._programs = Programs(
+            agent=env.settings.place,
+            command=env.settings.command,
+            python=env.settings.python,
+            settings=env.settings.settings,
+            processes=env.settings.processes,
+            ended=_weakly(self._take_end),
+        )
+        self._servers: list[Server] = []  # one, once it is started
+        # Threads of both go on by themselves: they end with this, or with the process.
+        self._finalizer = weakref.finalize(self, _end, self._programs, self._servers)
+        self._programs.open()
+
+    def prompt_fits(self, task: Task) -> bool:
+        """Returns True of any task: what of it becomes a prompt is its agent's business."""
+        return True
+
+    def __call__(
+        self,
+        draws: Sequence[Draw],
+        sampling: Sampling,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Group | None]:
+        """Plays a group of every draw; None for those that go on into the next call.
+
+        A draw that is given again goes on where it was.
+
+        Args:
+            draws: the tasks.
+            sampling: how many trajectories of each, how they are drawn, and how many groups may
+                come back unfinished.
+            should_stop: asked about once a second.
+            progress: told how many trajectories have ended, of how many.
+
+        Raises:
+            Interrupted: `should_stop` said so.
+            RuntimeError: the engine has failed.
+            OSError, ValueError: the port cannot be had, or the agent cannot be started again.
+        """
+        worker = self._listening()
+        keys = [(sampling.seeds.stage, draw.stream_index, draw.attempt) for draw in draws]
+        # Groups of the same stage that nobody asks for any more: a run went back to a checkpoint.
+        for key in [k for k in self._games if k[0] == sampling.seeds.stage and k not in keys]:
+            self._close(self._games.pop(key))
+        games = self._opened(draws, keys, sampling)
+        members = [member for game in games for member in game.members]
+        names = {member.play.name for member in members}
+        worker.serve(
+            names.__contains__,
+            version=sampling.policy_version,
+            deadline_s=self._settings.deadline_s,
+        )
+        now = time.monotonic()
+        for member in members:
+            member.since = now if member.is_started else None
+        try:
+            self._play(games, members, worker, sampling.unfinished, should_stop, progress)
+        except BaseException:
+            for game in games:
+                self._close(game)
+            raise
+        finally:
+            now = time.monotonic()
+            for member in members:
+                member.served_s += now - (now if member.since is None else member.since)
+            worker.pause()
+        # As many as are waited for, those that ended first; others that have are there next time.
+        over = sorted((game for game in games if game.is_over), key=lambda game: game.ended)
+        over = over[: max(len(games) - sampling.unfinished, 0)]
+        self._games |= {k: g for k, g in zip(keys, games, strict=True) if g not in over}
+        over = [game for game in games if game in over]
+        samples, versions = [], []
+        for game in over:
+            for member in game.members:
+                sample, of_tokens = self._sample(member, game.draw.attempt)
+                samples.append(sample)
+                versions.append(np.array(of_tokens, np.int32))
+            self._close(game)
+        scored = iter(with_fields(self._score(samples, sampling), policy_versions=versions))
+        return [next(scored) if game in over else None for game in games]
+
+    def _listening(self) -> Worker:
+        """The engine's worker, paused; with the server, which is started where there is none."""
+        if self._worker is None:
+            settings, tokenizer = self._settings, self._tokenizer
+            taken = take_port(settings.host, settings.port, key="that of each episode")
+            self._worker = Worker(
+                self._engine,
+                tokenizer.vocab_bytes,
+                tokenizer.eos_ids,
+                max_queue=MAX_CONNECTIONS,
+                is_paused=True,
+            )
+            served = Settings(
+                name=MODEL,
+                template_arguments=tokenizer.template_arguments,
+                deadline_s=settings.deadline_s,
+                max_answers=MAX_ANSWERS,
+            )
+            endpoint = Endpoint(self._worker, tokenizer, served, self._plays)
+            self._servers.append(Server(endpoint, settings.host, taken))
+        return self._worker
+
+    def _opened(
+        self,
+        draws: Sequence[Draw],
+        keys: Sequence[tuple[int, int, int]],
+        sampling: Sampling,
+    ) -> list[_Game]:
+        """The groups of all draws: those under way, and new ones."""
+        seeds, size = sampling.seeds, sampling.group_size
+        new = [draw for draw, key in zip(draws, keys, strict=True) if key not in self._games]
+        sample = sample_keys(
+            seeds.seed,
+            seeds.stage,
+            seeds.step,
+            np.repeat([draw.stream_index for draw in new], size),
+            np.tile(np.arange(size), len(new)),
+            np.repeat([draw.attempt for draw in new], size),
+            device=self._engine.device,
+        )
+        of_new = iter(sample)
+        games = []
+        for draw, key in zip(draws, keys, strict=True):
+            if key in self._games:
+                games.append(self._games.pop(key))
+                continue
+            members = []
+            for index in range(size):
+                play = RolloutPlay(
+                    key=next(of_new),
+                    way=Way(sampling.temperature, sampling.top_p),
+                    limits=self._limits,
+                    max_turns=self._max_turns,
+                    read_text=partial(_text, self._tokenizer.vocab_bytes),
+                    changed=self._changed.set,
+                )
+                members.append(_Member(play=play, task=draw.task, sample_index=index))
+            games.append(_Game(draw=draw, members=members))
+        return games
+
+    def _play(
+        self,
+        games: Sequence[_Game],
+        members: Sequence[_Member],
+        worker: Worker,
+        unfinished: int,
+        should_stop: Callable[[], bool],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Starts agents and waits for them, until no more than `unfinished` groups are left."""
+        waiting = deque(member for member in members if not member.is_started)
+        most = self._settings.max_concurrent or self._engine.num_rows
+        failure = worker.failure
+        while True:
+            self._changed.clear()
+            for member in members:  # what was said at the address
+                if member.play.earned is not None:
+                    member.end()
+            progress(sum(member.over is not None for member in members), len(members))
+            if sum(not game.is_over for game in games) <= unfinished:
+                return
+            check_stop(should_stop)
+            if worker.failure is not failure or not worker.is_alive:
+                raise RuntimeError(
+                    "the engine failed while agents asked it; its error stands above."
+                ) from worker.failure
+            self._hurry()
+            while waiting and len(self._members) < most:
+                self._launch(waiting.popleft())
+            self._changed.wait(LOOK_S)
+
+    def _launch(self, member: _Member) -> None:
+        task, name = member.task, member.play.name
+        self._plays.by_name[name] = self._plays.by_name.get(name, member.play)
+        with self._lock:
+            self._members[name] = member
+        member.is_started, member.since = True, time.monotonic()
+        self._programs.play(
+            {
+                "episode": name,
+                "task": {
+                    "id": task.id,
+                    "question": task.question,
+                    "messages": [dict(message) for message in task.messages or ()],
+                    "answers": list(task.answers),
+                    "data_source": task.data_source,
+                    "metadata": dict(task.metadata),
+                },
+                "base_url": f"{self._servers[0].address}/r/{name}/v1",
+                "api_key": name,
+                "model": MODEL,
+            }
+        )
+
+    def _hurry(self) -> None:
+        """Gives up episodes that are late, and agents that do not end after theirs."""
+        now, deadline_s = time.monotonic(), self._settings.deadline_s
+        with self._lock:
+            members = list(self._members.items())
+        for name, member in members:
+            if member.over is not None:
+                if now - member.over > _GRACE_S:
+                    self._programs.stop(name)
+            elif member.since is not None and member.served_s + now - member.since > deadline_s:
+                member.end(
+                    f"the agent has not ended after {deadline_s:g} s (config.env.agents.deadline_s)"
+                )
+                self._programs.stop(name)
+        self._programs.look()
+
+    def _take_end(self, name: str, reward: Any, error: str) -> None:
+        """Takes note that an agent is gone; called from threads."""
+        with self._lock:
+            member = self._members.pop(name, None)
+        self._plays.by_name.pop(name, None)
+        if member is None:
+            return
+        if reward is not None and not error:
+            try:
+                member.play.earn(read_earned(reward))
+            except RefusedError as refusal:
+                error = f"the agent's reward is refused: {refusal}"
+        if member.play.earned is None:
+            error = error or "the agent ended and gave no reward"
+        member.end("" if member.play.earned is not None else error)
+        member.has_ended = True
+        self._changed.set()
+
+    def _close(self, game: _Game) -> None:
+        """Ends a group; agents that have not ended are given up once nothing more comes of it."""
+        for member in game.members:
+            if member.over is None:
+                member.end("it was given up")
+                if member.is_started and not member.has_ended:
+                    self._programs.stop(member.play.name)
+
+    def _sample(self, member: _Member, attempt: int) -> tuple[Sample, list[int]]:
+        """An episode as it is trained on, and the version of each of its tokens, -1 of prompts."""
+        play = member.play
+        contexts = contexts_of(play.calls())
+        episode = AgentEpisode(task=member.task, earned=play.earned)
+        sample = Sample(
+            episode=episode,
+            sample_index=member.sample_index,
+            attempt=attempt,
+            token_ids=[],
+            prompt_length=0,
+        )
+        error = member.error
+        if not contexts and not error:
+            error = "the agent has a reward, and never asked the model"
+        versions: list[int] = []
+        texts: list[str] = []  # of each turn
+        between: list[str] = []  # what was inserted before each, but the first
+        for number, (_, calls) in enumerate(contexts):
+            before: tuple[int, ...] = ()
+            for call in calls:
+                new = call.prompt_ids[len(before) :]
+                if not texts:
+                    sample.token_ids, sample.prompt_length = list(new), len(new)
+                    sample.append_prompt()
+                elif not before:
+                    count = num_common(new, [ids for ids, _ in contexts[:number]])
+                    sample.begin_context(new, count)
+                    between.append(self._tokenizer.decode(new[count:]))
+                else:
+                    sample.append_observation(new)
+                    between.append(self._tokenizer.decode(new))
+                versions += [-1] * len(new)
+                _append(sample, call)
+                versions += call.versions
+                texts.append(call.text)
+                before = call.ids
+        for text, shown in zip(texts, [*between, None], strict=False):
+            episode.turns.append(Turn(text=text, observation=shown))
+        if error:
+            error = writable(error)[:MAX_ERROR]
+            if episode.turns:
+                episode.turns[-1] = dataclasses.replace(episode.turns[-1], error=error)
+            else:
+                episode.turns.append(Turn(text="", error=error))
+                sample.append_prompt()
+            episode.outcome = Outcome.ENVIRONMENT_ERROR
+        elif play.earned is not None and play.earned.is_abstention:
+            episode.outcome = Outcome.ABSTAINED
+        else:
+            episode.outcome = Outcome.OUT_OF_BUDGET if play.is_spent else Outcome.ANSWERED
+        return sample, versions
+
+    def close(self) -> None:
+        """Ends server and agents."""
+        self._finalizer()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, which does not keep its object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if found := reference():
+            found(*arguments)
+
+    return call
+
+
+def _end(programs: Programs, servers: Sequence[Server]) -> None:
+    programs.close()
+    for server in servers:
+        server.end(0.0)
+
+
+def _text(vocab_bytes: Sequence[bytes], token_ids: Sequence[int], num_bytes: int) -> str:
+    data = b"".join(vocab_bytes[id] for id in token_ids)
+    return data[:num_bytes].decode("utf-8", "replace")
+
+
+def _append(sample: Sample, call: Call) -> None:
+    sample.token_ids.extend(call.token_ids)
+    sample.loss_mask.extend([True] * len(call.token_ids))
+    sample.logprobs.extend(call.logprobs)
+    sample.entropies.extend(call.entropies)

@@ -1,0 +1,236 @@
+"""Rollouts that agents play over HTTP: what is trained is what was sampled, and nothing else."""
+
+import functools
+import operator
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxrl.envs.base import Outcome
+from jaxrl.extras.serve.agents.environment import PlayedEngine
+from jaxrl.runtime.stopping import Interrupted
+from jaxrl.sampling.protocol import Seeds
+from jaxrl.types import members
+from tests.extras.serve.agents.played import (
+    TO_PLAY,
+    agents,
+    contexts,
+    draws,
+    limits,
+    noted,
+    sampling,
+)
+from tests.extras.serve.served import PARAMS, make_engine
+
+
+def sampled_sets(trajectory):
+    """Prompt and ids of each run of sampled tokens, in the trajectory's own words."""
+    found = []
+    for ids, mask in contexts(trajectory):
+        edges = np.flatnonzero(np.diff([0, *mask, 0]))
+        found += [(ids[:a], ids[a:b]) for a, b in edges.reshape(-1, 2)]
+    return found
+
+
+def as_pairs(seen):
+    return sorted((tuple(prompt), tuple(ids)) for prompt, ids in seen)
+
+
+def test_a_conversation_is_one_context_whose_sampled_ids_are_the_answers(tmp_path):
+    with agents("converses", settings={"folder": str(tmp_path)}) as rollout:
+        groups = rollout(draws("a", "b", "c"), sampling())
+    seen = noted(tmp_path)
+    assert [group.task_id for group in groups] == ["a", "b", "c"]
+    for group in groups:
+        for trajectory in group.trajectories:
+            assert trajectory.contexts == ()
+            assert len(trajectory.turns) == len(trajectory.turn_starts) == 3
+            assert trajectory.outcome == Outcome.ANSWERED
+            text = trajectory.final_answer
+            assert trajectory.reward_parts == {
+                "reward": pytest.approx(len(text) / 10),
+                "exact_match": len(text) % 2,
+            }
+            assert trajectory.turns[-1].text == text
+        pairs = sorted(as_pairs(sampled_sets(t)) for t in group.trajectories)
+        assert pairs == sorted(map(as_pairs, seen[group.task_id]))
+        assert len({pair for of_one in pairs for pair in of_one}) == 6  # other draws each
+
+
+def test_what_goes_elsewhere_is_a_context_of_its_own_and_each_token_is_trained_once(tmp_path):
+    with agents("wanders", settings={"folder": str(tmp_path)}) as rollout:
+        [group] = rollout(draws("a"), sampling(1))
+    [seen] = noted(tmp_path)["a"]
+    [trajectory] = group.trajectories
+    assert sorted(as_pairs(sampled_sets(trajectory))) == as_pairs(seen)
+    _one, two, three, four, _five, _six = seen
+    ids = [functools.reduce(operator.iadd, pair, []) for pair in seen]
+    # one, two and four in one context; the fork, the other question and the cut begin others.
+    assert [c[0] for c in contexts(trajectory)] == [ids[3], ids[2], ids[4], ids[5]]
+    common = [repeated for _, repeated in trajectory.contexts]
+    left, right = two[0][len(ids[0]) :], three[0][len(ids[0]) :]
+    same = [a == b for a, b in zip(left, right, strict=False)]
+    assert common[0] == len(ids[0]) + same.index(False)
+    assert all(0 < count < len(ids[0]) for count in common[1:])
+    assert len(trajectory.turns) == 6
+    assert len(ids[0]) < len(four[0])
+
+
+def test_the_run_says_how_to_draw_and_the_same_draws_come_again(tmp_path):
+    def play(name, step, temperature=1.0):
+        (folder := tmp_path / name).mkdir()
+        with agents("converses", settings={"folder": str(folder)}) as rollout:
+            groups = rollout(draws("a", "b"), sampling(step=step, temperature=temperature))
+        return [t.token_ids.tolist() for t in members(groups)]
+
+    one = play("one", 0)
+    assert play("again", 0) == one
+    assert play("other", 1) != one
+    greedy = play("greedy", 0, temperature=0.0)
+    assert greedy[0] == greedy[1] != one[0]
+
+
+def test_log_probabilities_entropies_and_versions_come_with_the_tokens(tmp_path):
+    with agents("converses", settings={"folder": str(tmp_path), "turns": 1}) as rollout:
+        [group] = rollout(draws("a"), sampling(step=7))
+    for t in group.trajectories:
+        assert (t.rollout_logprobs[t.loss_mask] < 0).all()
+        assert (t.rollout_entropies[t.loss_mask] > 0).all()
+        assert set(t.policy_versions[t.loss_mask]) == {7}
+        assert set(t.policy_versions[~t.loss_mask]) == {-1}
+        assert not t.rollout_logprobs[~t.loss_mask].any()
+
+
+FAULTS = {
+    "silent": "never asked the model",
+    "raises": "RuntimeError: the tool is gone",
+    "hangs": "has not ended after 3 s",
+    "nothing": "gave no reward",
+    "text": "reward is 'well done'; expected a number",
+    "nan": "not JSON compliant",
+    "posts": None,
+    "good": None,
+}
+
+
+def test_what_has_no_reward_is_an_environment_error_and_never_a_zero():
+    settings = {"how": {name: name for name in FAULTS}}
+    with agents("fails", settings=settings, deadline_s=3.0, max_concurrent=16) as rollout:
+        groups = rollout(draws(*FAULTS), sampling(1))
+    for group, (name, error) in zip(groups, FAULTS.items(), strict=True):
+        [trajectory] = group.trajectories
+        assert group.task_id == name
+        if error is None:
+            assert trajectory.outcome == Outcome.ANSWERED
+            assert trajectory.reward_parts["reward"] == {"posts": 2, "good": 1}[name]
+            assert trajectory.num_sampled == 6
+        else:
+            assert error in trajectory.error, trajectory.error
+            assert trajectory.reward == 0
+            assert not trajectory.is_scored
+
+
+def test_a_process_that_dies_takes_its_episodes_and_no_others():
+    settings = {"how": {"a": "dies"}}
+    with agents("fails", settings=settings, max_concurrent=1) as rollout:
+        groups = rollout(draws("a", "b", "c"), sampling(1))
+    [died, *others] = members(groups)
+    assert "its process is gone" in died.error
+    assert "ended with 3" in died.error
+    assert [t.reward_parts["reward"] for t in others] == [1, 1]
+
+
+def test_a_program_plays_an_episode_and_rewards_it_by_address_or_file(tmp_path):
+    with agents(command=(sys.executable, str(TO_PLAY))) as rollout:
+        groups = rollout(draws("posts", "writes", "forgets", "ends"), sampling(1))
+    posts, writes, forgets, ends = members(groups)
+    assert posts.reward_parts["reward"] == 0.25
+    assert writes.reward_parts["reward"] == 0.75
+    assert writes.is_abstention
+    assert writes.outcome == Outcome.ABSTAINED
+    assert "gave no reward" in forgets.error
+    assert "ended with 4: I cannot" in ends.error
+
+
+def test_an_episode_has_so_many_tokens_and_turns_and_no_more(tmp_path):
+    folder = {"folder": str(tmp_path)}
+    with agents("converses", settings=folder, max_turns=2) as rollout:
+        [group] = rollout(draws("a"), sampling(1))
+    assert "expected at most config.rollout.max_turns" in group.trajectories[0].error
+    assert group.trajectories[0].num_sampled == 12
+    within = limits(max_total_tokens=40)
+    with agents("converses", settings=folder, within=within) as rollout:
+        [group] = rollout(draws("a"), sampling(1))
+    [trajectory] = group.trajectories
+    assert "maximum context length" in trajectory.error
+    assert 0 < len(trajectory.token_ids) <= 40
+    within = limits(max_response_tokens=8)
+    with agents("converses", settings=folder, within=within) as rollout:
+        [group] = rollout(draws("a"), sampling(1))
+    assert group.trajectories[0].num_sampled == 8
+
+
+def test_an_unfinished_group_goes_on_whole_in_the_next_rollout(tmp_path):
+    tasks = draws("a", ("b", {"slow": True}), "c")
+    folder = {"folder": str(tmp_path)}
+    with agents("waits", settings=folder, max_concurrent=8) as rollout:
+        first = rollout(tasks, sampling(step=0, unfinished=1))
+        assert [group and group.task_id for group in first] == ["a", None, "c"]
+        rollout._engine.set_weights(PARAMS)  # as after an update
+        # Another rollout in between, as of an evaluation, leaves it alone.
+        between = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
+        [evaluated] = rollout(draws("e"), between)
+        assert evaluated.task_id == "e"
+        (tmp_path / "go").touch()
+        [group] = rollout(tasks[1:2], sampling(step=1))
+    for trajectory in group.trajectories:
+        assert trajectory.contexts == ()
+        assert len(trajectory.turns) == 2
+        versions = trajectory.policy_versions[trajectory.loss_mask]
+        assert Counter(versions.tolist()) == {0: 6, 1: 6}
+    pairs = sorted(as_pairs(sampled_sets(t)) for t in group.trajectories)
+    assert pairs == sorted(map(as_pairs, noted(tmp_path)["b"]))
+
+
+def test_an_answer_in_the_middle_of_which_a_rollout_ends_goes_on_in_the_next(tmp_path):
+    # The second group's answers are as long as may be, and the first one ends before.
+    folder = {"folder": str(tmp_path), "turns": 1}
+    within = limits(max_response_tokens=400)
+    tasks = draws("a", "b")
+    with agents("converses_long", settings=folder, within=within) as rollout:
+        first = rollout(tasks, sampling(1, step=0, unfinished=1))
+        place = first.index(None)
+        [group] = rollout([tasks[place]], sampling(1, step=1))
+    [trajectory] = group.trajectories
+    versions = trajectory.policy_versions[trajectory.loss_mask]
+    assert set(versions.tolist()) == {0, 1}
+    with agents("converses_long", settings=folder, within=within) as rollout:
+        whole = rollout([tasks[place]], sampling(1, step=0))
+    assert members(whole)[0].token_ids.tolist() == trajectory.token_ids.tolist()
+
+
+def test_a_stop_ends_the_agents_and_leaves_the_engine_empty(tmp_path):
+    folder = {"folder": str(tmp_path)}
+    with agents("waits", settings=folder) as rollout:
+        started = time.monotonic()
+        with pytest.raises(Interrupted):
+            rollout(
+                draws(("b", {"slow": True})),
+                sampling(),
+                should_stop=lambda: time.monotonic() > started + 1.5,
+            )
+        assert rollout._engine.is_idle
+        [group] = rollout(draws("a"), sampling())
+        assert not any(t.error for t in group.trajectories)
+
+
+def test_an_engine_that_fails_ends_the_rollout(tmp_path):
+    engine = make_engine(kind=PlayedEngine, kinds=("plain",))
+    with agents("converses", settings={"folder": str(tmp_path)}, engine=engine) as rollout:
+        engine.step = lambda **_: 1 / 0
+        with pytest.raises(RuntimeError, match="the engine failed") as caught:
+            rollout(draws("a"), sampling())
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -1,0 +1,152 @@
+"""Agents for tests: they ask with the standard library, and write down what they were answered."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+import zlib
+
+
+def post(url, body, key, **headers):
+    """Status and JSON of an answer."""
+    given = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
+    request = urllib.request.Request(url, json.dumps(body).encode(), given)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def ask(base_url, key, messages, **fields):
+    body = {"model": "any", "messages": messages, "max_tokens": 6, "return_token_ids": True}
+    status, answer = post(f"{base_url}/chat/completions", body | fields, key)
+    if status != 200:
+        raise ValueError(answer["error"]["message"])
+    return answer
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(answer):
+    return {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+
+
+def note(folder, task, base_url, answers):
+    """Writes down the ids of each answer under the episode's name."""
+    name = base_url.split("/")[-2]
+    seen = [(answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) for answer in answers]
+    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+        json.dump({"task": task["id"], "seen": seen}, file)
+
+
+def converses(task, *, base_url, api_key, model, folder, turns=3):
+    """Goes on from what was said, and is paid for its last text."""
+    messages, answers = [user(task["question"])], []
+    for turn in range(turns):
+        answers.append(ask(base_url, api_key, messages))
+        messages += [assistant(answers[-1]), user(f"more {turn}")]
+    note(folder, task, base_url, answers)
+    text = answers[-1]["choices"][0]["message"]["content"]
+    return {"reward": len(text) / 10, "is_correct": len(text) % 2 == 1, "final_answer": text}
+
+
+def converses_long(task, *, base_url, api_key, model, folder, turns):
+    """Of the task b the answer is as long as may be."""
+    length = 300 if task["id"] == "b" else 1
+    answer = ask(base_url, api_key, [user(task["question"])], max_tokens=length)
+    note(folder, task, base_url, [answer])
+    return 0.0
+
+
+def wanders(task, *, base_url, api_key, model, folder):
+    """Goes on, forks, cuts its history, and asks something else."""
+    first = [user(task["question"])]
+    one = ask(base_url, api_key, first)
+    behind = [*first, assistant(one)]
+    two = ask(base_url, api_key, [*behind, user("left")])
+    three = ask(base_url, api_key, [*behind, user("right")])
+    four = ask(base_url, api_key, [*behind, user("left"), assistant(two), user("on")])
+    five = ask(base_url, api_key, [user("something else")])
+    six = ask(base_url, api_key, [user(task["question"]), user("cut")])
+    note(folder, task, base_url, [one, two, three, four, five, six])
+    return 1.0
+
+
+async def waits(task, *, base_url, api_key, model, folder):
+    """Asks once; where the question says so, first waits for a file."""
+    answer = await asyncio.to_thread(ask, base_url, api_key, [user(task["question"])])
+    if task["metadata"].get("slow"):
+        while not os.path.exists(os.path.join(folder, "go")):
+            await asyncio.sleep(0.02)
+        more = [user(task["question"]), assistant(answer), user("more")]
+        answers = [answer, await asyncio.to_thread(ask, base_url, api_key, more)]
+    else:
+        answers = [answer]
+    note(folder, task, base_url, answers)
+    return 0.5
+
+
+def learns(task, *, base_url, api_key, model, folder, slow=(), slow_s=1.5):
+    """Two turns; the reward is what a hash says of them. Some tasks take their time."""
+    one = ask(base_url, api_key, [user(task["question"])])
+    if task["id"] in slow:
+        time.sleep(slow_s)
+    two = ask(base_url, api_key, [user(task["question"]), assistant(one), user("more")])
+    note(folder, task, base_url, [one, two])
+    return zlib.crc32(repr(two["choices"][0]["token_ids"]).encode()) % 2
+
+
+def fails(task, *, base_url, api_key, model, how):
+    """Ends in one of many wrong ways."""
+    name = task["id"].split("-")[0]
+    how = how.get(name, "")
+    if how == "silent":
+        return 1.0
+    answer = ask(base_url, api_key, [user("?")])
+    if how == "raises":
+        raise RuntimeError("the tool is gone")
+    if how == "hangs":
+        time.sleep(3600)
+    if how == "nothing":
+        return None
+    if how == "text":
+        return "well done"
+    if how == "nan":
+        return float("nan")
+    if how == "dies":
+        os._exit(3)
+    if how == "posts":
+        root = base_url.removesuffix("/v1")
+        assert post(f"{root}/reward", {"reward": 2}, api_key) == (200, {"status": "ok"})
+        assert post(f"{root}/reward", {"reward": 2}, api_key)[0] == 200
+        assert post(f"{root}/reward", {"reward": 3}, api_key)[0] == 409
+        status, _ = post(f"{base_url}/chat/completions", {"messages": [user("?")]}, api_key)
+        assert status == 409
+        raise RuntimeError("after the reward nothing counts")
+    return len(answer["choices"])
+
+
+def main():
+    """The program of tests with a command."""
+    task = json.load(sys.stdin)
+    key, base_url = os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"]
+    if "ends" in task["id"]:
+        print("I cannot")
+        sys.exit(4)
+    ask(base_url, key, [user(task["question"])])
+    if "posts" in task["id"]:
+        status, _ = post(os.environ["JAXRL_REWARD_URL"], {"reward": 0.25}, key)
+        assert status == 200
+    elif "writes" in task["id"]:
+        with open(os.environ["JAXRL_REWARD_FILE"], "w", encoding="utf-8") as file:
+            json.dump({"reward": 0.75, "is_abstention": True}, file)
+
+
+if __name__ == "__main__":
+    main()
