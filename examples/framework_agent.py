@@ -84,6 +84,14 @@ def search_agent(corpus: str, topk: int) -> Any:
     return agent
 
 
+@functools.cache
+def connections() -> Any:
+    """HTTP connections of this process, for episodes to share: to make some takes 20 ms of a core."""
+    from openai import DefaultAsyncHttpxClient
+
+    return DefaultAsyncHttpxClient()
+
+
 async def ask(
     question: str,
     *,
@@ -103,10 +111,12 @@ async def ask(
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    limits = UsageLimits(request_limit=max_requests)
-    async with OpenAIProvider(base_url=base_url, api_key=api_key) as provider:
-        chat = OpenAIChatModel(model, provider=provider)
-        result = await search_agent(corpus, topk).run(question, model=chat, usage_limits=limits)
+    provider = OpenAIProvider(base_url=base_url, api_key=api_key, http_client=connections())
+    result = await search_agent(corpus, topk).run(
+        question,
+        model=OpenAIChatModel(model, provider=provider),
+        usage_limits=UsageLimits(request_limit=max_requests),
+    )
     return str(result.output)
 
 
