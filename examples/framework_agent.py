@@ -86,7 +86,7 @@ def search_agent(corpus: str, topk: int) -> Any:
 
 @functools.cache
 def connections() -> Any:
-    """HTTP connections of this process, for episodes to share: to make some takes 20 ms of a core."""
+    """HTTP connections for all episodes of the process: new ones take 20 ms of a core."""
     from openai import DefaultAsyncHttpxClient
 
     return DefaultAsyncHttpxClient()
