@@ -324,6 +324,8 @@ class Endpoint:
     async def _answer(self, exchange: Exchange) -> None:
         self._check(exchange)
         if exchange.path in self._gets:
+            if self.plays is not None and self.hosts is None and exchange.path != "/health":
+                self._play(exchange)  # who has none has no business here
             if exchange.method not in ("GET", "HEAD"):
                 raise RefusedError(405, f"{exchange.path} answers GET.", headers={"Allow": "GET"})
             await self._gets[exchange.path](exchange)
@@ -383,12 +385,20 @@ class Endpoint:
                 task.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
 
+    def _play(self, exchange: Exchange) -> Play:
+        """The recorded session that is asked for, by address or key.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        assert self.plays is not None
+        return self.plays.find(next(filter(None, (exchange.rollout, *exchange.keys)), ""))
+
     async def _post(self, exchange: Exchange, data: bytes) -> None:
         session = exchange.rollout or exchange.header("x-session-id")
         play = None
         if self.plays is not None:
-            given = (exchange.rollout, *exchange.keys)
-            play = self.plays.find(next(filter(None, given), ""))
+            play = self._play(exchange)
             session = play.name
             if exchange.path == REWARD:
                 play.reward(read_body(data))

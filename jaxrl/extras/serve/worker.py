@@ -155,7 +155,7 @@ class Worker:
         self.version = 0  # of the engine's weights
         self.is_damaged = False  # some answer had probabilities that are no numbers
         self._is_broken = False  # after a fault that nothing could clear up
-        self.failure: Exception | None = None  # the engine's newest
+        self.failure: Exception | None = None  # of the engine, the newest since `serve`
         self._jobs: dict[int, Job] = {}  # in the engine, by request
         self._kept: OrderedDict[int, tuple[int, ...]] = (
             OrderedDict()
@@ -246,6 +246,7 @@ class Worker:
         """
         with self._changed:
             self._sessions, self.version, self._is_paused = sessions, version, False
+            self.failure = None
             ends = time.monotonic() + deadline_s
             held, self._held = self._held, []
             for job in held:

@@ -2,6 +2,7 @@
 
 import json
 
+import anthropic
 import pytest
 
 from tests.extras.serve.served import MAX_TOTAL, TOKENIZER
@@ -198,3 +199,57 @@ def test_wrong_types_are_never_a_fault(client):
         assert status in (200, 400), (change, data)
         refused += status == 400
     assert len(cases) * 0.6 < refused < len(cases)
+
+
+ASK = {"model": "claude", "tools": [OWN_TOOL], "max_tokens": 80}
+GREEDY = {"extra_body": {"temperature": 0}}  # which the library has no argument for
+
+
+class TestAnthropic:
+    """The client library of Anthropic, which parses and checks what it is sent."""
+
+    @pytest.fixture
+    def library(self, port):
+        address = f"http://127.0.0.1:{port}/r/library"
+        with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as library:
+            yield library
+
+    def test_a_chat_with_tools(self, library):
+        extra = {"extra_body": {"temperature": 0, "return_token_ids": True, "logprobs": True}}
+        first = library.messages.create(messages=ASKED, **ASK, **extra)
+        assert first.stop_reason == "tool_use"
+        text, call = first.content
+        assert (text.text, call.name, call.input) == ("I look.", "search", {"query": "Ada Kerr"})
+        assert len(first.logprobs) == len(first.token_ids) == first.usage.output_tokens
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "1"}
+        messages = [
+            *ASKED,
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [result]},
+        ]
+        second = library.messages.create(messages=messages, **ASK, **extra)
+        stored = first.prompt_token_ids + first.token_ids
+        assert second.prompt_token_ids[: len(stored)] == stored
+        counted = library.messages.count_tokens(model="claude", messages=ASKED, tools=[OWN_TOOL])
+        assert counted.input_tokens == len(first.prompt_token_ids)
+
+    def test_its_stream(self, library):
+        with library.messages.stream(messages=ASKED, **ASK, **GREEDY) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_message()
+        assert kinds[0] == "message_start"
+        assert kinds[-1] == "message_stop"
+        assert [block.type for block in final.content] == ["text", "tool_use"]
+        assert final.content[1].input == {"query": "Ada Kerr"}
+
+    def test_its_stops(self, library):
+        found = library.messages.create(messages=ASKED, **ASK, **GREEDY, stop_sequences=["ook"])
+        assert found.content[0].text == "I l"
+        assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "ook")
+
+    def test_its_errors(self, library):
+        long = [{"role": "user", "content": "x y " * 600}]
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            library.messages.create(messages=long, **ASK)
+        with pytest.raises(anthropic.BadRequestError, match="top_k"):
+            library.messages.create(messages=ASKED, **ASK, extra_body={"top_k": 3})

@@ -271,6 +271,21 @@ class TestOpenAI:
         assert choice.message.content == "I look."
         assert choice.message.tool_calls[0].function.name == "search"
 
+    def test_its_samples_seeds_and_stops(self, library):
+        ask = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "max_tokens": 8}
+        first = library.chat.completions.create(**ask, n=3, seed=7, temperature=50.0)
+        texts = [choice.message.content for choice in first.choices]
+        assert [choice.index for choice in first.choices] == [0, 1, 2]
+        again = library.chat.completions.create(**ask, n=3, seed=7, temperature=50.0)
+        assert [choice.message.content for choice in again.choices] == texts
+        other = library.chat.completions.create(**ask, n=3, seed=8, temperature=50.0)
+        assert [choice.message.content for choice in other.choices] != texts
+        whole = library.chat.completions.create(
+            model="tiny", messages=ASKED, tools=[TOOL], temperature=0, max_tokens=80, stop="ook"
+        )
+        [choice] = whole.choices
+        assert (choice.message.content, choice.finish_reason) == ("I l", "stop")
+
     def test_its_errors(self, library):
         with pytest.raises(openai.BadRequestError) as refused:
             library.chat.completions.create(

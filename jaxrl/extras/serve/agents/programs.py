@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -74,6 +75,9 @@ class Programs:
             *(python or sys.executable, "-c", _START, str(Path(__file__).with_name("runner.py"))),
             json.dumps(given),
         ]
+        # Another interpreter has its own packages.
+        left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if python else ()
+        self._environment = {k: v for k, v in os.environ.items() if k not in left_out}
         self._count, self._ended = processes, ended
         self._what = f"the agent {agent}" if agent else f"the program {command[0]}"
         self._lock = threading.Lock()
@@ -138,7 +142,9 @@ class Programs:
 
     def _start(self) -> _Process:
         try:
-            child = Child(self._words, what=self._what, stderr=subprocess.PIPE)
+            child = Child(
+                self._words, what=self._what, stderr=subprocess.PIPE, env=self._environment
+            )
         except OSError as error:
             raise ValueError(
                 f"config.env.agents: {self._what} cannot be started: {error}."

@@ -296,20 +296,19 @@ class AgentRollout(EpisodePlayer):
         """Starts agents and waits for them, until no more than `unfinished` groups are left."""
         waiting = deque(member for member in members if not member.is_started)
         most = self._settings.max_concurrent or self._engine.num_rows
-        failure = worker.failure
         while True:
             self._changed.clear()
             for member in members:  # what was said at the address
                 if member.play.earned is not None:
                     member.end()
             progress(sum(member.over is not None for member in members), len(members))
-            if sum(not game.is_over for game in games) <= unfinished:
-                return
-            check_stop(should_stop)
-            if worker.failure is not failure or not worker.is_alive:
+            if worker.failure is not None or not worker.is_alive:
                 raise RuntimeError(
                     "the engine failed while agents asked it; its error stands above."
                 ) from worker.failure
+            if sum(not game.is_over for game in games) <= unfinished:
+                return
+            check_stop(should_stop)
             self._hurry()
             while waiting and len(self._members) < most:
                 self._launch(waiting.popleft())

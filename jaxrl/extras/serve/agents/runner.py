@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -60,7 +61,10 @@ def by_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Pl
     async def play(episode: Mapping[str, Any]) -> Any:
         arguments = {name: episode[name] for name in ("base_url", "api_key", "model")}
         if inspect.iscoroutinefunction(function):
-            return await function(episode["task"], **arguments, **settings)
+            try:
+                return await function(episode["task"], **arguments, **settings)
+            except (SystemExit, KeyboardInterrupt) as error:  # which would end the others too
+                raise RuntimeError(_text(error)) from None
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
@@ -164,17 +168,16 @@ def _text(error: BaseException) -> str:
 
 async def serve(play: Play, lines: Any, say: Callable[[Mapping[str, Any]], None]) -> None:
     """Plays what the lines ask for, until they end."""
-    playing: dict[str, asyncio.Task[None]] = {}
+    playing: dict[str, asyncio.Task[Any]] = {}
 
-    async def one(episode: Mapping[str, Any]) -> None:
-        name = episode["episode"]
+    def end(name: str, task: asyncio.Task[Any]) -> None:
         try:
-            value = await play(episode)
+            value = task.result()
             json.dumps(value, allow_nan=False)
             told = {"reward": value}
         except asyncio.CancelledError:
             told = {"error": "it was given up"}
-        except BaseException as error:
+        except Exception as error:
             told = {"error": str(error) if type(error) is RuntimeError else _text(error)}
         del playing[name]
         _left[:] = [thread for thread in _left if thread.is_alive()]
@@ -189,7 +192,9 @@ async def serve(play: Play, lines: Any, say: Callable[[Mapping[str, Any]], None]
                 task.cancel()
             say({"stopped": message["stop"]})
         else:
-            playing[message["episode"]] = asyncio.ensure_future(one(message))
+            name = message["episode"]
+            playing[name] = asyncio.ensure_future(play(message))
+            playing[name].add_done_callback(functools.partial(end, name))
 
 
 async def main(settings: Mapping[str, Any], out: Any) -> None:

@@ -21,6 +21,7 @@ from tests.extras.serve.agents.played import (
     draws,
     limits,
     noted,
+    played_engine,
     sampling,
 )
 from tests.extras.serve.served import PARAMS, make_engine
@@ -102,6 +103,24 @@ def test_log_probabilities_entropies_and_versions_come_with_the_tokens(tmp_path)
         assert set(t.policy_versions[t.loss_mask]) == {7}
         assert set(t.policy_versions[~t.loss_mask]) == {-1}
         assert not t.rollout_logprobs[~t.loss_mask].any()
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_replies_that_are_lost_are_given_again_and_trained_once(tmp_path, says_so):
+    engine = played_engine()
+    before = engine.counts.sampled
+    settings = {"folder": str(tmp_path), "says_so": says_so}
+    with agents("loses", settings=settings) as rollout:
+        groups = rollout(draws("a", "b"), sampling())
+    trained = members(groups)
+    for group in groups:
+        pairs = sorted(as_pairs(sampled_sets(t)) for t in group.trajectories)
+        assert pairs == sorted(map(as_pairs, noted(tmp_path)[group.task_id]))
+    assert [len(t.turns) for t in trained] == [4] * 4
+    # Cancelled ones sampled some tokens that nobody saw, and no whole answer came twice.
+    num_trained = sum(t.num_sampled for t in trained)
+    chunk = engine.sampler.num_steps
+    assert num_trained <= engine.counts.sampled - before <= num_trained + 4 * (6 + chunk)
 
 
 FAULTS = {

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import socket
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zlib
 
@@ -90,6 +92,34 @@ async def waits(task, *, base_url, api_key, model, folder):
         answers = [answer]
     note(folder, task, base_url, answers)
     return 0.5
+
+
+def loses(task, *, base_url, api_key, model, folder, says_so):
+    """Loses replies on the way, before or after they are sent, and asks again."""
+    messages, answers = [user(task["question"])], []
+    for turn in range(4):
+        if turn % 2:
+            abandon(base_url, api_key, messages, waits=says_so and turn == 1)
+        again = {"x-stainless-retry-count": "1"} if says_so and turn % 2 else {}
+        body = {"messages": messages, "max_tokens": 6, "return_token_ids": True}
+        status, answer = post(f"{base_url}/chat/completions", body, api_key, **again)
+        assert status == 200, answer
+        answers.append(answer)
+        messages += [assistant(answer), user(f"more {turn}")]
+    note(folder, task, base_url, answers)
+    return 1
+
+
+def abandon(base_url, api_key, messages, *, waits):
+    """Sends a request whose answer nobody reads."""
+    place = urllib.parse.urlsplit(f"{base_url}/chat/completions")
+    body = json.dumps({"messages": messages, "max_tokens": 6, "return_token_ids": True})
+    head = f"POST {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\n"
+    head += f"Authorization: Bearer {api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((place.hostname, place.port)) as connection:
+        connection.sendall((head + body).encode())
+        if waits:
+            connection.recv(1, socket.MSG_PEEK)
 
 
 def learns(task, *, base_url, api_key, model, folder, slow=(), slow_s=1.5):

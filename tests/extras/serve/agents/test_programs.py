@@ -1,0 +1,209 @@
+"""Processes of agents: those that hang, die, print or cannot be loaded."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxrl.extras.serve.agents import programs
+from jaxrl.extras.serve.agents.programs import Programs
+
+AGENT = """
+import asyncio, os, subprocess, sys, time
+print("loaded")
+
+def hang(name):
+    open(name, "w").close()
+    time.sleep(3600)
+
+def plays(task, *, base_url, api_key, model, **settings):
+    if task.endswith("hangs"):
+        hang(task)
+    if task == "prints":
+        print("x" * 100_000)
+        sys.stderr.write("y" * 100_000)
+    return [task, base_url, api_key, model, os.getpid(), settings]
+
+async def waits(task, *, base_url, api_key, model):
+    await asyncio.sleep(3600 if task == "hangs" else 0)
+    return 1
+
+async def blocks(task, *, base_url, api_key, model):
+    if task.endswith("hangs"):
+        hang(task)
+    return 1
+
+def lonely(task, *, base_url, api_key, model):
+    import numpy
+"""
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Makes programs; of each what has ended is in its queue."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    made = []
+
+    def make(function="", processes=1, **changes):
+        ended = queue.Queue()
+        given = {"agent": "", "command": (), "python": "", "settings": {}}
+        if function:
+            given["agent"] = f"{tmp_path}/agent.py:{function}"
+        one = Programs(**given | changes, processes=processes, ended=lambda *told: ended.put(told))
+        made.append(one)
+        return one, ended
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def episode(name, task=""):
+    given = {"base_url": "http://x/r/1/v1", "api_key": "k", "model": "m"}
+    return {"episode": name, "task": task or name, **given}
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().split()[2] == "Z"
+
+
+def test_episodes_are_divided_among_processes_and_what_they_print_is_no_answer(play):
+    made, ended = play("plays", 2, settings={"a": [1, {"b": None}]})
+    names = ["one", "prints", "three", "four"]
+    for name in names:
+        made.play(episode(name))
+    told = dict((name, (value, why)) for name, value, why in (ended.get(timeout=60) for _ in names))
+    assert {why for _, why in told.values()} == {""}
+    for name in names:
+        task, *given, _, settings = told[name][0]
+        assert (task, *given) == (name, "http://x/r/1/v1", "k", "m")
+        assert settings == {"a": [1, {"b": None}]}
+    assert len({value[4] for value, _ in told.values()} - {os.getpid()}) == 2
+
+
+def test_threads_that_hang_are_left_behind_and_a_process_of_many_is_replaced(
+    play, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(programs, "MAX_LEFT", 2)
+    made, ended = play("plays")
+    made.play(episode("first", "a"))
+    first = ended.get(timeout=60)[1][4]
+    for name in ("b", "c"):
+        made.play(episode(name, f"{tmp_path}/{name} hangs"))
+        assert until((tmp_path / f"{name} hangs").exists)
+        made.stop(name)
+        assert ended.get(timeout=60) == (name, None, "it was given up")
+    made.play(episode("last", "d"))
+    assert ended.get(timeout=60)[1][4] != first
+    made.look()
+    assert until(lambda: is_gone(first))
+
+
+def test_a_process_that_does_not_react_is_killed_with_its_episodes(play, monkeypatch, tmp_path):
+    monkeypatch.setattr(programs, "REACTION_S", 0.5)
+    made, ended = play("blocks")
+    made.play(episode("a", f"{tmp_path}/hangs"))
+    assert until((tmp_path / "hangs").exists)
+    made.play(episode("b", "fine"))
+    made.stop("a")
+    time.sleep(0.6)
+    made.look()
+    told = [ended.get(timeout=60) for _ in range(2)]
+    assert sorted(name for name, _, _ in told) == ["a", "b"]
+    assert all("its process is gone" in why for _, _, why in told)
+    made.play(episode("c"))
+    assert ended.get(timeout=60) == ("c", 1, "")
+
+
+def test_an_async_agent_that_is_given_up_leaves_nothing_behind(play):
+    made, ended = play("waits")
+    for name in "abc":
+        made.play(episode(name, "hangs"))
+        made.stop(name)
+        made.stop(name)
+        assert ended.get(timeout=60) == (name, None, "it was given up")
+    [process] = made._processes
+    assert process.num_left == 0
+
+
+def test_another_python_plays_and_what_it_lacks_is_told(play, tmp_path):
+    python = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", python], check=True)
+    made, ended = play("lonely", python=str(python / "bin" / "python"))
+    made.play(episode("a"))
+    _, _, why = ended.get(timeout=60)
+    assert "No module named 'numpy'" in why
+    assert "agent.py, line" in why
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"agent": "no_such_module.play"}, "No module named 'no_such_module'"),
+        ({"agent": "no/such/file.py:play"}, "there is no file no/such/file.py"),
+        ({"agent": "json:JSONDecoder.x"}, "has no attribute 'x'"),
+        ({"agent": "math.pi"}, "math.pi is a float; expected a function"),
+        ({"agent": "math.pi", "python": "/no/python"}, "cannot be started"),
+        ({"agent": "math.pi", "python": "/bin/false"}, "ended with 1"),
+    ],
+    ids=str,
+)
+def test_an_agent_that_cannot_be_loaded_is_told_at_once(play, changes, why):
+    made, _ = play(**changes)
+    with pytest.raises(ValueError, match=r"config\.env\.agents: ") as caught:
+        made.open()
+    assert why in str(caught.value)
+
+
+def test_programs_end_with_all_that_they_have_started(play, tmp_path):
+    script = f"sleep 3600 & echo $! > {tmp_path}/child; echo $$ > {tmp_path}/shell; wait"
+    made, ended = play(command=("sh", "-c", script))
+    made.play(episode("a"))
+    files = [tmp_path / "child", tmp_path / "shell"]
+    assert until(lambda: all(file.exists() and file.read_text().strip() for file in files))
+    pids = [int(file.read_text()) for file in files]
+    made.stop("a")
+    assert ended.get(timeout=60)[0] == "a"
+    assert until(lambda: all(map(is_gone, pids)))
+    for file in files:
+        file.unlink()
+    made.play(episode("b"))
+    assert until(lambda: all(file.exists() and file.read_text().strip() for file in files))
+    pids = [int(file.read_text()) for file in files]
+    made.close()  # as at the end of the run
+    assert until(lambda: all(map(is_gone, pids)))
+
+
+def test_agents_end_where_the_run_is_killed(tmp_path):
+    run = f"""
+import sys, time
+from jaxrl.extras.serve.agents.programs import Programs
+made = Programs(agent="", command=("sh", "-c", "echo $$ > {tmp_path}/shell; sleep 3600"), python="",
+    settings={{}}, processes=1, ended=print)
+made.play({{"episode": "a", "task": 1, "base_url": "u", "api_key": "k", "model": "m"}})
+time.sleep(3600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", run])
+    file = tmp_path / "shell"
+    assert until(lambda: file.exists() and file.read_text().strip())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert until(lambda: is_gone(int(file.read_text())))
+
+
+def until(condition, seconds=30.0):
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
