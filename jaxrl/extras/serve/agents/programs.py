@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -43,7 +42,14 @@ Ended = Callable[[str, Any, str], None]
 class _Process:
     child: Child
     playing: dict[str, float] = field(default_factory=dict)  # names; when one was given up, or 0
-    num_left: int = 0  # threads of episodes that were given up, which run on
+    warned: set[str] = field(default_factory=set)  # of these, given up with the agent's notice
+    num_threads: int = 0  # of episodes that were given up, which run on
+    num_deaf: int = 0  # episodes that were given up, and go on though they know
+
+    @property
+    def num_left(self) -> int:
+        """Episodes that it has left behind."""
+        return self.num_threads + self.num_deaf
 
 
 class Programs:
@@ -81,6 +87,7 @@ class Programs:
         self._count, self._ended = processes, ended
         self._what = f"the agent {agent}" if agent else f"the program {command[0]}"
         self._lock = threading.Lock()
+        self._is_starting = False
         self._processes: list[_Process] = []
         self._children: list[Child] = []  # that are not gone
         self._finalizer = weakref.finalize(self, _close_all, self._children)
@@ -93,7 +100,7 @@ class Programs:
         """
         with self._lock:
             if not self._processes:
-                self._start()
+                self._processes.append(self._start())
 
     def play(self, episode: Mapping[str, Any]) -> None:
         """Has an episode played; it has a name `episode`, and what an agent is given.
@@ -104,8 +111,9 @@ class Programs:
         name = episode["episode"]
         with self._lock:
             fit = [one for one in self._processes if one.num_left < MAX_LEFT]
-            if len(fit) < self._count:
+            if len(fit) < self._count and not (fit and self._is_starting):
                 fit.append(self._start())
+                self._processes.append(fit[-1])
             process = min(fit, key=lambda one: len(one.playing))
             process.playing[name] = 0.0
         with contextlib.suppress(EndedError):  # whoever listens to it tells
@@ -127,20 +135,43 @@ class Programs:
         """Ends processes that do not react, and those that have nothing left to do."""
         now = time.monotonic()
         with self._lock:
-            stuck = [
-                one
+            late = [
+                (one, name)
                 for one in self._processes
-                if any(since and now - since > REACTION_S for since in one.playing.values())
-                or (one.num_left >= MAX_LEFT and not one.playing)
+                for name, since in one.playing.items()
+                if since and now - since > REACTION_S
             ]
+            deaf = [(one, name) for one, name in late if name in one.warned]
+            for process, name in deaf:
+                del process.playing[name]
+                process.num_deaf += 1
+            stuck = [one for one, name in late if (one, name) not in deaf]
+            stuck += [p for p in self._processes if p.num_left >= MAX_LEFT and not p.playing]
+            fresh = sum(one.num_left < MAX_LEFT // 2 for one in self._processes)
+            is_short = fresh < self._count and bool(self._processes) and not self._is_starting
+            self._is_starting |= is_short
         for process in stuck:
             process.child.kill()
+        for _, name in deaf:
+            self._ended(name, None, "it was given up")
+        if is_short:  # so that nobody waits for it later
+            threading.Thread(target=self._start_another, name="agents", daemon=True).start()
 
     def close(self) -> None:
         """Ends all processes; the end of this one does so too."""
         self._finalizer()
 
+    def _start_another(self) -> None:
+        try:
+            with contextlib.suppress(ValueError):  # told where it is needed
+                process = self._start()
+                with self._lock:
+                    self._processes.append(process)
+        finally:
+            self._is_starting = False
+
     def _start(self) -> _Process:
+        """Starts a process; who calls takes it in."""
         try:
             child = Child(
                 self._words, what=self._what, stderr=subprocess.PIPE, env=self._environment
@@ -159,7 +190,6 @@ class Programs:
             self._children.remove(child)
             raise ValueError(f"config.env.agents: {self._what} cannot be loaded: {first['failed']}")
         process = _Process(child)
-        self._processes.append(process)
         threading.Thread(target=self._listen, args=(process,), name="agents", daemon=True).start()
         return process
 
@@ -172,12 +202,15 @@ class Programs:
                 _words(child)
                 with self._lock:
                     if "stopped" in message:  # it reacts; the end itself may take a while
-                        if message["stopped"] in process.playing:
-                            process.playing[message["stopped"]] = math.inf
+                        process.warned.add(message["stopped"])
                         continue
-                    process.num_left = message["left"]
-                    del process.playing[message["episode"]]
-                self._ended(message["episode"], message.get("reward"), message.get("error", ""))
+                    name = message["episode"]
+                    process.num_threads = message["left"]
+                    process.warned.discard(name)
+                    if process.playing.pop(name, None) is None:  # it was deaf
+                        process.num_deaf -= 1
+                        continue
+                self._ended(name, message.get("reward"), message.get("error", ""))
         except Exception as error:
             with self._lock:
                 if process in self._processes:

@@ -37,6 +37,14 @@ async def blocks(task, *, base_url, api_key, model):
         hang(task)
     return 1
 
+async def ignores(task, *, base_url, api_key, model):
+    while task == "hangs":
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+    return 1
+
 def lonely(task, *, base_url, api_key, model):
     import numpy
 """
@@ -69,11 +77,10 @@ def episode(name, task=""):
 
 def is_gone(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split()[2] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
         return True
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().split()[2] == "Z"
 
 
 def test_episodes_are_divided_among_processes_and_what_they_print_is_no_answer(play):
@@ -133,6 +140,25 @@ def test_an_async_agent_that_is_given_up_leaves_nothing_behind(play):
         assert ended.get(timeout=60) == (name, None, "it was given up")
     [process] = made._processes
     assert process.num_left == 0
+
+
+def test_an_async_agent_that_ignores_its_end_counts_as_left_behind(play, monkeypatch):
+    monkeypatch.setattr(programs, "REACTION_S", 0.2)
+    monkeypatch.setattr(programs, "MAX_LEFT", 1)
+    made, ended = play("ignores")
+    made.play(episode("a", "hangs"))
+    [process] = made._processes
+    made.play(episode("b"))
+    assert ended.get(timeout=60) == ("b", 1, "")
+    made.stop("a")
+    assert until(lambda: "a" in process.warned)
+    time.sleep(0.3)
+    made.look()
+    assert ended.get(timeout=60) == ("a", None, "it was given up")
+    made.play(episode("c"))
+    assert ended.get(timeout=60) == ("c", 1, "")
+    made.look()
+    assert until(lambda: is_gone(process.child.pid))
 
 
 def test_another_python_plays_and_what_it_lacks_is_told(play, tmp_path):
