@@ -108,6 +108,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.rollout
 	$(BIN)/python -m benchmarks.rollout --case=uneven
 	$(BIN)/python -m benchmarks.rollout --case=search --warm_up=1 --repetitions=3
+	$(BIN)/python -m benchmarks.endpoint --warm_up=1 --repetitions=2
 	$(BIN)/python -m benchmarks.update
 	$(BIN)/python -m benchmarks.update --vocab_size=151936 --json=runs/bench/update_152k.json
 	$(BIN)/python -m benchmarks.step

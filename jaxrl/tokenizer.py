@@ -217,6 +217,7 @@ class Tokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         image_tokens: Sequence[int] = (),
+        behind: int = 0,
     ) -> list[int]:
         """Ids of a chat up to where the model's next message begins.
 
@@ -229,11 +230,17 @@ class Tokenizer:
             tools: what the model may call, as JSON schemas, for the template to describe.
             image_tokens: of each image, for which a mark stands in the contents; without any, marks
                 are plain text.
+            behind: so many messages, none blank, are left out with all that is before their ends.
 
         Raises:
             ValueError: the template refuses the chat, drops a message, or knows no tools or images.
         """
         pieces = self._chat_with(tools).render(messages, with_images=bool(image_tokens))
+        if behind:
+            ends = [end for end, piece in enumerate(pieces, start=1) if piece.is_given][:behind]
+            if [pieces[end - 1].text for end in ends] != [m["content"] for m in messages[:behind]]:
+                raise ValueError("the chat template does not write the first messages in order.")
+            pieces = pieces[ends[-1] :]
         return self._expand(self._encode_chat(pieces, self._chat_ids), image_tokens)
 
     def render_image(self, num_tokens: int) -> tuple[list[int], str]:
@@ -315,7 +322,7 @@ class Tokenizer:
                     "config.model.path to a model that was trained to call tools."
                 )
             if len(self._chats) > _MAX_CHATS:  # clients of a server bring tools of their own
-                del self._chats[list(self._chats)[1]]
+                self._chats.pop(list(self._chats)[1], None)  # several threads may
             self._chats[key] = self._make_chat(tools)
         return self._chats[key]
 

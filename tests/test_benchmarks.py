@@ -14,6 +14,7 @@ from absl.testing import flagsaver
 from benchmarks import (
     agreement,
     common,
+    endpoint,
     experts,
     h200,
     local_search,
@@ -92,6 +93,26 @@ def test_rollout_of_even_samples(tmp_path, capsys):
     assert 0 < record["share_of_floor"] < 1
     assert record["tail_floor_ms_per_decode_step"] < record["floor_ms_per_decode_step"]
     assert "tokens_per_s" in capsys.readouterr().out
+
+
+def test_an_endpoint_beside_the_native_rollout(tmp_path):
+    """All ways play the same tokens; none is computed again, also where replies are lost."""
+    work = [
+        "--vocab_size=400", "--num_questions=3", "--group_size=2", "--num_turns=3",
+        "--prompt_words=4", "--turn_tokens=6", "--observation_words=3", "--num_rows=4",
+        "--cached=6", "--chunk_tokens=4", "--lost=0.3",
+    ]  # fmt: skip
+    record = record_of(endpoint, [*work, "--warm_up=0", "--repetitions=1"], tmp_path)
+    ways = ["native", "chats", "chats_lost", "ids", "ids_lost"]
+    found = [record[name] for name in ways]
+    assert len({(one["requests"], one["read"]) for one in found}) == 1
+    assert found[0]["requests"] > 3 * 2
+    assert all(one["read_twice"] == one["sampled_twice"] == 0 for one in found)
+    assert all(one["held_more"] == one["different"] == 0 for one in found[1:])
+    assert all(one["lost"] > 0 for one in found[2::2])
+    shares = record["tokens_per_cpu_s, share of native"]
+    assert list(shares) == ways[1:]
+    assert all(share > 0 for share in shares.values())
 
 
 def test_update(tmp_path):

@@ -40,7 +40,11 @@ def names(requirements):
     return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
 
 
-ELSEWHERE = {"examples/framework_agent.py"}
+ELSEWHERE = {
+    "jaxrl/extras/serve/agents/verifiers.py",
+    "examples/framework_agent.py",
+    "examples/verifiers_rooms.py",
+}
 """Files that run in a Python of their own, which has what they import."""
 
 
@@ -179,6 +183,7 @@ WITH_MORE = {
     "jaxrl/objectives/corrections.py:importance_weights",
     "jaxrl/objectives/shaping.py:boundary_aware_rewards",
     "jaxrl/extras/stability/dppo.py:dppo_policy_loss",
+    "jaxrl/extras/serve/agents/verifiers.py:play",  # what an agent is given, and its settings
     # A kernel gets each of its operands and results as a reference.
     "jaxrl/extras/kernels/attention_gpu.py:_backward_queries_kernel",
     "jaxrl/extras/kernels/attention_gpu.py:_backward_keys_kernel",

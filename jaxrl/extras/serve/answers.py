@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,7 @@ class Answer:
         self.samples: list[Sample] = []
         self.created = int(time.time())
         self.num_readers = 0
+        self.names: set[str] = set()  # under which it is kept
 
     @property
     def id(self) -> str:
@@ -213,7 +215,7 @@ class Answers:
         Args:
             worker: answers.
             deadline_s: seconds from a question to the end of its answer.
-            max_kept: answers that a client may ask for again.
+            max_kept: answers that a client may ask for again, beside those that are read.
         """
         self._worker, self._deadline_s, self._max_kept = worker, deadline_s, max_kept
         self._kept: OrderedDict[str, tuple[str, Answer]] = OrderedDict()
@@ -244,8 +246,11 @@ class Answers:
         """Keeps an answer under a name."""
         self._kept[name] = body, answer
         self._kept.move_to_end(name)
-        while len(self._kept) > self._max_kept:
-            self._kept.popitem(last=False)
+        answer.names.add(name)
+        if (count := len(self._kept) - self._max_kept) > 0:
+            old = (one for one, (_, kept) in self._kept.items() if not kept.num_readers)
+            for one in [*islice(old, count)]:
+                del self._kept[one]
 
     @contextlib.contextmanager
     def reading(self, answer: Answer) -> Any:
@@ -263,6 +268,8 @@ class Answers:
         finally:
             answer.num_readers -= 1
             if not answer.num_readers:
+                for name in answer.names & self._kept.keys():  # it may have waited for long
+                    self._kept.move_to_end(name)
                 for sample in answer.samples:
                     if not sample.end and sample.job is not None:
                         self._worker.cancel(sample.job)
@@ -313,7 +320,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     """All pieces of a finished sample as one."""
     return dataclasses.replace(
         pieces[-1],
-        token_ids=tuple(id for piece in pieces for id in piece.token_ids),
-        logprobs=tuple(value for piece in pieces for value in piece.logprobs),
-        entropies=tuple(value for piece in pieces for value in piece.entropies),
+        token_ids=tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
+        logprobs=tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
+        entropies=tuple(chain.from_iterable(piece.entropies for piece in pieces)),
     )

@@ -232,15 +232,15 @@ class Chats:
                 cannot fit.
         """
         self._check_size(messages, tools)
-        with self._lock:
-            try:
-                self._check_tools(tools)
+        try:
+            self._check_tools(tools)
+            with self._lock:  # not while a template is rendered: the event loop waits here too
                 stored, rest = self._stored(session, messages, tools)
-                if stored is not None and (behind := self._behind(stored, rest, tools)) is not None:
-                    return [*stored.tolist(), *behind]
-                return self.tokenizer.render_prompt([one.rendered for one in messages], tools)
-            except ValueError as error:
-                raise RefusedError(400, f"{error}", param="messages") from error
+            if stored is not None and (behind := self._behind(stored, rest, tools)) is not None:
+                return [*stored.tolist(), *behind]
+            return self.tokenizer.render_prompt([one.rendered for one in messages], tools)
+        except ValueError as error:
+            raise RefusedError(400, f"{error}", param="messages") from error
 
     def keep(
         self,
@@ -285,19 +285,16 @@ class Chats:
         makes of the messages before cannot matter. None where it refuses that chat, or where no id
         that ends a message stands there.
         """
-        begin = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        chat += [one.rendered for one in rest]
         try:
-            before = self.tokenizer.render_prompt(begin[:1], tools)
-            whole = self.tokenizer.render_prompt([*begin, *(one.rendered for one in rest)], tools)
+            ids = self.tokenizer.render_prompt(chat, tools, behind=2)
         except ValueError:
             return None
         eos_ids = self.tokenizer.eos_ids
-        ends = [place for place, id in enumerate(whole) if id in eos_ids]
-        count = sum(id in eos_ids for id in before)
-        if len(ends) <= count or not self.tokenizer.decode(whole[: ends[count]]).endswith("!"):
+        if not ids or ids[0] not in eos_ids:
             return None
-        has_ended = int(stored[-1]) in eos_ids
-        return whole[ends[count] + has_ended :]
+        return ids[int(stored[-1]) in eos_ids :]
 
     def _check_size(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]

@@ -4,14 +4,16 @@ What stands in `sampling/engine.py` for all requests together is here by row: te
 and the key of the draws. A request may be cancelled at any time, and cut back to some of what it
 has sampled: the keys and values behind that are written over when it goes on.
 
-Chunks are read as soon as they are dispatched (`step()` without `ahead`), so that between two
-steps nothing is in flight.
+A chunk may be in flight meanwhile. What it samples for a request that was cancelled or cut is not
+read. Its writes come before those of all that is dispatched later, so whoever has the pages then
+writes over them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ import numpy as np
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.pages import pages_for
-from jaxrl.sampling.shard import Row, Shard
+from jaxrl.sampling.shard import Prompt, Row, Shard
 
 
 class Way(NamedTuple):
@@ -32,13 +34,16 @@ class Way(NamedTuple):
 class ServedEngine(Engine):
     """An engine whose requests share nothing but its rows and pages."""
 
-    kinds_asked: Sequence[str] | None = next_token.KINDS
-    """Kinds to draw by, since clients may want any; None: those of the argument `kinds`."""
+    draws_any = True
+    """Draws by any kind, since clients may want it; False: by those of the argument alone."""
 
     def __init__(self, *arguments: Any, **settings: Any):
-        """Takes the arguments of `Engine`, and `kinds_asked` in place of its `kinds`."""
-        kinds = {} if self.kinds_asked is None else {"kinds": self.kinds_asked}
-        super().__init__(*arguments, **settings | kinds)
+        """Takes the arguments of `Engine`; the kinds given come before the others there are."""
+        # The first one has programs for the fewest rows, so it is not the one that few ask for.
+        given = settings.pop("kinds", ())
+        if self.draws_any:
+            given = dict.fromkeys([*given, next_token.PLAIN, *next_token.KINDS])
+        super().__init__(*arguments, **settings, kinds=tuple(given))
         self._ways: dict[int, Way] = {}
 
     def clear(self) -> None:
@@ -48,6 +53,7 @@ class ServedEngine(Engine):
 
     def finish(self, request: int) -> None:
         """Gives up the pages of a request, whether it has stopped or not."""
+        self._leave_chunks(request)
         super().finish(request)
         del self._ways[request]
 
@@ -62,9 +68,15 @@ class ServedEngine(Engine):
 
     def cut(self, request: int, token_ids: Sequence[int]) -> None:
         """Stops a request behind the last of `token_ids`, all it read and sampled up to there."""
+        self._leave_chunks(request)
         row = self._rows[request]
-        assert not row.in_flight, "a chunk that is not read would write behind the cut"
         row.length, row.pending, row.is_waiting = len(token_ids) - 1, token_ids[-1], True
+
+    def _leave_chunks(self, request: int) -> None:
+        """Has nothing read of what chunks in flight sample for a request."""
+        for chunk in self._in_flight:
+            chunk.rows[:] = [one for one in chunk.rows if one[0] != request]
+        self._rows[request].in_flight = 0
 
     def go_on(
         self, request: int, tokens: Sequence[int], budget: int, *, sample_key: np.ndarray, way: Way
@@ -107,16 +119,31 @@ class ServedEngine(Engine):
 
         For those that run or come next, not for rows in which to decode.
         """
-        return any(map(self._is_short, self._shards))
+        return any(map(self._is_short, self._shards)) or self._lacks_pages_for_next
+
+    @property
+    def _lacks_pages_for_next(self) -> bool:
+        """True where those that will find a row take more pages together than are free."""
+        running = [row for shard in self._shards for row in shard.to_decode]
+        seen: set[Prompt] = set()
+        num_free = self.num_free_pages - sum(map(self._missing, running))
+        for _, request in islice(self._queue, max(self.num_rows - len(running), 0)):
+            read = len(request.prompt_ids) - 1
+            longest = read + min(self.sampler.num_steps, request.budget)
+            prompt = request.prompt
+            is_read = prompt in seen or any(prompt in shard.prefixes for shard in self._shards)
+            seen.add(prompt)
+            shared = read // self.page_tokens if is_read else 0
+            num_free -= pages_for(longest, self.page_tokens) - shared
+        return num_free < 0
+
+    def _missing(self, row: Row) -> int:
+        """Pages that a row takes beside its own for the next chunk."""
+        longest = row.longest(self.sampler.num_steps)
+        return max(pages_for(longest, self.page_tokens) - len(row.pages), 0)
 
     def _is_short(self, shard: Shard) -> bool:
-        missing = [
-            max(
-                pages_for(row.longest(self.sampler.num_steps), self.page_tokens) - len(row.pages), 0
-            )
-            for row in shard.to_decode
-        ]
-        if sum(missing) > shard.pool.num_free:
+        if sum(map(self._missing, shard.to_decode)) > shard.pool.num_free:
             return True
         away = any(row.saved is not None and not row.is_waiting for row in shard.rows.values())
         if away and shard.next_back() is None:

@@ -49,6 +49,9 @@ HEAD_S, BODY_S, WRITE_S = 30.0, 60.0, 60.0
 MAX_CONNECTIONS, MAX_SESSION = 4096, 256
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 REWARD = "/reward"
+READ_AT_ONCE = 2**15
+"""Bytes of a body that is read on the event loop: to hand it to a thread would cost more."""
+
 STOP_S = 2
 """Seconds in which connections may end when the server does; the answers have ended before."""
 
@@ -227,7 +230,8 @@ class Exchange:
 
     async def _write(self, message: Mapping[str, Any]) -> None:
         try:
-            await asyncio.wait_for(self._send(message), WRITE_S)
+            async with asyncio.timeout(WRITE_S):  # which makes no task, as wait_for does
+                await self._send(message)
         except TimeoutError:
             raise GoneError from None
 
@@ -375,15 +379,15 @@ class Endpoint:
         """Does what a client wants, unless it leaves."""
         working = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(exchange.gone())
+        leaving.add_done_callback(lambda _: working.cancel())
         try:
-            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise GoneError
-            working.result()
+            await working
+        except asyncio.CancelledError:
+            if leaving.done():
+                raise GoneError from None
+            raise
         finally:
-            for task in (working, leaving):
-                task.cancel()
-            await asyncio.gather(working, leaving, return_exceptions=True)
+            leaving.cancel()
 
     def _play(self, exchange: Exchange) -> Play:
         """The recorded session that is asked for, by address or key.
@@ -427,9 +431,12 @@ class Endpoint:
                     if answer is not None and not (is_retry or answer.is_lost):
                         answer = None  # the same again, and not for want of a reply
                 if answer is None:
-                    question, shown = await asyncio.to_thread(
-                        lambda: reader(read_body(data), session)
-                    )
+                    if len(data) > READ_AT_ONCE:
+                        question, shown = await asyncio.to_thread(
+                            lambda: reader(read_body(data), session)
+                        )
+                    else:
+                        question, shown = reader(read_body(data), session)
                     if exchange.path == COUNT:
                         await exchange.send_json({"input_tokens": len(question.prompt_ids)})
                         return

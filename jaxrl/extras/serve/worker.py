@@ -3,7 +3,7 @@
 A finished answer's row waits in the engine with all it has read and sampled. A request whose ids go
 on exactly behind those resumes it, and reads only what is new; where several do, the longest. Rows
 that wait are released, the one that was used least recently first, where pages are wanted, or where
-there are more of them than `max_kept`.
+there are more of them than `max_kept`. Who goes on from one comes before who begins.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class Job:
     data: bytearray = field(default_factory=bytearray)  # of the tokens
     num_cached: int = 0
     is_left: bool = False  # nobody waits for it any more
+    patient_until: float = 0.0  # on the monotonic clock: others may go before
+    found: tuple[int, tuple[int, ...]] | tuple[()] | None = None  # a row and its ids; (): none
 
     @property
     def read_ids(self) -> tuple[int, ...]:
@@ -225,7 +227,9 @@ class Worker:
                     f"expected at most {self._max_queue} to wait. Ask again later, or start the "
                     "server with a longer --queue."
                 )
+            now = time.monotonic()
             for job in jobs:
+                job.patient_until = (now + job.deadline) / 2
                 (self._queue if self._sessions(job.session) else self._held).append(job)
             self.totals.requests += len(jobs)
             self._wake()
@@ -250,7 +254,8 @@ class Worker:
             ends = time.monotonic() + deadline_s
             held, self._held = self._held, []
             for job in held:
-                job.deadline = max(job.deadline, ends)
+                job.deadline, job.found = max(job.deadline, ends), None
+                job.patient_until = (ends - deadline_s + job.deadline) / 2
                 (self._queue if sessions(job.session) else self._held).append(job)
             self._is_parked = False
             self._wake()
@@ -316,7 +321,7 @@ class Worker:
                     self._drop()
                     self._admit()
                     self._release_for_others()
-                    for event in self.engine.step():
+                    for event in self.engine.step(ahead=int(self.engine.overlaps)):
                         self._take(event)
                 except Exception as error:  # of the device, or a bug: the next may be answered
                     self._fail(error)
@@ -365,13 +370,32 @@ class Worker:
             with self._changed:
                 if not self._queue:
                     return
-                job = self._queue.popleft()
+                job = self._next()
+                self._queue.remove(job)
             self.totals.prompt_tokens += len(job.read_ids)
             try:
                 self._jobs[self._place(job)] = job
             except Exception as error:
                 self._tell_end(job, FAILED, _told(error))
                 raise
+
+    def _next(self) -> Job:
+        """The oldest job that goes on from a row, unless the oldest has waited for half its time.
+
+        So sessions that have begun end before others begin: with all of them under way side by
+        side, their rows might not find pages, and would be read again with every turn.
+        """
+        first = self._queue[0]
+        if time.monotonic() > first.patient_until:
+            return first
+        return next(filter(self._goes_on, self._queue), first)
+
+    def _goes_on(self, job: Job) -> bool:
+        """Return True if a row waits that had ids of the job's when it was first asked."""
+        if job.found is None:
+            found = self._longest(job.read_ids)
+            job.found = () if found is None else (found, self._kept[found])
+        return bool(job.found) and self._kept.get(job.found[0]) is job.found[1]
 
     def _place(self, job: Job) -> int:
         """Hands a job to the engine; the number of its request."""
@@ -394,7 +418,9 @@ class Worker:
         fitting = [
             (len(ids), request)
             for request, ids in self._kept.items()
-            if len(ids) <= len(prompt_ids) and prompt_ids[: len(ids)] == ids
+            if len(ids) <= len(prompt_ids)
+            and prompt_ids[len(ids) - 1] == ids[-1]  # nearly none, and the rest may be long
+            and prompt_ids[: len(ids)] == ids
         ]
         return max(fitting)[1] if fitting else None
 
@@ -404,8 +430,11 @@ class Worker:
             self._release()
 
     def _release(self) -> None:
-        """Gives up the row that was used least recently."""
-        request, _ = self._kept.popitem(last=False)
+        """Gives up the row that was used least recently, of those that no job goes on from."""
+        with self._changed:
+            wanted = {job.found[0] for job in self._queue if self._goes_on(job) and job.found}
+        request = next((one for one in self._kept if one not in wanted), next(iter(self._kept)))
+        del self._kept[request]
         self.engine.finish(request)
         self.totals.released_rows += 1
 

@@ -1,7 +1,11 @@
 """Rows that are drawn each in its own way, cut, resumed, cancelled; and the worker around them."""
 
+import asyncio
+import contextlib
+import math
 import queue
 import sys
+import threading
 import time
 
 import jax
@@ -9,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.extras.serve.answers import Answer, Answers, Question
 from jaxrl.extras.serve.engine import Way
 from jaxrl.extras.serve.worker import FAILED, LEFT, LENGTH, STOP, EndingError, Job, Worker
 from jaxrl.sampling.engine import Request
@@ -105,6 +110,13 @@ def test_requests_are_cancelled_wherever_they_are(empty):
     assert len(ids) == 40 or ids[-1] in TOKENIZER.eos_ids
 
 
+@pytest.fixture(params=[False, True], ids=["read_at_once", "one_ahead"])
+def either(engine, request, monkeypatch):
+    """The engine, whose worker leaves no chunk or one in flight."""
+    monkeypatch.setattr(engine, "overlaps", request.param)
+    return engine
+
+
 class Asked:
     """A worker, and jobs whose pieces are put in a queue."""
 
@@ -143,8 +155,8 @@ def finished(pieces):
 PROMPT = TOKENIZER.encode("Who is Ada Kerr?")
 
 
-def test_the_longest_that_fits_is_gone_on_from(engine):
-    with Asked(engine) as asked:
+def test_the_longest_that_fits_is_gone_on_from(either):
+    with Asked(either) as asked:
         short, _ = asked.ask(PROMPT, 3)
         first = [*PROMPT, *short]
         second, _ = asked.ask([*first, 40, 41], 3)
@@ -159,8 +171,8 @@ def test_the_longest_that_fits_is_gone_on_from(engine):
         assert asked.worker.num_kept == 2
 
 
-def test_two_that_go_on_from_the_same_both_answer(engine):
-    with Asked(engine) as asked:
+def test_two_that_go_on_from_the_same_both_answer(either):
+    with Asked(either) as asked:
         ids, _ = asked.ask(PROMPT, 4)
         behind = [*PROMPT, *ids, 40]
         jobs, outlets = zip(*(asked.job(behind, 5) for _ in range(2)), strict=True)
@@ -170,8 +182,8 @@ def test_two_that_go_on_from_the_same_both_answer(engine):
         assert sorted(piece.num_cached for piece in pieces) == [0, len(behind) - 2]
 
 
-def test_ends_and_counts(engine):
-    with Asked(engine) as asked:
+def test_ends_and_counts(either):
+    with Asked(either) as asked:
         ids, piece = asked.ask(PROMPT, 8)
         assert (len(ids), piece.end) == (8, LENGTH)
         cut, piece = asked.ask(PROMPT, 8, stop_ids=frozenset(ids[4:5]))
@@ -191,8 +203,48 @@ def test_ends_and_counts(engine):
         assert (totals.requests, totals.finished, totals.cancelled) == (3, 3, 0)
 
 
-def test_a_job_that_was_cancelled_before_it_ran(engine):
-    with Asked(engine) as asked:
+def test_sessions_that_are_stopped_on_the_host_go_on_alike_with_a_chunk_in_flight(
+    engine, monkeypatch
+):
+    """Six sessions on four rows: ids, ends and what was read again are those without."""
+    found = []
+    for overlaps in (False, True):
+        monkeypatch.setattr(engine, "overlaps", overlaps)
+        with Asked(engine, max_kept=6) as asked:
+            prompts = [[*PROMPT, 40 + number] for number in range(6)]
+            for turn in range(3):
+                # Every second session ends at each id that is a multiple of three, within a chunk.
+                settings = [
+                    {"stop_ids": frozenset(range(0, 3000, 3))} if number % 2 else {}
+                    for number in range(6)
+                ]
+                jobs, outlets = zip(
+                    *(
+                        asked.job(
+                            prompt, 7, sample_key=key(turn), way=Way(1.0, 1.0), **settings[number]
+                        )
+                        for number, prompt in enumerate(prompts)
+                    ),
+                    strict=True,
+                )
+                asked.worker.submit(jobs)
+                for prompt, outlet in zip(prompts, outlets, strict=True):
+                    ids, piece = finished(outlet)
+                    found.append((ids, piece.end, piece.num_cached))
+                    prompt += [*ids, 60 + turn]
+            left, outlet = asked.job(prompts[0], 90)
+            asked.worker.submit([left])
+            outlet.get(timeout=60)  # it runs, and then nobody wants the rest
+            asked.worker.cancel(left)
+            assert finished(outlet)[1].end == LEFT
+            found.append(asked.ask([*prompts[1], 61], 5))
+    assert STOP in {end for _, end, _ in found[:18]}
+    assert LENGTH in {end for _, end, _ in found[:18]}
+    assert found[:19] == found[19:]
+
+
+def test_a_job_that_was_cancelled_before_it_ran(either):
+    with Asked(either) as asked:
         jobs, outlets = zip(*(asked.job(PROMPT, 30, sample_key=key(n)) for n in range(6)),
                             strict=True)  # fmt: skip
         for job in jobs:
@@ -203,17 +255,17 @@ def test_a_job_that_was_cancelled_before_it_ran(engine):
         assert asked.ask(PROMPT, 2)[1].end == LENGTH
 
 
-def test_a_row_without_room_for_more_is_not_kept(engine):
-    most = engine.max_total_tokens
-    with Asked(engine) as asked:
+def test_a_row_without_room_for_more_is_not_kept(either):
+    most = either.max_total_tokens
+    with Asked(either) as asked:
         ids, piece = asked.ask([5] * (most - 2), 2)
         assert (len(ids), piece.end) == (2, LENGTH)
         assert asked.worker.num_kept == 0
-        assert engine.num_free_pages == engine.num_pages
+        assert either.num_free_pages == either.num_pages
 
 
-def test_only_so_many_rows_are_kept(engine):
-    with Asked(engine, max_kept=3) as asked:
+def test_only_so_many_rows_are_kept(either):
+    with Asked(either, max_kept=3) as asked:
         prompts = [[*PROMPT, 40 + n] for n in range(5)]
         answers = [asked.ask(prompt, 2)[0] for prompt in prompts]
         # The rows of the first two were released, which a request notices.
@@ -222,6 +274,101 @@ def test_only_so_many_rows_are_kept(engine):
             for prompt, ids in zip(prompts[::-1], answers[::-1], strict=True)
         ]
         assert [count > 0 for count in cached] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_goes_on_is_before_who_begins_unless_that_one_has_waited_for_long(engine, is_late):
+    with Asked(engine) as asked:
+        ids, _ = asked.ask(PROMPT, 4)
+        ended, over = [], threading.Semaphore(0)
+
+        def job(name, prompt, budget):
+            made, _ = asked.job(prompt, budget)
+
+            def tell(piece):
+                if piece.end:
+                    ended.append((name, piece.num_cached))
+                    over.release()
+
+            made.tell = tell
+            return made
+
+        # Four rows, of which one is free after eight chunks and the others after twelve.
+        first, *others = [job("long", [*PROMPT, 50 + n], 48 if n else 32) for n in range(4)]
+        waiting = [job("new", [*PROMPT, 60], 3), job("going on", [*PROMPT, *ids, 40], 3)]
+        tell = first.tell
+
+        def tell_and_ask(piece):  # these come when all rows are taken
+            if not waiting[0].patient_until:
+                asked.worker.submit(waiting)
+                waiting[0].patient_until = -1.0 if is_late else math.inf
+            tell(piece)
+
+        first.tell = tell_and_ask
+        asked.worker.submit([first, *others])
+        for _ in range(6):
+            assert over.acquire(timeout=60)
+    cached = len(PROMPT) + 3
+    wanted = [("going on", cached), ("new", 0)]
+    assert [one for one in ended if one[0] != "long"][:2] == (wanted[::-1] if is_late else wanted)
+
+
+def test_sessions_on_few_pages_read_nothing_twice(quick_compilation):
+    """Eight sessions of three turns fill 56 pages in the end; the cache has 40."""
+    engine = make_engine(num_pages=40)
+    lengths, reads = [], []
+    over = threading.Semaphore(0)
+    with Asked(engine) as asked:
+
+        def turn(prompt, number):
+            ids = []
+
+            def tell(piece):  # as soon as a turn ends, the next one is asked for
+                ids.extend(piece.token_ids)
+                if piece.end and number < 2:
+                    asked.worker.submit([turn([*prompt, *ids, 40, 41], number + 1)])
+                elif piece.end:
+                    lengths.append(len(prompt) + len(ids))
+                    over.release()
+
+            job, _ = asked.job(prompt, 32, way=Way(1.0, 1.0))
+            job.tell = tell
+            reads.append(len(prompt) - 1 if number == 0 else 2)
+            return job
+
+        asked.worker.submit([turn([*PROMPT, 50 + n], 0) for n in range(8)])
+        for _ in range(8):
+            assert over.acquire(timeout=60)
+        counts = engine.counts
+        assert sum(-(-length // engine.page_tokens) for length in lengths) > engine.num_pages
+        assert asked.worker.totals.released_rows > 0  # of sessions that were over
+        assert counts.prefilled_prompt + counts.prefilled_resume == sum(reads)
+
+
+def test_an_answer_that_was_waited_for_is_kept_from_its_end():
+    """It is neither forgotten while it is read nor as the oldest when it has come."""
+
+    class Nobody:
+        submit = cancel = staticmethod(lambda jobs: None)
+
+    answers = Answers(Nobody(), deadline_s=60.0, max_kept=2)
+    question = Question(
+        prompt_ids=(1,), count=1, way=Way(0.0, 1.0), seed=0, budget=1, stop_ids=frozenset(),
+        stops=(),
+    )  # fmt: skip
+
+    def read(name, reading=contextlib.nullcontext):
+        one = Answer(question, None)
+        with answers.reading(one):
+            answers.keep(name, name, one)
+            reading()
+
+    async def ask():
+        read("slow", lambda: [read(name) for name in "abc"])
+        read("d")
+        return [one for one in ("slow", *"abcd") if answers.find(one, one)]
+
+    assert asyncio.run(ask()) == ["slow", "d"]
 
 
 def faulty(*_, **__):

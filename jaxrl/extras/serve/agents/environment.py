@@ -39,7 +39,7 @@ class AgentSettings:
 class PlayedEngine(ServedEngine):
     """An engine whose requests are all drawn as the run says."""
 
-    kinds_asked = None
+    draws_any = False
 
 
 @dataclass(kw_only=True)

@@ -184,9 +184,9 @@ class AgentRollout(EpisodePlayer):
         """
         worker = self._listening()
         keys = [(sampling.seeds.stage, draw.stream_index, draw.attempt) for draw in draws]
-        # Groups of the same stage that nobody asks for any more: a run went back to a checkpoint.
-        for key in [k for k in self._games if k[0] == sampling.seeds.stage and k not in keys]:
-            self._close(self._games.pop(key))
+        if sampling.unfinished:  # else an evaluation, which leaves those of the training alone
+            for key in [k for k in self._games if k not in keys]:  # the run has gone back
+                self._close(self._games.pop(key))
         games = self._opened(draws, keys, sampling)
         members = [member for game in games for member in game.members]
         names = {member.play.name for member in members}

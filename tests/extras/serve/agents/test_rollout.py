@@ -214,6 +214,18 @@ def test_an_unfinished_group_goes_on_whole_in_the_next_rollout(tmp_path):
     assert pairs == sorted(map(as_pairs, noted(tmp_path)["b"]))
 
 
+def test_groups_that_nobody_asks_for_again_are_given_up(tmp_path):
+    tasks = draws("a", ("b", {"slow": True}))
+    with agents("waits", settings={"folder": str(tmp_path)}, max_concurrent=8) as rollout:
+        rollout(tasks, sampling(unfinished=1))
+        assert len(rollout._members) == 2
+        # The run goes back to a checkpoint, behind which it draws otherwise.
+        back = sampling(unfinished=1, seeds=Seeds(seed=0, stage=5, step=0))
+        rollout(draws("c", "d"), back)
+        assert len(rollout._games) == 1
+        assert {m.task.id for m in rollout._members.values()} <= {"c", "d"}
+
+
 def test_an_answer_in_the_middle_of_which_a_rollout_ends_goes_on_in_the_next(tmp_path):
     # The second group's answers are as long as may be, and the first one ends before.
     folder = {"folder": str(tmp_path), "turns": 1}

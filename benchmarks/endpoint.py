@@ -1,0 +1,365 @@
+r"""Episodes through the endpoint's HTTP beside the same episodes of a native rollout.
+
+    python -m benchmarks.endpoint [--model=small] [--width=512 --num_layers=8] [--num_rows=64]
+
+The native rollout (`jaxrl.sampling.rollout`) plays episodes of `num_turns` turns with observations
+that are there at once; a turn ends by chance. Then client processes play the same episodes through
+an endpoint in this process: the same prompts and observations, and of each turn as many tokens.
+`chats` are messages over /v1/chat/completions, `ids` token ids over /inference/v1/generate.
+With `lost` in the name, that share of the replies is lost on its way, and asked for again.
+
+`tokens_per_cpu_s` is of this process: engine, and server where there is one; the clients' processor
+time is apart. `read_twice` are tokens of prompts and observations, and of turns, that were computed
+again; `sampled_twice` those that were sampled beyond the ones that the clients have got.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks import common
+from benchmarks.rollout import turns_of
+from jaxrl.envs.base import Env, Episode, Message, Observation, Outcome, Reward, StepResult, Task
+from jaxrl.extras.serve.engine import ServedEngine
+from jaxrl.extras.serve.server import LOOPBACK, Endpoint, Server, Settings, take_port
+from jaxrl.extras.serve.worker import Worker
+from jaxrl.sampling import next_token
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.pages import pages_for
+from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.sampling.rollout import Limits, Rollout
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import Draw, Trajectory, members
+
+START, END = "<|im_start|>", "<|im_end|>"
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LONGEST = 3
+"""Means of a turn's tokens that an episode has room for in each of its turns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sessions:
+    """Episodes that are played; every field is a flag."""
+
+    num_questions: int
+    group_size: int  # episodes of each question
+    num_turns: int
+    prompt_words: int
+    turn_tokens: int  # mean length of a turn
+    observation_words: int
+    num_rows: int
+    cached: int  # episodes of mean length whose tokens the cache holds
+    chunk_tokens: int
+    num_clients: int  # processes
+    lost: float  # share of replies
+
+
+WORK = {
+    "cpu": Sessions(
+        num_questions=32, group_size=8, num_turns=4, prompt_words=48, turn_tokens=32,
+        observation_words=32, num_rows=64, cached=320, chunk_tokens=16, num_clients=1, lost=0.1,
+    ),
+    "h200": Sessions(
+        num_questions=32, group_size=8, num_turns=4, prompt_words=384, turn_tokens=64,
+        observation_words=192, num_rows=256, cached=320, chunk_tokens=32, num_clients=4, lost=0.1,
+    ),
+}  # fmt: skip
+
+
+def word_tokenizer(num_tokens: int) -> Tokenizer:
+    """A byte-level BPE vocabulary of invented words, with the chats of Qwen."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        [text_of(1000, number) for number in range(20)],
+        trainers.BpeTrainer(
+            vocab_size=num_tokens - 2,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    backend.add_special_tokens([START, END])
+    return Tokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token=END, pad_token=END, chat_template=TEMPLATE
+        )
+    )
+
+
+def text_of(num_words: int, seed: int) -> str:
+    """Invented words."""
+    drawn = random.Random(seed)
+    lengths = [drawn.randint(1, 3) for _ in range(num_words)]
+    return " ".join(
+        "".join(drawn.choice("bdfgklmnprst") + drawn.choice("aeiou") for _ in range(length))
+        for length in lengths
+    )
+
+
+class FixedTurns(Env):
+    """Asks on until an episode has had its turns."""
+
+    reward_parts = ()
+    stop_strings = ()
+
+    def __init__(self, work: Sessions):
+        """Knows all that it is going to say."""
+        self._work = work
+        self.observations = [
+            text_of(work.observation_words, -number) for number in range(1, work.num_turns)
+        ]
+
+    def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
+        """The questions."""
+        return [[{"role": "user", "content": task.question or ""}] for task in tasks]
+
+    def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
+        """The next observation of each, as the chat template writes a message of the user."""
+        return [self._reply(len(episode.turns)) for episode in episodes]
+
+    def _reply(self, turn: int) -> StepResult:
+        if turn + 1 >= self._work.num_turns:
+            return StepResult(outcome=Outcome.ANSWERED)
+        return StepResult(
+            observation=Observation(
+                prefix=f"{END}\n{START}user\n",
+                body=self.observations[turn],
+                suffix=f"{END}\n{START}assistant\n",
+            )
+        )
+
+    def score(self, group: Sequence[Episode]) -> list[Reward]:
+        """Nothing."""
+        return [Reward(total=0.0, parts={}, final_answer="") for _ in group]
+
+
+class Clients:
+    """Processes that play sessions."""
+
+    def __init__(self, count: int):
+        """Starts them."""
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.endpoint_client"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(count)
+        ]
+
+    def play(self, sessions: Sequence[dict[str, Any]], **job: Any) -> Counter[str]:
+        """Deals sessions out and waits for them; the sums of what came of them.
+
+        Raises:
+            RuntimeError: a process has failed; it has told why.
+        """
+        count = len(self._processes)
+        for number, process in enumerate(self._processes):
+            assert process.stdin is not None
+            line = json.dumps({**job, "seed": number, "sessions": sessions[number::count]})
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        total: Counter[str] = Counter()
+        for process in self._processes:
+            assert process.stdout is not None
+            if not (line := process.stdout.readline()):
+                raise RuntimeError(f"a client ended with {process.wait()}")
+            total.update(json.loads(line))
+        return total
+
+    def end(self) -> None:
+        """Ends them."""
+        for process in self._processes:
+            process.communicate()
+
+
+def sessions_of(
+    trajectories: Sequence[Trajectory], texts: Sequence[str], draws: Sequence[Draw]
+) -> list[dict[str, Any]]:
+    """Episodes as clients play them: their prompts, and before each turn what is new.
+
+    Args:
+        trajectories: of a native rollout, in the order of `draws`.
+        texts: of the observations.
+        draws: the questions.
+    """
+    size = len(trajectories) // len(draws)
+    found = []
+    for index, trajectory in enumerate(trajectories):
+        turns = [
+            {"token_ids": new, "text": text, "budget": budget}
+            for (new, budget), text in zip(turns_of(trajectory), ["", *texts], strict=False)
+        ]
+        question = draws[index // size].task.question
+        found.append(
+            {
+                "name": f"{index}",
+                "seed": index,
+                "messages": [{"role": "user", "content": question}],
+                "token_ids": trajectory.token_ids[: trajectory.prompt_length].tolist(),
+                "turns": turns,
+            }
+        )
+    return found
+
+
+def measure(
+    model: common.ModelSizes, work: Sessions, repetitions: int, warm_up: int
+) -> dict[str, Any]:
+    """Rates of the native rollout and of the endpoint, and what was computed twice."""
+    mesh = common.one_device()
+    tokenizer = word_tokenizer(model.vocab_size)
+    kernels = common.kernels(model, mesh)
+    env = FixedTurns(work)
+    draws = [
+        Draw(task=Task(id=f"q{i}", question=text_of(work.prompt_words, 1000 + i)), stream_index=i)
+        for i in range(work.num_questions)
+    ]
+    prompts = [tokenizer.render_prompt(env.start([draw.task])[0]) for draw in draws]
+    observed = sum(len(tokenizer.encode(text)) + 10 for text in env.observations)
+    prompt_tokens = max(map(len, prompts))
+    sampled = work.num_turns * work.turn_tokens
+    total = prompt_tokens + LONGEST * sampled + observed
+    own: dict[str, Any] = dict(
+        num_tokens=tokenizer.num_tokens - 2,  # no message begins or ends within a turn
+        num_rows=work.num_rows,
+        num_pages=work.cached * pages_for(prompt_tokens + sampled + observed, kernels.page_tokens),
+        max_total_tokens=total,
+        chunk_tokens=work.chunk_tokens,
+        dtype=jnp.dtype(model.dtype),
+        kernels=kernels,
+    )
+    stops = StopAutomaton(tokenizer.vocab_bytes, ())
+    # Weights are random, and so are the tokens: one of these comes after `turn_tokens` on average.
+    native = Engine(
+        model.config, mesh, stops, max_prompt_tokens=prompt_tokens, kinds=(next_token.PLAIN,),
+        eos_ids=range(0, tokenizer.num_tokens - 2, work.turn_tokens), **own,
+    )  # fmt: skip
+    served = ServedEngine(
+        model.config, mesh, stops, max_prompt_tokens=total - 1, kinds=(next_token.PLAIN,),
+        eos_ids=(), **own,
+    )  # fmt: skip
+    params = common.random_params(model)
+    for engine in (native, served):
+        engine.set_weights(params)
+    compilations, compiled = common.Compilations(), list[int]()
+    limits = Limits(
+        max_prompt_tokens=prompt_tokens,
+        max_response_tokens=LONGEST * sampled,
+        max_total_tokens=total,
+        max_observation_tokens=total,
+    )
+    rollout = Rollout(native, env, tokenizer, stops, limits)
+    clients = Clients(work.num_clients)
+    played: list[Trajectory] = []
+    seen: dict[str, list[dict[str, float]]] = {}
+
+    def note(name: str, engine: Engine, before: Any, needed: int, **figures: float) -> None:
+        counts = engine.counts
+        read = counts.prefilled_prompt + counts.prefilled_resume
+        read -= before.prefilled_prompt + before.prefilled_resume
+        seen.setdefault(name, []).append(
+            {
+                "requests": sum(len(turns_of(t)) for t in played),
+                "read": read,
+                "read_twice": read - needed,
+                "sampled_twice": counts.sampled - before.sampled - num_sampled(),
+                "chunks": counts.chunks - before.chunks,
+                "swapped": counts.swapped - before.swapped,
+                **figures,
+            }
+        )
+
+    def num_sampled() -> int:
+        return sum(t.num_sampled for t in played)
+
+    def needed() -> int:
+        prompts = {tuple(t.token_ids[: t.prompt_length]) for t in played}
+        inserted = sum(t.response_length - t.num_sampled for t in played)
+        return sum(len(prompt) - 1 for prompt in prompts) + inserted
+
+    def play(number: int) -> None:
+        compiled.append(compilations.num)
+        before = dataclasses.replace(native.counts)
+        sampling = Sampling(
+            group_size=work.group_size,
+            temperature=1.0,
+            top_p=1.0,
+            seeds=Seeds(seed=0, stage=0, step=number),
+        )
+        played[:] = members(rollout(draws, sampling))
+        note("native", native, before, needed())
+        native.clear()
+
+    def ask(name: str, way: str, lost: float, number: int) -> None:
+        before = dataclasses.replace(served.counts)
+        sessions = sessions_of(played, env.observations, draws)
+        worker = Worker(served, tokenizer.vocab_bytes, (), max_queue=4096)
+        endpoint = Endpoint(worker, tokenizer, Settings(name="any", template_arguments={}))
+        server = Server(endpoint, LOOPBACK, take_port(LOOPBACK, 0, ""))
+        try:
+            got = clients.play(sessions, port=server.port, way=way, lost=lost)
+        finally:
+            server.end(0.0)
+            served.clear()
+        assert got["sampled"] == num_sampled(), "a turn ended early"
+        note(
+            name, served, before, needed(),
+            held_more=got["held"] - sum(len(t.token_ids) for t in played),
+            clients_cpu_s=got["cpu_s"], lost=got["num_lost"], different=got["num_different"],
+        )  # fmt: skip
+
+    ways: dict[str, common.Way] = {"native": (play, native.counts)}
+    for way in ("chats", "ids"):
+        for name, lost in ((way, 0.0), (f"{way}_lost", work.lost)):
+            if lost or name == way:
+                ways[name] = (partial(ask, name, way, lost), served.counts)
+    try:
+        measured = common.take_turns(ways, warm_up=warm_up, repetitions=repetitions)
+    finally:
+        clients.end()
+    rate = "tokens_per_cpu_s" if jax.default_backend() == "cpu" else "tokens_per_s"
+    return {
+        **{
+            name: {**common.medians(measured[name]), **common.medians(seen[name][warm_up:])}
+            for name in ways
+        },
+        f"{rate}, share of native": {
+            name: common.median_ratio(measured, name, "native", rate)
+            for name in ways
+            if name != "native"
+        },
+        "num_recompilations": compilations.num - compiled[warm_up],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs the benchmark; the record that it writes."""
+    flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, argv)
+    figures = measure(model, work, flags.repetitions, flags.warm_up)
+    return common.finish("endpoint", flags, model, work, hardware, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The clients of `benchmarks.endpoint`: a process that plays sessions over HTTP, without JAX.
+
+    python -m benchmarks.endpoint_client
+
+Reads jobs from its input, a line of JSON each, and writes what came of each as a line. A session
+has a connection of its own that is kept, and asks for its next turn when it has the answer to the
+one before. Where replies are to be lost, a proxy stands before the server: it waits for a whole
+reply, and then closes the client's connection in its place; the client asks again, as OpenAI's
+library does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+LIMIT = 2**26
+"""Bytes of a reply at most."""
+
+CHATS, IDS = "/v1/chat/completions", "/inference/v1/generate"
+
+
+async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Head and body of a message whose length stands in its head."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    _, _, length = head.lower().partition(b"content-length:")
+    return head, await reader.readexactly(int(length.split(b"\r\n", 1)[0]))
+
+
+class Proxy:
+    """Stands between clients and the server, and loses some replies."""
+
+    def __init__(self, port: int, share: float, seed: int):
+        """Loses none yet.
+
+        Args:
+            port: of the server.
+            share: of the replies that are lost, from 0 to 1.
+            seed: of the choice.
+        """
+        self._port, self._share, self._random = port, share, random.Random(seed)
+        self._lost: dict[bytes, bytes] = {}  # replies by the bodies of their requests
+        self.counts = Counter(num_lost=0, num_different=0)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Passes on the requests of a connection until a reply is lost, or the client ends."""
+        there, back = await asyncio.open_connection("127.0.0.1", self._port, limit=LIMIT)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                asked, body = await read_message(reader)
+                back.write(asked + body)
+                head, reply = await read_message(there)
+                name = asked.split(b" ", 2)[1] + body
+                if before := self._lost.pop(name, None):
+                    self.counts["num_different"] += before != reply
+                elif self._random.random() < self._share:
+                    self._lost[name] = reply
+                    self.counts["num_lost"] += 1
+                    break
+                writer.write(head + reply)
+        for one in (writer, back):
+            one.close()
+
+
+class Connection:
+    """A connection that is opened anew when it was closed."""
+
+    def __init__(self, port: int, host: str):
+        """Opens nothing yet.
+
+        Args:
+            port: to connect to.
+            host: that requests name.
+        """
+        self._port, self._host = port, host
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, path: str, value: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to a request, which is sent again until there is one.
+
+        Raises:
+            RuntimeError: the server refuses.
+        """
+        body = json.dumps(value).encode()
+        for count in range(100):
+            if self._streams is None:
+                self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=LIMIT)
+            reader, writer = self._streams
+            again = f"x-stainless-retry-count: {count}\r\n" if count else ""
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+                f"{again}Content-Length: {len(body)}\r\n\r\n"
+            )
+            try:
+                writer.write(head.encode() + body)
+                status, reply = await read_message(reader)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                self.close()
+                continue
+            if b" 200 " not in status.split(b"\r\n", 1)[0]:
+                raise RuntimeError(f"{path} was answered {status!r:.100} {reply!r:.500}")
+            return json.loads(reply)
+        raise RuntimeError(f"{path} was not answered after 100 attempts")
+
+    def close(self) -> None:
+        """Ends it."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+
+async def play_chat(connection: Connection, session: Mapping[str, Any]) -> Counter[str]:
+    """Plays a session as a chat; counts of tokens."""
+    messages, counts = list(session["messages"]), Counter[str]()
+    for turn in session["turns"]:
+        if counts:
+            messages.append({"role": "user", "content": turn["text"]})
+        reply = await connection.post(
+            f"/r/{session['name']}{CHATS}",
+            {
+                "model": "any",
+                "messages": messages,
+                "temperature": 1.0,
+                "max_tokens": turn["budget"],
+                "seed": session["seed"],
+            },
+        )
+        messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+        _count(counts, reply)
+    return counts
+
+
+async def play_ids(connection: Connection, session: Mapping[str, Any]) -> Counter[str]:
+    """Plays a session by token ids; counts of tokens."""
+    token_ids, counts = list(session["token_ids"]), Counter[str]()
+    for turn in session["turns"]:
+        token_ids += turn["token_ids"]
+        sampling = {
+            "temperature": 1.0,
+            "max_tokens": turn["budget"],
+            "seed": session["seed"],
+            "logprobs": 1,
+        }
+        body = {"model": "any", "token_ids": token_ids, "sampling_params": sampling}
+        reply = await connection.post(f"/r/{session['name']}{IDS}", body)
+        token_ids += reply["choices"][0]["token_ids"]
+        _count(counts, reply)
+    return counts
+
+
+def _count(counts: Counter[str], reply: Mapping[str, Any]) -> None:
+    usage = reply["usage"]
+    counts["requests"] += 1
+    counts["sampled"] += usage["completion_tokens"]
+    counts["longest"] = max(counts["longest"], usage["total_tokens"])
+
+
+WAYS = {"chats": play_chat, "ids": play_ids}
+
+
+async def play(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Plays all sessions of a job side by side; what came of them.
+
+    Args:
+        job: `port` of the server, `way` out of `WAYS`, `sessions`, the share of replies `lost` and
+            the `seed` of their choice.
+    """
+    began = time.process_time()
+    host, port = f"127.0.0.1:{job['port']}", job["port"]
+    proxy = Proxy(port, job["lost"], job["seed"])
+    server = None
+    if job["lost"]:
+        server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=LIMIT)
+        port = server.sockets[0].getsockname()[1]
+
+    async def one(session: Mapping[str, Any]) -> Counter[str]:
+        connection = Connection(port, host)
+        try:
+            return await WAYS[job["way"]](connection, session)
+        finally:
+            connection.close()
+
+    counts = await asyncio.gather(*map(one, job["sessions"]))
+    if server is not None:
+        server.close()
+    return {
+        "requests": sum(one["requests"] for one in counts),
+        "sampled": sum(one["sampled"] for one in counts),
+        "held": sum(one["longest"] for one in counts),
+        "cpu_s": time.process_time() - began,
+        **proxy.counts,
+    }
+
+
+def main() -> None:
+    """Does jobs until there are no more."""
+    for line in sys.stdin:
+        print(json.dumps(asyncio.run(play(json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
