@@ -40,7 +40,11 @@ def names(requirements):
     return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
 
 
-ELSEWHERE = {"jaxrl/extras/serve/agents/verifiers.py", "examples/verifiers_rooms.py"}
+ELSEWHERE = {
+    "jaxrl/extras/serve/agents/verifiers.py",
+    "examples/framework_agent.py",
+    "examples/verifiers_rooms.py",
+}
 """Files that run in a Python of their own, which has what they import."""
 
 
