@@ -15,7 +15,15 @@ import pytest
 
 from jaxrl.extras.serve.answers import Answer, Answers, Question
 from jaxrl.extras.serve.engine import Way
-from jaxrl.extras.serve.worker import FAILED, LEFT, LENGTH, STOP, EndingError, Job, Worker
+from jaxrl.extras.serve.worker import (
+    FAILED,
+    LEFT,
+    LENGTH,
+    STOP,
+    EndingError,
+    Job,
+    Worker,
+)
 from jaxrl.sampling.engine import Request
 from jaxrl.sampling.next_token import GREEDY, KINDS, NUCLEUS, PLAIN, kind_of, sample
 from tests.extras.serve.served import TOKENIZER, make_engine
@@ -369,6 +377,27 @@ def test_an_answer_that_was_waited_for_is_kept_from_its_end():
         return [one for one in ("slow", *"abcd") if answers.find(one, one)]
 
     assert asyncio.run(ask()) == ["slow", "d"]
+
+
+def test_a_pause_waits_for_the_chunk_under_way_however_long_it_takes(engine, monkeypatch):
+    step, is_under_way = engine.step, threading.Event()
+
+    def slow(**settings):  # as one whose program has to be compiled
+        if not is_under_way.is_set():
+            is_under_way.set()
+            time.sleep(0.6)
+        return step(**settings)
+
+    monkeypatch.setattr(engine, "step", slow)
+    monkeypatch.setattr("jaxrl.extras.serve.worker.PATIENCE_S", 0.1)
+    with Asked(engine) as asked:
+        job, outlet = asked.job(PROMPT, 60)
+        asked.worker.submit([job])
+        assert is_under_way.wait(60)
+        asked.worker.pause()
+        assert engine.is_idle
+        asked.worker.serve(lambda _: True, version=1, deadline_s=60.0)
+        assert len(finished(outlet)[0]) == 60
 
 
 def faulty(*_, **__):

@@ -173,11 +173,25 @@ class RolloutPlay:
         return changed, [key]
 
     def record(self, answer: Answer) -> None:
-        """Records an answer before it is sent."""
+        """Records an answer before it is sent.
+
+        Raises:
+            RefusedError: others that were under way beside it have left no room for it.
+        """
         with self._lock:
-            is_over = self._is_over or self.earned is not None
-            if answer not in self._answers and not is_over:
+            is_new = answer not in self._answers
+            if self._is_over or self.earned is not None or not (is_new or answer.is_lost):
+                return
+            if is_new:
                 self._answers[answer] = self._call(answer)
+            contexts = contexts_of(self._calls(answer))
+            length = sum(len(ids) for ids, _ in contexts)
+            sampled = sum(len(call.token_ids) for _, calls in contexts for call in calls)
+            beyond = length - self._limits.max_total_tokens
+            if beyond > 0 or sampled > self._limits.max_response_tokens:
+                call = self._answers.pop(answer)
+                self.is_spent = True
+                raise TooLongError(len(call.ids), max(len(call.ids) - max(beyond, 1), 0))
 
     def reward(self, fields: Fields) -> None:
         """Takes what the agent says it has earned; said again, it must be the same.
@@ -218,12 +232,14 @@ class RolloutPlay:
         with self._lock:
             return self._calls()
 
-    def _calls(self) -> list[Call]:
+    def _calls(self, sent: Answer | None = None) -> list[Call]:
+        """The answers that count; `sent` too, which its client is about to be given."""
         calls = list(self._answers.values())
         return [
             call
             for place, (answer, call) in enumerate(self._answers.items())
             if not answer.is_lost
+            or answer is sent
             or any(later.prompt_ids[: len(call.ids)] == call.ids for later in calls[place + 1 :])
         ]
 

@@ -208,7 +208,7 @@ class AgentRollout(EpisodePlayer):
             now = time.monotonic()
             for member in members:
                 member.served_s += now - (now if member.since is None else member.since)
-                member.since = None
+                member.since = None  # another rollout may come before it goes on
             worker.pause()
         # As many as are waited for, those that ended first; others that have are there next time.
         over = sorted((game for game in games if game.is_over), key=lambda game: game.ended)
@@ -311,9 +311,15 @@ class AgentRollout(EpisodePlayer):
                 return
             check_stop(should_stop)
             self._hurry()
-            while waiting and len(self._members) < most:
+            while waiting and self._num_playing() < most:
                 self._launch(waiting.popleft())
             self._changed.wait(LOOK_S)
+
+    def _num_playing(self) -> int:
+        """Agents that are there, but for those that wait until their groups go on."""
+        with self._lock:
+            members = list(self._members.values())
+        return sum(one.over is not None or one.since is not None for one in members)
 
     def _launch(self, member: _Member) -> None:
         task, name = member.task, member.play.name

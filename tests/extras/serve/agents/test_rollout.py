@@ -194,6 +194,22 @@ def test_an_episode_has_so_many_tokens_and_turns_and_no_more(tmp_path):
     assert group.trajectories[0].num_sampled == 8
 
 
+@pytest.mark.parametrize(("total", "response"), [(160, 200), (400, 100)])
+def test_answers_that_are_asked_for_at_once_have_no_more_tokens_together(tmp_path, total, response):
+    within = limits(max_total_tokens=total, max_response_tokens=response)
+    settings = {"folder": str(tmp_path)}
+    with agents("spreads", settings=settings, within=within) as rollout:
+        [group] = rollout(draws("a"), sampling(1))
+    [trajectory] = group.trajectories
+    assert trajectory.error == ""
+    assert trajectory.outcome == Outcome.OUT_OF_BUDGET
+    assert "maximum context length" in trajectory.final_answer
+    assert 0 < len(trajectory.token_ids) <= total
+    assert trajectory.num_sampled <= response
+    [seen] = noted(tmp_path)["a"]
+    assert as_pairs(sampled_sets(trajectory)) == as_pairs(seen)
+
+
 def test_an_unfinished_group_goes_on_whole_in_the_next_rollout(tmp_path, monkeypatch):
     late = [0.0]  # the clock goes on between rollouts, and an episode's time does not
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
@@ -219,6 +235,21 @@ def test_an_unfinished_group_goes_on_whole_in_the_next_rollout(tmp_path, monkeyp
         assert Counter(versions.tolist()) == {0: 6, 1: 6}
     pairs = sorted(as_pairs(sampled_sets(t)) for t in group.trajectories)
     assert pairs == sorted(map(as_pairs, noted(tmp_path)["b"]))
+
+
+def test_what_goes_on_later_neither_ages_nor_takes_room_in_an_evaluation(tmp_path):
+    tasks = draws(("b", {"slow": True}), "a")
+    folder = {"folder": str(tmp_path)}
+    evaluation = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
+    with agents("waits", settings=folder, max_concurrent=2, deadline_s=3.0) as rollout:
+        first = rollout(tasks, sampling(1, unfinished=1))
+        assert [group is None for group in first] == [True, False]
+        found = rollout(draws(("e", {"slow": True}), "f"), evaluation)
+        assert ["not ended after 3 s" in t.error for t in members(found)] == [True, False]
+        assert "f" in noted(tmp_path)  # though b and e were there
+        (tmp_path / "go").touch()
+        [group] = rollout(tasks[:1], sampling(1, step=1))
+    assert [t.error for t in group.trajectories] == [""]
 
 
 def test_groups_that_nobody_asks_for_again_are_given_up(tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -78,6 +79,26 @@ def wanders(task, *, base_url, api_key, model, folder):
     six = ask(base_url, api_key, [user(task["question"]), user("cut")])
     note(folder, task, base_url, [one, two, three, four, five, six])
     return 1.0
+
+
+def spreads(task, *, base_url, api_key, model, folder, count=4):
+    """Asks much at once, and counts what is refused."""
+    questions = [[user(f"{task['question']} {number}")] for number in range(count)]
+    answers, refused = [], []
+
+    def one(messages):
+        try:
+            answers.append(ask(base_url, api_key, messages, max_tokens=60))
+        except ValueError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=one, args=(messages,)) for messages in questions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    note(folder, task, base_url, answers)
+    return {"reward": 1.0, "final_answer": "; ".join(refused)}
 
 
 async def waits(task, *, base_url, api_key, model, folder):
