@@ -3,6 +3,7 @@
 import functools
 import operator
 import sys
+import threading
 import time
 from collections import Counter
 
@@ -265,3 +266,20 @@ def test_an_engine_that_fails_ends_the_rollout(tmp_path):
         with pytest.raises(RuntimeError, match="the engine failed") as caught:
             rollout(draws("a"), sampling())
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.minutes
+def test_a_chunk_that_takes_long_is_waited_for(tmp_path):
+    engine = make_engine(kind=PlayedEngine, kinds=("plain",))
+    with agents("converses", settings={"folder": str(tmp_path)}, engine=engine) as rollout:
+        step, is_asked = engine.step, threading.Event()
+
+        def slow(**given):
+            is_asked.set()
+            time.sleep(11)
+            return step(**given)
+
+        engine.step = slow
+        with pytest.raises(Interrupted):
+            rollout(draws("a"), sampling(), should_stop=is_asked.is_set)
+        assert engine.is_idle
