@@ -57,7 +57,9 @@ NOT_RUN = {
     r"(taskset -c \d )?python -m benchmarks\.": "minutes to hours; tests/test_benchmarks.py and "
     "test_claims.py run small ones",
     r"make ": "minutes; the targets are in the Makefile, and CI runs them",
-    r"((\.venv/bin/)?pip|python3 -m venv) ": "installs",
+    r"((\.venv/bin/)?pip|python3(\.12)? -m venv) ": "installs",
+    r"agent/bin/python jaxrl/extras/serve/agents/verifiers\.py ": "needs verifiers; "
+    "tests/extras/serve/agents/test_verifiers.py runs it where that is",
     r"tensorboard ": "serves until it is ended",
     r"(export|for|do|done|wait|until|LARGER=|\[ )": "of the shell, around other commands",
 }

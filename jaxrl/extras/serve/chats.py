@@ -74,8 +74,10 @@ class ChatMessage:
     def compared(self) -> str:
         """Text that is equal for messages that count as the same."""
         calls = [[call.name, _as_doubles(call.arguments)] for call in self.calls]
-        if self.role == "assistant":  # whose clients keep the calls' ids, or strip the text
-            return json.dumps([self.role, self.content.strip(), calls], sort_keys=True)
+        if self.role == "assistant":
+            # Its clients keep the calls' ids. They strip the text, or take it apart into thoughts
+            # and what is said, and put line breaks around the thoughts when they write it again.
+            return json.dumps([self.role, "".join(self.content.split()), calls], sort_keys=True)
         return json.dumps([self.role, self.content, self.others], sort_keys=True)
 
     @property

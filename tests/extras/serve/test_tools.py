@@ -6,7 +6,7 @@ from decimal import Decimal
 import openai
 import pytest
 
-from jaxrl.extras.serve.chats import read_reply
+from jaxrl.extras.serve.chats import Chats, read_messages, read_reply
 from jaxrl.extras.serve.fields import read_body
 from tests.extras.serve.served import TOKENIZER, serving
 from tests.extras.serve.writing import ASKED, CALL, TOOL, engine_that_writes
@@ -14,6 +14,12 @@ from tests.extras.serve.writing import ASKED, CALL, TOOL, engine_that_writes
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+END = "<|im_end|>"
+SENT_CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "search", "arguments": '{"query":"Ada Kerr"}'},
+}
 FIELDS = {"tools": [TOOL], "temperature": 0, "max_tokens": 80, "return_token_ids": True}
 
 
@@ -66,6 +72,27 @@ def test_the_result_stands_behind_what_was_sampled(client, arguments, content):
     )
     assert prompt[len(stored) :].count(TOKENIZER.eos_ids[0]) == 1  # the text's own is forged
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == len(stored) - 1
+
+
+@pytest.mark.parametrize(
+    ("written", "sent_back", "is_same"),
+    [
+        # As Pydantic AI 2.68 takes thoughts out of a text and writes them again.
+        ("<think> find Ada </think>", "<think>\n find Ada \n</think>", True),
+        ("<think>find</think>I look.", "<think>\nfind\n</think>\n\nI look.", True),
+        ("<think> find Ada </think>", "", False),
+        ("<think> find Ada </think>", "<think> find Eve </think>", False),
+    ],
+)
+def test_thoughts_are_the_same_whatever_blanks_are_around(written, sent_back, is_same):
+    chats = Chats(TOKENIZER, max_prompt_tokens=400)
+    asked = read_messages(ASKED)
+    reply = read_reply(written + CALL, has_tools=True)
+    sampled = [*chats.prompt("one", asked, [TOOL]), *TOKENIZER.encode(written + CALL + END)]
+    chats.keep("one", [*asked, reply], [TOOL], sampled)
+    sent = {"role": "assistant", "content": sent_back, "tool_calls": [SENT_CALL]}
+    prompt = chats.prompt("one", read_messages([*ASKED, sent, *ASKED]), [TOOL])
+    assert (prompt[: len(sampled)] == sampled) is is_same
 
 
 def with_arguments(text):

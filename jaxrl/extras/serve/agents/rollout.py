@@ -208,6 +208,7 @@ class AgentRollout(EpisodePlayer):
             now = time.monotonic()
             for member in members:
                 member.served_s += now - (now if member.since is None else member.since)
+                member.since = None
             worker.pause()
         # As many as are waited for, those that ended first; others that have are there next time.
         over = sorted((game for game in games if game.is_over), key=lambda game: game.ended)

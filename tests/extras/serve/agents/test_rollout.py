@@ -5,12 +5,14 @@ import operator
 import sys
 import threading
 import time
+import types
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from jaxrl.envs.base import Outcome
+from jaxrl.extras.serve.agents import rollout as agent_rollout
 from jaxrl.extras.serve.agents.environment import PlayedEngine
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling.protocol import Seeds
@@ -193,17 +195,22 @@ def test_an_episode_has_so_many_tokens_and_turns_and_no_more(tmp_path):
     assert group.trajectories[0].num_sampled == 8
 
 
-def test_an_unfinished_group_goes_on_whole_in_the_next_rollout(tmp_path):
+def test_an_unfinished_group_goes_on_whole_in_the_next_rollout(tmp_path, monkeypatch):
+    late = [0.0]  # the clock goes on between rollouts, and an episode's time does not
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
+    monkeypatch.setattr(agent_rollout, "time", clock)
     tasks = draws("a", ("b", {"slow": True}), "c")
     folder = {"folder": str(tmp_path)}
     with agents("waits", settings=folder, max_concurrent=8) as rollout:
         first = rollout(tasks, sampling(step=0, unfinished=1))
         assert [group and group.task_id for group in first] == ["a", None, "c"]
         rollout._engine.set_weights(PARAMS)  # as after an update
+        late[0] += 1000.0
         # Another rollout in between, as of an evaluation, leaves it alone.
         between = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
         [evaluated] = rollout(draws("e"), between)
         assert evaluated.task_id == "e"
+        late[0] += 1000.0
         (tmp_path / "go").touch()
         [group] = rollout(tasks[1:2], sampling(step=1))
     for trajectory in group.trajectories:

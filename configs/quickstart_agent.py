@@ -1,0 +1,31 @@
+"""The quickstart played by an agent of Pydantic AI, which asks the model over HTTP.
+
+python3 -m venv agent && agent/bin/pip install "pydantic-ai-slim[openai]"
+python -m examples.calls_world --out=data/calls
+python -m jaxrl.launch --config=configs/quickstart_calls.py --workdir=runs/calls \
+    --config.stages="('sft','evaluate')"
+python -m jaxrl.launch --config=configs/quickstart_agent.py --workdir=runs/agent
+
+The warm start is that of configs/quickstart_calls.py, on demonstrations in the run's own
+environment; from there on, examples/framework_agent.py plays all episodes, the held-out ones too.
+
+Another world's folder may follow the file's name: --config=configs/quickstart_agent.py:data/other
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart_calls
+
+
+def get_config(world: str = "data/calls") -> ConfigDict:
+    config = quickstart_calls.get_config(world)
+    config.stages = ("train", "evaluate")
+    config.model.path = "runs/calls/export"
+    config.env.name = "agents"
+    config.env.agents.function = "examples/framework_agent.py:play"
+    config.env.agents.python = "agent/bin/python"
+    config.env.agents.settings = {"corpus": f"{world}/corpus.jsonl"}
+    config.reward.weights = {"reward": 1.0}
+    config.rollout.max_turns = 4  # answers; the agent itself ends after three
+    config.eval.final_suites = ("sampled", "greedy")
+    return config

@@ -1,0 +1,178 @@
+"""An agent of the framework Pydantic AI, and `play`, by which a run trains the model behind it.
+
+The agent is an ordinary one: a system message, a tool, and the framework's own loop. Of the trainer
+it knows a base URL and a key. `play` runs it on a task and says what its answer is worth.
+
+It needs pydantic-ai-slim[openai], and nothing of jaxrl, so that it may live in a virtual
+environment of its own. `configs/quickstart_agent.py` trains with it. Against any endpoint of
+OpenAI's chats, for one question:
+
+    OPENAI_BASE_URL=http://127.0.0.1:8790/v1 python framework_agent.py data/calls/corpus.jsonl \
+        "Where was Ada Kerr born?"
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import os
+import re
+import string
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+SYSTEM = "Search, then give the answer alone as <answer> answer </answer>."
+NOTHING = "No information found"
+
+
+class Corpus:
+    """BM25 over documents in memory, one JSON object a line with id, title and text."""
+
+    def __init__(self, path: str | Path):
+        """Reads all documents; words of a title count twice."""
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        self._documents = sorted(map(json.loads, filter(None, lines)), key=lambda one: one["id"])
+        self._words = [
+            Counter(words_of(f"{one['title']} {one['title']} {one['text']}"))
+            for one in self._documents
+        ]
+        self._lengths = [words.total() for words in self._words]
+        self._mean = sum(self._lengths) / max(len(self._lengths), 1)
+        self._places: dict[str, list[int]] = {}
+        for place, words in enumerate(self._words):
+            for word in words:
+                self._places.setdefault(word, []).append(place)
+
+    def search(self, query: str, topk: int) -> str:
+        """The best documents, one a line; equally good ones in the order of their ids."""
+        scores: defaultdict[int, float] = defaultdict(float)
+        for word in dict.fromkeys(words_of(query)):
+            places = self._places.get(word, [])
+            rarity = math.log(1 + (len(self._words) - len(places) + 0.5) / (len(places) + 0.5))
+            for place in places:
+                count = self._words[place][word]
+                norm = 1.2 * (0.25 + 0.75 * self._lengths[place] / self._mean)
+                scores[place] += rarity * count * 2.2 / (count + norm)
+        best = sorted(scores, key=lambda place: (-round(scores[place], 6), place))[:topk]
+        found = [self._documents[place] for place in best]
+        lines = [f"Doc {i}(Title: {d['title']}) {d['text']}" for i, d in enumerate(found, start=1)]
+        return "\n".join(lines) or NOTHING
+
+
+def words_of(text: str) -> list[str]:
+    """Words of a text in lower case."""
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+@functools.cache
+def search_agent(corpus: str, topk: int) -> Any:
+    """An agent that searches a corpus; of one process there is one."""
+    from pydantic_ai import Agent
+
+    documents = Corpus(corpus)
+    agent = Agent(system_prompt=SYSTEM)
+
+    @agent.tool_plain
+    async def search(query: str) -> str:
+        """Searches a collection of documents and returns passages that fit a query."""
+        return documents.search(query, topk)
+
+    return agent
+
+
+@functools.cache
+def connections() -> Any:
+    """HTTP connections for all episodes of the process: new ones take 20 ms of a core."""
+    from openai import DefaultAsyncHttpxClient
+
+    return DefaultAsyncHttpxClient()
+
+
+async def ask(
+    question: str,
+    *,
+    base_url: str,
+    api_key: str,
+    model: str,
+    corpus: str,
+    topk: int = 3,
+    max_requests: int = 3,
+) -> str:
+    """Asks the agent a question; gives all that its last message says.
+
+    Raises:
+        pydantic_ai.exceptions.AgentRunError: it went on for too long, or wrote what is no call.
+    """
+    from pydantic_ai import UsageLimits
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=base_url, api_key=api_key, http_client=connections())
+    result = await search_agent(corpus, topk).run(
+        question,
+        model=OpenAIChatModel(model, provider=provider),
+        usage_limits=UsageLimits(request_limit=max_requests),
+    )
+    return str(result.output)
+
+
+def final_answer(text: str) -> str:
+    """The last `<answer>` of a message; "" where it has none."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else ""
+
+
+def normal(text: str) -> str:
+    """An answer as it is compared: without case, punctuation, articles and doubled blanks."""
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+async def play(
+    task: dict[str, Any], *, base_url: str, api_key: str, model: str, **settings: Any
+) -> dict[str, Any]:
+    """Plays an episode: 1 for an accepted answer, else 0.
+
+    What the model did wrong is worth 0: more requests than it may make, calls that fit no tool,
+    a context that is full. What else the framework raises is an error of the episode.
+
+    Args:
+        task: with `question` and `answers`.
+        base_url: of the endpoint, with /v1.
+        api_key: of the endpoint.
+        model: name to send.
+        settings: of `ask`.
+    """
+    from pydantic_ai.exceptions import (
+        ModelContextWindowExceededError,
+        UnexpectedModelBehavior,
+        UsageLimitExceeded,
+    )
+
+    try:
+        said = await ask(
+            task["question"], base_url=base_url, api_key=api_key, model=model, **settings
+        )
+    except (ModelContextWindowExceededError, UnexpectedModelBehavior, UsageLimitExceeded):
+        said = ""
+    answer = final_answer(said)
+    is_correct = bool(answer) and normal(answer) in map(normal, task["answers"])
+    return {"reward": float(is_correct), "is_correct": is_correct, "final_answer": answer}
+
+
+if __name__ == "__main__":
+    print(
+        asyncio.run(
+            ask(
+                sys.argv[2],
+                base_url=os.environ["OPENAI_BASE_URL"],
+                api_key=os.environ.get("OPENAI_API_KEY", "none"),
+                model=os.environ.get("JAXRL_MODEL", "any"),
+                corpus=sys.argv[1],
+            )
+        )
+    )

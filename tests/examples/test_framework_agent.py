@@ -1,0 +1,168 @@
+"""The agent of Pydantic AI: its search is ours, its episodes are worth what its answers are.
+
+What needs the framework runs in the interpreter that JAXRL_PYDANTIC_AI_PYTHON names.
+"""
+
+import json
+import os
+import random
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from examples import framework_agent, quickstart_world
+from jaxrl.envs.local_search import LocalSearch
+from jaxrl.extras.serve.chats import read_messages
+
+PYTHON = os.environ.get("JAXRL_PYDANTIC_AI_PYTHON", "")
+FILE = Path(framework_agent.__file__)
+DOCUMENTS = [
+    {"id": "1", "title": "Ada Kerr", "text": "Ada Kerr is a baker."},
+    {"id": "2", "title": "Ivo Kerr", "text": "Ivo Kerr is a tailor."},
+]
+
+
+def test_its_search_finds_what_the_environments_finds(tmp_path):
+    people = quickstart_world.make_people(200, 20, random.Random(0))
+    corpus = tmp_path / "corpus.jsonl"
+    quickstart_world.write_jsonl(corpus, quickstart_world.documents(people.values()))
+    own, theirs = framework_agent.Corpus(corpus), LocalSearch(corpus, tmp_path / "index")
+    names = [name.split() for name in people]
+    queries = [" ".join(name) for name in names] + [last for _, last in names[:40]]
+    queries += [f"{first} job" for first, _ in names[:40]] + ["job", "", "a baker, taught by Ada"]
+    assert len(queries) > 280
+    for query in queries:
+        assert own.search(query, 3) == theirs.run(query)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer> the Baker. </answer>", "the Baker."),
+        ("<answer>a</answer> no <answer> tailor </answer>", "tailor"),
+        ("baker", ""),
+        ("<answer> baker", ""),
+    ],
+)
+def test_the_answer_is_what_the_last_tag_holds(text, answer):
+    assert framework_agent.final_answer(text) == answer
+
+
+def test_answers_are_compared_without_case_articles_and_punctuation():
+    assert framework_agent.normal(" The  Baker. ") == framework_agent.normal("baker")
+    assert framework_agent.normal("bakers") != framework_agent.normal("baker")
+
+
+def call(query):
+    function = {"name": "search", "arguments": json.dumps({"query": query})}
+    return {
+        "content": "<think> find </think>",
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+
+
+class Scripted(ThreadingHTTPServer):
+    """An endpoint that says the given messages one after another, and keeps what it was asked."""
+
+    def __init__(self, messages):
+        self.messages, self.bodies = list(messages), []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        said = self.server.messages.pop(0)
+        words = "maximum context length is 9" if said == 400 else "not your fault"
+        status, answer = said, {"error": {"message": words}}
+        if isinstance(said, dict):
+            reason = "tool_calls" if "tool_calls" in said else "stop"
+            message = {"role": "assistant", **said}
+            choice = {"index": 0, "message": message, "finish_reason": reason}
+            status = 200
+            answer = {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "any",
+                "choices": [choice],
+            }
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+def played(tmp_path, messages):
+    """What `play` gives, or the exception's name, and the requests, by an agent of its own."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(one) + "\n" for one in DOCUMENTS))
+    server = Scripted(messages)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        code = (
+            "import asyncio, json, sys; sys.path.insert(0, sys.argv[1]); import framework_agent\n"
+            "task = {'question': 'What is the job of Ada Kerr?', 'answers': ['baker']}\n"
+            "place = {'base_url': sys.argv[2], 'api_key': 'k', 'model': 'any'}\n"
+            "try: found = asyncio.run(framework_agent.play(task, **place, corpus=sys.argv[3]))\n"
+            "except Exception as error: found = type(error).__name__\n"
+            "print(json.dumps(found))"
+        )
+        url = f"http://127.0.0.1:{server.server_port}/r/1/v1"
+        command = [PYTHON, "-c", code, str(FILE.parent), url, str(corpus)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    return json.loads(done.stdout), server.bodies
+
+
+needs_framework = pytest.mark.skipif(
+    not PYTHON, reason="JAXRL_PYDANTIC_AI_PYTHON names no interpreter with pydantic-ai-slim[openai]"
+)
+
+
+@needs_framework
+@pytest.mark.parametrize(("said", "reward"), [("baker", 1.0), ("tailor", 0.0)])
+def test_an_episode(tmp_path, said, reward):
+    answer = {"content": f"<answer> {said} </answer>"}
+    found, bodies = played(tmp_path, [call(" Ada Kerr"), answer])
+    assert found == {"reward": reward, "is_correct": reward == 1.0, "final_answer": said}
+    first, second = bodies
+    assert first["messages"] == [
+        {"role": "system", "content": framework_agent.SYSTEM},
+        {"role": "user", "content": "What is the job of Ada Kerr?"},
+    ]
+    *_, sent_back, result = second["messages"]
+    [sampled] = read_messages([{"role": "assistant", **call(" Ada Kerr")}])
+    assert read_messages([sent_back])[0].compared == sampled.compared  # so its ids go on
+    assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
+    assert result["content"] == (
+        "Doc 1(Title: Ada Kerr) Ada Kerr is a baker.\nDoc 2(Title: Ivo Kerr) Ivo Kerr is a tailor."
+    )
+
+
+@needs_framework
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([call("Ada"), call("Kerr"), call("Ada")], 0.0),  # a fourth request is too many
+        ([{**call("x"), "tool_calls": [{**call("x")["tool_calls"][0], "function": {
+            "name": "look", "arguments": "{}"}}]}] * 3, 0.0),
+        ([400], 0.0),  # there is no room for what it would read
+        ([500] * 3, "ModelServerError"),  # the endpoint's fault
+    ],
+)  # fmt: skip
+def test_faults_of_the_model_are_worth_nothing(tmp_path, messages, found):
+    got, _ = played(tmp_path, messages)
+    assert (got["reward"] if isinstance(got, dict) else got) == found
