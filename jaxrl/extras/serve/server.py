@@ -342,8 +342,10 @@ class Endpoint:
             await self._while_there(exchange, self._post(exchange, data))
         else:
             known = ", ".join([*self._gets, *self._posts, *([REWARD] if self.plays else [])])
-            raise RefusedError(404, f"there is no such address; expected {known}, or one behind "
-                               "/r/ROLLOUT.")  # fmt: skip
+            twice = exchange.path.startswith("/v1/v1/")
+            hint = " Anthropic's library takes the base URL without /v1." if twice else ""
+            raise RefusedError(404, f"there is no {exchange.path[:100]} here.{hint} Expected "
+                               f"{known}, or one behind /r/ROLLOUT.")  # fmt: skip
 
     def _check(self, exchange: Exchange) -> None:
         """Refuses who may not ask.

@@ -184,6 +184,11 @@ def test_addresses_and_methods(client):
         assert status == 404
         assert json.loads(body)["error"]["type"] == "not_found_error"
     assert client.raw("HEAD", "/health")[2] == b""
+    # What Anthropic's library asks for with the base URL of OpenAI's.
+    status, _, body = client.raw("POST", "/r/a/v1/v1/messages")
+    assert status == 404
+    told = json.loads(body)["error"]["message"]
+    assert "no /v1/v1/messages here. Anthropic's library takes" in told
 
 
 def test_a_prompt_that_leaves_no_room(client):

@@ -44,13 +44,15 @@ class Earned:
 
 
 def read_earned(value: Any) -> Earned:
-    """Reads a number, or an object with `reward` and perhaps the other fields of `Earned`.
+    """Reads a number, true or false, or an object with `reward` and perhaps other fields.
 
     Raises:
         RefusedError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, Mapping):
+    if not isinstance(value, Mapping):
         value = {"reward": value}
+    if isinstance(value.get("reward"), bool):
+        value = {**value, "reward": float(value["reward"])}
     if unknown := set(value) - {one.name for one in dataclasses.fields(Earned)}:
         raise RefusedError(
             400,

@@ -15,8 +15,10 @@ import importlib.util
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import traceback
@@ -37,10 +39,14 @@ def load(name: str) -> Callable[..., Any]:
         ImportError, AttributeError, TypeError: there is none.
     """
     file, _, attribute = name.rpartition(":")
+    if attribute.endswith(".py"):
+        raise ImportError(f"{name} names no function; expected {name}:FUNCTION")
     if file.endswith(".py"):
         spec = importlib.util.spec_from_file_location("jaxrl_agent_" + Path(file).stem, file)
         if spec is None or spec.loader is None or not Path(file).is_file():
-            raise ImportError(f"there is no file {file}")
+            raise ImportError(f"there is no file {os.path.abspath(file)}")
+        # Modules beside it are found, after all others: none of them hides one of a library.
+        sys.path.append(os.path.dirname(os.path.abspath(file)))
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
@@ -149,6 +155,9 @@ async def _last(stream: Any) -> str:
     return data.decode(errors="replace").strip()[-2000:]
 
 
+_LIBRARIES = tuple(
+    os.path.join(path, "") for name, path in sysconfig.get_paths().items() if "lib" in name
+)
 _groups: set[int] = set()
 _left: list[threading.Thread] = []  # of episodes that were given up
 
@@ -160,8 +169,10 @@ def _kill(group: int) -> None:
 
 
 def _text(error: BaseException) -> str:
-    """What failed, and where in the agent's own files."""
+    """What failed, and where in the agent's own files, or elsewhere if in none of them."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
+    own = [one for one in frames if not one.filename.startswith((*_LIBRARIES, "<"))]
+    frames = own or frames
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:2000] + where
 
@@ -207,6 +218,8 @@ async def main(settings: Mapping[str, Any], out: Any) -> None:
     folder = tempfile.mkdtemp(prefix="jaxrl-agents-")
     try:
         if settings["command"]:
+            if shutil.which(settings["command"][0]) is None:
+                raise FileNotFoundError(f"there is no program {settings['command'][0]}")
             play = by_command(settings["command"], folder)
         else:
             play = by_function(load(settings["agent"]), settings["settings"])

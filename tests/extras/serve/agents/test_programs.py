@@ -45,6 +45,10 @@ async def ignores(task, *, base_url, api_key, model):
             pass
     return 1
 
+def reads(task, *, base_url, api_key, model):
+    import json, agents_sibling
+    return json.loads(agents_sibling.TEXT)
+
 def lonely(task, *, base_url, api_key, model):
     import numpy
 """
@@ -175,7 +179,9 @@ def test_another_python_plays_and_what_it_lacks_is_told(play, tmp_path):
     ("changes", "why"),
     [
         ({"agent": "no_such_module.play"}, "No module named 'no_such_module'"),
-        ({"agent": "no/such/file.py:play"}, "there is no file no/such/file.py"),
+        ({"agent": "no/such/file.py:play"}, "no/such/file.py"),
+        ({"agent": "no/such/file.py"}, "expected no/such/file.py:FUNCTION"),
+        ({"command": ("no-such-program", "x")}, "there is no program no-such-program"),
         ({"agent": "json:JSONDecoder.x"}, "has no attribute 'x'"),
         ({"agent": "math.pi"}, "math.pi is a float; expected a function"),
         ({"agent": "math.pi", "python": "/no/python"}, "cannot be started"),
@@ -188,6 +194,16 @@ def test_an_agent_that_cannot_be_loaded_is_told_at_once(play, changes, why):
     with pytest.raises(ValueError, match=r"config\.env\.agents: ") as caught:
         made.open()
     assert why in str(caught.value)
+
+
+def test_modules_beside_an_agent_are_found_and_its_own_line_is_named(play, tmp_path):
+    (tmp_path / "agents_sibling.py").write_text("TEXT = 'no JSON'")
+    made, ended = play("reads")
+    made.play(episode("a"))
+    _, _, why = ended.get(timeout=60)
+    line = AGENT[: AGENT.index("return json.loads")].count("\n") + 1
+    assert why.startswith("JSONDecodeError")
+    assert why.endswith(f"agent.py, line {line})")
 
 
 def test_programs_end_with_all_that_they_have_started(play, tmp_path):

@@ -131,6 +131,7 @@ FAULTS = {
     "hangs": "has not ended after 3 s",
     "nothing": "gave no reward",
     "text": "reward is 'well done'; expected a number",
+    "bool": None,
     "nan": "not JSON compliant",
     "posts": None,
     "good": None,
@@ -146,7 +147,7 @@ def test_what_has_no_reward_is_an_environment_error_and_never_a_zero():
         assert group.task_id == name
         if error is None:
             assert trajectory.outcome == Outcome.ANSWERED
-            assert trajectory.reward_parts["reward"] == {"posts": 2, "good": 1}[name]
+            assert trajectory.reward_parts["reward"] == {"posts": 2, "good": 1, "bool": 1}[name]
             assert trajectory.num_sampled == 6
         else:
             assert error in trajectory.error, trajectory.error
