@@ -260,21 +260,17 @@ class Worker:
             self._is_parked = False
             self._wake()
 
-    def pause(self, limit_s: float = PATIENCE_S) -> None:
+    def pause(self) -> None:
         """Stops after the chunk under way, and leaves the engine empty for others to use.
 
         What is not finished is held: it goes on from the tokens it has, which are read again, and
-        its draws depend on the same key.
-
-        Raises:
-            TimeoutError: the chunk did not end.
+        its draws depend on the same key. A chunk may be compiled first, which has no limit.
         """
         with self._changed:
             self._is_paused = True
             self._sessions = lambda _: False
             self._wake()
-            if not self._changed.wait_for(lambda: self._is_parked or self._has_ended, limit_s):
-                raise TimeoutError(f"the engine's thread did not pause within {limit_s:g} s.")
+            self._changed.wait_for(lambda: self._is_parked or self._has_ended)
 
     def _park(self) -> None:
         """Holds all jobs, and forgets the engine's rows."""

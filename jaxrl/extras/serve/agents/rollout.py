@@ -208,6 +208,7 @@ class AgentRollout(EpisodePlayer):
             now = time.monotonic()
             for member in members:
                 member.served_s += now - (now if member.since is None else member.since)
+                member.since = None  # an evaluation, which comes next, is no time of theirs
             worker.pause()
         # As many as are waited for, those that ended first; others that have are there next time.
         over = sorted((game for game in games if game.is_over), key=lambda game: game.ended)
@@ -228,7 +229,14 @@ class AgentRollout(EpisodePlayer):
         """The engine's worker, paused; with the server, which is started where there is none."""
         if self._worker is None:
             settings, tokenizer = self._settings, self._tokenizer
-            taken = take_port(settings.host, settings.port, key="that of each episode")
+            try:
+                taken = take_port(settings.host, settings.port, key="that of each episode")
+            except OSError as error:  # which names options that a run does not have
+                raise OSError(
+                    f"config.env.agents.port is {settings.port} and host {settings.host!r}, which "
+                    f"cannot be had: {getattr(error.__cause__, 'strerror', error)}; expected a "
+                    "port that is free, or 0 for any, and an address of this machine."
+                ) from error
             self._worker = Worker(
                 self._engine,
                 tokenizer.vocab_bytes,

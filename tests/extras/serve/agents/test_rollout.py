@@ -1,8 +1,11 @@
 """Rollouts that agents play over HTTP: what is trained is what was sampled, and nothing else."""
 
+import dataclasses
 import functools
 import operator
+import socket
 import sys
+import threading
 import time
 from collections import Counter
 
@@ -265,3 +268,46 @@ def test_an_engine_that_fails_ends_the_rollout(tmp_path):
         with pytest.raises(RuntimeError, match="the engine failed") as caught:
             rollout(draws("a"), sampling())
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_the_time_of_an_evaluation_is_none_of_an_episode_that_waits(tmp_path):
+    settings = {"folder": str(tmp_path)}
+    with agents("waits", settings=settings, max_concurrent=8) as rollout:
+        for temperature in (1.0, 0.0):  # compiles
+            rollout(draws("w"), sampling(1, temperature=temperature))
+        rollout._settings = dataclasses.replace(rollout._settings, deadline_s=3.0)
+        first = draws("a", ("b", {"slow": True}))
+        assert rollout(first, sampling(1, unfinished=1))[1] is None
+        seeds = Seeds(seed=0, stage=2, step=0)
+        rollout(draws(("c", {"slow": True})), sampling(1, temperature=0.0, seeds=seeds))
+        (tmp_path / "go").touch()
+        [group] = rollout(first[1:], sampling(1))
+        assert group.trajectories[0].outcome == Outcome.ANSWERED
+
+
+def test_a_port_that_cannot_be_had_is_told_by_its_key(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        why = rf"config\.env\.agents\.port is {port}.*in use"
+        given = agents("converses", settings={"folder": str(tmp_path)}, port=port)
+        with given as rollout, pytest.raises(OSError, match=why):
+            rollout(draws("a"), sampling(1))
+
+
+@pytest.mark.minutes
+def test_a_stop_waits_for_a_chunk_that_is_compiled(tmp_path):
+    engine, is_asked = played_engine(), threading.Event()
+    step = engine.step
+
+    def compiles(**settings):
+        is_asked.set()
+        time.sleep(12)
+        return step(**settings)
+
+    with agents("converses", settings={"folder": str(tmp_path)}, engine=engine) as rollout:
+        engine.step = compiles
+        try:
+            with pytest.raises(Interrupted):
+                rollout(draws("a"), sampling(1), should_stop=is_asked.is_set)
+        finally:
+            del engine.step
