@@ -85,6 +85,11 @@ class AgentEnv(Env):
                     f"config.env.agents.{name} is {value!r}, and config.env.agents.command plays; "
                     "expected it beside a function."
                 )
+        if settings.host in ("0.0.0.0", "::", ""):
+            raise ValueError(
+                f"config.env.agents.host is {settings.host!r}; expected one address of this "
+                "machine, by which agents can reach it."
+            )
         self._rollout: Any = None
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:

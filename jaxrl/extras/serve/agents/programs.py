@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -20,7 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxrl.envs.calls import side_by_side
 from jaxrl.envs.child_process import Child, EndedError, SilentError
+from jaxrl.extras.serve.agents.runner import FOLDER, kill_marked
 
 START_S = 120.0
 """Seconds in which an agent's process has to have loaded it."""
@@ -33,14 +38,69 @@ MAX_LEFT = 32
 
 _KEPT = 1 << 13
 _ENDING_S = 5.0
+_LISTENING_S = 5.0  # between looks for whether a silent process is still there
 
 Ended = Callable[[str, Any, str], None]
 """Told the name of an episode, and what came of it or why nothing did."""
 
 
+class _Child(Child):
+    """A process of agents, and its folder. One that reads nothing stops nobody who tells it."""
+
+    def __init__(self, words: Sequence[str], *, what: str, env: Mapping[str, str]):
+        """Starts it.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self.folder = tempfile.mkdtemp(prefix="jaxrl-agents-")
+        try:
+            env = {**env, FOLDER: self.folder}
+            super().__init__(words, what=what, stderr=subprocess.PIPE, env=env)
+        except OSError:
+            os.rmdir(self.folder)
+            raise
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="agents", daemon=True).start()
+
+    @property
+    def has_ended(self) -> bool:
+        """True once the process has, though what it left behind may hold its pipes."""
+        return self._process.poll() is not None
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Writes a line to it, when it reads; who hears it learns where it does not."""
+        self._lines.put(json.dumps(message).encode() + b"\n")
+
+    def read(self, is_enough: Callable[[], bool], patience_s: float) -> bool:
+        """Reads, and of what is printed keeps the end."""
+
+        def is_read() -> bool:
+            del self.reported[:-_KEPT]
+            return is_enough()
+
+        return super().read(is_read, patience_s)
+
+    def close(self) -> None:
+        """Kills it with all that it has started."""
+        self.kill()
+        kill_marked(self.folder)
+        self._lines.put(b"")
+        super().close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            while line := self._lines.get():
+                stdin.write(line)
+                stdin.flush()
+
+
 @dataclass(eq=False)
 class _Process:
-    child: Child
+    child: _Child
     playing: dict[str, float] = field(default_factory=dict)  # names; when one was given up, or 0
     warned: set[str] = field(default_factory=set)  # of these, given up with the agent's notice
     num_threads: int = 0  # of episodes that were given up, which run on
@@ -89,18 +149,21 @@ class Programs:
         self._lock = threading.Lock()
         self._is_starting = False
         self._processes: list[_Process] = []
-        self._children: list[Child] = []  # that are not gone
+        self._children: list[_Child] = []  # that are not gone
         self._finalizer = weakref.finalize(self, _close_all, self._children)
 
     def open(self) -> None:
-        """Starts the first process, so that an agent that cannot be loaded is told at once.
+        """Starts all processes, so that an agent that cannot be loaded is told at once.
 
         Raises:
             ValueError: it cannot.
         """
         with self._lock:
             if not self._processes:
-                self._processes.append(self._start())
+                count = self._count  # an agent may take long to load
+                self._processes += side_by_side(
+                    lambda _: self._start(), range(count), max_threads=count
+                )
 
     def play(self, episode: Mapping[str, Any]) -> None:
         """Has an episode played; it has a name `episode`, and what an agent is given.
@@ -116,8 +179,7 @@ class Programs:
                 self._processes.append(fit[-1])
             process = min(fit, key=lambda one: len(one.playing))
             process.playing[name] = 0.0
-        with contextlib.suppress(EndedError):  # whoever listens to it tells
-            process.child.tell(episode)
+        process.child.tell(episode)
 
     def stop(self, name: str) -> None:
         """Gives an episode up: it is told as ended by then or soon."""
@@ -128,8 +190,7 @@ class Programs:
                     break
             else:
                 return
-        with contextlib.suppress(EndedError):
-            process.child.tell({"stop": name})
+        process.child.tell({"stop": name})
 
     def look(self) -> None:
         """Ends processes that do not react, and those that have nothing left to do."""
@@ -173,9 +234,7 @@ class Programs:
     def _start(self) -> _Process:
         """Starts a process; who calls takes it in."""
         try:
-            child = Child(
-                self._words, what=self._what, stderr=subprocess.PIPE, env=self._environment
-            )
+            child = _Child(self._words, what=self._what, env=self._environment)
         except OSError as error:
             raise ValueError(
                 f"config.env.agents: {self._what} cannot be started: {error}."
@@ -198,8 +257,12 @@ class Programs:
         child = process.child
         try:
             while True:
-                message = child.hear()
-                _words(child)
+                try:
+                    message = child.hear(_LISTENING_S)
+                except SilentError:
+                    if child.has_ended:
+                        raise EndedError(self._what, child.wait()) from None
+                    continue
                 with self._lock:
                     if "stopped" in message:  # it reacts; the end itself may take a while
                         process.warned.add(message["stopped"])
@@ -232,15 +295,13 @@ _START = (
 
 def _words(child: Child) -> str:
     """The end of what a process has printed."""
-    del child.reported[:-_KEPT]
     return child.reported.decode(errors="replace").strip()[-1000:]
 
 
-def _close_all(children: list[Child]) -> None:
+def _close_all(children: list[_Child]) -> None:
     """Ends processes, which then end the programs that they have started."""
     for child in list(children):
-        with contextlib.suppress(EndedError):
-            child.tell({"end": True})
+        child.tell({"end": True})
     for child in list(children):
         with contextlib.suppress(SilentError):
             child.wait(_ENDING_S)

@@ -9,6 +9,7 @@ back whole, never a part of a group.
 from __future__ import annotations
 
 import dataclasses
+import socket
 import threading
 import time
 import weakref
@@ -118,10 +119,12 @@ class AgentRollout(EpisodePlayer):
         pay: Pay,
         processor: Processor | None = None,
     ):
-        """Loads the agent; the server starts with the first rollout. Arguments of `EpisodePlayer`.
+        """Takes the port and loads the agent; the server starts with the first rollout.
+
+        The arguments are those of `EpisodePlayer`, behind the environment and its sampler.
 
         Raises:
-            ValueError: the agent cannot be loaded, or the model is one that this cannot serve.
+            ValueError: the port cannot be had, the agent not be loaded, or the model not be served.
         """
         super().__init__(env, tokenizer, limits, schedule, pay, processor)
         if engine.recorded or processor is not None or limits.context is not None:
@@ -151,7 +154,8 @@ class AgentRollout(EpisodePlayer):
         )
         self._servers: list[Server] = []  # one, once it is started
         # Threads of both go on by themselves: they end with this, or with the process.
-        self._finalizer = weakref.finalize(self, _end, self._programs, self._servers)
+        self._taken = _take_port(env.settings.host, env.settings.port)
+        self._finalizer = weakref.finalize(self, _end, self._programs, self._servers, self._taken)
         self._programs.open()
 
     def prompt_fits(self, task: Task) -> bool:
@@ -180,7 +184,7 @@ class AgentRollout(EpisodePlayer):
         Raises:
             Interrupted: `should_stop` said so.
             RuntimeError: the engine has failed.
-            OSError, ValueError: the port cannot be had, or the agent cannot be started again.
+            ValueError: the agent cannot be started again.
         """
         worker = self._listening()
         keys = [(sampling.seeds.stage, draw.stream_index, draw.attempt) for draw in draws]
@@ -229,7 +233,6 @@ class AgentRollout(EpisodePlayer):
         """The engine's worker, paused; with the server, which is started where there is none."""
         if self._worker is None:
             settings, tokenizer = self._settings, self._tokenizer
-            taken = take_port(settings.host, settings.port, key="that of each episode")
             self._worker = Worker(
                 self._engine,
                 tokenizer.vocab_bytes,
@@ -244,7 +247,7 @@ class AgentRollout(EpisodePlayer):
                 max_answers=MAX_ANSWERS,
             )
             endpoint = Endpoint(self._worker, tokenizer, served, self._plays)
-            self._servers.append(Server(endpoint, settings.host, taken))
+            self._servers.append(Server(endpoint, settings.host, self._taken))
         return self._worker
 
     def _opened(
@@ -455,10 +458,22 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _end(programs: Programs, servers: Sequence[Server]) -> None:
+def _take_port(host: str, port: int) -> socket.socket:
+    try:
+        return take_port(host, port, key="that of each episode")
+    except OSError as error:  # which names options that a run does not have
+        raise ValueError(
+            f"config.env.agents.port is {port} and host {host!r}, which cannot be had: "
+            f"{getattr(error.__cause__, 'strerror', error)}; expected a port that is free, or 0 "
+            "for any, and an address of this machine."
+        ) from error
+
+
+def _end(programs: Programs, servers: Sequence[Server], taken: socket.socket) -> None:
     programs.close()
     for server in servers:
         server.end(0.0)
+    taken.close()
 
 
 def _text(vocab_bytes: Sequence[bytes], token_ids: Sequence[int], num_bytes: int) -> str:

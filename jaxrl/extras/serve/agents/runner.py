@@ -19,8 +19,8 @@ import shutil
 import signal
 import sys
 import sysconfig
-import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -28,6 +28,18 @@ from typing import Any
 
 OUTPUT = 1 << 16
 """Bytes of what a program prints that are kept for messages, the last ones."""
+
+MAX_REWARD = 1 << 20
+"""Bytes of JSON that an agent says of an episode at most."""
+
+LEFT_S = 0.1
+"""Seconds between looks for what a program has left behind."""
+
+LOOK_S = 1.0
+"""Seconds between looks for whether the run is still there."""
+
+FOLDER = "JAXRL_AGENTS_FOLDER"
+"""Variable with the folder of a process; by it all that an agent has started is found."""
 
 Play = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
@@ -102,7 +114,7 @@ def by_command(command: list[str], folder: str) -> Play:
     """Plays an episode by a program: the task on its input, addresses in its environment."""
 
     async def play(episode: Mapping[str, Any]) -> Any:
-        file = os.path.join(folder, episode["episode"])
+        file = os.path.join(folder, f"reward-{episode['episode']}")
         root = episode["base_url"].removesuffix("/v1")
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -122,29 +134,51 @@ def by_command(command: list[str], folder: str) -> Play:
             },
         )
         _groups.add(process.pid)
+        # It may print before it reads, or leave behind what prints after its end.
+        telling = asyncio.ensure_future(_tell(process.stdin, json.dumps(episode["task"]).encode()))
+        hearing = asyncio.ensure_future(_last(process.stdout))
+        waiting = asyncio.ensure_future(process.wait())
         try:
-            assert process.stdin is not None
-            with contextlib.suppress(ConnectionError):  # it does not want to know
-                process.stdin.write(json.dumps(episode["task"]).encode())
-                await process.stdin.drain()
-            process.stdin.close()
-            printed = await _last(process.stdout)
-            status = await process.wait()
+            while process.returncode is None:  # which is known before all have closed its pipes
+                await asyncio.wait([waiting], timeout=LEFT_S)
         finally:
+            telling.cancel()
+            waiting.cancel()
             _kill(process.pid)
-        try:
-            with open(file, encoding="utf-8") as written:
-                reward = json.load(written)
-            os.remove(file)
-        except FileNotFoundError:
-            reward = None
-        except ValueError as error:
-            raise RuntimeError(f"the reward file is no JSON: {error}") from None
-        if status:
-            raise RuntimeError(f"the program ended with {status}: {printed}")
+            kill_marked(file)
+        while not (await asyncio.wait([hearing], timeout=LEFT_S))[0]:
+            kill_marked(file)  # what was starting another program had no environment just then
+        printed = hearing.result()
+        reward = _read_reward(file)
+        if process.returncode:
+            raise RuntimeError(f"the program ended with {process.returncode}: {printed}")
         return reward
 
     return play
+
+
+def _read_reward(file: str) -> Any:
+    """What a program wrote of its episode; None for nothing."""
+    if not os.path.exists(file):
+        return None
+    if not os.path.isfile(file):  # to open a pipe may take for ever
+        raise RuntimeError("the reward file is no file; expected one with JSON")
+    with open(file, "rb") as written:
+        data = written.read(MAX_REWARD + 1)
+    os.remove(file)
+    if len(data) > MAX_REWARD:
+        raise RuntimeError(f"the reward file has more than {MAX_REWARD} bytes")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RuntimeError(f"the reward file is no JSON: {error}") from None
+
+
+async def _tell(stream: Any, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # it does not want to know
+        stream.write(data)
+        await stream.drain()
+    stream.close()
 
 
 async def _last(stream: Any) -> str:
@@ -168,6 +202,38 @@ def _kill(group: int) -> None:
     _groups.discard(group)
 
 
+def kill_marked(mark: str) -> None:
+    """Kills processes whose environment began with a text, which are in no group of ours.
+
+    A program may give what it starts a session of its own. Does nothing where there is no `/proc`.
+    """
+    sought, own = mark.encode(), os.getpid()
+    for _ in range(20):  # they may start others meanwhile
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{name}/environ", "rb") as file:  # of one that is dead it is empty
+                    is_marked = int(name) != own and sought in file.read()
+                if is_marked:
+                    found.append(name)
+                    os.kill(int(name), signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.01)
+
+
+def _end_with(parent: int, folder: str) -> None:
+    """Ends all where the run has, also while an agent blocks the event loop."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    time.sleep(LOOK_S)  # in which the loop may
+    for group in [*_groups]:
+        _kill(group)
+    shutil.rmtree(folder, ignore_errors=True)
+    kill_marked(folder)
+    os._exit(0)
+
+
 def _text(error: BaseException) -> str:
     """What failed, and where in the agent's own files, or elsewhere if in none of them."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
@@ -184,7 +250,10 @@ async def serve(play: Play, lines: Any, say: Callable[[Mapping[str, Any]], None]
     def end(name: str, task: asyncio.Task[Any]) -> None:
         try:
             value = task.result()
-            json.dumps(value, allow_nan=False)
+            if (count := len(json.dumps(value, allow_nan=False))) > MAX_REWARD:
+                raise RuntimeError(
+                    f"the reward has {count} bytes as JSON; expected at most {MAX_REWARD}"
+                )
             told = {"reward": value}
         except asyncio.CancelledError:
             told = {"error": "it was given up"}
@@ -215,7 +284,8 @@ async def main(settings: Mapping[str, Any], out: Any) -> None:
         out.write(json.dumps(message).encode() + b"\n")
         out.flush()
 
-    folder = tempfile.mkdtemp(prefix="jaxrl-agents-")
+    folder = os.environ[FOLDER]
+    threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True).start()
     try:
         if settings["command"]:
             if shutil.which(settings["command"][0]) is None:
@@ -233,10 +303,8 @@ async def main(settings: Mapping[str, Any], out: Any) -> None:
     await serve(play, lines, say)
     for group in [*_groups]:
         _kill(group)
-    with contextlib.suppress(OSError):
-        for file in os.listdir(folder):
-            os.remove(os.path.join(folder, file))
-        os.rmdir(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    kill_marked(folder)
     os._exit(0)  # threads of agents may hang
 
 

@@ -5,6 +5,8 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 
 import pytest
@@ -48,6 +50,22 @@ async def ignores(task, *, base_url, api_key, model):
 def reads(task, *, base_url, api_key, model):
     import json, agents_sibling
     return json.loads(agents_sibling.TEXT)
+
+def chatters(task, *, base_url, api_key, model):
+    for _ in range(100):
+        sys.stdout.write("x" * 1_000_000)
+    return 1
+
+def boasts(task, *, base_url, api_key, model):
+    return {"reward": 1, "final_answer": "x" * 2_000_000}
+
+def forks(task, *, base_url, api_key, model):
+    if os.fork() == 0:
+        os.setsid()
+        hang(task)
+    while not os.path.exists(task):
+        time.sleep(0.01)
+    os._exit(1)
 
 def lonely(task, *, base_url, api_key, model):
     import numpy
@@ -240,6 +258,118 @@ time.sleep(3600)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert until(lambda: is_gone(int(file.read_text())))
+
+
+def test_a_process_that_reads_nothing_stops_nobody(play, tmp_path):
+    made, ended = play("blocks")
+    made.play(episode("a", f"{tmp_path}/hangs"))
+    assert until((tmp_path / "hangs").exists)
+
+    def play_more():
+        for number in range(40):
+            made.play(episode(str(number), "x" * 10_000))
+        made.stop("a")
+
+    telling = threading.Thread(target=play_more, daemon=True)
+    telling.start()
+    telling.join(10)
+    assert not telling.is_alive()
+    began = time.monotonic()
+    made.close()
+    assert time.monotonic() - began < 15
+    assert ended.get(timeout=60)[1] is None
+
+
+def test_of_what_agents_print_the_end_alone_is_kept(play):
+    made, ended = play("chatters")
+    made.open()
+    made.play(episode("a"))
+    most = 0
+    while ended.empty():
+        most = max(most, len(made._children[0].reported))
+        time.sleep(0.001)
+    assert most < 1_000_000
+    assert ended.get() == ("a", 1, "")
+
+
+def test_an_answer_of_many_bytes_is_refused(play):
+    made, ended = play("boasts")
+    made.play(episode("a"))
+    assert "expected at most 1048576" in ended.get(timeout=60)[2]
+
+
+def test_an_end_is_noticed_where_a_fork_holds_the_pipes(play, tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "_LISTENING_S", 0.2)
+    made, ended = play("forks")
+    made.play(episode("a", f"{tmp_path}/forked"))
+    assert "its process is gone" in ended.get(timeout=60)[2]
+
+
+@pytest.mark.parametrize(
+    ("script", "value", "why"),
+    [
+        ("mkdir $JAXRL_REWARD_FILE", None, "the reward file is no file"),
+        ("mkfifo $JAXRL_REWARD_FILE", None, "the reward file is no file"),
+        ("ln -s /dev/zero $JAXRL_REWARD_FILE", None, "the reward file is no file"),
+        ("ln -s /nowhere $JAXRL_REWARD_FILE", None, ""),
+        ("head -c 2000000 /dev/zero > $JAXRL_REWARD_FILE", None, "more than 1048576 bytes"),
+        ("yes [ | head -c 400000 > $JAXRL_REWARD_FILE", None, "is no JSON"),
+        ("yes | head -c 2000000; cat > /dev/null; echo 1 > $JAXRL_REWARD_FILE", 1, ""),
+        ("setsid sleep 3600 & echo 1 > $JAXRL_REWARD_FILE", 1, ""),
+    ],
+)
+def test_reward_files_and_outputs_of_all_kinds(play, tmp_path, monkeypatch, script, value, why):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    made, ended = play(command=("sh", "-c", script))
+    made.play(episode("a", "x" * 2_000_000))
+    name, reward, told = ended.get(timeout=30)
+    assert (name, reward) == ("a", value)
+    assert why in told if why else not told
+    made.close()
+    assert not list(tmp_path.glob("jaxrl-agents-*"))
+
+
+def test_what_a_program_leaves_in_a_session_of_its_own_ends_too(play, tmp_path):
+    script = f"setsid sleep 3600 & echo $! > {tmp_path}/child; echo 1 > $JAXRL_REWARD_FILE"
+    made, ended = play(command=("sh", "-c", script))
+    made.play(episode("a"))
+    assert ended.get(timeout=30) == ("a", 1, "")
+    assert until(lambda: is_gone(int((tmp_path / "child").read_text())))
+
+
+def test_programs_end_where_their_process_is_killed(play, tmp_path):
+    made, ended = play(command=("sh", "-c", f"echo $$ > {tmp_path}/shell; sleep 3600"))
+    made.play(episode("a"))
+    file = tmp_path / "shell"
+    assert until(lambda: file.exists() and file.read_text().strip())
+    [process] = made._processes
+    process.child.kill()
+    assert "its process is gone" in ended.get(timeout=30)[2]
+    assert until(lambda: is_gone(int(file.read_text())), 5)
+    assert not os.path.exists(process.child.folder)
+
+
+@pytest.mark.parametrize("where", ["call", "import"])
+def test_what_blocks_its_process_ends_where_the_run_is_killed(tmp_path, where):
+    hang = f"open('{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(3600)"
+    lines = ["import os, time", "async def play(task, **others):", f"    {hang}"]
+    lines += [hang] if where == "import" else []
+    (tmp_path / "agent.py").write_text("\n".join(lines))
+    run = f"""
+import time
+from jaxrl.extras.serve.agents.programs import Programs
+made = Programs(agent="{tmp_path}/agent.py:play", command=(), python="", settings={{}}, processes=1,
+    ended=print)
+made.play({{"episode": "a", "task": 1, "base_url": "u", "api_key": "k", "model": "m"}})
+time.sleep(3600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", run])
+    file = tmp_path / "pid"
+    assert until(lambda: file.exists() and file.read_text())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert until(lambda: is_gone(int(file.read_text())), 10)
 
 
 def until(condition, seconds=30.0):

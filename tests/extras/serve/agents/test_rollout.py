@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import socket
 import sys
 import time
 import types
@@ -304,3 +305,19 @@ def test_an_engine_that_fails_ends_the_rollout(tmp_path):
         with pytest.raises(RuntimeError, match="the engine failed") as caught:
             rollout(draws("a"), sampling())
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_port_that_cannot_be_had_is_told_by_its_key(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        why = rf"config\.env\.agents\.port is {port}.*in use"
+        with (
+            pytest.raises(ValueError, match=why),
+            agents("converses", settings={"folder": str(tmp_path)}, port=port),
+        ):
+            pass
+    with (
+        pytest.raises(ValueError, match=r"config\.env\.agents\.host is '0\.0\.0\.0'"),
+        agents("converses", host="0.0.0.0"),
+    ):
+        pass
