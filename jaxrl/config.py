@@ -656,8 +656,8 @@ KEYS: dict[str, Key] = {
     "filter.carry_over": Key(False, "Keep leftover groups for the next step instead of dropping "
         "them.", restart=TRAINING),
     "filter.unfinished_tasks": Key(0, "Tasks whose episodes may go on into the next step, so that "
-        "none waits for the slowest; they are trained on as whole groups, once all have ended. "
-        "Above 0 only where agents play (`env.name` `agents`).", at_least=0, restart=TRAINING),
+        "none waits for the slowest; they are trained on as whole groups, once all have ended.",
+        at_least=0, restart=TRAINING),
     "filter.resample_attempts": Key(0, "New tries at groups all wrong without an abstention. 0: "
         "none.", at_least=0, restart=TRAINING),
     "filter.resample_early": Key(False, "Try in the early stage of `shaping.stage_level` too.",

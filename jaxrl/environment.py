@@ -82,7 +82,8 @@ def context_tokens(config: ConfigDict) -> int:
 
 def prompt_tokens(config: ConfigDict) -> int:
     """Tokens of a prompt of the sampler: of an episode's, or of all that is read at once."""
-    whole = has_contexts(config) or plays_itself(config)
+    goes_on = has_contexts(config) or config.filter.unfinished_tasks > 0
+    whole = goes_on or plays_itself(config)
     return context_tokens(config) if whole else int(config.rollout.max_prompt_tokens)
 
 
@@ -198,8 +199,8 @@ RULES = (
     ),
     Rule(
         "filter.unfinished_tasks",
-        lambda c: c.filter.unfinished_tasks > 0 and not plays_itself(c),
-        "0 with an environment of turns, whose rollout waits for all",
+        lambda c: c.filter.unfinished_tasks > 0 and c.model.router.replay,
+        "0 with model.router.replay: what goes on is read anew, by other experts maybe",
     ),
     Rule(
         "filter.unfinished_tasks",

@@ -84,7 +84,13 @@ BROKEN = [
             "rollout.max_calls": 3,
         },
     ),
-    ("filter.unfinished_tasks", {"filter.unfinished_tasks": 1, "loss.correction.level": "token"}),
+    (
+        "filter.unfinished_tasks",
+        {
+            **{"filter.unfinished_tasks": 1, "loss.correction.level": "token"},
+            "model.router.replay": True,
+        },
+    ),
     (
         "filter.unfinished_tasks",
         {

@@ -73,12 +73,14 @@ class Request:
         sample_key: uint32 [2], see `sample_keys`.
         budget: tokens it may sample until the caller grants more.
         attachments: in the order of their runs of ids in `prompt_ids`.
+        stop_state: of the stop automaton, where the turn has begun in `prompt_ids`.
     """
 
     prompt_ids: tuple[int, ...]
     sample_key: np.ndarray
     budget: int
     attachments: tuple[Attachment, ...] = ()
+    stop_state: int = 0
 
     @property
     def prompt(self) -> Prompt:
@@ -770,6 +772,7 @@ class Engine:
             row = self._shards[shard].admit(
                 number, request.prompt, key=request.sample_key, budget=request.budget
             )
+            row.stop_state = request.stop_state
             is_read = not row.unread  # by another one
             self._place(row, request.prompt_ids, request.attachments, 0)
             if is_read:

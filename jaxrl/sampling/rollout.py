@@ -112,6 +112,8 @@ _PATIENCE_S = 5.0
 LOOK_S = 1.0
 """Seconds between two looks whether to stop, while there is nothing to do but wait."""
 
+_NOBODY = -1
+
 _MAX_ASKED_ALONE = 32  # threads that ask for one episode each, after a call for all has failed
 
 _DECODERS = 8  # threads that decode images of prompts
@@ -138,6 +140,7 @@ class Sample:
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights, of each sampled token
     # By context, of its tokens in order.
     recorded: list[list[Mapping[str, np.ndarray]]] = field(default_factory=lambda: [[]])
     contexts: list[tuple[int, int]] = field(default_factory=list)  # see `Trajectory.contexts`
@@ -153,16 +156,18 @@ class Sample:
         self.turn_starts = [self.prompt_length]
         self._append_unsampled(self.prompt_length)
 
-    def append_sampled(self, event: Event) -> None:
-        """Appends what the engine sampled."""
+    def append_sampled(self, event: Event, version: int) -> None:
+        """Appends what the engine sampled with weights of a version."""
+        self.versions.extend([version] * len(event.token_ids))
         self.token_ids.extend(event.token_ids.tolist())
         self.loss_mask.extend([True] * len(event.token_ids))
         self.logprobs.extend(event.logprobs.tolist())
         self.entropies.extend(event.entropies.tolist())
         self.recorded[-1].append(event.recorded)
 
-    def append_unknown(self, token_ids: Sequence[int]) -> None:
+    def append_unknown(self, token_ids: Sequence[int], version: int) -> None:
         """Appends what a model wrote whose probabilities nobody knows."""
+        self.versions.extend([version] * len(token_ids))
         self.token_ids.extend(token_ids)
         self.loss_mask.extend([True] * len(token_ids))
         self.logprobs.extend([math.nan] * len(token_ids))
@@ -237,7 +242,8 @@ class _Call:
     """A call of the environment, made or under way."""
 
     due: int  # number of the chunk before which its replies enter
-    members: list[tuple[int, Sample, str]]  # of each: request, sample, text of its turn
+    # Of each: request, or `_NOBODY` where the engine has forgotten it; sample, text of its turn.
+    members: list[tuple[int, Sample, str]]
     replies: Future[list[StepResult]]
     ends: float = math.inf  # on the monotonic clock, when it is given up
 
@@ -671,10 +677,9 @@ class EpisodePlayer:
                     sample.reward = _checked_reward(reward)
                 except (TypeError, ValueError) as error:
                     sample.fail(error)
-        version = sampling.policy_version
         recorded = self._recorded if sampling.keeps_arrays else {}
         return [
-            Group(trajectories=tuple(_trajectory(sample, version, recorded) for sample in group))
+            Group(trajectories=tuple(_trajectory(sample, recorded) for sample in group))
             for group in groups
         ]
 
@@ -718,6 +723,10 @@ class Rollout(EpisodePlayer):
         super().__init__(env, tokenizer, limits, schedule, pay, processor)
         self._engine = engine
         self._automaton = automaton
+        # Groups that go on in a later call, by stage, place and attempt, and what the environment
+        # was asked for them.
+        self._held: dict[tuple[int, int, int], list[Sample]] = {}
+        self._held_calls: deque[_Call] = deque()
 
     @property
     def _recorded(self) -> Mapping[str, TokenArray]:
@@ -730,15 +739,21 @@ class Rollout(EpisodePlayer):
         *,
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[Group]:
+    ) -> list[Group | None]:
         """Samples a group of trajectories of every task, scored, in task order.
+
+        With `Sampling.unfinished` it ends before the chunk at which no more groups are open. These
+        are None here, and go on from their tokens where their draws are given again: what stands
+        in the engine then is read anew, and drawn from the same keys. Where more groups than are
+        waited for end in a chunk, the later ones are given then too.
 
         Whatever is raised here leaves the engine empty. Calls of the environment that are under
         way then get `_PATIENCE_S` to end, and are left to themselves after.
 
         Args:
             draws: the tasks.
-            sampling: how many trajectories of each, and how they are drawn.
+            sampling: how many trajectories of each, how they are drawn, and how many groups may
+                come back unfinished.
             should_stop: asked before each chunk, and while a program is compiled.
             progress: told before each chunk how many trajectories have ended, of how many.
 
@@ -747,31 +762,81 @@ class Rollout(EpisodePlayer):
             OutageError: what the environment asks has answered nobody for too long.
             ValueError: a prompt leaves no room for an answer.
         """
-        samples = self._make_samples(draws, sampling.group_size)
-        playing = self._submit(samples, draws, sampling)
-        calls: deque[_Call] = deque()  # in the order in which they were made
+        size, seeds = sampling.group_size, sampling.seeds
+        keys = [(seeds.stage, draw.stream_index, draw.attempt) for draw in draws]
+        held, calls = self._take_held(keys, sampling)  # calls in the order in which they were made
+        new = [draw for draw, key in zip(draws, keys, strict=True) if key not in held]
+        fresh = self._make_samples(new, size)
+        made = (fresh[start : start + size] for start in range(0, len(fresh), size))
+        groups = [held[key] if key in held else next(made) for key in keys]
+        asking = {id(sample) for call in calls for _, sample, _ in call.members}
+        going = [one for group in held.values() for one in group if id(one) not in asking]
+        playing = self._begin([one for one in going if one.episode.outcome is None], sampling)
+        playing |= self._submit(fresh, new, sampling)
         try:
             with stopped_by(should_stop):
-                self._play(playing, calls, sampling, should_stop, progress)
+                self._play(groups, playing, calls, sampling, should_stop, progress)
         except BaseException:
             self._engine.clear()
             wait([call.replies for call in calls], timeout=_PATIENCE_S)
             raise
-        return self._score(samples, sampling)
+        over = [place for place, group in enumerate(groups) if not _is_open(group)]
+        over = over[: len(groups) - sampling.unfinished]
+        if len(over) < len(groups):
+            self._engine.clear()
+            self._held = {keys[i]: group for i, group in enumerate(groups) if i not in over}
+            self._held_calls = calls
+        found = iter(self._score([one for place in over for one in groups[place]], sampling))
+        return [next(found) if place in over else None for place in range(len(groups))]
+
+    def _take_held(
+        self, keys: Sequence[tuple[int, int, int]], sampling: Sampling
+    ) -> tuple[dict[tuple[int, int, int], list[Sample]], deque[_Call]]:
+        """The groups of these keys that go on, and calls for them; others are forgotten.
+
+        An evaluation, which has none, leaves those of the training alone.
+        """
+        if not sampling.unfinished:
+            return {}, deque()
+        held = {key: self._held.pop(key) for key in keys if key in self._held}
+        for group in self._held.values():  # the run has gone back to a checkpoint
+            for sample in group:
+                sample.episode.outcome = Outcome.ENVIRONMENT_ERROR
+        chunk = self._engine.counts.chunks
+        calls = deque(
+            dataclasses.replace(
+                call, due=chunk, members=[(_NOBODY, one, text) for _, one, text in call.members]
+            )
+            for call in self._held_calls
+        )
+        self._held, self._held_calls = {}, deque()
+        return held, calls
 
     def _play(
         self,
+        groups: Sequence[Sequence[Sample]],
         samples: dict[int, Sample],
         calls: deque[_Call],
         sampling: Sampling,
         should_stop: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> None:
-        """Decodes all samples to their ends; `calls` are those of the environment under way."""
+        """Decodes samples until no more groups are open than may be.
+
+        Args:
+            groups: all samples.
+            samples: those in the engine, by request.
+            calls: of the environment under way.
+            sampling: see `__call__`, also of the others.
+            should_stop: likewise.
+            progress: likewise.
+        """
         is_next = self._schedule.deterministic and self._schedule.lag_chunks == 1
         ahead = 1 if self._engine.overlaps and not is_next else 0
-        while not self._engine.is_idle:
+        while calls or not self._engine.is_idle:
             check_stop(should_stop)
+            if sum(map(_is_open, groups)) <= sampling.unfinished:
+                return
             ended = [sample.episode.outcome is not None for sample in samples.values()]
             progress(sum(ended), len(ended))
             for call in self._due(calls, should_stop):
@@ -779,7 +844,7 @@ class Rollout(EpisodePlayer):
                 calls.remove(call)
                 self._advance(call, samples, sampling)
             events = self._engine.step(ahead=ahead)
-            members = self._append(samples, events)
+            members = self._append(samples, events, sampling.policy_version)
             if members:
                 calls.append(self._call(members, events[0].chunk + self._schedule.lag_chunks))
 
@@ -813,13 +878,13 @@ class Rollout(EpisodePlayer):
             check_stop(should_stop)
 
     def _append(
-        self, samples: dict[int, Sample], events: Sequence[Event]
+        self, samples: dict[int, Sample], events: Sequence[Event], version: int
     ) -> list[tuple[int, Sample, str]]:
         """Appends what was sampled; the samples that stopped and their turns' texts."""
         members = []
         for event in events:
             sample = samples[event.request]
-            sample.append_sampled(event)
+            sample.append_sampled(event, version)
             if event.status == decode.RUNNING:
                 continue
             text = self._turn_text(sample, event.status)
@@ -854,7 +919,7 @@ class Rollout(EpisodePlayer):
         return self._begin([sample for sample, _ in opened], sampling)
 
     def _begin(self, samples: Sequence[Sample], sampling: Sampling) -> dict[int, Sample]:
-        """Hands samples to the engine at the start of a context; each by its request."""
+        """Hands samples to the engine where they stand in a context; each by its request."""
         requests = []
         for sample in samples:
             assert sample.key is not None
@@ -870,6 +935,7 @@ class Rollout(EpisodePlayer):
                         context_length=length,
                     ),
                     attachments=tuple(sample.attachments),
+                    stop_state=self._automaton.state(sample.token_ids[sample.turn_starts[-1] :]),
                 )
             )
         numbers = self._engine.submit(
@@ -895,10 +961,17 @@ class Rollout(EpisodePlayer):
         is_late = not call.replies.done()
         replies = [self._give_up()] * len(call.members) if is_late else call.replies.result()
         for (request, sample, text), result in zip(call.members, replies, strict=True):
+            is_held = request == _NOBODY
+            if is_held and sample.episode.outcome is not None:
+                continue  # nobody wants it any more
             num_before, num_contexts = len(sample.attachments), len(sample.contexts)
             token_ids = self._take(sample, text, result)
             if token_ids is None:
-                self._engine.finish(request)
+                if not is_held:
+                    self._engine.finish(request)
+                continue
+            if is_held:
+                renewed.append(sample)
                 continue
             if len(sample.contexts) > num_contexts:
                 self._engine.finish(request)
@@ -915,6 +988,11 @@ class Rollout(EpisodePlayer):
         self._engine.resume(resumed, attachments)
         if renewed:
             samples |= self._begin(renewed, sampling)
+
+
+def _is_open(group: Sequence[Sample]) -> bool:
+    """True while some episode of a group has not ended."""
+    return any(sample.episode.outcome is None for sample in group)
 
 
 def check_stop(should_stop: Callable[[], bool]) -> None:
@@ -1066,10 +1144,10 @@ def _check_chat(messages: Iterable[Any]) -> None:
             raise TypeError(f"a message is {message!r:.100}; expected text for role and content")
 
 
-def _trajectory(
-    sample: Sample, policy_version: int, recorded: Mapping[str, TokenArray]
-) -> Trajectory:
+def _trajectory(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajectory:
     loss_mask, reward = np.array(sample.loss_mask, bool), sample.reward
+    versions = np.full(len(loss_mask), -1, np.int32)
+    versions[loss_mask] = sample.versions
     scored: dict[str, Any] = {}
     if reward is not None:
         scored = {
@@ -1087,7 +1165,7 @@ def _trajectory(
         loss_mask=loss_mask,
         rollout_logprobs=np.array(sample.logprobs, np.float32),
         rollout_entropies=np.array(sample.entropies, np.float32),
-        policy_versions=np.where(loss_mask, policy_version, -1).astype(np.int32),
+        policy_versions=versions,
         attachments=tuple(sample.attachments),
         token_arrays=sample.token_arrays(recorded),
         prompt_length=sample.prompt_length,

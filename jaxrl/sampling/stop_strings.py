@@ -35,6 +35,13 @@ class StopAutomaton:
         moves, ends = _byte_automaton(self.stop_strings)
         self.next_state, self.is_hit = _lift_to_tokens(moves, ends, vocab_bytes)
 
+    def state(self, token_ids: Sequence[int]) -> int:
+        """The state after some tokens of a turn in which no stop string has ended."""
+        state = 0
+        for token in token_ids:
+            state = int(self.next_state[state, token])
+        return state
+
     def first_stop(self, data: bytes) -> int | None:
         """Finds the end in `data` of the stop string that is complete first; None without one."""
         ends = [data.find(stop) + len(stop) for stop in self.stop_strings if stop in data]

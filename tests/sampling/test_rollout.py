@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -21,7 +22,9 @@ from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine
 from jaxrl.envs.reward_functions import RewardFunction, kind_of
 from jaxrl.envs.search import SearchEnv
+from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout, encode_observation
+from jaxrl.types import Draw
 from tests.helpers import tiny_params
 from tests.toys import (
     ROOMY,
@@ -142,6 +145,52 @@ def test_stops_are_found_however_they_are_tokenized(players, query, ends):
         assert got.full_input_ids == ids
         assert got.loss_mask.tolist() == mask
         assert got.generated_text == first + found.text + last
+
+
+class CutShort:
+    """Sampling settings of a rollout that is left after some chunks; None: at its end."""
+
+    def __init__(self, sampling, chunks):
+        self._sampling = sampling
+        self._reads = itertools.chain([1], itertools.repeat(0) if chunks is None else [0] * chunks)
+
+    def __getattr__(self, name):
+        return getattr(self._sampling, name)
+
+    @property
+    def unfinished(self):
+        return next(self._reads, 1)
+
+
+def test_a_tag_that_is_cut_in_two_by_the_end_of_a_rollout_is_found():
+    length = ROOMY.max_total_tokens
+    player = Player(
+        CONFIG,
+        toy_tokenizer(*SPLIT),
+        SEARCH_R1.stop_strings,
+        num_rows=1,
+        chunk_tokens=1,
+        max_prompt_tokens=length,
+    )
+    found = SEARCH_R1.render_observation(FOUND)
+    first, last = "<search>the tower</search>", "<answer>Paris</answer>"
+    ids, _ = teach(player, f"{first}\n\n", found, f"{last}.")
+    task = Task(id="task", question="Where?", answers=("Paris",))
+    seeds = Seeds(seed=0, stage=0, step=0)
+    settings = Sampling(group_size=1, temperature=1.0, top_p=1.0, seeds=seeds)
+    draws, cut = [Draw(task=task, stream_index=0)], []
+    for chunks in range(40):
+        rollout = Rollout(player.engine, search_env(), player.tokenizer, player.automaton, ROOMY)
+        [group] = rollout(draws, CutShort(settings, chunks))
+        cut.append(group is None)
+        if group is None:
+            [group] = rollout(draws, CutShort(settings, None))
+        [got] = group.trajectories
+        assert [turn.text for turn in got.turns] == [first, last], chunks
+        assert got.full_input_ids == ids
+    assert cut[0]
+    assert sum(cut) > 15  # with both tags, of several tokens each, and the search between them
+    assert not cut[-1]
 
 
 def test_each_turn_starts_afresh(player):

@@ -422,7 +422,7 @@ class ChatRollout(EpisodePlayer):
                 return
             text = writable(written.text)
             sample.usage = {k: sample.usage.get(k, 0) + n for k, n in written.usage.items()}
-            sample.append_unknown(self._tokenizer.encode_plain(text))
+            sample.append_unknown(self._tokenizer.encode_plain(text), sampling.policy_version)
             if written.is_cut:
                 self._end(sample, Turn(text=text, is_cut=True), Outcome.OUT_OF_BUDGET)
             else:

@@ -42,7 +42,7 @@ from jaxrl.sampling.engine import sample_keys
 from jaxrl.sampling.protocol import Processor, Sampling
 from jaxrl.sampling.rollout import LOOK_S, EpisodePlayer, Limits, Pay, Sample, Schedule, check_stop
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.types import Draw, Group, with_fields
+from jaxrl.types import Draw, Group
 
 MODEL = "policy"
 """Name of the model for agents."""
@@ -219,14 +219,11 @@ class AgentRollout(EpisodePlayer):
         over = over[: max(len(games) - sampling.unfinished, 0)]
         self._games |= {k: g for k, g in zip(keys, games, strict=True) if g not in over}
         over = [game for game in games if game in over]
-        samples, versions = [], []
+        samples = []
         for game in over:
-            for member in game.members:
-                sample, of_tokens = self._sample(member, game.draw.attempt)
-                samples.append(sample)
-                versions.append(np.array(of_tokens, np.int32))
+            samples += [self._sample(member, game.draw.attempt) for member in game.members]
             self._close(game)
-        scored = iter(with_fields(self._score(samples, sampling), policy_versions=versions))
+        scored = iter(self._score(samples, sampling))
         return [next(scored) if game in over else None for game in games]
 
     def _listening(self) -> Worker:
@@ -389,8 +386,8 @@ class AgentRollout(EpisodePlayer):
                 if member.is_started and not member.has_ended:
                     self._programs.stop(member.play.name)
 
-    def _sample(self, member: _Member, attempt: int) -> tuple[Sample, list[int]]:
-        """An episode as it is trained on, and the version of each of its tokens, -1 of prompts."""
+    def _sample(self, member: _Member, attempt: int) -> Sample:
+        """An episode as it is trained on."""
         play = member.play
         contexts = contexts_of(play.calls())
         episode = AgentEpisode(task=member.task, earned=play.earned)
@@ -404,7 +401,6 @@ class AgentRollout(EpisodePlayer):
         error = member.error
         if not contexts and not error:
             error = "the agent has a reward, and never asked the model"
-        versions: list[int] = []
         texts: list[str] = []  # of each turn
         between: list[str] = []  # what was inserted before each, but the first
         for number, (_, calls) in enumerate(contexts):
@@ -421,9 +417,7 @@ class AgentRollout(EpisodePlayer):
                 else:
                     sample.append_observation(new)
                     between.append(self._tokenizer.decode(new))
-                versions += [-1] * len(new)
                 _append(sample, call)
-                versions += call.versions
                 texts.append(call.text)
                 before = call.ids
         for text, shown in zip(texts, [*between, None], strict=False):
@@ -440,7 +434,7 @@ class AgentRollout(EpisodePlayer):
             episode.outcome = Outcome.ABSTAINED
         else:
             episode.outcome = Outcome.OUT_OF_BUDGET if play.is_spent else Outcome.ANSWERED
-        return sample, versions
+        return sample
 
     def close(self) -> None:
         """Ends server and agents."""
@@ -486,3 +480,4 @@ def _append(sample: Sample, call: Call) -> None:
     sample.loss_mask.extend([True] * len(call.token_ids))
     sample.logprobs.extend(call.logprobs)
     sample.entropies.extend(call.entropies)
+    sample.versions.extend(call.versions)

@@ -1,0 +1,149 @@
+"""Groups that go on in a later rollout: the same tokens as if they had been played at once."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl.envs.base import Observation, Outcome, StepResult, Task
+from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.sampling.rollout import Rollout, Schedule
+from jaxrl.types import Draw, members
+from tests.helpers import tiny_params
+from tests.toys import ROOMY, SMALL, Player, ScriptedEnv, script, toy_tokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+STOPS = (*"abcdefgh", "mn", "nm", "op", "po", "ij", "ji", "kl", "lk")
+PARAMS, LATER = tiny_params(SMALL, seed=11), tiny_params(SMALL, seed=12)
+DRAWS = [
+    Draw(task=Task(id=f"task {place}", question=q, answers=("x",)), stream_index=place)
+    for place, q in enumerate(
+        ["where?", "who was it?", "when", "why is it so", "how", "which of them", "what", "is it?"]
+    )
+]
+
+
+class Slow(ScriptedEnv):
+    """Two observations and the end; every call takes a while that chance decides."""
+
+    def __init__(self, longest_s=0.0, seed=0):
+        note = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
+        super().__init__(STOPS, script(note, note, StepResult(outcome=Outcome.ANSWERED)))
+        self._random, self._longest_s = random.Random(seed), longest_s
+
+    def step(self, episodes, texts):
+        time.sleep(self._random.uniform(0, self._longest_s))
+        return super().step(episodes, texts)
+
+
+@pytest.fixture(scope="module")
+def player():
+    length = ROOMY.max_total_tokens
+    return Player(
+        SMALL, toy_tokenizer(), STOPS, num_rows=6, chunk_tokens=2, max_prompt_tokens=length
+    )
+
+
+def rollout_of(player, env, schedule):
+    return Rollout(player.engine, env, player.tokenizer, player.automaton, ROOMY, schedule)
+
+
+def sampling(version=0, unfinished=0, stage=0):
+    return Sampling(
+        group_size=2,
+        temperature=1.0,
+        top_p=1.0,
+        seeds=Seeds(seed=0, stage=stage, step=0),
+        policy_version=version,
+        unfinished=unfinished,
+    )
+
+
+def by_steps(player, env, schedule, *, unfinished, params=(PARAMS,)):
+    """Groups by task, of rollouts each of which leaves some open; how many rollouts there were."""
+    rollout, found, left, count = rollout_of(player, env, schedule), {}, list(DRAWS), 0
+    while left:
+        player.engine.set_weights(params[min(count, len(params) - 1)])
+        groups = rollout(left, sampling(count, min(unfinished, len(left) - 1)))
+        assert player.engine.is_idle
+        found |= {g.task_id: g for g in groups if g is not None}
+        assert sum(g is None for g in groups) == min(unfinished, len(left) - 1)
+        left = [draw for draw, g in zip(left, groups, strict=True) if g is None]
+        count += 1
+    return [found[draw.task.id] for draw in DRAWS], count
+
+
+SCHEDULES = [Schedule(lag_chunks=1), Schedule(lag_chunks=2), Schedule(deterministic=False)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_what_goes_on_is_what_would_have_been_sampled(player, schedule):
+    player.engine.set_weights(PARAMS)
+    whole = members(rollout_of(player, Slow(), schedule)(DRAWS, sampling()))
+    assert max(len(t.turns) for t in whole) == 3
+    mixed = 0
+    for unfinished in (1, 3, 5):
+        env = Slow(0.01, seed=unfinished)
+        groups, count = by_steps(player, env, schedule, unfinished=unfinished)
+        assert count > 1
+        for a, b in zip(members(groups), whole, strict=True):
+            assert a.full_input_ids == b.full_input_ids
+            assert [turn.text for turn in a.turns] == [turn.text for turn in b.turns]
+            assert a.outcome == b.outcome
+            np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=5e-5, rtol=0)
+            mixed += len(set(a.policy_versions[a.loss_mask].tolist())) > 1
+    assert mixed > 0  # some went on in the middle
+
+
+def test_each_token_has_the_version_of_the_weights_that_drew_it(player):
+    """Beside the rollout of each version alone: the tokens begin as the one's, and go on else."""
+    schedule = Schedule(lag_chunks=1)
+    params = (PARAMS, LATER, PARAMS, LATER)
+    groups, _ = by_steps(player, Slow(), schedule, unfinished=4, params=params)
+    player.engine.set_weights(PARAMS)
+    first = members(rollout_of(player, Slow(), schedule)(DRAWS, sampling()))
+    num_mixed = 0
+    for got, alone in zip(members(groups), first, strict=True):
+        versions = got.policy_versions[got.loss_mask]
+        assert (np.diff(versions) >= 0).all()
+        old = np.flatnonzero(got.loss_mask)[versions == 0]
+        assert got.token_ids[old].tolist() == alone.token_ids[old].tolist()
+        np.testing.assert_allclose(
+            got.rollout_logprobs[old], alone.rollout_logprobs[old], atol=5e-5, rtol=0
+        )
+        num_mixed += 0 < len(old) < len(versions)
+    assert num_mixed
+
+
+def test_a_deterministic_rollout_leaves_the_same_groups_whatever_the_clock_says(player):
+    def play(longest_s, seed):
+        env = Slow(longest_s, seed)
+        groups, count = by_steps(player, env, Schedule(lag_chunks=2), unfinished=2)
+        return count, [t.policy_versions.tolist() for t in members(groups)]
+
+    assert play(0.0, 0) == play(0.03, 1) == play(0.03, 2)
+
+
+def test_an_evaluation_between_two_steps_leaves_them_alone_and_a_return_forgets_them(player):
+    schedule, env = Schedule(lag_chunks=2), Slow()
+    player.engine.set_weights(PARAMS)
+    whole = rollout_of(player, env, schedule)(DRAWS, sampling())
+    rollout = rollout_of(player, env, schedule)
+    first = rollout(DRAWS, sampling(0, 2))
+    left = [draw for draw, group in zip(DRAWS, first, strict=True) if group is None]
+    evaluated = rollout(DRAWS[:1], sampling(stage=1))
+    assert [len(group.trajectories) for group in evaluated] == [2]
+    again = rollout(left, sampling(1, 1))
+    found = {g.task_id: g for g in [*first, *again] if g is not None}
+    assert len(found) == len(DRAWS) - 1
+    for group in whole:
+        if group.task_id in found:
+            got = found[group.task_id].trajectories
+            ids = [t.full_input_ids for t in group.trajectories]
+            assert [t.full_input_ids for t in got] == ids
+    # Behind a checkpoint the stage has another number: nothing is taken up, and nothing stays.
+    back = rollout(DRAWS, sampling(0, 3, stage=5))
+    assert sum(group is None for group in back) == 3
+    assert all(stage == 5 for stage, *_ in rollout._held)
