@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     has_browser = shutil.which("chromium") is not None
     rows = {"files of trajectories": f"{size / 2**30:.2f} GiB"}
-    with tempfile.TemporaryDirectory() as profile, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, ExitStack() as stack:
         browser = stack.enter_context(Browser(profile)) if has_browser else None
         with serving(folder) as (address, started):
             rows["start until the address is there"] = f"{started:.2f} s"

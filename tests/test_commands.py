@@ -44,6 +44,7 @@ NOT_RUN = {
     r"jaxrl serve ": "serves until it is ended; tests/extras/serve/test_opening.py",
     r"jaxrl compare ": "a run with checkpoints; tests/extras/compare/test_compare.py",
     r"python -m examples\.quickstart_world ": "half a minute each; many tests make smaller ones",
+    r"python -m examples\.calls_world ": "likewise; tests/examples/test_calls_world.py",
     r"python -m examples\.real_world ": "downloads wheels; tests/examples/test_real_world.py makes "
     "one of small stand-ins",
     r"python -m jaxrl\.envs\.serve_retriever ": "serves until it is ended, on a fixed port, and "

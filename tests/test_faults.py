@@ -80,9 +80,9 @@ def one_engine():
     """The sampler of all runs here with the same sizes: it compiles for longer than they play."""
     made, make = {}, components.make_engine
 
-    def kept(config, *given):
-        sizes = config.rollout.to_json()
-        made[sizes] = made.get(sizes) or make(config, *given)
+    def kept(config, *given, **settings):
+        sizes = config.rollout.to_json(), *components.draw_kinds(config)
+        made[sizes] = made.get(sizes) or make(config, *given, **settings)
         return made[sizes]
 
     with pytest.MonkeyPatch.context() as patch:

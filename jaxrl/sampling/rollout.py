@@ -771,7 +771,8 @@ class Rollout(EpisodePlayer):
         groups = [held[key] if key in held else next(made) for key in keys]
         asking = {id(sample) for call in calls for _, sample, _ in call.members}
         going = [one for group in held.values() for one in group if id(one) not in asking]
-        playing = self._begin([one for one in going if one.episode.outcome is None], sampling)
+        going = [one for one in going if one.episode.outcome is None]
+        playing = self._begin(going, sampling) if going else {}
         playing |= self._submit(fresh, new, sampling)
         try:
             with stopped_by(should_stop):

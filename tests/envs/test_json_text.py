@@ -24,6 +24,8 @@ OWN = {
     ),
     *("envs/worker.py", "extras/sandbox/child.py", "envs/child_process.py"),
     *("runtime/distributed.py", "runtime/monitor.py", "tokenizer.py"),
+    # In a Python without jaxrl: lines of the run, and what an agent says, with the same bound.
+    *("extras/serve/agents/runner.py", "extras/serve/agents/verifiers.py"),
     *("logs/writers.py", "models/defaults.py"),
     "envs/serve_retriever.py",  # the type of a flag
 }

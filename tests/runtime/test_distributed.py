@@ -18,6 +18,7 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed, stopping
 from jaxrl.runtime.stopping import EXIT_LOST
 from jaxrl.sampling import sharing
+from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
@@ -75,6 +76,14 @@ def test_lengths_beyond_32_bits_arrive(pair, length):
     assert distributed._gather_lengths(length) == [length, length]
 
 
+SAMPLING = Sampling(group_size=1, temperature=1.0, top_p=1.0, seeds=Seeds(seed=0, stage=0, step=0))
+
+
+def test_groups_that_go_on_are_for_one_process(pair):
+    with pytest.raises(ValueError, match=r"config\.filter\.unfinished_tasks is 1.* 2 processes"):
+        sharing.shared(lambda *_: [])([], dataclasses.replace(SAMPLING, unfinished=1))
+
+
 def test_gathered_trajectories_arrive_bit_for_bit(pair):
     odd = np.array([0x7FC00001, 0xFF800000, 1, 0x80000000], np.uint32).view(np.float32)
     sent = dataclasses.replace(
@@ -85,7 +94,7 @@ def test_gathered_trajectories_arrive_bit_for_bit(pair):
     )
     draws = [Draw(task=sent.task, stream_index=i) for i in range(2)]
     group = Group(trajectories=(sent,))
-    both = sharing.shared(lambda draws, _: [group] * len(draws))(draws, None)
+    both = sharing.shared(lambda draws, _: [group] * len(draws))(draws, SAMPLING)
     [[first], [_]] = (group.trajectories for group in both)
     for field in dataclasses.fields(sent):
         one, other = getattr(sent, field.name), getattr(first, field.name)
@@ -102,7 +111,7 @@ def test_an_outage_of_one_process_is_all_processes(pair):
 
     draws = [Draw(task=Task(id="t"), stream_index=i) for i in range(2)]
     with pytest.raises(OutageError, match="nobody is there"):
-        sharing.shared(down)(draws, None)
+        sharing.shared(down)(draws, SAMPLING)
 
 
 @pytest.fixture(scope="module")
