@@ -248,7 +248,8 @@ def _open(folder: Path) -> Any:
     except ValueError as error:
         if "Lockfile" not in str(error):
             raise
-    with tempfile.TemporaryDirectory() as links:
+    # The library's threads may write a lock there while it is removed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as links:
         for part in folder.absolute().iterdir():
             if part.suffix != ".lock":
                 (Path(links) / part.name).symlink_to(part)
