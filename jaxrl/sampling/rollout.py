@@ -762,8 +762,7 @@ class Rollout(EpisodePlayer):
             OutageError: what the environment asks has answered nobody for too long.
             ValueError: a prompt leaves no room for an answer.
         """
-        size, seeds = sampling.group_size, sampling.seeds
-        keys = [(seeds.stage, draw.stream_index, draw.attempt) for draw in draws]
+        size, keys = sampling.group_size, places_of(draws, sampling)
         held, calls = self._take_held(keys, sampling)  # calls in the order in which they were made
         new = [draw for draw, key in zip(draws, keys, strict=True) if key not in held]
         fresh = self._make_samples(new, size)
@@ -900,16 +899,8 @@ class Rollout(EpisodePlayer):
         self, samples: Sequence[Sample], draws: Sequence[Draw], sampling: Sampling
     ) -> dict[int, Sample]:
         """Hands the samples that are to be decoded to the engine; each by its request."""
-        seeds, group_size = sampling.seeds, sampling.group_size
-        keys = sample_keys(
-            seeds.seed,
-            seeds.stage,
-            seeds.step,
-            np.repeat([draw.stream_index for draw in draws], group_size),
-            np.tile(np.arange(group_size), len(draws)),
-            np.repeat([draw.attempt for draw in draws], group_size),
-            device=self._engine.device,  # another may be busy with an update
-        )
+        # On a device that samples: another may be busy with an update.
+        keys = keys_of(draws, sampling, self._engine.device)
         opened = [
             (sample, key)
             for sample, key in zip(samples, keys, strict=True)
@@ -989,6 +980,25 @@ class Rollout(EpisodePlayer):
         self._engine.resume(resumed, attachments)
         if renewed:
             samples |= self._begin(renewed, sampling)
+
+
+def places_of(draws: Sequence[Draw], sampling: Sampling) -> list[tuple[int, int, int]]:
+    """Stage, place in the stream and attempt of each draw, by which its group goes on later."""
+    return [(sampling.seeds.stage, draw.stream_index, draw.attempt) for draw in draws]
+
+
+def keys_of(draws: Sequence[Draw], sampling: Sampling, device: Any) -> np.ndarray:
+    """Keys of all samples, group by group: uint32 [draws * group_size, 2]."""
+    seeds, size = sampling.seeds, sampling.group_size
+    return sample_keys(
+        seeds.seed,
+        seeds.stage,
+        seeds.step,
+        np.repeat([draw.stream_index for draw in draws], size),
+        np.tile(np.arange(size), len(draws)),
+        np.repeat([draw.attempt for draw in draws], size),
+        device=device,
+    )
 
 
 def _is_open(group: Sequence[Sample]) -> bool:

@@ -101,7 +101,7 @@ class AgentEnv(Env):
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """Replies to nobody: agents do."""
-        raise NotImplementedError("agents reply to their models themselves")
+        raise RuntimeError("agents reply to their models themselves. This is a bug in jaxrl.")
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
         """Returns what the agents said."""

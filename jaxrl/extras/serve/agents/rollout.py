@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from jaxrl.envs.base import Outcome, Task, Turn
 from jaxrl.envs.calls import MAX_ERROR
 from jaxrl.envs.text import writable
@@ -38,9 +36,18 @@ from jaxrl.extras.serve.engine import ServedEngine, Way
 from jaxrl.extras.serve.fields import RefusedError
 from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, Settings, take_port
 from jaxrl.extras.serve.worker import Worker
-from jaxrl.sampling.engine import sample_keys
 from jaxrl.sampling.protocol import Processor, Sampling
-from jaxrl.sampling.rollout import LOOK_S, EpisodePlayer, Limits, Pay, Sample, Schedule, check_stop
+from jaxrl.sampling.rollout import (
+    LOOK_S,
+    EpisodePlayer,
+    Limits,
+    Pay,
+    Sample,
+    Schedule,
+    check_stop,
+    keys_of,
+    places_of,
+)
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group
 
@@ -187,7 +194,7 @@ class AgentRollout(EpisodePlayer):
             ValueError: the agent cannot be started again.
         """
         worker = self._listening()
-        keys = [(sampling.seeds.stage, draw.stream_index, draw.attempt) for draw in draws]
+        keys = places_of(draws, sampling)
         if sampling.unfinished:  # else an evaluation, which leaves those of the training alone
             for key in [k for k in self._games if k not in keys]:  # the run has gone back
                 self._close(self._games.pop(key))
@@ -254,25 +261,15 @@ class AgentRollout(EpisodePlayer):
         sampling: Sampling,
     ) -> list[_Game]:
         """The groups of all draws: those under way, and new ones."""
-        seeds, size = sampling.seeds, sampling.group_size
         new = [draw for draw, key in zip(draws, keys, strict=True) if key not in self._games]
-        sample = sample_keys(
-            seeds.seed,
-            seeds.stage,
-            seeds.step,
-            np.repeat([draw.stream_index for draw in new], size),
-            np.tile(np.arange(size), len(new)),
-            np.repeat([draw.attempt for draw in new], size),
-            device=self._engine.device,
-        )
-        of_new = iter(sample)
+        of_new = iter(keys_of(new, sampling, self._engine.device))
         games = []
         for draw, key in zip(draws, keys, strict=True):
             if key in self._games:
                 games.append(self._games.pop(key))
                 continue
             members = []
-            for index in range(size):
+            for index in range(sampling.group_size):
                 play = RolloutPlay(
                     key=next(of_new),
                     way=Way(sampling.temperature, sampling.top_p),
@@ -323,7 +320,7 @@ class AgentRollout(EpisodePlayer):
 
     def _launch(self, member: _Member) -> None:
         task, name = member.task, member.play.name
-        self._plays.by_name[name] = self._plays.by_name.get(name, member.play)
+        self._plays.by_name[name] = member.play
         with self._lock:
             self._members[name] = member
         member.is_started, member.since = True, time.monotonic()

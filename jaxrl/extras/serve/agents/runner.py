@@ -158,7 +158,7 @@ def by_command(command: list[str], folder: str) -> Play:
 
 
 def _read_reward(file: str) -> Any:
-    """What a program wrote of its episode; None for nothing."""
+    """Reads the reward that a program wrote; None where it wrote none."""
     if not os.path.exists(file):
         return None
     if not os.path.isfile(file):  # to open a pipe may take for ever
@@ -223,7 +223,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """Ends all where the run has, also while an agent blocks the event loop."""
+    """Ends everything once the run has ended, also while an agent blocks the event loop."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     time.sleep(LOOK_S)  # in which the loop may
@@ -235,7 +235,7 @@ def _end_with(parent: int, folder: str) -> None:
 
 
 def _text(error: BaseException) -> str:
-    """What failed, and where in the agent's own files, or elsewhere if in none of them."""
+    """Describes a failure, with its last place in the agent's own files, or in any if in none."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
     own = [one for one in frames if not one.filename.startswith((*_LIBRARIES, "<"))]
     frames = own or frames
