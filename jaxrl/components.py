@@ -290,11 +290,11 @@ def make_model(config: ConfigDict, mesh: Mesh, policy: Architecture, tokenizer: 
             "alone; leave it True."
         )
     return Model(
-        policy.on_mesh(mesh, experts=config.model.experts),
+        policy.on_mesh(mesh, experts=config.model.experts, check_dtype=config.model.dtype),
         mesh,
         num_tokens=tokenizer.num_tokens,
         dtype=jnp.dtype(config.model.dtype),
-        attention=choose(config.model.attention, mesh, policy),
+        attention=choose(config.model.attention, mesh, policy, check_dtype=config.model.dtype),
         remat=config.model.remat,
         scan_layers=config.model.scan_layers,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
@@ -744,15 +744,19 @@ def make_engine(
     """Makes the engine of a configuration; `kind` is another class that samples."""
     rollout, length = config.rollout, environment.context_tokens(config)
     sampling = local_mesh(mesh, config.mesh.rollout_devices)
-    kernels = choose(config.model.attention, sampling, policy)
+    kernels = choose(config.model.attention, sampling, policy, check_dtype=config.model.dtype)
+    target = memory.host_target()
+    # The plan reckons with the kernels that are tried first; others have pages of another size.
+    planned = memory.cache_pages(config, policy.plain, target)
+    num_pages = planned * memory.page_tokens(config, policy.plain, target) // kernels.page_tokens
     engine = kind(
-        policy.on_mesh(sampling, experts=config.model.experts),
+        policy.on_mesh(sampling, experts=config.model.experts, check_dtype=config.model.dtype),
         sampling,
         automaton,
         num_tokens=tokenizer.num_tokens,
         eos_ids=tokenizer.eos_ids,
         num_rows=rollout.num_rows // jax.process_count(),
-        num_pages=memory.cache_pages(config, policy.plain, memory.host_target()),
+        num_pages=num_pages,
         max_prompt_tokens=environment.prompt_tokens(config),
         max_total_tokens=length,
         chunk_tokens=rollout.chunk_tokens,

@@ -26,7 +26,7 @@ from jaxrl.runtime import distributed, rolling_back
 from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, by_value, optimizer_items
 from jaxrl.runtime.sharding import abstract, param_shardings
 from jaxrl.runtime.stopping import Interrupted
-from jaxrl.runtime.versions import write_environment
+from jaxrl.runtime.versions import verdicts_of, write_environment
 from jaxrl.session import Components, Progress, Session
 from jaxrl.settings import Settings
 from jaxrl.sft import sft
@@ -391,6 +391,9 @@ def start_params(session: Session) -> Params:
     display.log(f"attention: {attention.name}, {attention.reason}")
     if shown := session.components.model.config.shown_kernels:
         display.log(shown)
+    for one in verdicts_of(session.components):
+        way = "passes its check" if one.is_sound else "warning: gives way to the next kernel"
+        display.log(f"{one.operation}: {one.kernel} {way}: {one.finding}")
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
     model = session.components.model

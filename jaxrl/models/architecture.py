@@ -65,6 +65,23 @@ class Fused:
     parts: dict[str, tuple[int, range]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was found about a kernel before it was used.
+
+    Attributes:
+        operation: that it computes.
+        kernel: its name in the configuration.
+        is_sound: it may be used.
+        finding: what was measured, or how it failed; one line.
+    """
+
+    operation: str
+    kernel: str
+    is_sound: bool
+    finding: str
+
+
 class Architecture(ABC):
     """One model's sizes, and how to compute with its parameters."""
 
@@ -99,11 +116,18 @@ class Architecture(ABC):
         """Arrays by token that a pass leaves in `Beside.recorded`, and a later one can be given."""
         return {}
 
-    def on_mesh(self, mesh: Mesh, *, experts: str) -> Architecture:
-        """Returns this model with the kernels for a mesh; `experts` is `config.model.experts`.
+    def on_mesh(
+        self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
+    ) -> Architecture:
+        """Returns this model with the kernels for a mesh.
+
+        Args:
+            mesh: that computes.
+            experts: `config.model.experts`.
+            check_dtype: of the run, by which kernels are checked; None: nothing is run.
 
         Raises:
-            ValueError: names the key where such kernels do not run on the devices.
+            ValueError: names the key where such kernels do not run on the devices, or fail there.
         """
         return self
 
@@ -131,6 +155,11 @@ class Architecture(ABC):
     def shown_kernels(self) -> str:
         """The kernels of `on_mesh` beside those of attention, for the log; "" without any."""
         return ""
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What was found about the kernels of `on_mesh` before they were used."""
+        return ()
 
     @property
     def statistics(self) -> Statistics | None:

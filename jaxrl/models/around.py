@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attachments import Tower
@@ -38,6 +39,7 @@ class Around(Architecture):
     statistics: Any = _of_model("statistics")
     recorded: Any = _of_model("recorded")
     shown_kernels: Any = _of_model("shown_kernels")
+    verdicts: Any = _of_model("verdicts")
     tower: Tower | None = _of_model("tower")
     stacks: Any = _of_model("stacks")
     num_idle: Any = _of_model("num_idle")
@@ -64,7 +66,9 @@ class Around(Architecture):
         return self
 
     @abstractmethod
-    def on_mesh(self, mesh: Mesh, *, experts: str) -> Architecture:
+    def on_mesh(
+        self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
+    ) -> Architecture:
         """Around the model's; see `Architecture`."""
 
     @property

@@ -132,7 +132,14 @@ def _try(path: Path, read: Callable[[Path], Any], problems: list[str]) -> Any:
 def _starts(path: Path) -> list[dict[str, Any]]:
     starts = parse_json(path.read_bytes(), path.name)
     parts = ("versions", "machine", "model")
-    return [{**start, **{part: mapping(start.get(part)) for part in parts}} for start in starts]
+    return [
+        {
+            **start,
+            **{part: mapping(start.get(part)) for part in parts},
+            "kernels": [*map(mapping, start.get("kernels") or ())],
+        }
+        for start in starts
+    ]
 
 
 def _read_evaluations(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -24,6 +25,7 @@ from jaxrl.config import flatten
 from jaxrl.environment import CORPORA, corpus_section
 from jaxrl.envs.corpus import corpus_digest, index_folder
 from jaxrl.envs.json_text import parse_json
+from jaxrl.models.architecture import Verdict
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.own_code import is_own
@@ -90,10 +92,18 @@ def environment(components: Components) -> dict[str, Any]:
             "num_processes": jax.process_count(),
         },
         "model": sizes,
+        "kernels": [dataclasses.asdict(one) for one in verdicts_of(components)],
         "num_tasks": len(components.tasks),
         "num_eval_tasks": len(components.eval_tasks),
         "num_demonstrations": len(components.demonstrations),
     }
+
+
+def verdicts_of(components: Components) -> tuple[Verdict, ...]:
+    """What was found about kernels before the run: those of attention, then the architecture's."""
+    if components.external:
+        return ()
+    return *components.model.attention.verdicts, *components.model.config.verdicts
 
 
 def commit(folder: Path) -> str | None:

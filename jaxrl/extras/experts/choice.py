@@ -2,35 +2,112 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
+import pkgutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl.extras.experts.dispatch import Experts
-from jaxrl.extras.experts.products import (
-    Product,
-    grouped_product,
-    grouped_product_of_known_length,
-)
+from jaxrl.extras.experts.products import grouped_product, grouped_product_of_known_length
+from jaxrl.models.kernel_check import Choice, Trial, first_sound
 from jaxrl.runtime.sharding import PIECES
 
-PLATFORMS = {"triton": "gpu", "megablox": "tpu"}
-"""Platforms of the kernels that do not run everywhere."""
-
-
 KERNELS = {
-    "triton": "jaxrl.extras.experts.gpu",
-    "megablox": "jaxrl.extras.experts.tpu",
+    "gpu": {"triton": "jaxrl.extras.experts.gpu:grouped_product"},
+    "tpu": {"megablox": "jaxrl.extras.experts.tpu:grouped_product"},
 }
-"""The modules that have them."""
+"""By platform the kernels that do not run everywhere, the preferred first."""
 
 
-def choose(name: str, mesh: Mesh) -> Experts:
-    """The products that `config.model.experts` names, on a mesh; see `decide`."""
-    platform = mesh.devices.flat[0].platform
-    name, reason = decide(name, platform)
+def choose(
+    name: str,
+    mesh: Mesh,
+    width: int = 0,
+    expert_width: int = 0,
+    check_dtype: DTypeLike | None = None,
+) -> Experts:
+    """The products that `config.model.experts` names, on a mesh; see `decide`.
+
+    Args:
+        name: out of `config.EXPERTS`.
+        mesh: that computes.
+        width: of the model.
+        expert_width: of an expert's inner layer.
+        check_dtype: of the run, by which kernels are checked before they are used (see
+            `models.kernel_check`); None: nothing is run.
+
+    Raises:
+        ValueError: the key names kernels that do not run on these devices, or that fail the check.
+    """
+    device = mesh.local_devices[0]  # those of other processes are checked there
+    first, reason = decide(name, device.platform)
+    dtype = None if check_dtype is None else jnp.dtype(check_dtype)
+    chosen = _checked(name, device, width, expert_width, dtype)
     return Experts(
-        name=name, reason=reason, product=_product(name, platform), mesh=mesh, batch=PIECES
+        name=chosen.name,
+        reason=reason if chosen.name == first else f"where {first} failed its check",
+        product=chosen.function,
+        mesh=mesh,
+        batch=PIECES,
+        verdicts=chosen.verdicts,
+    )
+
+
+@functools.cache
+def _checked(name: str, device: jax.Device, width: int, expert_width: int, dtype: Any) -> Choice:
+    """The products, checked once for all meshes of a process."""
+    kernels = KERNELS.get(device.platform, {})
+    line = {"auto": list(kernels), "xla": []}.get(name, [name])
+    # A GPU's host would wait for the devices to learn the length of a loop.
+    on_gpu = device.platform == "gpu"
+    return first_sound(
+        lambda _: [] if dtype is None else [trial_of(width, expert_width, dtype, device)],
+        # Imported when asked: those of other platforms are of no use to a process.
+        {one: partial(pkgutil.resolve_name, kernels[one]) for one in line},
+        grouped_product_of_known_length if on_gpu else grouped_product,
+        named_by="" if name == "auto" else "config.model.experts",
+    )
+
+
+def trial_of(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device) -> Trial:
+    """Products with the experts of a layer, forward and backward; rows beyond all are left out.
+
+    Args:
+        width: of the model.
+        expert_width: of an expert's inner layer.
+        dtype: of the run.
+        device: that runs it.
+    """
+    rng = np.random.default_rng(0)
+    sizes = np.array([130, 0, 7, 61, 256, 1, 0, 33], np.int32)
+    num_rows, taken = 512, int(sizes.sum())
+    rows = rng.normal(size=(num_rows, width)).astype(np.float32)
+    weights = rng.normal(size=(len(sizes), width, expert_width)).astype(np.float32)
+    gradient = rng.normal(size=(num_rows, expert_width)).astype(np.float32)
+
+    def run(
+        product: Callable[..., Any], rows: jax.Array, weights: jax.Array, sizes: jax.Array,
+        gradient: jax.Array,
+    ) -> Sequence[jax.Array]:  # fmt: skip
+        out, backward = jax.vjp(lambda rows, weights: product(rows, weights, sizes), rows, weights)
+        of_rows, of_weights = backward(gradient.astype(out.dtype))
+        return out[:taken], of_rows[:taken], of_weights
+
+    return Trial(
+        operation="products of experts",
+        names=("outputs", "gradient of rows", "gradient of weights"),
+        run=run,
+        arrays=(rows, weights, sizes, gradient),
+        reference=grouped_product_of_known_length,
+        dtype=dtype,
+        device=device,
     )
 
 
@@ -40,22 +117,13 @@ def decide(name: str, platform: str) -> tuple[str, str]:
     Raises:
         ValueError: names the key where they do not run on the devices.
     """
+    own = KERNELS.get(platform, {})
     if name == "auto":
-        own = [one for one, place in PLATFORMS.items() if place == platform]
         return (*own, "xla")[0], f"since the devices are {platform}s"
-    place = PLATFORMS.get(name, platform)
-    if place != platform:
+    if name != "xla" and name not in own:
+        places = " and ".join(f"{place}s" for place in KERNELS if name in KERNELS[place])
         raise ValueError(
-            f"config.model.experts is {name!r}, whose kernels are for {place}s, but the devices "
+            f"config.model.experts is {name!r}, whose kernels are for {places}, but the devices "
             f"are {platform}s; set it to 'auto' or 'xla'."
         )
     return name, "as config.model.experts says"
-
-
-def _product(name: str, platform: str) -> Product:
-    if name in KERNELS:
-        # Imported when asked: those of other platforms are of no use to a process.
-        kernel: Product = importlib.import_module(KERNELS[name]).grouped_product
-        return kernel
-    # A GPU's host would wait for the devices to learn the length of a loop.
-    return grouped_product_of_known_length if platform == "gpu" else grouped_product

@@ -30,7 +30,7 @@ from jaxrl.extras.experts import routing
 from jaxrl.extras.experts.choice import choose
 from jaxrl.extras.experts.dispatch import XLA, Experts
 from jaxrl.extras.experts.routing import ROUTED, Found
-from jaxrl.models.architecture import Fused, MemoryTerms
+from jaxrl.models.architecture import Fused, MemoryTerms, Verdict
 from jaxrl.models.beside import Beside, TokenArray
 from jaxrl.models.decoder import (
     KINDS,
@@ -216,14 +216,23 @@ class QwenMoeConfig(QwenConfig):
         shape = len(self.expert_layers), self.num_chosen
         return {ROUTED: TokenArray(shape=shape, dtype=dtype, fill=np.iinfo(dtype).max)}
 
-    def on_mesh(self, mesh: Mesh, *, experts: str) -> QwenMoeConfig:
+    def on_mesh(
+        self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
+    ) -> QwenMoeConfig:
         """See `Architecture`."""
-        return replace(self, experts=choose(experts, mesh))
+        return replace(
+            self, experts=choose(experts, mesh, self.width, self.expert_width, check_dtype)
+        )
 
     @property
     def shown_kernels(self) -> str:
         """Products that compute experts, and why."""
         return f"experts: {self.experts.name}, {self.experts.reason}"
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What was found about the experts' kernels."""
+        return self.experts.verdicts
 
     @property
     def statistics(self) -> routing.RouterStatistics:

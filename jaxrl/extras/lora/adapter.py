@@ -99,9 +99,11 @@ class Adapter(Around):
         """The adapter's own parameters, and the base's, all of which are frozen."""
         return divide(self, lambda path: path[-1] in TRAINED)
 
-    def on_mesh(self, mesh: Mesh, *, experts: str) -> Adapter:
+    def on_mesh(self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None) -> Adapter:
         """See `Around`."""
-        return replace(self, model=self.model.on_mesh(mesh, experts=experts))
+        return replace(
+            self, model=self.model.on_mesh(mesh, experts=experts, check_dtype=check_dtype)
+        )
 
     @property
     def plan(self) -> str:

@@ -2,51 +2,103 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import replace
+import functools
+import pkgutil
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
+from jaxrl.models.attention import trials
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, Train
 from jaxrl.models.attention.reference import XLA, moved_reads
+from jaxrl.models.kernel_check import Choice, Trial, first_sound
 from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 
-PLATFORMS = {"triton": "gpu", "mosaic": "tpu"}
-"""Platforms of the kernels that do not run everywhere."""
-
-KERNELS = {
-    "triton": "jaxrl.extras.kernels.attention_gpu",
-    "mosaic": "jaxrl.extras.kernels.attention_tpu",
+TRAIN = {
+    "gpu": {"triton": "jaxrl.extras.kernels.attention_gpu:train"},
+    "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:train"},
 }
-"""The modules that have them."""
+"""By platform the update's kernels that do not run everywhere, the preferred first."""
+
+PAGES = {
+    "gpu": {"triton": "jaxrl.extras.kernels.attention_gpu:attend_pages"},
+    "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:attend_pages"},
+}
+"""Like `TRAIN`, the sampler's."""
 
 MAX_HEAD_DIM = 256
 """Limit of these kernels: blocks of wider heads do not fit on the chip."""
 
 
-def choose(name: str, mesh: Mesh, model: Architecture) -> Kernels:
-    """The kernels that `config.model.attention` names, for a model on a mesh; see `decide`."""
-    platform = mesh.devices.flat[0].platform
-    name, reason = decide(name, platform, model.head_dim)
-    if name == "xla":
-        past = XLA.past if copies_past(name, platform) else None
-        train = on_mesh(XLA.train, mesh) if mesh.shape[CONTEXT] > 1 else XLA.train
-        return replace(XLA, reason=reason, past=past, train=train)
-    # Imported when asked: neither is of use to most processes, and JAX warns of one of them.
-    kernels = importlib.import_module(KERNELS[name])
-    return Kernels(
-        name=name,
-        reason=reason,
-        train=on_mesh(kernels.train, mesh),
-        attend_pages=kernels.attend_pages,
-        page_tokens=PAGE_TOKENS[name],
-        shares_prompts=SHARES_PROMPTS[name],
+def choose(
+    name: str, mesh: Mesh, model: Architecture, *, check_dtype: DTypeLike | None = None
+) -> Kernels:
+    """The kernels that `config.model.attention` names, for a model on a mesh; see `decide`.
+
+    Args:
+        name: out of `config.ATTENTION`.
+        mesh: that computes.
+        model: whose heads they are for.
+        check_dtype: of the run, by which those of the update and of the sampler are checked before
+            they are used, each on its own (see `models.kernel_check`); None: nothing is run.
+
+    Raises:
+        ValueError: the key names kernels that do not run on these devices, or that fail the check.
+    """
+    device = mesh.local_devices[0]  # those of other processes are checked there
+    first, reason = decide(name, device.platform, model.head_dim)
+    heads = (
+        max(model.num_heads // mesh.shape["tensor"], 1),
+        max(model.num_kv_heads // mesh.shape["tensor"], 1),
+        model.head_dim,
     )
+    dtype = None if check_dtype is None else jnp.dtype(check_dtype)
+    of_update, of_sampler = _checked(name, device, heads, dtype)
+    train = of_update.function
+    if of_update.name != "xla" or mesh.shape[CONTEXT] > 1:
+        train = on_mesh(train, mesh)
+    names = of_update.name, of_sampler.name
+    return Kernels(
+        name=first if names == (first, first) else f"{names[0]}, in the sampler {names[1]}",
+        reason=reason if names == (first, first) else f"where {first} failed its check",
+        train=train,
+        attend_pages=of_sampler.function,
+        page_tokens=PAGE_TOKENS[of_sampler.name],
+        shares_prompts=SHARES_PROMPTS[of_update.name],
+        past=XLA.past if copies_past(of_sampler.name, device.platform) else None,
+        verdicts=of_update.verdicts + of_sampler.verdicts,
+    )
+
+
+@functools.cache
+def _checked(
+    name: str, device: jax.Device, heads: tuple[int, int, int], dtype: Any
+) -> tuple[Choice, Choice]:
+    """The kernels of the update and of the sampler, checked once for all meshes of a process."""
+    line = _line(name, device.platform, heads[2])
+    named_by = "" if name == "auto" else "config.model.attention"
+
+    def of_update(name: str) -> list[Trial]:
+        shares = SHARES_PROMPTS[name]
+        return [trials.of_train(*heads, dtype, device, shares_prompts=shares)] if dtype else []
+
+    def of_sampler(name: str) -> list[Trial]:
+        make = partial(trials.of_pages, *heads, dtype, device, page_tokens=PAGE_TOKENS[name])
+        # As where it decodes, and where it reads.
+        return [make(num_queries=count) for count in (1, 16)] if dtype else []
+
+    def chosen(table: Any, make_trials: Any, reference: Any) -> Choice:
+        # Imported when asked: most processes use none, and JAX warns of one of them.
+        kernels = {one: partial(pkgutil.resolve_name, table[device.platform][one]) for one in line}
+        return first_sound(make_trials, kernels, reference, named_by=named_by)
+
+    return chosen(TRAIN, of_update, XLA.train), chosen(PAGES, of_sampler, XLA.attend_pages)
 
 
 def copies_past(name: str, platform: str) -> bool:
@@ -65,14 +117,14 @@ def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:
             of this size.
     """
     is_narrow = head_dim <= MAX_HEAD_DIM
+    own = TRAIN.get(platform, {})
     if name == "auto":
-        own = [one for one, place in PLATFORMS.items() if place == platform]
         if own and not is_narrow:
-            return "xla", f"since heads of {head_dim} are too wide for {own[0]}"
+            return "xla", f"since heads of {head_dim} are too wide for {next(iter(own))}"
         return (*own, "xla")[0], f"since the devices are {platform}s"
-    place = PLATFORMS.get(name, platform)
-    if place != platform:
-        problem = f"kernels are for {place}s, but the devices are {platform}s"
+    if name != "xla" and name not in own:
+        places = " and ".join(f"{place}s" for place in TRAIN if name in TRAIN[place])
+        problem = f"kernels are for {places}, but the devices are {platform}s"
     elif name != "xla" and not is_narrow:
         problem = f"kernels take heads of at most {MAX_HEAD_DIM}, but the model's are {head_dim}"
     else:
@@ -80,6 +132,13 @@ def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:
     raise ValueError(
         f"config.model.attention is {name!r}, whose {problem}; set it to 'auto' or 'xla'."
     )
+
+
+def _line(name: str, platform: str, head_dim: int) -> list[str]:
+    """Kernels to be tried before XLA, the preferred first."""
+    if name != "auto":
+        return [name] if name != "xla" else []
+    return list(TRAIN.get(platform, {})) if head_dim <= MAX_HEAD_DIM else []
 
 
 def on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:

@@ -961,10 +961,9 @@ def _given_pages(config: ConfigDict, target: Target, full: int, page_bytes: int)
     return full if target.platform == "cpu" or _samples_beside(config) else None
 
 
-def _pages(config: ConfigDict, model: Architecture, target: Target) -> tuple[int, bool]:
-    """Tokens of a page, and whether a chunk of decoding steps reads a copy of its rows' pages."""
-    name, _ = decide(config.model.attention, target.platform, model.head_dim)
-    return PAGE_TOKENS[name], copies_past(name, target.platform)
+def page_tokens(config: ConfigDict, model: Architecture, target: Target) -> int:
+    """Tokens of a page of the kernels that are tried first."""
+    return PAGE_TOKENS[decide(config.model.attention, target.platform, model.head_dim)[0]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -983,15 +982,16 @@ class _Sampler:
         mesh = target_mesh(config, model, target)
         terms, rollout = ModelTerms(model, mesh), config.rollout
         dtype = jnp.dtype(config.model.dtype)
-        page_tokens, copies = _pages(config, model, target)
+        kernels, _ = decide(config.model.attention, target.platform, model.head_dim)
         rows = rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
-        table_pages = pages_for(context_tokens(config), page_tokens)
+        page = page_tokens(config, model, target)
+        table_pages = pages_for(context_tokens(config), page)
         token_bytes = terms.cache_bytes(dtype)
-        page_bytes = page_tokens * token_bytes
+        page_bytes = page * token_bytes
         is_short = target.platform == "cpu" and dtype.itemsize < 4
         upcast = 4 // dtype.itemsize if is_short and not MULTIPLIES_BFLOAT16 else 1
         busy = _busy_rows(config, target, rows)
-        past = busy * table_pages * page_bytes if copies else 0
+        past = busy * table_pages * page_bytes if copies_past(kernels, target.platform) else 0
         read = append_sizes(target.platform, context_tokens(config))[-1]
         turn_tokens = read // BLOCK * TURN_TOKENS  # of each turn of the XLA loop over pages
         is_recorded = records_arrays(config)
@@ -1243,7 +1243,7 @@ def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str
             )
     if {"train", "evaluate"} & set(config.stages):
         sizes = append_sizes(target.platform, context_tokens(config))
-        page, _ = _pages(config, model, target)
+        page = page_tokens(config, model, target)
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to {rollout.num_rows} rows over up to "
             f"{context_tokens(config)} tokens; read up to {sizes[-1]} tokens on a device; cache "

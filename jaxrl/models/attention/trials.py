@@ -1,0 +1,128 @@
+"""Attention on small random arrays, by which its kernels are checked before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxrl.models.attention.kernels import find_reads
+from jaxrl.models.attention.reference import XLA
+from jaxrl.models.kernel_check import Trial
+
+ROW_TOKENS = 1024  # more than a block of any kernel, so that several are passed over
+ROWS = (
+    # Lengths of a row's segments, each with how much of the prompt before it continues.
+    ((300, 0), (200, 150), (3, 150), (260, 150), (129, 0)),
+    ((ROW_TOKENS, 0),),
+)
+
+
+def of_train(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    device: jax.Device,
+    *,
+    shares_prompts: bool,
+) -> Trial:
+    """Attention of the update: two rows, forward and backward; outputs of padding are left open.
+
+    Args:
+        num_heads: of queries on one device.
+        num_kv_heads: of keys there.
+        head_dim: values of a head.
+        dtype: of the run.
+        device: that runs it.
+        shares_prompts: segments continue the prompt of an earlier one.
+    """
+    rng = np.random.default_rng(0)
+    shape = (len(ROWS), ROW_TOKENS)
+    ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for row, segments in enumerate(ROWS):
+        start = 0
+        for number, (length, shared) in enumerate(segments, 1):
+            first = shared if shares_prompts else 0
+            ids[row, start : start + length] = number
+            positions[row, start : start + length] = first + np.arange(length)
+            start += length
+    q, gradient = rng.normal(size=(2, *shape, num_heads, head_dim)).astype(np.float32)
+    k, v = rng.normal(size=(2, *shape, num_kv_heads, head_dim)).astype(np.float32)
+    reads = np.asarray(find_reads(jnp.asarray(ids), jnp.asarray(positions)))
+
+    def run(
+        train: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
+        gradient: jax.Array, is_there: jax.Array,
+    ) -> Sequence[jax.Array]:  # fmt: skip
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.where(is_there[..., None, None], train(q, k, v, reads), 0)
+
+        out, backward = jax.vjp(attend, q, k, v)
+        return out, *backward(gradient)
+
+    return Trial(
+        operation="attention of the update",
+        names=("outputs", "gradient of queries", "gradient of keys", "gradient of values"),
+        run=run,
+        arrays=(q, k, v, reads, gradient, ids > 0),
+        reference=XLA.train,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def of_pages(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    device: jax.Device,
+    *,
+    page_tokens: int,
+    num_queries: int,
+) -> Trial:
+    """Attention of the sampler: rows that end at and around the edges of pages, and an empty one.
+
+    Args:
+        num_heads: of queries on one device.
+        num_kv_heads: of keys there.
+        head_dim: values of a head.
+        dtype: of the run.
+        device: that runs it.
+        page_tokens: of a page.
+        num_queries: of a row: one in decoding, several where tokens are read.
+    """
+    rng = np.random.default_rng(0)
+    ends = np.array([0, 1, page_tokens - 1, page_tokens, page_tokens + 1, 5 * page_tokens + 7,
+                     9 * page_tokens, 3 * page_tokens])  # fmt: skip
+    num_pages, most = 24, 10
+    tables = np.full((len(ends), most), num_pages, np.int32)  # beyond a row's pages, none
+    for row, end in enumerate(ends):
+        count = -(-end // page_tokens)
+        tables[row, :count] = rng.permutation(num_pages)[:count]  # some rows share pages
+    limits = np.maximum(ends[:, None] - np.arange(num_queries)[::-1], 0).astype(np.int32)
+    q = rng.normal(size=(len(ends), num_queries, num_heads, head_dim)).astype(np.float32)
+    pages = (2, num_pages, num_kv_heads, page_tokens, head_dim)
+    keys, values = rng.normal(size=pages).astype(np.float32)
+
+    def run(
+        attend_pages: Callable[..., Any], q: jax.Array, keys: jax.Array, values: jax.Array,
+        tables: jax.Array, limits: jax.Array,
+    ) -> Sequence[jax.Array]:  # fmt: skip
+        out, lse = attend_pages(q, keys, values, tables, limits)
+        return out, jnp.exp(lse)
+
+    return Trial(
+        operation="attention of the sampler, " + ("decoding" if num_queries == 1 else "reading"),
+        names=("outputs", "sums of weights"),
+        run=run,
+        arrays=(q, keys, values, tables, limits),
+        reference=XLA.attend_pages,
+        dtype=dtype,
+        device=device,
+    )

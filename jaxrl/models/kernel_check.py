@@ -1,0 +1,186 @@
+"""Kernels earn their trust: before a run uses one, it is compared with the same in XLA.
+
+A kernel that was compiled for another chip, or by another release of its compiler, may fail, or
+worse, be wrong. Each operation has a line of kernels that compute it, of which XLA is the last, and
+a trial: small random arrays of the run's heads, pages and dtype. The first kernel of the line that
+passes is the run's.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxrl.models.architecture import Verdict
+from jaxrl.runtime import distributed
+from jaxrl.runtime.stopping import Interrupted
+
+LEAST_ERROR = {2: 0.005, 4: 0.001}
+"""Relative errors that pass in any case, by bytes of a value: rounding of bfloat16, of TF32."""
+
+LEAST_WORST = 0.05
+"""Like `LEAST_ERROR`, of the worst vector."""
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """An operation on small random arrays.
+
+    Attributes:
+        operation: its name, for people.
+        names: of what is compared: outputs and gradients.
+        run: from a function of the operation's contract and `arrays` to these, `[..., values]`;
+            nothing in them depends on what the contract leaves open.
+        arrays: on the host; those of float32 are rounded to the run's dtype.
+        reference: the operation in XLA.
+        dtype: of the run.
+        device: that runs it.
+    """
+
+    operation: str
+    names: tuple[str, ...]
+    run: Callable[..., Sequence[jax.Array]]
+    arrays: tuple[np.ndarray, ...]
+    reference: Callable[..., Any]
+    dtype: DTypeLike
+    device: jax.Device
+
+    def results(self, function: Callable[..., Any], *, widens: bool = False) -> list[np.ndarray]:
+        """Compiles and runs the operation; on `widens` in float32, of the same rounded values."""
+        placed = []
+        for x in self.arrays:
+            rounded = jax.device_put(x.astype(self.dtype) if _is_wide(x) else x, self.device)
+            placed.append(rounded.astype(jnp.float32) if widens and _is_wide(x) else rounded)
+        found = jax.jit(partial(self.run, function))(*placed)
+        return [np.asarray(x, np.float64) for x in found]
+
+    @functools.cached_property
+    def exact(self) -> list[np.ndarray]:
+        """What XLA computes in float32."""
+        with jax.default_matmul_precision("highest"):
+            return self.results(self.reference, widens=True)
+
+    @functools.cached_property
+    def usual(self) -> list[np.ndarray]:
+        """What XLA computes in the run's dtype, whose rounding any kernel may have."""
+        return self.results(self.reference)
+
+
+def _is_wide(x: np.ndarray) -> bool:
+    return x.dtype == np.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The kernel of an operation.
+
+    Attributes:
+        name: in the configuration.
+        function: the operation.
+        verdicts: on each kernel that was tried.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    verdicts: tuple[Verdict, ...] = ()
+
+
+def first_sound(
+    make_trials: Callable[[str], Sequence[Trial]],
+    line: Mapping[str, Callable[[], Callable[..., Any]]],
+    reference: Callable[..., Any],
+    *,
+    named_by: str = "",
+) -> Choice:
+    """Takes the first kernel of a line that computes what XLA does; all processes call this.
+
+    Where one process finds that a kernel fails, none uses it.
+
+    Args:
+        make_trials: makes what a kernel of this name has to pass; without any it is not run.
+        line: by name, what imports each kernel, the preferred first.
+        reference: the operation in XLA, which is taken where none passes.
+        named_by: the key by which the user named the kernel, which then has to pass.
+
+    Raises:
+        ValueError: the kernel that the user named does not pass, with what was found.
+        RuntimeError: a kernel has left the device unable to compute anything.
+    """
+    verdicts: list[Verdict] = []
+    for name, load in line.items():
+        for trial in make_trials(name):
+            is_sound, finding = _examine(trial, load)
+            if distributed.anywhere(not is_sound) and is_sound:
+                is_sound, finding = False, "fails in another process of this run"
+            verdict = Verdict(
+                operation=trial.operation, kernel=name, is_sound=is_sound, finding=finding
+            )
+            verdicts.append(verdict)
+            if not is_sound:
+                break
+        if not verdicts or verdicts[-1].is_sound:
+            return Choice(name=name, function=load(), verdicts=tuple(verdicts))
+        if named_by:
+            raise ValueError(
+                f"{named_by} is {name!r}, which fails its check before the run: "
+                f"{verdicts[-1].operation}: {verdicts[-1].finding}. Set it to 'auto', which takes "
+                "the next kernel that passes, or to 'xla'."
+            )
+    return Choice(name="xla", function=reference, verdicts=tuple(verdicts))
+
+
+def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
+    """Tells whether a kernel computes what XLA does, and what was measured."""
+    begin = time.monotonic()
+    try:
+        found = trial.results(load())
+    except Interrupted:
+        raise
+    except Exception as error:
+        _expect_sound_device(trial, error)
+        return False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    seconds = time.monotonic() - begin
+    least = LEAST_ERROR[jnp.dtype(trial.dtype).itemsize]
+    errors = []
+    for name, got, exact, usual in zip(trial.names, found, trial.exact, trial.usual, strict=True):
+        if not np.isfinite(got).all():
+            return False, f"{name}: {np.sum(~np.isfinite(got))} of {got.size} are not finite"
+        (error, worst), (rounding, worst_rounding) = _errors(got, exact), _errors(usual, exact)
+        bound, worst_bound = max(2 * rounding, least), max(4 * worst_rounding, LEAST_WORST)
+        if error > bound:
+            return False, f"{name}: off by {error:.2%}, where at most {bound:.2%} is rounding"
+        if worst > worst_bound:
+            return False, (
+                f"{name}: one vector is off by {worst:.1%}, where at most {worst_bound:.1%} is "
+                "rounding"
+            )
+        errors.append(f"{name} {error:.2%}")
+    return True, f"off by {', '.join(errors)}; compiled and run in {seconds:.1f} s"
+
+
+def _errors(found: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
+    """Relative error of all, and of the vector that is off most beside the usual length of one."""
+    off = np.linalg.norm(found - exact, axis=-1)
+    length = np.sqrt(np.mean(np.square(np.linalg.norm(exact, axis=-1)))) or 1.0
+    return float(np.sqrt(np.mean(np.square(off))) / length), float(off.max() / length)
+
+
+def _expect_sound_device(trial: Trial, failure: Exception) -> None:
+    """Ends the run where a kernel has broken its device, as a wild write does on a GPU."""
+    try:
+        np.asarray(jax.device_put(np.ones(2), trial.device) + 1)
+    except Exception as error:
+        raise RuntimeError(
+            f"a kernel of the {trial.operation} failed ({failure}) and left {trial.device} unable "
+            "to compute anything; start again with config.model.attention and config.model.experts "
+            "set to 'xla'."
+        ) from error

@@ -1,0 +1,123 @@
+"""Kernels before a run: sound ones pass, broken ones of each kind give way to the next."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.extras.experts.choice import trial_of
+from jaxrl.extras.experts.products import grouped_product, grouped_product_of_known_length
+from jaxrl.extras.kernels import attention_gpu, attention_tpu
+from jaxrl.models.attention import trials
+from jaxrl.models.attention.reference import XLA
+from jaxrl.models.kernel_check import first_sound
+from tests.models.attention import broken
+
+DEVICE = jax.devices("cpu")[0]
+
+
+def trial(kind, dtype):
+    if kind == "train":
+        return trials.of_train(4, 2, 32, dtype, DEVICE, shares_prompts=True), XLA.train
+    if kind == "attend_pages":
+        made = trials.of_pages(8, 2, 32, dtype, DEVICE, page_tokens=16, num_queries=16)
+        return made, XLA.attend_pages
+    return trial_of(48, 32, dtype, DEVICE), grouped_product_of_known_length
+
+
+def check(kind, dtype, line, **settings):
+    made, reference = trial(kind, dtype)
+    kernels = {name: partial(getattr, broken, f"{kind}_{name}") for name in line}
+    return first_sound(lambda _: [made], kernels, reference, **settings)
+
+
+KINDS = ("train", "attend_pages", "product")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_broken_kernel_gives_way_to_the_sound_one_behind_it(kind):
+    breaks = {name: finding for name, finding in broken.BREAKS.items()
+              if kind != "attend_pages" or name != "gradient_is_off"}  # fmt: skip
+    found = check(kind, jnp.bfloat16, [*breaks, "nothing_is_wrong"])
+    assert found.name == "nothing_is_wrong"
+    *failed, passed = found.verdicts
+    assert [one.kernel for one in failed] == list(breaks)
+    for one, finding in zip(failed, breaks.values(), strict=True):
+        assert not one.is_sound
+        assert re.search(finding, one.finding), one
+    assert passed.is_sound
+    assert re.match(r"off by outputs 0\.\d\d%, .*; compiled and run in \d+\.\d s$", passed.finding)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_hundredth_is_no_rounding_of_float32(kind):
+    found = check(kind, jnp.float32, ["off_by_a_hundredth", "nothing_is_wrong"])
+    assert [one.is_sound for one in found.verdicts] == [False, True]
+    assert re.search(r"outputs: off by 1\.00%, where at most 0\.10% is", found.verdicts[0].finding)
+
+
+def test_behind_all_stands_xla():
+    found = check("attend_pages", jnp.float32, ["off_by_a_hundredth"])
+    assert (found.name, found.function) == ("xla", XLA.attend_pages)
+    assert [one.is_sound for one in found.verdicts] == [False]
+
+
+def test_a_kernel_that_the_user_named_has_to_pass():
+    with pytest.raises(
+        ValueError,
+        match=r"config\.model\.attention is 'off_by_a_hundredth', which fails its check before the "
+        r"run: attention of the sampler, reading: outputs: off by 1\.0\d%.* Set it to 'auto'",
+    ):
+        check(
+            "attend_pages", jnp.float32, ["off_by_a_hundredth"], named_by="config.model.attention"
+        )
+    found = check("attend_pages", jnp.float32, ["nothing_is_wrong"], named_by="key")
+    assert found.verdicts[0].is_sound
+
+
+def test_a_kernel_whose_library_is_not_installed_gives_way():
+    def load():
+        raise ImportError("tokamax is not installed; install jaxrl[cuda]")
+
+    made, reference = trial("product", jnp.float32)
+    found = first_sound(lambda _: [made], {"tokamax": load}, reference)
+    assert found.name == "xla"
+    assert found.verdicts[0].finding == (
+        "ImportError: tokamax is not installed; install jaxrl[cuda]"
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernels_of_accelerators_pass_in_the_interpreter(dtype):
+    """So their own rounding is not taken for a fault."""
+    line = {"triton": lambda: partial(attention_gpu.attend_pages, interpret=True),
+            "mosaic": lambda: partial(attention_tpu.attend_pages, interpret=True)}  # fmt: skip
+    made, reference = trial("attend_pages", dtype)
+    for name, load in line.items():
+        found = first_sound(lambda _: [made], {name: load}, reference)
+        assert found.name == name, found.verdicts
+
+
+def test_products_of_either_loop_pass():
+    made, reference = trial("product", jnp.bfloat16)
+    assert first_sound(lambda _: [made], {"loop": lambda: grouped_product}, reference)
+
+
+def test_the_trial_has_what_kernels_go_wrong_at():
+    """Rows that are empty, end at a page's edge and share pages; prompts that segments share."""
+    *_, tables, limits = trials.of_pages(
+        8, 2, 32, jnp.float32, DEVICE, page_tokens=16, num_queries=1
+    ).arrays
+    assert {0, 1, 15, 16, 17} <= set(limits.reshape(-1).tolist())
+    live = [set(row[: -(-end // 16)]) for row, end in zip(tables, limits[:, 0], strict=True)]
+    assert any(a & b for i, a in enumerate(live) for b in live[:i])
+    *_, reads, _, is_there = trials.of_train(
+        4, 2, 32, jnp.float32, DEVICE, shares_prompts=True
+    ).arrays
+    assert (reads[:, 2] > 0).sum() == 200 + 3 + 260
+    assert not is_there.all()
+    *_, reads, _, _ = trials.of_train(4, 2, 32, jnp.float32, DEVICE, shares_prompts=False).arrays
+    assert not np.asarray(reads[:, 2]).any()

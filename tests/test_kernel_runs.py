@@ -1,0 +1,90 @@
+"""Runs whose first kernels are broken go on with the next, and say so."""
+
+import json
+
+import jax
+import pytest
+
+from jaxrl import run
+from jaxrl.components import assemble, settings_of
+from jaxrl.extras.experts import choice as choice_of_experts
+from jaxrl.logs.display import Display
+from jaxrl.models.attention import choice
+from jaxrl.report import write_report
+from jaxrl.runtime.sharding import make_mesh
+from tests.runs import base_config, lasting
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
+
+BROKEN = "tests.models.attention.broken"
+
+
+@pytest.fixture
+def broken_kernels(monkeypatch):
+    """Of a CPU: in the update the first is wrong by a hundredth; in the sampler both fail."""
+    of_update = {"mosaic": f"{BROKEN}:train_off_by_a_hundredth",
+                 "triton": f"{BROKEN}:train_nothing_is_wrong"}  # fmt: skip
+    of_sampler = {"mosaic": f"{BROKEN}:attend_pages_one_is_not_a_number",
+                  "triton": f"{BROKEN}:attend_pages_runs_out_of_memory"}  # fmt: skip
+    monkeypatch.setitem(choice.TRAIN, "cpu", of_update)
+    monkeypatch.setitem(choice.PAGES, "cpu", of_sampler)
+    experts = {"megablox": f"{BROKEN}:product_does_not_compile", "triton": f"{BROKEN}:no_such"}
+    monkeypatch.setitem(choice_of_experts.KERNELS, "cpu", experts)
+    choice._checked.cache_clear()
+    choice_of_experts._checked.cache_clear()
+    yield
+    choice._checked.cache_clear()
+    choice_of_experts._checked.cache_clear()
+
+
+def play(config, workdir):
+    workdir.mkdir()
+    display, said = Display(), []
+    display.log = said.append
+    run.run(settings_of(config), workdir, assemble(config), display)
+    return said
+
+
+def test_a_run_goes_on_with_the_kernels_that_pass(tiny_world, tmp_path, monkeypatch, request):
+    config = base_config(tiny_world)
+    play(config, tmp_path / "plain")
+    request.getfixturevalue("broken_kernels")
+    said = play(config, tmp_path / "run")
+    # The update's kernel is XLA's in a program of its own, so that rounding differs.
+    for one, plain in zip(*(lasting(tmp_path / name) for name in ("run", "plain")), strict=True):
+        for record in (one, plain):
+            record.pop("rollout/cache_use", None)  # the cache was planned with larger pages
+        assert one == pytest.approx(plain, abs=1e-5)
+
+    assert "attention: triton, in the sampler xla, where mosaic failed its check" in said
+    warnings = [line for line in said if "warning: gives way to the next kernel" in line]
+    assert [line.split(" warning")[0] for line in warnings] == [
+        "attention of the update: mosaic",
+        "attention of the sampler, decoding: mosaic",
+        "attention of the sampler, decoding: triton",
+    ]
+    [start] = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert [one["is_sound"] for one in start["kernels"]] == [False, True, False, False]
+    page = write_report([tmp_path / "run"]).read_text()
+    assert "Kernels, each compared with XLA before the run" in page
+    for one in start["kernels"]:
+        assert one["finding"].split(",")[0] in page
+    assert page.count("gave way") == 3
+
+
+def test_a_kernel_that_was_named_ends_the_run_before_it_begins(tiny_world, broken_kernels):
+    config = base_config(tiny_world)
+    config.model.attention = "mosaic"
+    with pytest.raises(ValueError, match=r"config\.model\.attention is 'mosaic', which fails its"):
+        assemble(config)
+
+
+def test_products_of_experts_give_way_too(broken_kernels):
+    mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    chosen = choice_of_experts.choose("auto", mesh, 48, 32, check_dtype="bfloat16")
+    assert (chosen.name, chosen.reason) == ("xla", "where megablox failed its check")
+    megablox, triton = chosen.verdicts
+    assert megablox.finding == "ValueError: Only interpret mode is supported on CPU backend."
+    assert triton.finding == "AttributeError: no_such"
+    with pytest.raises(ValueError, match=r"config\.model\.experts is 'triton', which fails its ch"):
+        choice_of_experts.choose("triton", mesh, 48, 32, check_dtype="bfloat16")
