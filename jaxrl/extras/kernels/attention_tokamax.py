@@ -1,0 +1,239 @@
+"""Attention of the update on NVIDIA GPUs from Hopper on: the kernels of tokamax for Mosaic."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxrl.models.attention.reference import in_blocks
+
+VERSION = (0, 0, 17)
+"""The version of tokamax whose parts are used here: masks and backward kernels are not public."""
+
+BLOCK = 128
+"""Tokens are padded to multiples: a kernel's two warp groups have 64 each, and check no bounds."""
+
+HEAD_MULTIPLE = 64
+"""Heads are padded to multiples, as the backward kernels do."""
+
+
+def train(
+    q: Float[Array, "R Q N H"],
+    k: Float[Array, "R T K H"],
+    v: Float[Array, "R T K H"],
+    reads: Int[Array, "R 3 T"],
+    *,
+    interpret: bool = False,
+    shares_prompts: bool = True,
+) -> Float[Array, "R Q N H"]:
+    """Computes `reference.train` by kernels that know one range of keys a query.
+
+    Each query has two ranges, its own segment and a prompt that it shares. So there are two passes
+    over the keys, merged by their log-sum-exp; backwards each gets output and log-sum-exp of the
+    whole softmax, which is all that it needs, and the gradients add up. Forwards, blocks out of a
+    block's ranges are left out. Backwards those behind the diagonal are.
+
+    Args:
+        q: queries of the last Q tokens.
+        k: keys of all T.
+        v: values of all T.
+        reads: which tokens each reads; see `kernels.find_reads`.
+        interpret: compute what the kernels do in XLA, with all scores in memory; for tests.
+        shares_prompts: False leaves the second pass out, for segments that are whole.
+
+    Raises:
+        ImportError: tokamax is not installed, or in another version.
+        NotImplementedError: these are not 16-bit floats, which the kernels multiply.
+    """
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"attention got queries of {q.dtype}, but tokamax's kernels multiply bfloat16 or "
+            "float16; set config.model.dtype to 'bfloat16', or config.model.attention to 'xla'."
+        )
+    Q, H = q.shape[1], q.shape[3]
+    q, k, v, reads = in_blocks(q, k, v, reads, BLOCK)
+    pad = ((0, 0), (0, 0), (0, 0), (0, -H % HEAD_MULTIPLE))
+    q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
+    starts, shared_starts, shared_ends = jnp.moveaxis(reads[:, :, -q.shape[1] :], 1, 0)
+    ranges = [(starts, None), (shared_starts, shared_ends)][: 1 + shares_prompts]
+    kernels = Dense(H**-0.5) if interpret else Tokamax(H**-0.5)
+    return _attend(q, k, v, ranges, kernels)[:, :Q, :, :H]
+
+
+class Keys(NamedTuple):
+    """The keys that each query reads: those from `start` on, before `end`, and not behind it."""
+
+    start: jax.Array  # int32 [R, Q]
+    end: jax.Array | None  # int32 [R, Q]; None: to the query itself
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Stands for the kernels, in XLA.
+
+    Attributes:
+        scale: of the products of queries and keys.
+    """
+
+    scale: float
+
+    def forward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys
+    ) -> tuple[jax.Array, jax.Array]:
+        """Outputs `[R, Q, N, H]` and the log-sum-exp `[R, N, Q]`, minus infinity of nothing."""
+        scores = self._scores(q, k, keys)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        weights = jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
+        return self._by_query("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(*_by_head(q))
+
+    def backward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys,
+        out: jax.Array, lse: jax.Array, gradient: jax.Array,
+    ) -> tuple[jax.Array, ...]:  # fmt: skip
+        """Gradients of queries, keys and values by way of the keys in this range."""
+        (R, Q, N, H), K = q.shape, k.shape[2]
+        by_group = (R, Q, K, N // K, H)
+        lse = lse.reshape(R, K, N // K, Q)
+        weights = jnp.exp(self._scores(q, k, keys) - lse[..., None])
+        given = gradient.astype(jnp.float32).reshape(by_group)
+        delta = (given * out.reshape(by_group)).sum(axis=-1).transpose(0, 2, 3, 1)
+        of_weights = jnp.einsum("rtkgh,rskh->rkgts", given, v.astype(jnp.float32))
+        of_scores = weights * (of_weights - delta[..., None]) * self.scale
+        of_queries = self._by_query("rkgts,rskh->rtkgh", of_scores, k, q)
+        of_keys = jnp.einsum("rkgts,rtkgh->rskh", of_scores, q.reshape(by_group))
+        of_values = jnp.einsum("rkgts,rtkgh->rskh", weights, given)
+        return of_queries, of_keys.astype(k.dtype), of_values.astype(v.dtype)
+
+    def _by_query(self, axes: str, weights: jax.Array, x: jax.Array, q: jax.Array) -> jax.Array:
+        return jnp.einsum(axes, weights, x.astype(jnp.float32)).reshape(q.shape).astype(q.dtype)
+
+    def _scores(self, q: jax.Array, k: jax.Array, keys: Keys) -> jax.Array:
+        (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
+        products = jnp.einsum(
+            "rtkgh,rskh->rkgts",
+            q.reshape(R, Q, K, N // K, H),
+            k,
+            preferred_element_type=jnp.float32,
+        )
+        ends = _ends(keys, T)
+        places = jnp.arange(T)
+        is_read = (places >= keys.start[..., None]) & (places < ends[..., None])
+        return jnp.where(is_read[:, None, None], products * self.scale, -jnp.inf)
+
+
+def _by_head(q: jax.Array) -> tuple[int, int, int]:
+    R, Q, N, _ = q.shape
+    return R, N, Q
+
+
+def _ends(keys: Keys, T: int) -> jax.Array:
+    """First key that each query does not read."""
+    if keys.end is not None:
+        return keys.end
+    Q = keys.start.shape[1]
+    return jnp.broadcast_to(jnp.arange(T - Q, T, dtype=jnp.int32) + 1, keys.start.shape)
+
+
+@dataclass(frozen=True)
+class Tokamax:
+    """The kernels, with the block sizes that tokamax takes unless it is asked to try others.
+
+    Attributes:
+        scale: of the products of queries and keys.
+    """
+
+    scale: float
+
+    def forward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys
+    ) -> tuple[jax.Array, jax.Array]:
+        """As `Dense.forward`."""
+        attention = _tokamax("pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
+        settings = self._settings(q, k, keys)
+        config = attention.bind(q, k, v, return_residuals=True, **settings).heuristics_config
+        attention = attention.replace(config=config)
+        out, (highest, total) = attention(q, k, v, return_residuals=True, **settings)
+        return out, highest + jnp.log(total)
+
+    def backward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys,
+        out: jax.Array, lse: jax.Array, gradient: jax.Array,
+    ) -> tuple[jax.Array, ...]:  # fmt: skip
+        """As `Dense.backward`."""
+        attention = _tokamax("pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
+        bound = attention.bind(q, k, v, **self._settings(q, k, keys))
+        settings = {key: x for key, x in bound.kwargs.items() if key != "return_residuals"}
+        # A softmax whose highest score is the log-sum-exp has a sum of 1.
+        given = (lse, jnp.ones_like(lse)), out, gradient, q, k, v
+        backward = attention.vjp
+        config = backward.bind(*given, **settings).heuristics_config
+        found = backward.replace(config=config)(*given, **settings)
+        return found["q"], found["k"], found["v"]
+
+    def _settings(self, q: jax.Array, k: jax.Array, keys: Keys) -> dict[str, Any]:
+        """Scale and mask; one that is causal leaves out blocks behind the diagonal."""
+        is_causal = keys.end is None and q.shape[1] == k.shape[1]
+        mask = _tokamax("base").Mask(
+            is_causal=is_causal,
+            k_start=keys.start[:, None],
+            k_end=None if is_causal else _ends(keys, k.shape[1])[:, None],
+        )
+        return {"mask": mask, "logits_scale": self.scale}
+
+
+@cache
+def _tokamax(module: str) -> Any:
+    """A module of tokamax's attention; 4 seconds of a processor the first time."""
+    try:
+        import tokamax
+    except ImportError as error:
+        raise ImportError(
+            "attention by tokamax was asked for, but it is not installed; with Python 3.12 or "
+            "later run `pip install 'jaxrl[cuda]'`, or set config.model.attention to 'xla'."
+        ) from error
+    if tokamax.__version_info__ != VERSION:
+        wanted = ".".join(map(str, VERSION))
+        raise ImportError(
+            f"tokamax {tokamax.__version__} is installed, but attention reads parts of {wanted} "
+            f"that are not public; run `pip install tokamax=={wanted}`."
+        )
+    return importlib.import_module(f"tokamax._src.ops.attention.{module}")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, ranges: list[Any], kernels: Dense | Tokamax
+) -> jax.Array:
+    return _forward(q, k, v, ranges, kernels)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, ranges: list[Any], kernels: Dense | Tokamax
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """The outputs, and what the backward pass needs: with them their log-sum-exp `[R, N, Q]`."""
+    outs, sums = zip(*[kernels.forward(q, k, v, Keys(*one)) for one in ranges], strict=True)
+    out, lse = outs[0], sums[0]
+    if len(ranges) > 1:
+        lse = jnp.logaddexp(*sums)
+        shares = [jnp.exp(one - lse).swapaxes(1, 2)[..., None] for one in sums]
+        out = sum(one * share for one, share in zip(outs, shares, strict=True)).astype(q.dtype)
+    out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
+    return out, (q, k, v, ranges, out, lse)
+
+
+def _backward(
+    kernels: Dense | Tokamax, saved: tuple[Any, ...], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, ranges, out, lse = saved
+    found = [kernels.backward(q, k, v, Keys(*one), out, lse, gradient) for one in ranges]
+    return *(sum(parts[1:], parts[0]) for parts in zip(*found, strict=True)), None
+
+
+_attend.defvjp(_forward, _backward)
