@@ -1,0 +1,407 @@
+"""Attention over pages on NVIDIA's Hopper chips: a Pallas kernel for its Mosaic GPU backend.
+
+A page of a key head that some row reads is a unit of work. The units of all rows, one behind the
+other, are shared out evenly among as many programs as the chip has multiprocessors, so a few long
+rows keep as much of it busy as many short ones. Where a row's units fall to several programs, each
+leaves its part of the softmax, and XLA merges them: flash-decoding
+(https://pytorch.org/blog/flash-decoding/), with the work shared out as stream-K does
+(https://arxiv.org/abs/2301.03598).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxrl.models.attention.reference import FLOOR, LOWEST, by_key_head, by_query
+
+PROGRAMS = 132
+"""Programs of the kernel: the multiprocessors of an H100 or H200, each of which holds one."""
+
+MAX_PARTS = 16
+"""Programs that share a row's key head at most: so many parts XLA merges."""
+
+ROWS = 64
+"""Rows of the matrix that a warpgroup multiplies: a block's queries of one key head, and nothing."""
+
+STAGES_BYTES = 128 * 1024
+"""Shared memory for pages that are on their way."""
+
+
+def attend_pages(
+    q: Float[Array, "B Q N H"],
+    keys: Float[Array, "P K page H"],
+    values: Float[Array, "P K page H"],
+    tables: Int[Array, "B M"],
+    limits: Int[Array, "B Q"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
+    """Computes `reference.attend_pages`, reading no page beyond a block's highest limit.
+
+    A block's queries of one key head are the rows of one matrix; where these are more than `ROWS`,
+    they are several matrices, and each reads the pages below its own highest limit.
+
+    Args:
+        interpret: run it in Pallas' interpreter, which takes float32 too; JAX 0.12 or newer.
+
+    Raises:
+        ValueError: for operands that the chip's matrix units do not take as they are.
+    """
+    B, _, N, H = q.shape
+    K, page = keys.shape[1:3]
+    if not interpret:
+        _check(q.dtype, H, page)
+    merged, below = by_key_head(q, limits, K)
+    rows = min(pl.cdiv(merged.shape[2], 8) * 8, ROWS)
+    num_blocks = pl.cdiv(merged.shape[2], rows)
+    padding = num_blocks * rows - merged.shape[2]
+    merged = jnp.pad(merged, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    # [B * blocks, K, rows, H] and [B * blocks, rows]
+    merged = merged.reshape(B, K, num_blocks, rows, H).swapaxes(1, 2).reshape(-1, K, rows, H)
+    below = jnp.pad(below, ((0, 0), (0, padding))).reshape(-1, rows)
+    work = share_out(below.max(axis=1), page, K)
+    out, lse = _merge(*_attend(merged, keys, values, tables, below, work, interpret), work, K)
+    out = out.reshape(B, num_blocks, K, rows, H).swapaxes(1, 2).reshape(B, K, -1, H)
+    lse = lse.reshape(B, num_blocks, K, rows).swapaxes(1, 2).reshape(B, K, -1)
+    return by_query(out, lse, q.shape)
+
+
+def _check(dtype: Any, head_dim: int, page: int) -> None:
+    """Refuses what the kernel does not multiply exactly."""
+    if jnp.dtype(dtype).itemsize != 2:
+        problem = f"{dtype} operands, which a Hopper chip would round; it takes bfloat16"
+    elif head_dim % 16 or head_dim > 256:
+        problem = f"heads of {head_dim}; it takes multiples of 16 up to 256"
+    elif page % 64 or 8 * page * head_dim > STAGES_BYTES:
+        problem = f"pages of {page} tokens; it takes 64, and 128 with heads of at most 128"
+    else:
+        return
+    raise ValueError(
+        f"The Mosaic GPU kernel over pages was given {problem}. "
+        "Set config.model.dtype to 'bfloat16' or config.model.attention to 'xla'."
+    )
+
+
+class Work(NamedTuple):
+    """Units of work, and whose they are. F matrices of queries, one of each key head.
+
+    Units of a matrix are the pages of its first key head, of its second one, ….
+
+    Attributes:
+        pages: int32 [F], units of one key head.
+        ends: int32 [F], units up to a matrix' last one, its own included.
+        following: int32 [F], the next matrix that has units.
+        programs: int32 [PROGRAMS, 5], for each program the matrix, key head and page of its first
+            unit, how many spans it has (see `next_span`), and how many units.
+        num_programs: int32 [], programs that have units.
+    """
+
+    pages: jax.Array
+    ends: jax.Array
+    following: jax.Array
+    programs: jax.Array
+    num_programs: jax.Array
+
+
+def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Work:
+    """Shares out the pages below each limit, of so many key heads, among `PROGRAMS`.
+
+    A program has a share of one size, or one unit more. There are fewer programs where the longest
+    row would fall to more than `MAX_PARTS`.
+    """
+    F = len(limits)
+    pages = (limits + page_tokens - 1) // page_tokens
+    ends = jnp.cumsum(pages) * num_heads
+    total = ends[-1]
+    least = jnp.maximum(pl.cdiv(pages.max(), MAX_PARTS - 1), 1)
+    num_programs = jnp.clip(total // least, 1, PROGRAMS)
+    bounds = jnp.arange(PROGRAMS + 1) * total // num_programs
+    first, end = (jnp.minimum(x, total) for x in (bounds[:-1], bounds[1:]))
+
+    def at(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        matrix = jnp.minimum((ends <= unit[:, None]).sum(axis=1), F - 1)
+        width = jnp.maximum(pages[matrix], 1)
+        within = unit - (ends - pages * num_heads)[matrix]
+        return matrix, within // width, within % width
+
+    matrix, head, start = at(first)
+    last_matrix, last_head, _ = at(jnp.maximum(end - 1, 0))
+    rank = jnp.cumsum(pages > 0)
+    num_spans = (rank[last_matrix] - rank[matrix]) * num_heads + last_head - head + 1
+    programs = [matrix, head, start, jnp.where(end > first, num_spans, 0), end - first]
+    places = jnp.where(pages > 0, jnp.arange(F), F)
+    following = jax.lax.cummin(jnp.append(places[1:], F), reverse=True)
+    arrays = pages, ends, following, jnp.stack(programs, axis=1), num_programs
+    return Work(*(x.astype(jnp.int32) for x in arrays))
+
+
+class Span(NamedTuple):
+    """Pages of one key head of a matrix, one behind the other, that a program reads.
+
+    Attributes:
+        matrix: of queries.
+        head: key head.
+        start: place of the first page in the matrix' table.
+        count: pages.
+        slot: where the result goes. The first ones are those of whole key heads, by matrix and
+            head; then come two of each program, for the end of what an earlier one began and for
+            the beginning of what a later one ends.
+    """
+
+    matrix: Any
+    head: Any
+    start: Any
+    count: Any
+    slot: Any
+
+
+Place = tuple[Any, Any, Any, Any]
+"""Matrix, key head and page of a program's next unit, and how many units are left."""
+
+
+def next_span(place: Place, program: Any, pages: Any, following: Any, K: int) -> tuple[Span, Place]:
+    """The span at a place of a program's walk, and the place after it."""
+    matrix, head, start, left = place
+    width = pages[matrix]
+    count = jnp.minimum(width - start, left)
+    parts = pages.shape[0] * K + 2 * program
+    whole = jnp.where(count < width, parts + 1, matrix * K + head)
+    span = Span(matrix, head, start, count, jnp.where(start > 0, parts, whole))
+    is_last = head == K - 1
+    after = jnp.where(is_last, following[matrix], matrix), jnp.where(is_last, 0, head + 1)
+    return span, (*after, jnp.zeros_like(start), left - count)
+
+
+def _attend(
+    q: Float[Array, "F K rows H"],
+    keys: Float[Array, "P K page H"],
+    values: Float[Array, "P K page H"],
+    tables: Int[Array, "B M"],
+    limits: Int[Array, "F rows"],
+    work: Work,
+    interpret: bool,
+) -> tuple[Float[Array, "slots rows H"], Float[Array, "slots rows"]]:
+    """Output and log-sum-exp of each span, at its slot; other slots are not written.
+
+    Of a program's two warpgroups one fetches pages into a ring, the other one multiplies. The rows
+    of a matrix that are not there are computed too and left behind: the chip waits for memory.
+    """
+    F, K, rows, H = q.shape
+    page = keys.shape[2]
+    # The output's columns by parts, each of so many registers a thread.
+    width = H if H <= 128 else math.gcd(H, 64)
+    num_stages = max(min(STAGES_BYTES // (2 * page * H * keys.dtype.itemsize), 8), 2)
+    kernel = partial(_kernel, matrices_per_row=F // len(tables), scale=H**-0.5 * math.log2(math.e))
+    slots = F * K + 2 * PROGRAMS
+    full, free = (plgpu.Barrier(num_barriers=num_stages) for _ in range(2))
+    return plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((slots, rows, H), jnp.float32),
+            jax.ShapeDtypeStruct((slots, rows), jnp.float32),
+        ),
+        scratch_types={
+            "queries": plgpu.SMEM((ROWS, H), q.dtype),
+            "below": plgpu.SMEM((ROWS,), jnp.int32),
+            "rings": (plgpu.SMEM((num_stages, page, H), keys.dtype),) * 2,
+            "weights": plgpu.SMEM((ROWS, page), keys.dtype),
+            "out": plgpu.SMEM((ROWS, width), jnp.float32),
+            "lse": plgpu.SMEM((ROWS,), jnp.float32),
+            "are_queries": plgpu.Barrier(num_arrivals=2),
+            "are_full": (full, full),
+            "are_free": (free, free),
+        },
+        grid=(PROGRAMS,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="role",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        interpret=getattr(plgpu, "InterpretGPUParams")() if interpret else None,  # noqa: B009
+        kernel_name="attention_pages",
+    )(
+        q,
+        keys,
+        values,
+        tables,
+        jnp.pad(limits, ((0, 0), (0, ROWS - rows))),
+        work.pages,
+        work.following,
+        work.programs,
+    )
+
+
+def _kernel(*refs: Any, matrices_per_row: int, scale: float, **scratch: Any) -> None:
+    q, keys, values, tables, limits, pages, following, programs, out, lse = refs
+    K = q.shape[1]
+    program = jax.lax.axis_index("program")
+
+    def walk(visit: Callable[[Span, jax.Array], None]) -> None:
+        """Visits the program's spans, each with the number of pages before it."""
+
+        def step(_: jax.Array, carry: tuple[Place, jax.Array]) -> tuple[Place, jax.Array]:
+            place, num_before = carry
+            span, place = next_span(place, program, pages, following, K)
+            visit(span, num_before)
+            return place, num_before + span.count
+
+        matrix, head, start, num_spans, num_units = (programs[program, i] for i in range(5))
+        begin = (matrix, head, start, num_units), jnp.int32(0)
+        jax.lax.fori_loop(0, num_spans, step, begin)
+
+    @pl.when(jax.lax.axis_index("role") == 0)
+    def _() -> None:
+        walk(partial(_multiply, (q, limits, out, lse), scale=scale, **scratch))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(jax.lax.axis_index("role") == 1)
+    def _() -> None:
+        places = ((keys, values), tables, matrices_per_row)
+        walk(partial(_fetch, places, scratch["rings"], scratch["are_full"], scratch["are_free"]))
+
+
+def _fetch(
+    places: tuple[Any, Any, int],
+    rings: Any,
+    are_full: Any,
+    are_free: Any,
+    span: Span,
+    num_before: Any,
+) -> None:
+    """Copies the keys and values of a span to the rings, each page once its place is free."""
+    arrays, tables, matrices_per_row = places
+    num_stages = rings[0].shape[0]
+    row = jax.lax.div(span.matrix, jnp.int32(matrices_per_row))
+
+    def copy(i: jax.Array, _: None) -> None:
+        page = tables[row, span.start + i]
+        stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
+        for array, ring, is_full, is_free in zip(arrays, rings, are_full, are_free, strict=True):
+
+            @pl.when(num_before + i >= num_stages)
+            def _(is_free: Any = is_free) -> None:
+                plgpu.barrier_wait(is_free.at[stage])
+
+            plgpu.copy_gmem_to_smem(array.at[page, span.head], ring.at[stage], is_full.at[stage])
+
+    jax.lax.fori_loop(0, span.count, copy, None)
+
+
+def _multiply(
+    arrays: tuple[Any, ...],
+    span: Span,
+    num_before: Any,
+    *,
+    scale: float,
+    queries: Any,
+    below: Any,
+    rings: Any,
+    weights: Any,
+    out: Any,
+    lse: Any,
+    are_queries: Any,
+    are_full: Any,
+    are_free: Any,
+) -> None:
+    """Goes over the pages of a span as the ring brings them, and copies the result to its slot."""
+    q, limits, all_out, all_lse = arrays
+    rows, H = q.shape[2:]
+    num_stages, page, _ = rings[0].shape
+    plgpu.copy_gmem_to_smem(q.at[span.matrix, span.head], queries.at[pl.ds(0, rows)], are_queries)
+    plgpu.copy_gmem_to_smem(limits.at[span.matrix], below, are_queries)
+    plgpu.barrier_wait(are_queries)
+    limit = below[...]
+    parts = [pl.ds(start, out.shape[1]) for start in range(0, H, out.shape[1])]
+
+    def add(i: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        highest, total, averages = sums
+        stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
+        plgpu.barrier_wait(are_full[0].at[stage])
+        scores = _product(queries, rings[0].at[stage].T)
+        plgpu.barrier_arrive(are_free[0].at[stage])
+        tokens = (span.start + i) * page + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        scores = jnp.where(tokens < _columns(limit, scores), scores * scale, LOWEST)
+        new = jnp.maximum(highest, scores.max(axis=1))
+        fade, powers = jnp.exp2(highest - new), jnp.exp2(scores - _columns(new, scores))
+        weights[...] = powers.astype(weights.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_wait(are_full[1].at[stage])
+        averages = tuple(
+            one * _columns(fade, one) + _product(weights, rings[1].at[stage, :, part])
+            for one, part in zip(averages, parts, strict=True)
+        )
+        plgpu.barrier_arrive(are_free[1].at[stage])
+        return new, total * fade + powers.sum(axis=1), averages
+
+    zeros = jnp.zeros(ROWS, jnp.float32)
+    averages = tuple(jnp.zeros(out.shape, jnp.float32) for _ in parts)
+    sums = jnp.full(ROWS, FLOOR, jnp.float32), zeros, averages
+    highest, total, averages = jax.lax.fori_loop(0, span.count, add, sums)
+    total = jnp.where(total > 0, total, 1.0)
+    lse[...] = highest * math.log(2) + jnp.log(total)
+    for one, part in zip(averages, parts, strict=True):
+        out[...] = one / _columns(total, one)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out.at[pl.ds(0, rows)], all_out.at[span.slot, :, part])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.copy_smem_to_gmem(lse.at[pl.ds(0, rows)], all_lse.at[span.slot])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _product(a: Any, b: Any) -> jax.Array:
+    """The product of two matrices in shared memory, in float32."""
+
+    def multiply(total: Any) -> jax.Array:
+        plgpu.wgmma(total, a, b)
+        return total[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _columns(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The value of each row for all columns."""
+    return jax.lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def _merge(
+    out: Float[Array, "slots rows H"], lse: Float[Array, "slots rows"], work: Work, K: int
+) -> tuple[Float[Array, "FK rows H"], Float[Array, "FK rows"]]:
+    """The results of all key heads, the parts of those that several programs share put together.
+
+    A program is the first of one such key head at most: the one that its units end in. So the parts
+    are merged by programs, and a key head looks up its first one.
+    """
+    F = len(work.pages)
+    pages = jnp.repeat(work.pages, K)
+    ends = (work.ends[:, None] - work.pages[:, None] * (K - 1 - jnp.arange(K))).reshape(-1)
+    bounds = jnp.cumsum(work.programs[:, 4])
+    first, last = ((bounds <= unit[:, None]).sum(axis=1) for unit in (ends - pages, ends - 1))
+    is_live, is_shared = pages > 0, (pages > 0) & (last > first)
+    programs = jnp.arange(PROGRAMS)
+    # The last program of the key head that a program's units end in.
+    ends_at = jnp.where(is_shared & (first == programs[:, None]), last, 0).max(axis=1)
+    turns = jnp.arange(MAX_PARTS)
+    others = programs[:, None] + turns
+    is_part = others <= ends_at[:, None]
+    slots = F * K + 2 * jnp.where(is_part, others, 0) + (turns == 0)
+    part_lse = jnp.where(is_part[..., None], lse[slots], FLOOR)
+    highest = part_lse.max(axis=1)
+    weights = jnp.exp(part_lse - highest[:, None])
+    part_out = jnp.where(is_part[..., None, None], out[slots], 0)
+    total = weights.sum(axis=1)
+    merged = (weights[..., None] * part_out).sum(axis=1) / total[..., None]
+    merged_lse = highest + jnp.log(total)
+    leader = jnp.minimum(first, PROGRAMS - 1)
+    out = jnp.where(is_shared[:, None, None], merged[leader], out[: F * K])
+    lse = jnp.where(is_shared[:, None], merged_lse[leader], lse[: F * K])
+    return jnp.where(is_live[:, None, None], out, 0), jnp.where(is_live[:, None], lse, FLOOR)
