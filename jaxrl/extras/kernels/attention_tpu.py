@@ -109,7 +109,10 @@ def attend_pages(
     merged, below = by_key_head(q, limits, keys.shape[1] // joined, num_rows)
     out, lse = pl.pallas_call(
         partial(
-            _pages_kernel, scale=q.shape[3] ** -0.5, joined=joined, groups=q.shape[2] // keys.shape[1]
+            _pages_kernel,
+            scale=q.shape[3] ** -0.5,
+            joined=joined,
+            groups=q.shape[2] // keys.shape[1],
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(call.steps),
@@ -181,9 +184,7 @@ def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
     room = max(BUFFER_BYTES // page_bytes, 2)
     width = max(min(room // NUM_SLOTS, STEP_TOKENS // page, tables.shape[1]), 1)
     slots = min(room // width, NUM_SLOTS)
-    steps, num_steps = Steps.of(
-        jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width
-    )
+    steps, num_steps = Steps.of(jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width)
     fitting = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]
     joined = max(fitting, default=1)
     num_rows = -(-Q * N // K * joined // SUBLANES) * SUBLANES
