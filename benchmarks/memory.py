@@ -43,7 +43,7 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.reading import read_model
 from jaxrl.runtime import sharding
 from jaxrl.runtime.plan import advice, memory
-from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, StopTables, scans
+from jaxrl.sampling.decode import Blocks, Rows, Sampler, StopTables, scans
 from jaxrl.sampling.engine import append_sizes
 from jaxrl.sampling.next_token import PLAIN
 from jaxrl.training.optimizer import make_optimizer
@@ -281,9 +281,10 @@ def sampler_programs(
         tables=on_all((num_rows, pages)),
         keys=on_all((num_rows, 2), jnp.uint32),
     )
-    num_blocks = shards * append_sizes(target.platform, rollout.max_total_tokens)[-1] // BLOCK
+    read = append_sizes(target.platform, rollout.max_total_tokens)[-1]
+    num_blocks = shards * read // sampler.block
     blocks = Blocks(
-        token_ids=on_all((num_blocks, BLOCK)),
+        token_ids=on_all((num_blocks, sampler.block)),
         start=on_all((num_blocks,)),
         counts=on_all((num_blocks,)),
         tables=on_all((num_blocks, pages)),

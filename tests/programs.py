@@ -19,7 +19,7 @@ from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
-from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, StopTables
+from jaxrl.sampling.decode import Blocks, Rows, Sampler, StopTables
 from jaxrl.sampling.next_token import PLAIN
 from jaxrl.training import update
 from jaxrl.training.policy_loss import make_policy_loss
@@ -103,7 +103,7 @@ def sampler_programs(
     tables = shape((8, 16))  # more than a CPU copies at once
     chunk = Rows(source=shape((8,)), state=state, tables=tables, keys=shape((8, 2), jnp.uint32))
     blocks = Blocks(
-        token_ids=shape((8, BLOCK)), start=shape((8,)), counts=shape((8,)), tables=tables
+        token_ids=shape((8, sampler.block)), start=shape((8,)), counts=shape((8,)), tables=tables
     )
     one = shape((), jnp.float32)
     weights = jax.eval_shape(sampler.weights, config.abstract_params())

@@ -38,9 +38,6 @@ Array = Any
 RUNNING, STOP_STRING, END_OF_TURN, OUT_OF_BUDGET = 0, 1, 2, 3
 """Why a row stopped: not at all, a stop string, an end-of-turn id, no tokens left."""
 
-BLOCK = 16
-"""Tokens of one row that are read into the cache side by side."""
-
 _PAGES, _ROWS, _QUERIES = P(PIECES, "tensor"), P(PIECES), P(PIECES, None, "tensor")
 
 
@@ -68,13 +65,13 @@ class Rows:
 
 @struct.dataclass
 class Blocks:
-    """Tokens to read into the cache: up to `BLOCK` consecutive ones of a row in each block."""
+    """Tokens to read into the cache: up to Q consecutive ones of a row in each, `Sampler.block`."""
 
-    token_ids: Array  # int32 [b, BLOCK]
+    token_ids: Array  # int32 [b, Q]
     start: Array  # int32 [b], position of the first one
     counts: Array  # int32 [b], tokens that count
     tables: Array  # int32 [b, M], the row's pages in order
-    # [b, BLOCK, ...] of `Tower.arrays`; {} without a tower
+    # [b, Q, ...] of `Tower.arrays`; {} without a tower
     token_arrays: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
@@ -160,6 +157,11 @@ class Sampler:
         values = (1 + self.config.tower.num_added) * self.config.width
         return self._by_row(jnp.zeros((num_pieces(self.mesh), num_units, values), self.dtype))
 
+    @property
+    def block(self) -> int:
+        """Tokens of a row that are read side by side."""
+        return append_block(self.mesh.devices.flat[0].platform)
+
     def _split(self, cache: Cache) -> Cache:
         """Pages and heads stay split over the mesh, whatever the compiler would prefer."""
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
@@ -236,10 +238,10 @@ class Sampler:
         the model has a tower it is always there, and text reads nothing of it.
 
         Returns:
-            The cache, and the arrays of `recorded`, `[b, BLOCK, ...]`.
+            The cache, and the arrays of `recorded`, `[b, Q, ...]`.
         """
         blocks = self._by_row(blocks)
-        index = jnp.arange(BLOCK)
+        index = jnp.arange(self.block)
         positions = blocks.start[:, None] + index
         limits = jnp.where(index < blocks.counts[:, None], positions + 1, 0)
         tables, read = blocks.tables, self._over_pages()
@@ -253,7 +255,7 @@ class Sampler:
         def attend(
             place: Any, pages: Pages, past: None, q: jax.Array, k: jax.Array, v: jax.Array
         ) -> tuple[jax.Array, Pages]:
-            q, k, v = (x.reshape(-1, BLOCK, *x.shape[1:]) for x in (q, k, v))
+            q, k, v = (x.reshape(-1, self.block, *x.shape[1:]) for x in (q, k, v))
             keys, values = (
                 write(before, tables, place, blocks.start, blocks.counts, new.swapaxes(1, 2))
                 for before, new in zip(pages, (k, v), strict=True)
@@ -267,7 +269,7 @@ class Sampler:
         token_ids = blocks.token_ids.reshape(-1)
         self.config.sample_states(weights, token_ids, positions.reshape(-1), through)
         recorded = self._recorded(through.beside, token_ids.size)
-        recorded = {name: x.reshape(-1, BLOCK, *x.shape[1:]) for name, x in recorded.items()}
+        recorded = {name: x.reshape(-1, self.block, *x.shape[1:]) for name, x in recorded.items()}
         return self._split(through.memory), recorded
 
     def _recorded(self, beside: Beside, num_tokens: int) -> dict[str, Array]:
@@ -508,6 +510,14 @@ class Sampler:
         outgoing = jax.tree.map(lambda pages: read(pages, sources), cache)
         cache = jax.tree.map(lambda pages, new: write(pages, targets, new), cache, incoming)
         return self._split(cache), self._split(outgoing)
+
+
+def append_block(platform: str) -> int:
+    """Tokens of a row that are read into the cache side by side; each such block reads its past.
+
+    Fewer would take an accelerator longer than products do, more are padding.
+    """
+    return 16 if platform == "cpu" else 64
 
 
 def scans(scan_layers: bool, platform: str) -> bool:

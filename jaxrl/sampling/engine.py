@@ -45,7 +45,7 @@ from jaxrl.runtime.sharding import (
     replicated,
 )
 from jaxrl.sampling import decode, next_token
-from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTables
+from jaxrl.sampling.decode import Blocks, Rows, Sampler, State, StopTables
 from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.protocol import Counts
 from jaxrl.sampling.shard import Prompt, Read, Recorded, Row, Shard
@@ -114,7 +114,7 @@ class _Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """Up to `BLOCK` tokens that a row has to read."""
+    """Up to `Sampler.block` tokens that a row has to read."""
 
     row: Row
     start: int  # position of the first one
@@ -206,7 +206,8 @@ def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
 
     Reading few costs an accelerator what reading many does; a CPU computes the padding.
     """
-    longest = -(-max_total_tokens // BLOCK) * BLOCK
+    block = decode.append_block(platform)
+    longest = -(-max_total_tokens // block) * block
     sizes = (64, 256) if platform == "cpu" else (256, 2048)
     return sorted({min(size, longest) for size in sizes})
 
@@ -406,7 +407,7 @@ class Engine:
             )
         )
         nothing: list[deque[_Piece]] = [deque() for _ in range(self.num_shards)]
-        blocks, _ = self._host_blocks(nothing, self.append_sizes[0] // BLOCK)
+        blocks, _ = self._host_blocks(nothing, self.append_sizes[0])
         jax.eval_shape(self.sampler.append, self._weights_of.abstract(), cache, blocks, seen)
 
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
@@ -436,7 +437,7 @@ class Engine:
             compiling.append(self._see.ahead(weights, *patches, self._max_units, variant=size))
         for size in self.append_sizes:
             nothing: list[deque[_Piece]] = [deque() for _ in range(shards)]
-            blocks, _ = self._host_blocks(nothing, size // BLOCK)
+            blocks, _ = self._host_blocks(nothing, size)
             compiling.append(self._append.ahead(weights, cache, blocks, seen, variant=size))
         for variant in self._decodes():
             rows, *how = variant
@@ -918,7 +919,7 @@ class Engine:
         return given, members
 
     def _read_tokens(self, running: list[list[Row]]) -> None:
-        """Reads what rows have to read before they are decoded, in pieces of `BLOCK` tokens.
+        """Reads what rows have to read before they are decoded, in pieces of `Sampler.block`.
 
         Attachments are embedded for as many rows at a time as there is room for. Text goes through
         the same programs; the embeddings that lie there from before are not read.
@@ -984,15 +985,15 @@ class Engine:
             if row.unread_attachments:
                 found = np.concatenate([next(units) for _ in row.unread_attachments])
                 arrays[UNITS][tokens == self._tower.token_id] = found
-        cuts = range(0, len(tokens), BLOCK)
+        block = self.sampler.block
         pieces = [
             _Piece(
                 row=row,
                 start=row.length + start,
-                token_ids=tokens[start : start + BLOCK],
-                token_arrays={n: x[start : start + BLOCK] for n, x in arrays.items()},
+                token_ids=tokens[start : start + block],
+                token_arrays={n: x[start : start + block] for n, x in arrays.items()},
             )
-            for start in cuts
+            for start in range(0, len(tokens), block)
         ]
         row.length += len(tokens)
         row.unread, row.unread_attachments, row.unread_arrays = [], (), {}
@@ -1001,9 +1002,9 @@ class Engine:
     def _append_pieces(self, pieces: list[deque[_Piece]]) -> None:
         small, large = self.append_sizes[0], self.append_sizes[-1]
         while any(pieces):
-            left = max(len(of_shard) for of_shard in pieces) * BLOCK
+            left = max(len(of_shard) for of_shard in pieces) * self.sampler.block
             size = large if left > max(small, large // 2) else small
-            blocks, members = self._host_blocks(pieces, size // BLOCK)
+            blocks, members = self._host_blocks(pieces, size)
             self._cache, arrays = self._append(
                 self._weights, self._cache, blocks, self._seen, variant=size
             )
@@ -1014,15 +1015,16 @@ class Engine:
                     piece.row.reads.append(Read(recorded, index, len(piece.token_ids)))
 
     def _host_blocks(
-        self, pieces: list[deque[_Piece]], num_blocks: int
+        self, pieces: list[deque[_Piece]], num_tokens: int
     ) -> tuple[Blocks, list[tuple[_Piece, int]]]:
         """The next pieces of each shard for the device, which are taken away, and their blocks."""
+        num_blocks, block = num_tokens // self.sampler.block, self.sampler.block
         total = self.num_shards * num_blocks
-        token_ids = np.zeros((total, BLOCK), np.int32)
+        token_ids = np.zeros((total, block), np.int32)
         start, counts = np.zeros((2, total), np.int32)
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
         declared = self._tower.arrays if self._tower is not None else {}
-        token_arrays = {name: one.filled(total, BLOCK) for name, one in declared.items()}
+        token_arrays = {name: one.filled(total, block) for name, one in declared.items()}
         members = []
         for shard, of_shard in enumerate(pieces):
             for index in range(shard * num_blocks, (shard + 1) * num_blocks):

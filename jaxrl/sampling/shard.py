@@ -19,7 +19,7 @@ class Recorded:
     """Arrays by token that one call has recorded, on the device until they are asked for."""
 
     def __init__(self, arrays: Mapping[str, Any]):
-        """`arrays` are `[b, BLOCK, ...]` by name, on their way to the host."""
+        """`arrays` are `[b, Q, ...]` by name, on their way to the host."""
         self._arrays = arrays
 
     def of_block(self, index: int, count: int) -> dict[str, np.ndarray]:

@@ -192,7 +192,7 @@ def test_text_is_read_as_by_a_program_that_sees_nothing(name):
     """Bit for bit, whatever was seen before: no token of text takes anything of it."""
     sampler = engine(name).sampler
     weights = jax.jit(sampler.weights)(golden(name)[1])
-    ids = np.random.default_rng(2).integers(1, IMAGE, (4, decode.BLOCK)).astype(np.int32)
+    ids = np.random.default_rng(2).integers(1, IMAGE, (4, sampler.block)).astype(np.int32)
     blocks = decode.Blocks(
         token_ids=ids,
         start=np.array([0, 16, 32, 0], np.int32),

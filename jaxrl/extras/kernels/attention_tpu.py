@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,15 @@ def train(
 SUBLANES = 16
 """Rows of a matrix are multiples of these, in bfloat16 and float32."""
 
+STEP_TOKENS = 512
+"""Tokens of a decoding step's pages, at most: a step takes as long as its chain of two products."""
+
+NUM_SLOTS = 4
+"""Steps whose pages are on the chip or on their way to it, where there is room."""
+
+BUFFER_BYTES = 8 << 20
+"""Room for these pages: half of what a kernel has on a TPU by default."""
+
 
 def attend_pages(
     q: Float[Array, "B Q N H"],
@@ -90,92 +99,193 @@ def attend_pages(
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
     """Computes `reference.attend_pages`, fetching no page beyond a block's highest limit.
 
-    The steps go over blocks and pages, as many pages as the longest block has. Where a block is
-    shorter, its last page is named again, which is there already, and nothing is computed.
+    The steps go over the live pages of one block after another, a few pages a step; a block that
+    reads nothing has none. Pages are copied to the chip `NUM_SLOTS - 1` steps before they are read.
+    Key heads with few queries share a matrix of queries, of whose product with the keys of each the
+    rows of the others are left out.
     """
-    B, Q, N, H = q.shape
-    K, page = keys.shape[1:3]
-    num_rows = -(-Q * N // K // SUBLANES) * SUBLANES
-    merged, below = by_key_head(q, limits, K, num_rows)
-    num_pages = -(-limits.max(axis=1) // page)
-
-    def of_block(b: Any, j: Any, tables: Any, num_pages: Any) -> tuple[Any, ...]:
-        return b, 0, 0, 0
-
-    pages = pl.BlockSpec((1, K, page, H), page_of_step)
-    queries = pl.BlockSpec((1, K, num_rows, H), of_block)
-    numbers = pl.BlockSpec((1, K, num_rows, LANES), of_block)
+    call = pages_call(q, keys, tables, limits)
+    num_rows, joined = call.queries.block_shape[2], keys.shape[1] // call.queries.block_shape[1]
+    merged, below = by_key_head(q, limits, keys.shape[1] // joined, num_rows)
     out, lse = pl.pallas_call(
-        partial(_pages_kernel, scale=H**-0.5),
+        partial(
+            _pages_kernel,
+            scale=q.shape[3] ** -0.5,
+            joined=joined,
+            groups=q.shape[2] // keys.shape[1],
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(B, jnp.maximum(num_pages.max(), 1)),
-            in_specs=[
-                queries,
-                pl.BlockSpec((1, num_rows, 1), lambda b, j, *_: (b, 0, 0)),
-                pages,
-                pages,
-            ],
-            out_specs=[queries, numbers],
-            scratch_shapes=[
-                pltpu.VMEM((K, num_rows, LANES), jnp.float32),
-                pltpu.VMEM((K, num_rows, LANES), jnp.float32),
-            ],
+            num_scalar_prefetch=len(call.steps),
+            grid=call.grid,
+            in_specs=[call.queries, call.limits, call.pages, call.pages],
+            out_specs=[call.queries, call.numbers],
+            scratch_shapes=call.scratch,
         ),
         out_shape=[
             jax.ShapeDtypeStruct(merged.shape, jnp.float32),
-            jax.ShapeDtypeStruct((B, K, num_rows, LANES), jnp.float32),
+            jax.ShapeDtypeStruct((*merged.shape[:3], LANES), jnp.float32),
         ],
         interpret=interpret,
         name="attention_pages",
-    )(jnp.clip(tables, 0, keys.shape[0] - 1), num_pages, merged, below[:, :, None], keys, values)
-    return by_query(out, lse[..., 0], q.shape)
+    )(*call.steps, merged, below[:, :, None], keys, values)
+    out, lse = by_query(out, lse[..., 0], q.shape)
+    reads = (limits > 0)[:, :, None]  # a block without a step is not written
+    return jnp.where(reads[..., None], out, 0.0), jnp.where(reads, lse, FLOOR)
 
 
-def page_of_step(b: Any, j: Any, tables: Any, num_pages: Any) -> tuple[Any, ...]:
-    """Place of a step's page; one that the step before had is not fetched again."""
-    return tables[b, jnp.maximum(jnp.minimum(j, num_pages[b] - 1), 0)], 0, 0, 0
+class Steps(NamedTuple):
+    """What a step knows of its pages, from before the first one."""
+
+    tables: Any  # int32 [B, M]
+    num_pages: Any  # int32 [B], live ones of each block
+    starts: Any  # int32 [B], each block's first step
+    blocks: Any  # int32 [S], the block of each step
+
+    def place(self, step: Any, width: int) -> tuple[Any, Any]:
+        """The block of a step, and the first of the `width` pages of its table."""
+        block = self.blocks[step]
+        return block, (step - self.starts[block]) * width
+
+    @classmethod
+    def of(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
+        """The steps over these pages of the tables, and their number."""
+        B, M = tables.shape
+        own = -(-num_pages // width)
+        ends = jnp.cumsum(own)
+        steps = jnp.arange(B * -(-M // width))
+        # The blocks that end before it, counted: a TPU is slow to look up single numbers.
+        blocks = (ends <= steps[:, None]).sum(axis=1, dtype=jnp.int32)
+        return cls(tables, num_pages, ends - own, jnp.minimum(blocks, B - 1)), ends[-1]
+
+
+class PagesCall(NamedTuple):
+    """Grid and specifications of the kernel for some arguments of `attend_pages`."""
+
+    grid: tuple[Any, ...]
+    steps: Steps
+    queries: pl.BlockSpec  # of queries and outputs
+    limits: pl.BlockSpec
+    numbers: pl.BlockSpec  # of the log-sum-exp
+    pages: pl.BlockSpec  # stay where they are; `copied` tells what is copied of them
+    scratch: list[Any]
+    width: int  # pages of a step
+
+    def copied(self, step: int) -> list[int]:
+        """The pages of which keys and values are copied for a step."""
+        block, first = self.steps.place(step, self.width)
+        count = min(self.steps.num_pages[block] - first, self.width)
+        return [int(page) for page in self.steps.tables[block][first : first + count]]
+
+
+def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
+    """Lays out the steps of `attend_pages`; of queries and keys, shapes and types count."""
+    (_, Q, N, H), (P, K, page, _) = q.shape, keys.shape
+    page_bytes = 2 * K * page * -(-H // LANES) * LANES * keys.dtype.itemsize
+    room = max(BUFFER_BYTES // page_bytes, 2)
+    width = max(min(room // NUM_SLOTS, STEP_TOKENS // page, tables.shape[1]), 1)
+    slots = min(room // width, NUM_SLOTS)
+    steps, num_steps = Steps.of(jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width)
+    fitting = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]
+    joined = max(fitting, default=1)
+    num_rows = -(-Q * N // K * joined // SUBLANES) * SUBLANES
+    heads = K // joined
+
+    def of_block(step: Any, *steps: Any) -> tuple[Any, ...]:
+        return Steps(*steps).blocks[step], 0, 0, 0
+
+    return PagesCall(
+        grid=(jnp.maximum(num_steps, 1),),
+        steps=steps,
+        queries=pl.BlockSpec((1, heads, num_rows, H), of_block),
+        limits=pl.BlockSpec((1, num_rows, 1), lambda *step: of_block(*step)[:3]),
+        numbers=pl.BlockSpec((1, heads, num_rows, LANES), of_block),
+        pages=pl.BlockSpec(memory_space=pl.ANY),
+        scratch=[
+            *[pltpu.VMEM((slots, width, K, page, H), keys.dtype)] * 2,
+            pltpu.SemaphoreType.DMA((slots,)),
+            *[pltpu.VMEM((heads, num_rows, LANES), jnp.float32)] * 2,
+        ],
+        width=width,
+    )
 
 
 def _pages_kernel(
-    tables_ref: Any, num_pages_ref: Any, q_ref: Any, limits_ref: Any, k_ref: Any, v_ref: Any,
-    out_ref: Any, lse_ref: Any, highest_ref: Any, total_ref: Any, *, scale: float,
+    tables_ref: Any, num_pages_ref: Any, starts_ref: Any, blocks_ref: Any, q_ref: Any,
+    limits_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, lse_ref: Any, keys_ref: Any,
+    values_ref: Any, arrived_ref: Any, highest_ref: Any, total_ref: Any, *, scale: float,
+    joined: int, groups: int,
 ) -> None:  # fmt: skip
-    """Adds a page to the softmax of a block; outputs hold the sums until the last page."""
-    b, j = pl.program_id(0), pl.program_id(1)
-    K, page = k_ref.shape[1:3]
+    """Adds a step's pages to the softmax of a block; outputs hold the sums until its last step."""
+    steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
+    slots, width, _, page, H = keys_ref.shape
+    step, num_steps = pl.program_id(0), pl.num_programs(0)
+    block, first = steps.place(step, width)
 
-    @pl.when(j == 0)
+    def copy(step: Any, *, waits: bool) -> None:
+        block, first = steps.place(step, width)
+        slot = jax.lax.rem(step, slots)
+        for index in range(width):
+
+            @pl.when(first + index < num_pages_ref[block])
+            def _(index: int = index) -> None:
+                place = tables_ref[block, first + index]
+                for source, target in ((k_ref, keys_ref), (v_ref, values_ref)):
+                    one = pltpu.make_async_copy(
+                        source.at[place], target.at[slot, index], arrived_ref.at[slot]
+                    )
+                    one.wait() if waits else one.start()
+
+    @pl.when(step == 0)
+    def _() -> None:
+        # No page is copied to where a block has none: what lies there is multiplied by 0.
+        for slot in range(slots):
+            values_ref[slot] = jnp.zeros(values_ref.shape[1:], values_ref.dtype)
+        for early in range(slots - 1):
+            pl.when(early < num_steps)(partial(copy, early, waits=False))
+
+    ahead = step + slots - 1
+    pl.when(ahead < num_steps)(partial(copy, ahead, waits=False))
+
+    @pl.when(first == 0)
     def _() -> None:
         out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
         highest_ref[...] = jnp.full(highest_ref.shape, FLOOR, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
 
-    @pl.when(j < num_pages_ref[b])
-    def _() -> None:
-        limits = limits_ref[0]
-        places = j * page + jax.lax.broadcasted_iota(jnp.int32, (limits.shape[0], page), 1)
-        for head in range(K):
+    copy(step, waits=True)
+    slot, limits = jax.lax.rem(step, slots), limits_ref[0]
+    shape = (limits.shape[0], width * page)
+    is_read = first * page + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < limits
+    row = jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
+    of_row = jax.lax.div(jax.lax.rem(row, joined * groups), groups)
+
+    def of_head(ref: Any, head: int) -> jax.Array:
+        return ref[slot, :, head].reshape(width * page, H)
+
+    for head in range(q_ref.shape[1]):
+        scores = jnp.full(shape, LOWEST, jnp.float32)
+        for index in range(joined):
             product = jax.lax.dot_general(
                 q_ref[0, head],
-                k_ref[0, head],
+                of_head(keys_ref, head * joined + index),
                 (((1,), (1,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
-            scores = jnp.where(places < limits, product * scale, LOWEST)
-            highest = highest_ref[head, :, :1]
-            new = jnp.maximum(highest, scores.max(axis=1, keepdims=True))
-            weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
-            values = v_ref[0, head]
-            added = jnp.dot(
-                weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-            )
-            out_ref[0, head] = out_ref[0, head] * fade + added
-            total = total_ref[head, :, :1] * fade + weights.sum(axis=1, keepdims=True)
-            highest_ref[head] = jnp.broadcast_to(new, highest_ref.shape[1:])
-            total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])
+            scores = jnp.where((of_row == index) & is_read, product * scale, scores)
+        highest = highest_ref[head, :, :1]
+        new = jnp.maximum(highest, scores.max(axis=1, keepdims=True))
+        weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
+        added = jnp.zeros(out_ref.shape[2:], jnp.float32)
+        for index in range(joined):
+            own = jnp.where(of_row == index, weights, 0.0).astype(values_ref.dtype)
+            values = of_head(values_ref, head * joined + index)
+            added += jnp.dot(own, values, preferred_element_type=jnp.float32)
+        out_ref[0, head] = out_ref[0, head] * fade + added
+        total = total_ref[head, :, :1] * fade + weights.sum(axis=1, keepdims=True)
+        highest_ref[head] = jnp.broadcast_to(new, highest_ref.shape[1:])
+        total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])
 
-    @pl.when(j == pl.num_programs(1) - 1)
+    @pl.when(first + width >= num_pages_ref[block])
     def _() -> None:
         total = jnp.where(total_ref[...] > 0, total_ref[...], 1.0)
         out_ref[0] = out_ref[0] / total[:, :, :1]

@@ -55,7 +55,7 @@ from jaxrl.runtime.sharding import (
     param_shardings,
     spans_processes,
 )
-from jaxrl.sampling.decode import BLOCK
+from jaxrl.sampling.decode import append_block
 from jaxrl.sampling.engine import append_sizes, row_sizes
 from jaxrl.sampling.pages import pages_for
 from jaxrl.tasks import sources_of
@@ -993,7 +993,8 @@ class _Sampler:
         busy = _busy_rows(config, target, rows)
         past = busy * table_pages * page_bytes if copies_past(kernels, target.platform) else 0
         read = append_sizes(target.platform, context_tokens(config))[-1]
-        turn_tokens = read // BLOCK * TURN_TOKENS  # of each turn of the XLA loop over pages
+        # Of each turn of the XLA loop over pages.
+        turn_tokens = read // append_block(target.platform) * TURN_TOKENS
         is_recorded = records_arrays(config)
         routed = 2 * is_recorded * _bytes_of_token(model.recorded)  # by layer, and by token
         moments = {
