@@ -31,8 +31,8 @@ RESULTS = "results"
 """Another value makes another experiment."""
 
 DTYPES = ("float32", "bfloat16")
-EXPERTS = ("auto", "xla", "triton", "megablox")
-ATTENTION = ("auto", "xla", "triton", "mosaic")
+EXPERTS = ("auto", "xla", "mosaic_gpu", "triton", "megablox")
+ATTENTION = ("auto", "xla", "mosaic_gpu", "triton", "mosaic")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
 REPLAY = ("off", "record", "only")
 OWN_MODEL = "model"
@@ -234,10 +234,12 @@ KEYS: dict[str, Key] = {
         "beside `eos_token` of `tokenizer_config.json` and `eos_token_id` of "
         "`generation_config.json`.", is_valid=_are_texts,
         expected="a tuple of texts, as ('<|im_end|>',)"),
-    "model.attention": Key("auto", "Attention kernels: `xla`, everywhere; `triton`, on GPUs; "
-        "`mosaic`, on TPUs; `auto`: the platform's own.", one_of=ATTENTION, restart=FREE),
-    "model.experts": Key("auto", "Products with experts: `xla`, everywhere; `triton`, on GPUs; "
-        "`megablox`, on TPUs; `auto`: the platform's own.", one_of=EXPERTS, restart=FREE),
+    "model.attention": Key("auto", "Attention kernels: `xla`, everywhere; `mosaic_gpu`, on Hopper "
+        "GPUs; `triton`, on GPUs; `mosaic`, on TPUs; `auto`: the first of the platform's that pass "
+        "their check.", one_of=ATTENTION, restart=FREE),
+    "model.experts": Key("auto", "Products with experts: `xla`, everywhere; `mosaic_gpu`, on "
+        "Hopper GPUs; `triton`, on GPUs; `megablox`, on TPUs; `auto`: as for attention.",
+        one_of=EXPERTS, restart=FREE),
     "model.router.balance_coef": Key(0.0, "Coefficient of the loss by which the tokens of a "
         "mini-batch use experts alike, in both stages. 0: none.", at_least=0),
     "model.router.replay": Key(False, "Send each token in training to the experts that the sampler "

@@ -20,7 +20,10 @@ from jaxrl.models.kernel_check import Choice, Trial, first_sound
 from jaxrl.runtime.sharding import PIECES
 
 KERNELS = {
-    "gpu": {"triton": "jaxrl.extras.experts.gpu:grouped_product"},
+    "gpu": {
+        "mosaic_gpu": "jaxrl.extras.experts.tokamax:grouped_product",
+        "triton": "jaxrl.extras.experts.gpu:grouped_product",
+    },
     "tpu": {"megablox": "jaxrl.extras.experts.tpu:grouped_product"},
 }
 """By platform the kernels that do not run everywhere, the preferred first."""

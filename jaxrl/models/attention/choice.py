@@ -21,13 +21,19 @@ from jaxrl.models.kernel_check import Choice, Trial, first_sound
 from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 
 TRAIN = {
-    "gpu": {"triton": "jaxrl.extras.kernels.attention_gpu:train"},
+    "gpu": {
+        "mosaic_gpu": "jaxrl.extras.kernels.attention_tokamax:train",
+        "triton": "jaxrl.extras.kernels.attention_gpu:train",
+    },
     "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:train"},
 }
 """By platform the update's kernels that do not run everywhere, the preferred first."""
 
 PAGES = {
-    "gpu": {"triton": "jaxrl.extras.kernels.attention_gpu:attend_pages"},
+    "gpu": {
+        "mosaic_gpu": "jaxrl.extras.kernels.pages_gpu:attend_pages",
+        "triton": "jaxrl.extras.kernels.attention_gpu:attend_pages",
+    },
     "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:attend_pages"},
 }
 """Like `TRAIN`, the sampler's."""
@@ -91,7 +97,7 @@ def _checked(
     def of_sampler(name: str) -> list[Trial]:
         make = partial(trials.of_pages, *heads, dtype, device, page_tokens=PAGE_TOKENS[name])
         # As where it decodes, and where it reads.
-        return [make(num_queries=count) for count in (1, 16)] if dtype else []
+        return [make(num_queries=count) for count in (1, 64)] if dtype else []
 
     def chosen(table: Any, make_trials: Any, reference: Any) -> Choice:
         # Imported when asked: most processes use none, and JAX warns of one of them.

@@ -63,10 +63,10 @@ class Kernels:
         return attend
 
 
-PAGE_TOKENS = {"xla": 16, "triton": 64, "mosaic": 128}
+PAGE_TOKENS = {"xla": 16, "mosaic_gpu": 64, "triton": 64, "mosaic": 128}
 """Tokens of a page, by kernels: a kernel reads a page at a time, and wants it large."""
 
-SHARES_PROMPTS = {"xla": True, "triton": True, "mosaic": False}
+SHARES_PROMPTS = {"xla": True, "mosaic_gpu": True, "triton": True, "mosaic": False}
 """True where segments of a row may share a prompt, by kernels.
 
 Splash attention tells by equal ids, or before it is compiled, which tokens a token reads.

@@ -106,7 +106,7 @@ def test_the_kernels_of_tpus_compute_the_same():
 
 def test_the_choice_and_its_reason():
     assert decide("auto", "tpu") == ("megablox", "since the devices are tpus")
-    assert decide("auto", "gpu") == ("triton", "since the devices are gpus")
+    assert decide("auto", "gpu") == ("mosaic_gpu", "since the devices are gpus")
     assert decide("auto", "cpu") == ("xla", "since the devices are cpus")
     assert decide("xla", "tpu")[0] == "xla"
     with pytest.raises(

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxrl.config import ATTENTION
-from jaxrl.models.attention.choice import TRAIN, choose, decide
+from jaxrl.models.attention.choice import PAGES, TRAIN, choose, decide
 from jaxrl.models.attention.reference import XLA
 from jaxrl.runtime.sharding import make_mesh
 from tests.helpers import TINY
@@ -17,7 +17,7 @@ def test_a_cpu_gets_xla():
     assert chosen.train is XLA.train
 
 
-@pytest.mark.parametrize(("name", "platform"), [("triton", "gpu"), ("mosaic", "tpu")])
+@pytest.mark.parametrize(("name", "platform"), [("mosaic_gpu", "gpu"), ("mosaic", "tpu")])
 def test_each_platform_has_its_own(name, platform):
     assert decide("auto", platform, 128) == (name, f"since the devices are {platform}s")
     assert decide(name, platform, 128) == (name, "as config.model.attention says")
@@ -36,3 +36,6 @@ def test_what_does_not_run_here_is_refused():
     ):
         decide("mosaic", "tpu", 320)
     assert {"auto", "xla", *(name for line in TRAIN.values() for name in line)} == set(ATTENTION)
+    assert {place: list(line) for place, line in PAGES.items()} == {
+        place: list(line) for place, line in TRAIN.items()
+    }
