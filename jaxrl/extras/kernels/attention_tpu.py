@@ -84,8 +84,8 @@ STEP_TOKENS = 512
 NUM_SLOTS = 4
 """Steps whose pages are on the chip or on their way to it, where there is room."""
 
-BUFFER_BYTES = 8 << 20
-"""Room for these pages: half of what a kernel has on a TPU by default."""
+BUFFER_BYTES = 6 << 20
+"""Room for these pages; a kernel has 16 MiB on a TPU v4, which is least, and queries take some."""
 
 
 def attend_pages(
@@ -100,7 +100,7 @@ def attend_pages(
     """Computes `reference.attend_pages`, fetching no page beyond a block's highest limit.
 
     The steps go over the live pages of one block after another, a few pages a step; a block that
-    reads nothing has none. Pages are copied to the chip `NUM_SLOTS - 1` steps before they are read.
+    reads nothing has none. Pages are copied to the chip some steps before they are read.
     Key heads with few queries share a matrix of queries, of whose product with the keys of each the
     rows of the others are left out.
     """
@@ -182,7 +182,7 @@ def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
     (_, Q, N, H), (P, K, page, _) = q.shape, keys.shape
     page_bytes = 2 * K * page * -(-H // LANES) * LANES * keys.dtype.itemsize
     room = max(BUFFER_BYTES // page_bytes, 2)
-    width = max(min(room // NUM_SLOTS, STEP_TOKENS // page, tables.shape[1]), 1)
+    width = max(min(room // 2, STEP_TOKENS // page, tables.shape[1]), 1)
     slots = min(room // width, NUM_SLOTS)
     steps, num_steps = Steps.of(jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width)
     fitting = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]
@@ -262,22 +262,26 @@ def _pages_kernel(
     def of_head(ref: Any, head: int) -> jax.Array:
         return ref[slot, :, head].reshape(width * page, H)
 
+    def only(index: int, new: jax.Array, others: Any) -> jax.Array:
+        return new if joined == 1 else jnp.where(of_row == index, new, others)
+
     for head in range(q_ref.shape[1]):
-        scores = jnp.full(shape, LOWEST, jnp.float32)
+        product = jnp.zeros(shape, jnp.float32)
         for index in range(joined):
-            product = jax.lax.dot_general(
+            own = jax.lax.dot_general(
                 q_ref[0, head],
                 of_head(keys_ref, head * joined + index),
                 (((1,), (1,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
-            scores = jnp.where((of_row == index) & is_read, product * scale, scores)
+            product = only(index, own, product)
+        scores = jnp.where(is_read, product * scale, LOWEST)
         highest = highest_ref[head, :, :1]
         new = jnp.maximum(highest, scores.max(axis=1, keepdims=True))
         weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
         added = jnp.zeros(out_ref.shape[2:], jnp.float32)
         for index in range(joined):
-            own = jnp.where(of_row == index, weights, 0.0).astype(values_ref.dtype)
+            own = only(index, weights, 0.0).astype(values_ref.dtype)
             values = of_head(values_ref, head * joined + index)
             added += jnp.dot(own, values, preferred_element_type=jnp.float32)
         out_ref[0, head] = out_ref[0, head] * fade + added
