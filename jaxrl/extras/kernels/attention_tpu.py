@@ -141,10 +141,15 @@ class Steps(NamedTuple):
     starts: Any  # int32 [B], each block's first step
     blocks: Any  # int32 [S], the block of each step
 
-    def place(self, step: Any, width: int) -> tuple[Any, Any]:
-        """The block of a step, and the first of the `width` pages of its table."""
+    def first(self, step: Any, width: int) -> tuple[Any, Any]:
+        """The block of a step, and the first of its `width` pages in the block's table."""
         block = self.blocks[step]
         return block, (step - self.starts[block]) * width
+
+    def page(self, step: Any, index: int, width: int) -> tuple[Any, Any]:
+        """Place in `tables` of a page of a step, and whether it is live."""
+        block, first = self.first(step, width)
+        return (block, first + index), first + index < self.num_pages[block]
 
     @classmethod
     def of(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
@@ -172,9 +177,8 @@ class PagesCall(NamedTuple):
 
     def copied(self, step: int) -> list[int]:
         """The pages of which keys and values are copied for a step."""
-        block, first = self.steps.place(step, self.width)
-        count = min(self.steps.num_pages[block] - first, self.width)
-        return [int(page) for page in self.steps.tables[block][first : first + count]]
+        found = [self.steps.page(step, index, self.width) for index in range(self.width)]
+        return [int(self.steps.tables[place]) for place, is_live in found if is_live]
 
 
 def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
@@ -219,19 +223,19 @@ def _pages_kernel(
     steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
     slots, width, _, page, H = keys_ref.shape
     step, num_steps = pl.program_id(0), pl.num_programs(0)
-    block, first = steps.place(step, width)
+    block, first = steps.first(step, width)
 
     def copy(step: Any, *, waits: bool) -> None:
-        block, first = steps.place(step, width)
         slot = jax.lax.rem(step, slots)
         for index in range(width):
+            place, is_live = steps.page(step, index, width)
 
-            @pl.when(first + index < num_pages_ref[block])
-            def _(index: int = index) -> None:
-                place = tables_ref[block, first + index]
+            @pl.when(is_live)
+            def _(index: int = index, place: Any = place) -> None:
+                page = tables_ref[place]
                 for source, target in ((k_ref, keys_ref), (v_ref, values_ref)):
                     one = pltpu.make_async_copy(
-                        source.at[place], target.at[slot, index], arrived_ref.at[slot]
+                        source.at[page], target.at[slot, index], arrived_ref.at[slot]
                     )
                     one.wait() if waits else one.start()
 
