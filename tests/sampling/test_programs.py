@@ -11,7 +11,7 @@ from jaxrl.components import draw_kinds
 from jaxrl.environment import max_image_tokens
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels.attention_gpu import num_live
-from jaxrl.extras.kernels.attention_tpu import page_of_step
+from jaxrl.extras.kernels.attention_tpu import Steps
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.sampling import engine, next_token
 from jaxrl.sampling.engine import Engine, append_sizes, row_sizes
@@ -150,19 +150,16 @@ def lengths_of(name, rng, count):
     return np.clip(rng.lognormal(np.log(median), spread, count), 1, most).astype(int)
 
 
-def fetched_on_a_tpu(limits, page, rng):
-    """Tokens of the pages that the steps of the kernel's grid name, one that stays named once."""
+def fetched_on_a_tpu(limits, page):
+    """Tokens of the live pages of all steps of the kernel's grid; the others are not copied."""
     num_pages = -(-limits // page)
-    width = num_pages.max()
-    tables = rng.permutation(256 * width).reshape(256, width)
-    rows, steps = (x.ravel() for x in np.mgrid[:256, :width])
-    pages = jax.vmap(lambda b, j: page_of_step(b, j, jnp.array(tables), jnp.array(num_pages))[0])(
-        rows, steps
-    )
-    return page * (1 + np.count_nonzero(np.diff(pages)))
+    tables = jnp.zeros((256, num_pages.max()), jnp.int32)
+    steps, count = Steps.of(tables, jnp.array(num_pages), 4)
+    index = np.arange(count)
+    return page * sum(int(steps.page(index, i, 4)[1].sum()) for i in range(4))
 
 
-def fetched_on_a_gpu(limits, page, _):
+def fetched_on_a_gpu(limits, page):
     """Tokens of the pages that each program's loop goes over, in which it loads each once."""
     # A program has the queries of one key head, in 16 rows at least; who pads them reads nothing.
     padded = np.pad(limits[:, None], ((0, 0), (0, 15)))
@@ -177,7 +174,7 @@ def test_a_decoding_step_fetches_live_pages_and_no_others(kernel, fetched, name)
     page, rng = PAGE_TOKENS[kernel], np.random.default_rng(0)
     lengths = lengths_of(name, rng, 256)
     limits = np.where(rng.random(256) < 0.8, lengths, 0)  # the others wait or have stopped
-    total = fetched(limits, page, rng)
+    total = fetched(limits, page)
     assert limits.sum() <= total <= 1.15 * limits.sum() + page * len(limits)
 
 

@@ -84,8 +84,8 @@ STEP_TOKENS = 512
 NUM_SLOTS = 4
 """Steps whose pages are on the chip or on their way to it, where there is room."""
 
-BUFFER_BYTES = 8 << 20
-"""Room for these pages: half of what a kernel has on a TPU by default."""
+BUFFER_BYTES = 6 << 20
+"""Room for these pages; a kernel has 16 MiB on a TPU v4, which is least, and queries take some."""
 
 
 def attend_pages(
@@ -100,7 +100,7 @@ def attend_pages(
     """Computes `reference.attend_pages`, fetching no page beyond a block's highest limit.
 
     The steps go over the live pages of one block after another, a few pages a step; a block that
-    reads nothing has none. Pages are copied to the chip `NUM_SLOTS - 1` steps before they are read.
+    reads nothing has none. Pages are copied to the chip some steps before they are read.
     Key heads with few queries share a matrix of queries, of whose product with the keys of each the
     rows of the others are left out.
     """
@@ -141,10 +141,15 @@ class Steps(NamedTuple):
     starts: Any  # int32 [B], each block's first step
     blocks: Any  # int32 [S], the block of each step
 
-    def place(self, step: Any, width: int) -> tuple[Any, Any]:
-        """The block of a step, and the first of the `width` pages of its table."""
+    def first(self, step: Any, width: int) -> tuple[Any, Any]:
+        """The block of a step, and the first of its `width` pages in the block's table."""
         block = self.blocks[step]
         return block, (step - self.starts[block]) * width
+
+    def page(self, step: Any, index: int, width: int) -> tuple[Any, Any]:
+        """Place in `tables` of a page of a step, and whether it is live."""
+        block, first = self.first(step, width)
+        return (block, first + index), first + index < self.num_pages[block]
 
     @classmethod
     def of(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
@@ -172,9 +177,8 @@ class PagesCall(NamedTuple):
 
     def copied(self, step: int) -> list[int]:
         """The pages of which keys and values are copied for a step."""
-        block, first = self.steps.place(step, self.width)
-        count = min(self.steps.num_pages[block] - first, self.width)
-        return [int(page) for page in self.steps.tables[block][first : first + count]]
+        found = [self.steps.page(step, index, self.width) for index in range(self.width)]
+        return [int(self.steps.tables[place]) for place, is_live in found if is_live]
 
 
 def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
@@ -182,7 +186,7 @@ def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
     (_, Q, N, H), (P, K, page, _) = q.shape, keys.shape
     page_bytes = 2 * K * page * -(-H // LANES) * LANES * keys.dtype.itemsize
     room = max(BUFFER_BYTES // page_bytes, 2)
-    width = max(min(room // NUM_SLOTS, STEP_TOKENS // page, tables.shape[1]), 1)
+    width = max(min(room // 2, STEP_TOKENS // page, tables.shape[1]), 1)
     slots = min(room // width, NUM_SLOTS)
     steps, num_steps = Steps.of(jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width)
     fitting = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]
@@ -219,19 +223,19 @@ def _pages_kernel(
     steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
     slots, width, _, page, H = keys_ref.shape
     step, num_steps = pl.program_id(0), pl.num_programs(0)
-    block, first = steps.place(step, width)
+    block, first = steps.first(step, width)
 
     def copy(step: Any, *, waits: bool) -> None:
-        block, first = steps.place(step, width)
         slot = jax.lax.rem(step, slots)
         for index in range(width):
+            place, is_live = steps.page(step, index, width)
 
-            @pl.when(first + index < num_pages_ref[block])
-            def _(index: int = index) -> None:
-                place = tables_ref[block, first + index]
+            @pl.when(is_live)
+            def _(index: int = index, place: Any = place) -> None:
+                page = tables_ref[place]
                 for source, target in ((k_ref, keys_ref), (v_ref, values_ref)):
                     one = pltpu.make_async_copy(
-                        source.at[place], target.at[slot, index], arrived_ref.at[slot]
+                        source.at[page], target.at[slot, index], arrived_ref.at[slot]
                     )
                     one.wait() if waits else one.start()
 
@@ -262,22 +266,26 @@ def _pages_kernel(
     def of_head(ref: Any, head: int) -> jax.Array:
         return ref[slot, :, head].reshape(width * page, H)
 
+    def only(index: int, new: jax.Array, others: Any) -> jax.Array:
+        return new if joined == 1 else jnp.where(of_row == index, new, others)
+
     for head in range(q_ref.shape[1]):
-        scores = jnp.full(shape, LOWEST, jnp.float32)
+        product = jnp.zeros(shape, jnp.float32)
         for index in range(joined):
-            product = jax.lax.dot_general(
+            own = jax.lax.dot_general(
                 q_ref[0, head],
                 of_head(keys_ref, head * joined + index),
                 (((1,), (1,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
-            scores = jnp.where((of_row == index) & is_read, product * scale, scores)
+            product = only(index, own, product)
+        scores = jnp.where(is_read, product * scale, LOWEST)
         highest = highest_ref[head, :, :1]
         new = jnp.maximum(highest, scores.max(axis=1, keepdims=True))
         weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
         added = jnp.zeros(out_ref.shape[2:], jnp.float32)
         for index in range(joined):
-            own = jnp.where(of_row == index, weights, 0.0).astype(values_ref.dtype)
+            own = only(index, weights, 0.0).astype(values_ref.dtype)
             values = of_head(values_ref, head * joined + index)
             added += jnp.dot(own, values, preferred_element_type=jnp.float32)
         out_ref[0, head] = out_ref[0, head] * fade + added

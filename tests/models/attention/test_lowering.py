@@ -1,6 +1,7 @@
 """The kernels for accelerators are lowered as there, on a machine that has none."""
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -68,6 +69,26 @@ def test_attention_over_pages_is_lowered_for_a_gpu(shape):
     assert len(re.findall(r"custom_call @\S*triton", program)) == 1
 
 
+HEADS = {
+    # N, K, H
+    "Qwen3-0.6B": (16, 8, 128),
+    "Qwen2.5-7B": (28, 4, 128),
+    "Qwen3-30B-A3B": (32, 4, 128),
+}
+PROGRAMS = {"decode": (256, 1), "read": (32, 64)}  # blocks and queries
+
+
+def tpu_inputs(program, model, **settings):
+    return page_inputs(*PROGRAMS[program], *HEADS[model], 128, 64, "bfloat16", **settings)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("model", HEADS)
+def test_attention_over_pages_is_lowered_for_a_tpu(model, program):
+    lower = jax.export.export(jax.jit(tpu.attend_pages), platforms=["tpu"])
+    assert lower(*tpu_inputs(program, model)).mlir_module().count("@tpu_custom_call") == 1
+
+
 @pytest.mark.slow(instead="test_export.py::test_lowers_for")
 @pytest.mark.skipif(
     not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
@@ -82,10 +103,14 @@ def test_both_compile_for_a_v6e_splash_attention_with_temporaries_linear_in_toke
 
 
 def main():
-    """Bytes of temporaries of 4,096 and 8,192 tokens, by TPU's own compiler."""
+    """Prints bytes of temporaries, by TPU's own compiler: of pages, of 4,096 and 8,192 tokens."""
     on_chip = jax.sharding.SingleDeviceSharding(v6e_chip())
     for shape in PAGES:
         jax.jit(tpu.attend_pages).lower(*page_inputs(*shape, sharding=on_chip)).compile()
+    for name in itertools.product(PROGRAMS, HEADS):
+        program = jax.jit(tpu.attend_pages).lower(*tpu_inputs(*name, sharding=on_chip))
+        program = program.compile({"xla_msa_enable": "DISABLED"})  # what is on the chip counts too
+        print(*name, program.memory_analysis().temp_size_in_bytes)
     for length in (4096, 8192):
         shape = inputs(2, length, 16, 8, 128, "bfloat16", sharding=on_chip)
         program = forward_and_backward(tpu.train).lower(*shape).compile()

@@ -1,0 +1,309 @@
+"""Counts what the attention kernels of accelerators fetch, from their grids, on any machine.
+
+    python -m benchmarks.kernel_cost
+
+prints steps and bytes of a decoding step on a TPU for three loads of 256 rows, and what reading
+prompts and observations fetches and computes, by the tokens of a block. Nothing is run: the grid
+and the maps of blocks are those of the kernels, and times are bytes or operations over the rates
+that the command line gives, by default those that `docs/performance.md` takes for an H200, and the
+bandwidth of a TPU v6e.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.claims_report import table
+from jaxrl.extras.kernels.attention_tpu import PagesCall, pages_call
+from jaxrl.models.attention.kernels import PAGE_TOKENS
+from jaxrl.sampling.decode import append_block
+from jaxrl.sampling.engine import append_sizes
+
+NUM_ROWS = 256
+
+
+class Model(NamedTuple):
+    """What of a model the cost of attention depends on; its weights are bfloat16."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layer_params: float  # weights of the layers that each token is multiplied with
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values of a token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations for each token that a token reads."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+
+MODELS = {
+    "Qwen3-0.6B": Model(28, 16, 8, 128, 0.44e9),
+    "Qwen3-4B": Model(36, 32, 8, 128, 3.6e9),
+    "Qwen2.5-7B": Model(28, 28, 4, 128, 6.5e9),
+    "Qwen3-30B-A3B": Model(48, 32, 4, 128, 3.0e9),
+}
+
+
+# Decoding.
+
+
+def even(rng: np.random.Generator) -> np.ndarray:
+    """Rows of 896 to 1,152 tokens."""
+    return rng.integers(896, 1153, NUM_ROWS)
+
+
+def long_tailed(rng: np.random.Generator) -> np.ndarray:
+    """Rows of about 1,000 tokens on the mean, the longest 8,192."""
+    lengths = np.clip(rng.lognormal(np.log(700), 0.85, NUM_ROWS), 64, 8192).astype(int)
+    lengths[rng.integers(NUM_ROWS)] = 8192
+    return lengths
+
+
+def tail_end(rng: np.random.Generator) -> np.ndarray:
+    """Eight rows of 4,096 to 8,192 tokens; the others have stopped."""
+    lengths = np.zeros(NUM_ROWS, int)
+    lengths[rng.choice(NUM_ROWS, 8, replace=False)] = rng.integers(4096, 8193, 8)
+    return lengths
+
+
+LOADS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
+    "even": even,
+    "long-tailed": long_tailed,
+    "tail end": tail_end,
+}
+
+
+class Cost(NamedTuple):
+    """Of one layer."""
+
+    steps: int  # of the grid
+    fetched: int  # bytes of pages
+    moved: int  # bytes of everything else, in and out
+
+
+def moves(grid: Sequence[int], spec: Any, scalars: Sequence[Any] = ()) -> int:
+    """Number of blocks of an array that a grid's steps fetch or write, one after another.
+
+    A block that the step before had is not moved again.
+
+    Args:
+        grid: of the kernel; its last axis is the fastest.
+        spec: a `BlockSpec`.
+        scalars: arrays that the index map gets behind the step.
+    """
+    steps = np.indices(tuple(map(int, grid))).reshape(len(grid), -1)
+    scalars = [jnp.asarray(one) for one in scalars]
+    blocks = np.stack(jax.vmap(lambda *step: spec.index_map(*step, *scalars))(*steps))
+    return 1 + np.count_nonzero((blocks[:, 1:] != blocks[:, :-1]).any(axis=0))
+
+
+def block_bytes(spec: Any, itemsize: int) -> int:
+    """Bytes of a block of a `BlockSpec`; on a TPU its last axis fills lanes of 128."""
+    *sizes, last = (size or 1 for size in spec.block_shape)
+    return int(np.prod(sizes)) * -(-last // 128) * 128 * itemsize
+
+
+def tables_of(lengths: np.ndarray, page: int, rng: np.random.Generator) -> np.ndarray:
+    """Pages at random for rows of such lengths, "no page" behind each row's last."""
+    counts = -(-lengths // page)
+    tables = np.full((len(lengths), max(counts.max(), 1)), counts.sum(), np.int32)
+    pages = rng.permutation(counts.sum())
+    for row, (end, count) in enumerate(zip(np.cumsum(counts), counts, strict=True)):
+        tables[row, :count] = pages[end - count : end]
+    return tables
+
+
+def tpu_call(model: Model, tables: np.ndarray, limits: np.ndarray) -> PagesCall:
+    """The TPU kernel's grid for queries of so many blocks below `limits` `[B, Q]`."""
+    make, page = jax.ShapeDtypeStruct, PAGE_TOKENS["mosaic"]
+    q = make((*limits.shape, model.num_heads, model.head_dim), jnp.bfloat16)
+    pages = (int(tables.max()) + 1, model.num_kv_heads, page, model.head_dim)
+    call = pages_call(q, make(pages, jnp.bfloat16), jnp.asarray(tables), jnp.asarray(limits))
+    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, call)
+
+
+def tpu_cost(model: Model, call: PagesCall) -> Cost:
+    """Counts what a grid of the TPU kernel moves."""
+    page_bytes = model.cache_bytes // model.num_layers * PAGE_TOKENS["mosaic"]
+    num_steps = int(call.grid[0])
+    fetched = sum(len(call.copied(step)) for step in range(num_steps)) * page_bytes
+    sizes = ((call.queries, 2), (call.limits, 4), (call.queries, 4), (call.numbers, 4))
+    moved = sum(
+        moves(call.grid, spec, call.steps) * block_bytes(spec, itemsize) for spec, itemsize in sizes
+    )
+    return Cost(num_steps, fetched, moved)
+
+
+def live_bytes(model: Model, lengths: np.ndarray, page: int) -> int:
+    """Bytes of a layer's pages that hold what the rows read."""
+    return int((-(-lengths // page)).sum()) * page * model.cache_bytes // model.num_layers
+
+
+def decode_rows(bandwidth: float) -> list[list[str]]:
+    """Rows of the table of decoding: of each load and model steps and bytes of a layer."""
+    page, rows = PAGE_TOKENS["mosaic"], []
+    for name, lengths_of in LOADS.items():
+        lengths = lengths_of(np.random.default_rng(0))
+        counts = -(-lengths // page)
+        tables = tables_of(lengths, page, np.random.default_rng(1))
+        for model_name in ("Qwen3-0.6B", "Qwen2.5-7B"):
+            model = MODELS[model_name]
+            cost = tpu_cost(model, tpu_call(model, tables, lengths[:, None]))
+            live = live_bytes(model, lengths, page)
+            rows.append(
+                [
+                    name,
+                    model_name,
+                    f"{counts.sum():,}",
+                    f"{NUM_ROWS * counts.max():,}",
+                    f"{cost.steps:,}",
+                    f"{cost.fetched / live:.2f}",
+                    f"{(cost.fetched + cost.moved) / live:.2f}",
+                    f"{live / cost.steps / bandwidth * 1e6:.2f}",
+                ]
+            )
+    return rows
+
+
+# Reading.
+
+Read = tuple[int, int]
+"""Tokens that a row has in the cache, and those that it reads."""
+
+
+def searches(rng: np.random.Generator) -> list[Read]:
+    """What rows read between two chunks: 32 observations of 30 to 500 tokens, and two prompts."""
+    observations = zip(rng.integers(300, 4000, 32), rng.integers(30, 501, 32), strict=True)
+    return [*((int(past), int(count)) for past, count in observations), *prompts(rng)[:2]]
+
+
+def prompts(rng: np.random.Generator) -> list[Read]:
+    """32 prompts of 100 to 2,000 tokens."""
+    return [(0, int(count)) for count in rng.integers(100, 2001, 32)]
+
+
+def short(rng: np.random.Generator) -> list[Read]:
+    """32 observations of 20 to 60 tokens."""
+    pasts = zip(rng.integers(300, 4000, 32), rng.integers(20, 61, 32), strict=True)
+    return [(int(past), int(count)) for past, count in pasts]
+
+
+READS: dict[str, Callable[[np.random.Generator], list[Read]]] = {
+    "a prompt of 8,192": lambda _: [(0, 8192)],
+    "prompts": prompts,
+    "searches": searches,
+    "short observations": short,
+}
+
+
+class Reading(NamedTuple):
+    """Tokens and seconds of reading."""
+
+    there: float  # tokens
+    computed: float  # with padding
+    fetch_s: float  # of the cache alone
+    arithmetic_s: float  # of the tokens that are there
+    total_s: float  # of each call layers and attention, both the longer of bytes and operations
+
+
+def calls_of(reads: Sequence[Read], block: int, sizes: Sequence[int]) -> list[tuple[int, Any]]:
+    """The engine's calls: of each its tokens, and of each block first position and number."""
+    pieces = [(past + i, min(block, n - i)) for past, n in reads for i in range(0, n, block)]
+    calls, small, large = [], sizes[0], sizes[-1]
+    while pieces:
+        size = large if len(pieces) * block > max(small, large // 2) else small
+        calls.append((size, pieces[: size // block]))
+        pieces = pieces[size // block :]
+    return calls
+
+
+def reading(
+    model: Model, reads: Sequence[Read], block: int, *, bandwidth: float, flops: float
+) -> Reading:
+    """Adds up the calls in which an accelerator reads, at these rates."""
+    computed = fetch = total = arithmetic = 0.0
+    for size, pieces in calls_of(reads, block, append_sizes("gpu", 32_768)):
+        ends = np.array([start + count for start, count in pieces])
+        fetch_s = ends.sum() * model.cache_bytes / bandwidth
+        layers = 2 * model.layer_params
+        pairs = ends.sum() * block * model.pair_flops
+        computed, fetch = computed + size, fetch + fetch_s
+        total += max(size * layers / flops, layers / bandwidth) + max(pairs / flops, fetch_s)
+    for past, count in reads:
+        of_token = 2 * model.layer_params + (past + count / 2) * model.pair_flops
+        arithmetic += count * of_token / flops
+    return Reading(sum(n for _, n in reads), computed, fetch, arithmetic, total)
+
+
+BLOCKS = (16, 32, 64, 128)
+NUM_DRAWS = 20
+
+
+def mean_reading(model: Model, name: str, block: int, *, bandwidth: float, flops: float) -> Reading:
+    """The mean over some draws of what is read."""
+    costs = [
+        reading(
+            model, READS[name](np.random.default_rng(seed)), block, bandwidth=bandwidth, flops=flops
+        )
+        for seed in range(NUM_DRAWS)
+    ]
+    return Reading(*np.mean(costs, axis=0))
+
+
+def reading_rows(bandwidth: float, flops: float) -> list[list[str]]:
+    """Rows of the table of reading: milliseconds in all by block, and shares of the chosen one."""
+    rows, chosen = [], append_block("gpu")
+    for name in READS:
+        for model_name, model in MODELS.items():
+            costs = {
+                block: mean_reading(model, name, block, bandwidth=bandwidth, flops=flops)
+                for block in BLOCKS
+            }
+            shares = [
+                f"{one.computed / one.there:.2f}, {one.fetch_s / one.arithmetic_s:.2f}"
+                for one in (costs[16], costs[chosen])
+            ]
+            times = [f"{costs[block].total_s * 1e3:.1f}" for block in BLOCKS]
+            rows.append([name, model_name, *shares, *times])
+    return rows
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description="Steps and bytes of attention kernels.")
+    parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes/s, for reading")
+    parser.add_argument("--flops", type=float, default=790e12, help="operations/s, for reading")
+    parser.add_argument("--tpu_bandwidth", type=float, default=1.6e12, help="bytes/s, for decoding")
+    flags = parser.parse_args()
+    print(
+        table(
+            ["load", "model", "live pages", "rows x longest", "steps", "pages fetched over live",
+             "all bytes over live", "us of fetching a step"],
+            decode_rows(flags.tpu_bandwidth),
+        )
+    )  # fmt: skip
+    print()
+    chosen = append_block("gpu")
+    print(
+        table(
+            ["read", "model", "tokens computed, fetch over arithmetic: 16", f"{chosen}",
+             *(f"ms, {block}" for block in BLOCKS)],
+            reading_rows(flags.bandwidth, flags.flops),
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

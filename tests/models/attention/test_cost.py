@@ -1,0 +1,124 @@
+"""What accelerators' kernels fetch follows what rows have, counted from the kernels' own grids."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from benchmarks import kernel_cost as cost
+from jaxrl.extras.kernels import attention_tpu as tpu
+from jaxrl.models.attention.kernels import PAGE_TOKENS
+from jaxrl.sampling.decode import append_block
+from tests.models.attention.brute import brute_force_pages, random_pages
+
+PAGE = PAGE_TOKENS["mosaic"]
+H200 = {"bandwidth": 4.3e12, "flops": 790e12}
+
+
+def test_a_block_that_stays_is_moved_once():
+    # Blocks 0 0 1 1 2 2 over the rows of a grid of 3 x 2; over its columns 0 1 0 1 0 1.
+    rows = pl.BlockSpec((8, 128), lambda i, j: (i, 0))
+    columns = pl.BlockSpec((8, 128), lambda i, j: (j, 0))
+    assert cost.moves((3, 2), rows) == 3
+    assert cost.moves((3, 2), columns) == 6
+    looked_up = pl.BlockSpec((8, 128), lambda i, table: (table[i], 0))
+    assert cost.moves((4,), looked_up, [np.array([5, 5, 2, 5])]) == 3
+    assert cost.block_bytes(pl.BlockSpec((None, 8, 64), None), 2) == 8 * 128 * 2
+
+
+def shared(tables, lengths):
+    """The tables of groups of 8 rows that have the pages of a prompt of 300 tokens in common."""
+    tables = tables.copy()
+    for row in range(len(tables)):
+        common = min(300, lengths[row], lengths[row - row % 8]) // PAGE
+        tables[row, :common] = tables[row - row % 8, :common]
+    return tables
+
+
+@pytest.mark.parametrize("kind", ["layers apart", "layers in a loop", "shared prompts"])
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen2.5-7B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("load", cost.LOADS)
+def test_decoding_on_a_tpu_costs_what_live_pages_do(load, model, kind):
+    lengths = cost.LOADS[load](np.random.default_rng(0))
+    tables = cost.tables_of(lengths, PAGE, np.random.default_rng(1))
+    if kind == "layers in a loop":
+        tables = tables * 28 + 5
+    if kind == "shared prompts":
+        tables = shared(tables, lengths)
+    model = cost.MODELS[model]
+    call = cost.tpu_call(model, tables, lengths[:, None])
+    found = cost.tpu_cost(model, call)
+    counts = -(-lengths // PAGE)
+    assert found.steps == (-(-counts // call.width)).sum() <= counts.sum()
+    live = cost.live_bytes(model, lengths, PAGE)
+    assert live <= found.fetched <= found.fetched + found.moved <= 1.2 * live
+    copied = [call.copied(step) for step in range(found.steps)]
+    wanted = [tables[row, :count] for row, count in enumerate(counts)]
+    np.testing.assert_array_equal(np.concatenate(copied), np.concatenate(wanted))
+
+
+def test_where_nothing_is_live_there_is_one_step_that_copies_nothing():
+    model = cost.MODELS["Qwen3-0.6B"]
+    tables = np.zeros((4, 3), np.int32)
+    call = cost.tpu_call(model, tables, np.zeros((4, 1), np.int32))
+    assert int(call.grid[0]) == 1
+    assert call.copied(0) == []
+
+
+@pytest.mark.parametrize("name", cost.MODELS)
+def test_reading_on_a_tpu_fetches_the_past_of_each_block_once(name):
+    block, model = append_block("tpu"), cost.MODELS[name]
+    [(_, pieces), *_] = cost.calls_of([(700, 500), (0, 300)], block, [2048])
+    starts, counts = np.transpose(pieces)
+    index = np.arange(block)
+    limits = np.where(index < counts[:, None], starts[:, None] + index + 1, 0)
+    tables = np.arange(10 * len(pieces)).reshape(-1, 10)
+    found = cost.tpu_cost(model, cost.tpu_call(model, tables, limits))
+    ends = -(-(starts + counts) // PAGE)
+    assert found.fetched == ends.sum() * PAGE * model.cache_bytes // model.num_layers
+
+
+def test_a_kernel_multiplies_no_page_but_live_ones():
+    arrays = random_pages(np.random.default_rng(0), 5, 1, 4, 2, 16, 8, 9)
+    _, keys, values, tables, limits = arrays
+    limits[2] = 0
+    counts = -(-limits[:, 0] // 8)
+    live = np.concatenate([tables[row, :count] for row, count in enumerate(counts)])
+    wanted, _ = brute_force_pages(*arrays)
+    dead = np.setdiff1d(np.arange(len(keys)), live)
+    keys[dead] = values[dead] = np.nan
+    got, _ = jax.jit(lambda *x: tpu.attend_pages(*x, interpret=True))(*map(jnp.asarray, arrays))
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("model", cost.MODELS)
+def test_reading_takes_no_longer_than_its_arithmetic(model):
+    sizes = cost.MODELS[model]
+    for name in cost.READS:
+        found = cost.mean_reading(sizes, name, append_block("gpu"), **H200)
+        assert found.fetch_s <= found.arithmetic_s
+        of_blocks = [cost.mean_reading(sizes, name, block, **H200) for block in cost.BLOCKS]
+        best = min(one.total_s for one in of_blocks)
+        assert found.total_s <= (1.25 if name.startswith("a prompt") else 1.1) * best
+
+
+def test_an_8k_prompt_in_blocks_of_16_reads_240_gb():
+    found = cost.reading(cost.MODELS["Qwen3-0.6B"], [(0, 8192)], 16, **H200)
+    assert found.fetch_s * 4.3e12 == pytest.approx(240e9, rel=0.02)
+    assert found.fetch_s > 2.5 * found.arithmetic_s
+
+
+def test_few_tokens_more_are_computed_than_there_are():
+    model = cost.MODELS["Qwen2.5-7B"]
+    padding = {
+        name: (lambda one: one.computed / one.there)(
+            cost.mean_reading(model, name, append_block("gpu"), **H200)
+        )
+        for name in cost.READS
+    }
+    assert padding["a prompt of 8,192"] == 1.0
+    assert padding["prompts"] < 1.06
+    assert padding["searches"] < 1.2
+    # 40 tokens on the mean: as much as in blocks of 16, for calls are of 256 or 2,048.
+    assert padding["short observations"] < 1.7
