@@ -224,6 +224,7 @@ def run_stages(session: Session) -> bool:
     try:
         params = start_params(session)
         for stage in session.settings.stages:
+            session.components.calibrate(session, params, stage)
             params = STAGE_FUNCTIONS[stage](session, params)
         return True
     except RollBack as decision:

@@ -17,7 +17,8 @@ which depends on the state of the requests and never on the clock.
 
 from __future__ import annotations
 
-from collections import deque
+import dataclasses
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -344,6 +345,7 @@ class Engine:
         self._next_request = 0
         self._temperature = self._top_p = 1.0  # of all requests there are
         self.counts = Counts()
+        self.waits: dict[str, float] = defaultdict(float)
         self.most_pages = 0  # of a shard in use at once, at most since the cache was made
         self._cache: Cache | None = None
         self._state: State | None = None
@@ -370,28 +372,46 @@ class Engine:
     def _declare(self) -> None:
         """The programs, compiled by `compile` or else when they are first called."""
         sampler = self.sampler
-        self.functions: tuple[CompiledFunction, ...] = (
-            CompiledFunction(
-                sampler.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
-            ),
-            CompiledFunction(
-                sampler.decode_chunk,
-                name="decode",
-                variants=self._decodes(),
-                donate_argnums=(1,),
-                static_argnums=(7, 8),
-            ),
-            CompiledFunction(sampler.copy_pages, name="copy", donate_argnums=(0,)),
-            CompiledFunction(sampler.swap_pages, name="swap", donate_argnums=(0,)),
-            CompiledFunction(
-                sampler.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
-            ),
+        self._append = CompiledFunction(
+            sampler.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
         )
-        self._append, self._decode, self._copy, self._swap, self._see = self.functions
+        self._copy = CompiledFunction(sampler.copy_pages, name="copy", donate_argnums=(0,))
+        self._swap = CompiledFunction(sampler.swap_pages, name="swap", donate_argnums=(0,))
+        self._see = CompiledFunction(
+            sampler.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
+        )
+        self._decode = self._declare_decode()
         self._make_cache = jax.jit(sampler.empty_cache, static_argnums=(0, 1))
         self._make_start = jax.jit(
             lambda: (sampler.empty_state(), sampler.nothing_seen(self._max_units))
         )
+
+    def set_chunk(self, num_steps: int) -> None:
+        """Decodes from here on in chunks of so many steps, by a program of their own.
+
+        Raises:
+            RuntimeError: there are requests.
+        """
+        if not self.is_idle:
+            raise RuntimeError("the engine still has requests; finish or clear them first.")
+        if num_steps != self.sampler.num_steps:
+            self.sampler = dataclasses.replace(self.sampler, num_steps=num_steps)
+            self._decode = self._declare_decode()
+            self._forget()
+
+    def _declare_decode(self) -> CompiledFunction:
+        return CompiledFunction(
+            self.sampler.decode_chunk,
+            name="decode",
+            variants=self._decodes(),
+            donate_argnums=(1,),
+            static_argnums=(7, 8),
+        )
+
+    @property
+    def functions(self) -> tuple[CompiledFunction, ...]:
+        """The programs."""
+        return self._append, self._decode, self._copy, self._swap, self._see
 
     def check(self) -> None:
         """Traces a pass that reads tokens, and computes nothing.
@@ -644,9 +664,27 @@ class Engine:
     @property
     def is_stalled(self) -> bool:
         """Nothing happens before the caller resumes or finishes a request."""
+        return not (self._in_flight or self._has_more)
+
+    @property
+    def _has_more(self) -> bool:
+        """Some row may run, come back or be admitted."""
         runs = any(row.saved is None and not row.is_waiting for row in self._rows.values())
         comes = any(shard.next_back() for shard in self._shards)
-        return not (self._in_flight or runs or comes or self._free_shard() is not None)
+        return runs or comes or self._free_shard() is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """The device has not done all that it was given."""
+        return bool(self._in_flight) and not self._in_flight[-1].report.status.is_ready()
+
+    @property
+    def wait_cause(self) -> str:
+        """Why nothing more is decoded now, out of `WAITS`."""
+        if self._has_more:
+            return "lag"
+        is_short = self._queue or any(row.saved is not None for row in self._rows.values())
+        return "cache" if is_short else "tasks"
 
     def resume(
         self,

@@ -88,16 +88,17 @@ class Limits:
         return self.context.max_tokens - self.context.turn_tokens - prompt_length - num_sampled
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Schedule:
-    """When the environment's replies enter.
+    """When the environment's replies enter; all rollouts of a run have the same.
 
     Attributes:
         deterministic: by the number of chunks, waiting for the environment where need be, so that
             nothing depends on the clock; else at the first chunk after they have arrived.
         lag_chunks: of the deterministic schedule. The replies to rows that stopped in a chunk
             enter before the chunk so many after it. With 1 the device waits for host and
-            environment between chunks; with more it decodes meanwhile.
+            environment between chunks; with more it decodes meanwhile. Before the train stage it
+            may be chosen anew.
         deadline_s: seconds after which a call of `Env.step` is given up; 0: never.
     """
 
@@ -109,8 +110,9 @@ class Schedule:
 _PATIENCE_S = 5.0
 """Seconds in which calls under way may end when a rollout is broken off."""
 
-LOOK_S = 1.0
-"""Seconds between two looks whether to stop, while there is nothing to do but wait."""
+LOOK_S, GLANCE_S = 1.0, 0.005
+"""Seconds between two looks whether to stop, while there is nothing to do but wait, and between two
+whether the device is done, which is so long not seen to wait."""
 
 _NOBODY = -1
 
@@ -679,7 +681,7 @@ class EpisodePlayer:
                     sample.fail(error)
         recorded = self._recorded if sampling.keeps_arrays else {}
         return [
-            Group(trajectories=tuple(_trajectory(sample, recorded) for sample in group))
+            Group(trajectories=tuple(trajectory_of(sample, recorded) for sample in group))
             for group in groups
         ]
 
@@ -869,13 +871,24 @@ class Rollout(EpisodePlayer):
         return [call for call in calls if call.replies.done() or call.ends <= now]
 
     def _await(self, calls: Sequence[_Call], should_stop: Callable[[], bool]) -> None:
-        """Waits until one of the calls has its replies or is given up."""
+        """Waits until one of the calls has its replies or is given up, and counts the time.
+
+        It counts from when the device has nothing to do.
+        """
         ends = min(call.ends for call in calls)
         replies = [call.replies for call in calls]
-        while (left := ends - time.monotonic()) > 0:
-            if wait(replies, timeout=min(left, LOOK_S), return_when=FIRST_COMPLETED).done:
-                return
+        if any(reply.done() for reply in replies):
+            return
+        engine, idle_at = self._engine, math.inf
+        cause = engine.wait_cause
+        while (left := ends - (now := time.monotonic())) > 0:
+            if idle_at == math.inf and not engine.is_busy:
+                idle_at = now
+            pause = GLANCE_S if idle_at == math.inf else LOOK_S
+            if wait(replies, timeout=min(left, pause), return_when=FIRST_COMPLETED).done:
+                break
             check_stop(should_stop)
+        engine.waits[cause] += max(time.monotonic() - idle_at, 0.0)
 
     def _append(
         self, samples: dict[int, Sample], events: Sequence[Event], version: int
@@ -1155,7 +1168,8 @@ def _check_chat(messages: Iterable[Any]) -> None:
             raise TypeError(f"a message is {message!r:.100}; expected text for role and content")
 
 
-def _trajectory(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajectory:
+def trajectory_of(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajectory:
+    """The trajectory of a sample as it stands, with its recorded arrays."""
     loss_mask, reward = np.array(sample.loss_mask, bool), sample.reward
     versions = np.full(len(loss_mask), -1, np.int32)
     versions[loss_mask] = sample.versions
