@@ -6,6 +6,7 @@ import json
 import time
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks import schedule as simulation
@@ -13,10 +14,14 @@ from benchmarks.schedule import Times, Work, chosen_for, idle_shares
 from jaxrl import calibration, run
 from jaxrl.calibration import Chosen, Measured, choose, slowest, telling
 from jaxrl.components import assemble, settings_of
+from jaxrl.envs.base import Observation, StepResult
 from jaxrl.logs.display import Display
+from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling.protocol import WAITS
 from jaxrl.sampling.rollout import Schedule
+from tests.helpers import tiny_params
 from tests.runs import killed, lasting, records, run_settings, saved_progress
+from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
 
 OPEN = Chosen()
 SEARCH = Measured(
@@ -82,9 +87,7 @@ def test_the_simulation_counts_what_the_device_waits_for():
     # Eight rows whose turns end at once. A chunk takes 4 s, the next one is dispatched before the
     # host knows that nothing runs in it, and a call takes 10 s, of which 6 are left then. So it
     # goes three times.
-    work = Work(
-        num_rows=8, num_samples=8, turn_tokens=1, num_turns=3, chunk_tokens=4, lag_chunks=2
-    )
+    work = Work(num_rows=8, num_samples=8, turn_tokens=1, num_turns=3, chunk_tokens=4, lag_chunks=2)
     rollout, device = simulation.make(work, step_s=1.0)
     rollout.device, rollout.latency_s = device, lambda: 10.0
     simulation.play(rollout, work)
@@ -131,8 +134,9 @@ def test_a_schedule_is_chosen_once_and_a_run_goes_on_by_it(tiny_world, tmp_path,
     measured = kept.pop("measured")
     assert kept == scheduled(parts)
     assert f"config.rollout.observation_lag_chunks={kept['observation_lag_chunks']}" in told
-    assert measured["num_calls"] > 0
-    assert measured["chunk_s"] > 0
+    # The model is random, and its turns end where their tokens do.
+    assert (measured["num_calls"], measured["turn_tokens"]) == (0, 40)
+    assert measured["chunk_s"] > measured["host_s"] > 0
     assert saved_progress(parts, one)[0].schedule == kept
     assert {f"timing_s/wait_{name}" for name in WAITS} <= records(one)[-1].keys()
 
@@ -142,14 +146,15 @@ def test_a_schedule_is_chosen_once_and_a_run_goes_on_by_it(tiny_world, tmp_path,
     (again / "schedule.json").write_text(json.dumps(other))
     said, parts = play(config, again)
     assert scheduled(parts) == other
-    assert not any("schedule" in line for line in said)
+    assert not any(line.startswith("schedule: ") for line in said)
 
     # A start that goes on reads the file; where it is gone, the checkpoint's values come back.
     third = killed(again, tmp_path / "third", after=1)
     (third / "schedule.json").unlink()
     said, parts = play(config, third)
     assert any("schedule.json is missing; the checkpoint has it as" in line for line in said)
-    assert scheduled(parts) == other == json.loads((third / "schedule.json").read_text()) | other
+    assert scheduled(parts) == other
+    assert calibration.read(third / "schedule.json") == Chosen(**other)
     assert lasting(third) == lasting(again)
 
     # One that says something else is followed, and told.
@@ -179,6 +184,43 @@ def test_on_a_cpu_and_where_all_is_given_nothing_is_measured(tiny_world):
     assert calibration.defaults(OPEN, longest=112) == Chosen(
         chunk_tokens=16, observation_lag_chunks=2
     )
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_what_a_rollout_takes_is_measured(monkeypatch):
+    monkeypatch.setattr(calibration, "MIN_CHUNKS", 4)
+    monkeypatch.setattr(calibration, "NUM_TURNS", 6)
+    stops = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
+    player = Player(SMALL, toy_tokenizer(), stops, num_rows=8, chunk_tokens=2)
+    note = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
+    env = ScriptedEnv(stops, script(note))
+    step = env.step
+    env.step = lambda episodes, texts: time.sleep(0.1) or step(episodes, texts)
+    player.engine.set_weights(tiny_params(SMALL, seed=11))
+    made = []
+
+    def measuring(*arguments):
+        made.append(calibration.Measuring(*arguments, None))
+        return made[-1]
+
+    monkeypatch.setattr("tests.toys.Rollout", measuring)
+    with pytest.raises(Interrupted):
+        player.play(
+            env,
+            ["where?"] * 8,
+            schedule=Schedule(deterministic=False),
+            should_stop=lambda: bool(made) and made[0].is_enough,
+        )
+    [rollout] = made
+    found = rollout.measured()
+    assert 0.1 <= found.call_s < 0.5
+    assert found.chunk_tokens == 2
+    assert found.num_calls == len(rollout.calls_s) >= 1
+    assert len(rollout.turns) >= 6
+    assert found.turn_tokens == np.median(rollout.turns)
+    assert 0 < found.host_s < found.chunk_s
+    played = [calibration.trajectory_of(one, {}) for one in rollout.samples]
+    assert sum(one.num_sampled for one in played) >= sum(rollout.turns)
 
 
 class Accelerator:
