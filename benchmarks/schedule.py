@@ -156,7 +156,7 @@ class Device:
 
     def _decode(
         self, weights: Any, cache: Any, state: None, rows: decode.Rows, *rest: Any
-    ) -> tuple[Any, None, decode.Report]:
+    ) -> tuple[Any, None, decode.Packed]:
         steps, source = self._engine.sampler.num_steps, rows.source
         last, given = self._last, rows.state
 
@@ -182,14 +182,10 @@ class Device:
             active=active & (status == decode.RUNNING),
         )
         values = np.where(token_ids >= 0, drawn, 0).astype(np.float32)
-        report = decode.Report(
-            token_ids=_array(token_ids),
-            logprobs=_array(values),
-            entropies=_array(values),
-            status=_array(status.astype(np.int32)),
-            stop_state=_array(np.zeros(len(counts), np.int32)),
-            recorded={},
-        )
+        numbers = values.view(np.int32)
+        ends = np.stack([status, np.zeros_like(status)], axis=1).astype(np.int32)
+        whole = np.concatenate([token_ids, numbers, numbers, ends], axis=1)
+        report = decode.Packed(values=_array(whole), recorded={})
         self.clock.dispatch(steps * self.step_s)
         self.clock.ready.append(self.clock.free_at)
         return cache, None, report

@@ -20,10 +20,10 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +89,10 @@ class Request:
         return Prompt(self.prompt_ids, self.attachments)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+_NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
+
+
+class Event(NamedTuple):
     """Tokens that a request sampled in one chunk; `status` as in `decode`."""
 
     request: int
@@ -101,7 +103,7 @@ class Event:
     status: int
     # Recorded arrays of all tokens read since the event before, prompt and observations among them,
     # the last one sampled not yet: `[m, ...]`. {} where the engine records none.
-    recorded: Mapping[str, np.ndarray] = field(default_factory=dict)
+    recorded: Mapping[str, np.ndarray] = _NOTHING
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class _Chunk:
 
     number: int
     rows: list[tuple[int, int]]  # of each: request, index in the report
-    report: decode.Report
+    report: decode.Packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +403,7 @@ class Engine:
 
     def _declare_decode(self) -> CompiledFunction:
         return CompiledFunction(
-            self.sampler.decode_chunk,
+            self.sampler.decode_packed,
             name="decode",
             variants=self._decodes(),
             donate_argnums=(1,),
@@ -676,7 +678,7 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         """The device has not done all that it was given."""
-        return bool(self._in_flight) and not self._in_flight[-1].report.status.is_ready()
+        return bool(self._in_flight) and not self._in_flight[-1].report.values.is_ready()
 
     @property
     def wait_cause(self) -> str:
@@ -761,7 +763,7 @@ class Engine:
         False where reports must be read first: who runs in a chunk in flight keeps its pages.
         """
         for shard in self._shards:
-            for row in shard.to_decode:
+            for row in shard.short_of_pages:
                 while shard.lacks_pages(row):
                     if shard.drop_kept():
                         continue
@@ -794,18 +796,25 @@ class Engine:
         """The prompt of the request that is admitted next."""
         return self._queue[0][1].prompt if self._queue else Prompt()
 
-    def _free_shard(self) -> int | None:
-        """The shard that admits the queue's next request; None: none has room."""
+    def _free_shard(self, loads: Sequence[int | None] = ()) -> int | None:
+        """The shard that admits the queue's next request; None: none has room.
+
+        `loads` are those of the shards, counted here without them.
+        """
         if not self._queue:
             return None
         request = self._queue[0][1]
-        rooms = [shard.room(request.prompt, request.budget) for shard in self._shards]
+        loads = loads or [shard.load for shard in self._shards]
+        each = zip(self._shards, loads, strict=True)
+        rooms = [shard.room(request.prompt, request.budget, load) for shard, load in each]
         found = [room for room in rooms if room]
         return min(found)[-1] if found else None
 
     def _admit(self) -> None:
         """Moves requests from the queue to where there is room."""
-        while (shard := self._free_shard()) is not None:
+        loads = [shard.load for shard in self._shards] if self._queue else []
+        while (shard := self._free_shard(loads)) is not None:
+            loads[shard] = (loads[shard] or 0) + 1
             number, request = self._queue.popleft()
             row = self._shards[shard].admit(
                 number, request.prompt, key=request.sample_key, budget=request.budget
@@ -928,27 +937,34 @@ class Engine:
         """The rows of a chunk for the device, and of each its request and index in the report."""
         total = self.num_shards * num_rows
         ints = np.zeros((5, total), np.int32)
-        source, pending, length, budget, stop_state = ints
-        source[:] = -1
+        ints[0] = -1
         active = np.zeros(total, bool)
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
         keys = np.zeros((total, 2), np.uint32)
         offset = None if self._tower is None else np.zeros(total, np.int32)
         members = []
         for shard, rows in enumerate(running):
-            for index, row in enumerate(rows, start=shard * num_rows):
-                if row.in_flight:  # it goes on from what the last chunk leaves on the device
-                    source[index] = row.index
-                pending[index], length[index] = row.pending, row.length
-                budget[index], stop_state[index] = row.budget, row.stop_state
-                active[index] = True
-                tables[index, : len(row.pages)] = row.pages
-                keys[index] = row.key
-                if offset is not None:
-                    offset[index] = row.offset
+            if not rows:
+                continue
+            first = shard * num_rows
+            here = slice(first, first + len(rows))
+            # One in flight goes on from what the last chunk leaves on the device.
+            ints[:, here] = np.array(
+                [
+                    (r.index if r.in_flight else -1, r.pending, r.length, r.budget, r.stop_state)
+                    for r in rows
+                ]
+            ).T
+            active[here] = True
+            keys[here] = [row.key for row in rows]
+            if offset is not None:
+                offset[here] = [row.offset for row in rows]
+            for index, row in enumerate(rows):
+                tables[first + index] = row.pages_table(self._table_pages, self.num_pages)
                 row.in_flight += self.sampler.num_steps
-                row.index = index - shard * num_rows
-                members.append((row.request, index))
+                row.index = index
+                members.append((row.request, first + index))
+        source, pending, length, budget, stop_state = ints
         state = State(
             pending=pending, length=length, budget=budget, stop_state=stop_state, active=active
         )
@@ -1070,7 +1086,7 @@ class Engine:
                     count = len(piece.token_ids)
                     token_ids[index, :count] = piece.token_ids
                     start[index], counts[index] = piece.start, count
-                    tables[index, : len(piece.row.pages)] = piece.row.pages
+                    tables[index] = piece.row.pages_table(self._table_pages, self.num_pages)
                     for name, values in piece.token_arrays.items():
                         token_arrays[name][index, :count] = values
         blocks = Blocks(
@@ -1084,38 +1100,40 @@ class Engine:
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""
-        report = jax.device_get(chunk.report)
-        num_sampled = (report.token_ids >= 0).sum(axis=1)
-        # A row that stopped in an earlier chunk has sampled nothing, and may be gone.
-        return [
-            self._event(chunk.number, self._rows[request], report, index, int(num_sampled[index]))
-            for request, index in sorted(chunk.rows)
-            if num_sampled[index]
-        ]
+        report = decode.unpacked(jax.device_get(chunk.report))
+        token_ids, logprobs, entropies = report.token_ids, report.logprobs, report.entropies
+        num_sampled = (token_ids >= 0).sum(axis=1)
+        last_ids = token_ids[np.arange(len(token_ids)), num_sampled - 1].tolist()
+        stop_states, statuses = report.stop_state.tolist(), report.status.tolist()
+        counts, events = num_sampled.tolist(), []
+        for request, index in sorted(chunk.rows):
+            if not (count := counts[index]):
+                continue  # it stopped in an earlier chunk, and may be gone
+            row, status = self._rows[request], statuses[index]
+            row.pending, row.stop_state = last_ids[index], stop_states[index]
+            row.length += count
+            row.budget -= count
+            row.in_flight -= self.sampler.num_steps
+            if status != decode.RUNNING:
+                row.is_waiting, row.in_flight = True, 0
+            event = Event(
+                request,
+                chunk.number,
+                token_ids[index, :count],
+                logprobs[index, :count],
+                entropies[index, :count],
+                status,
+                _recorded(row, report, index, count),
+            )
+            events.append(event)
+            self.counts.sampled += count
+        return events
 
-    def _event(self, chunk: int, row: Row, report: decode.Report, index: int, count: int) -> Event:
-        status = int(report.status[index])
-        token_ids = np.array(report.token_ids[index, :count])
-        row.pending, row.stop_state = int(token_ids[-1]), int(report.stop_state[index])
-        row.length += count
-        row.budget -= count
-        row.in_flight -= self.sampler.num_steps
-        if status != decode.RUNNING:
-            row.is_waiting, row.in_flight = True, 0
-        self.counts.sampled += count
-        return Event(
-            request=row.request,
-            chunk=chunk,
-            token_ids=token_ids,
-            logprobs=np.array(report.logprobs[index, :count]),
-            entropies=np.array(report.entropies[index, :count]),
-            status=status,
-            recorded=_recorded(row, report, index, count),
-        )
 
-
-def _recorded(row: Row, report: decode.Report, index: int, count: int) -> dict[str, np.ndarray]:
+def _recorded(row: Row, report: decode.Report, index: int, count: int) -> Mapping[str, np.ndarray]:
     """The arrays of what a row has read since its last event, which its books then forget."""
+    if not report.recorded:
+        return _NOTHING
     before = [read.arrays for read in row.reads]
     row.reads = []
     return {

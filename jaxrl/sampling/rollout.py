@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -129,6 +130,15 @@ class StartError(ValueError):
     """The environment could not open an episode of a task."""
 
 
+class Span(NamedTuple):
+    """Tokens that were sampled one after another."""
+
+    start: int  # place of the first one
+    logprobs: np.ndarray  # float32 [n], nats
+    entropies: np.ndarray  # float32 [n], nats
+    versions: int | Sequence[int]  # of the weights, one for all or one for each
+
+
 @dataclass(kw_only=True)
 class Sample:
     """A trajectory while it grows."""
@@ -139,10 +149,8 @@ class Sample:
     token_ids: list[int]
     prompt_length: int
     attachments: list[Attachment] = field(default_factory=list)  # shown so far
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights, of each sampled token
+    sampled: list[Span] = field(default_factory=list)  # in their order
+    num_sampled: int = 0  # tokens that the policy wrote
     # By context, of its tokens in order.
     recorded: list[list[Mapping[str, np.ndarray]]] = field(default_factory=lambda: [[]])
     contexts: list[tuple[int, int]] = field(default_factory=list)  # see `Trajectory.contexts`
@@ -156,29 +164,35 @@ class Sample:
     def append_prompt(self) -> None:
         """Begins the first turn, behind the prompt."""
         self.turn_starts = [self.prompt_length]
-        self._append_unsampled(self.prompt_length)
 
     def append_sampled(self, event: Event, version: int) -> None:
         """Appends what the engine sampled with weights of a version."""
-        self.versions.extend([version] * len(event.token_ids))
-        self.token_ids.extend(event.token_ids.tolist())
-        self.loss_mask.extend([True] * len(event.token_ids))
-        self.logprobs.extend(event.logprobs.tolist())
-        self.entropies.extend(event.entropies.tolist())
-        self.recorded[-1].append(event.recorded)
+        self.append(event.token_ids.tolist(), event.logprobs, event.entropies, version)
+        if event.recorded:
+            self.recorded[-1].append(event.recorded)
 
     def append_unknown(self, token_ids: Sequence[int], version: int) -> None:
         """Appends what a model wrote whose probabilities nobody knows."""
-        self.versions.extend([version] * len(token_ids))
+        unknown = np.full(len(token_ids), np.nan, np.float32)
+        self.append(token_ids, unknown, unknown, version)
+
+    def append(
+        self,
+        token_ids: Sequence[int],
+        logprobs: np.ndarray,
+        entropies: np.ndarray,
+        versions: int | Sequence[int],
+    ) -> None:
+        """Appends what a model wrote; arrays as in `Span`."""
+        if not token_ids:
+            return
+        self.sampled.append(Span(len(self.token_ids), logprobs, entropies, versions))
         self.token_ids.extend(token_ids)
-        self.loss_mask.extend([True] * len(token_ids))
-        self.logprobs.extend([math.nan] * len(token_ids))
-        self.entropies.extend([math.nan] * len(token_ids))
+        self.num_sampled += len(token_ids)
 
     def append_observation(self, token_ids: Sequence[int]) -> None:
         """Appends what the environment inserted, and begins the next turn."""
         self.token_ids.extend(token_ids)
-        self._append_unsampled(len(token_ids))
         self.turn_starts.append(len(self.token_ids))
 
     def begin_context(self, token_ids: Sequence[int], num_repeated: int) -> None:
@@ -194,11 +208,6 @@ class Sample:
     def context_length(self) -> int:
         """Tokens of the context that it is in."""
         return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
-
-    def _append_unsampled(self, count: int) -> None:
-        self.loss_mask.extend([False] * count)
-        self.logprobs.extend([0.0] * count)
-        self.entropies.extend([0.0] * count)
 
     def token_arrays(self, declared: Mapping[str, TokenArray]) -> dict[str, np.ndarray]:
         """Recorded arrays `[L, ...]`; a context's last token, which is not read, has `fill`."""
@@ -216,20 +225,17 @@ class Sample:
         return arrays
 
     @property
-    def num_sampled(self) -> int:
-        """Tokens that the policy wrote."""
-        return sum(self.loss_mask)
-
-    @property
     def has_failed(self) -> bool:
         """True of an environment error."""
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
     def finished(self, reward: Reward) -> Finished:
         """The trajectory with what the environment found in it."""
-        repeated = {i for start, count in self.contexts for i in range(start, start + count)}
-        places = range(self.prompt_length, len(self.token_ids))
-        ids = [self.token_ids[i] for i in places if i not in repeated]
+        ids, first = [], self.prompt_length
+        for start, count in self.contexts:
+            ids += self.token_ids[first:start]
+            first = start + count
+        ids += self.token_ids[first:]
         return Finished(episode=self.episode, reward=reward, completion_ids=ids)
 
     def fail(self, error: BaseException) -> None:
@@ -273,11 +279,17 @@ def encode_observation(
         shown = tokenizer.decode(body)
     images = [tokenizer.render_image(count) for count in image_tokens]
     return [
-        *tokenizer.encode(observation.prefix),
+        *_tag_ids(tokenizer, observation.prefix),
         *body,
         *(id for ids, _ in images for id in ids),
-        *tokenizer.encode(observation.suffix),
+        *_tag_ids(tokenizer, observation.suffix),
     ], "".join([observation.prefix, shown, *(text for _, text in images), observation.suffix])
+
+
+@lru_cache(maxsize=64)
+def _tag_ids(tokenizer: Tokenizer, tag: str) -> tuple[int, ...]:
+    """Ids of what stands around an observation, nearly always the same."""
+    return tuple(tokenizer.encode(tag))
 
 
 def encode_results(
@@ -443,10 +455,10 @@ class EpisodePlayer:
         image_id = self._tokenizer.image_id
         return 0 if image_id is None else token_ids.count(image_id)
 
-    def _has_too_many_units(self, token_ids: Sequence[int]) -> bool:
+    def _has_too_many_units(self, *parts: Sequence[int]) -> bool:
         """Returns True if there are more tokens of images than a trajectory may have."""
         limit = self._limits.max_image_tokens
-        return 0 < limit < self._num_units(token_ids)
+        return 0 < limit < sum(map(self._num_units, parts))
 
     @property
     def _prompt_limit(self) -> int:
@@ -584,7 +596,8 @@ class EpisodePlayer:
             text: of the turn.
             result: what the environment replies.
         """
-        turn = Turn(
+        turn = partial(
+            Turn,
             text=text,
             tool_call=result.tool_call,
             tool=result.tool,
@@ -593,7 +606,7 @@ class EpisodePlayer:
             records=result.records,
         )
         if result.outcome is not None:
-            self._end(sample, turn, result.outcome)
+            self._end(sample, turn(), result.outcome)
             return None
         pictures = images_of(result.observation)
         token_ids, shown = self._fit_observation(sample, result.observation)
@@ -609,22 +622,21 @@ class EpisodePlayer:
                 prompt = sample.token_ids[: sample.prompt_length]
                 following = contexts.following(prompt, sample.played)
                 if following is None:
-                    self._end(sample, turn, Outcome.OUT_OF_BUDGET)
+                    self._end(sample, turn(), Outcome.OUT_OF_BUDGET)
                     return None
                 token_ids, num_repeated = following
                 context_length = len(token_ids)
         length = len(sample.token_ids) + len(token_ids)
         left = self._budget(length, num_sampled=sample.num_sampled, context_length=context_length)
-        if left <= 0 or self._has_too_many_units([*sample.token_ids, *token_ids]):
-            self._end(sample, turn, Outcome.OUT_OF_BUDGET)
+        if left <= 0 or self._has_too_many_units(sample.token_ids, token_ids):
+            self._end(sample, turn(), Outcome.OUT_OF_BUDGET)
             return None
         if num_repeated:
             sample.begin_context(token_ids, num_repeated)
         else:
             sample.append_observation(token_ids)
         sample.attachments += self._see(pictures)
-        turn = dataclasses.replace(turn, observation=shown, images=tuple(pictures))
-        sample.episode.turns.append(turn)
+        sample.episode.turns.append(turn(observation=shown, images=tuple(pictures)))
         return token_ids
 
     def _room(self, sample: Sample) -> int:
@@ -650,9 +662,9 @@ class EpisodePlayer:
                 image_tokens=[self._tokens(self._see(some)) for some in observation.images],
             )
         tokens = self._tokens(self._see(observation.images))
-        tags = dataclasses.replace(observation, body="")
-        bare, _ = encode_observation(self._tokenizer, tags, max_body_tokens=0, image_tokens=tokens)
-        room = self._room(sample) - len(bare)
+        tags = (_tag_ids(self._tokenizer, tag) for tag in (observation.prefix, observation.suffix))
+        images = (self._tokenizer.render_image(count)[0] for count in tokens)
+        room = self._room(sample) - sum(map(len, (*tags, *images)))
         limit = max(min(self._limits.max_observation_tokens - sum(tokens), room), 0)
         return encode_observation(
             self._tokenizer, observation, max_body_tokens=limit, image_tokens=tokens
@@ -837,7 +849,7 @@ class Rollout(EpisodePlayer):
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:
             check_stop(should_stop)
-            if sum(map(_is_open, groups)) <= sampling.unfinished:
+            if sampling.unfinished and sum(map(_is_open, groups)) <= sampling.unfinished:
                 return
             ended = [sample.episode.outcome is not None for sample in samples.values()]
             progress(sum(ended), len(ended))
@@ -953,7 +965,7 @@ class Rollout(EpisodePlayer):
         token_ids = sample.token_ids[sample.turn_starts[-1] :]
         if status == decode.END_OF_TURN:
             token_ids = token_ids[:-1]
-        data = [self._tokenizer.vocab_bytes[token] for token in token_ids]
+        data = list(map(self._tokenizer.vocab_bytes.__getitem__, token_ids))
         text = self._automaton.cut(data) if status == decode.STOP_STRING else b"".join(data)
         return text.decode("utf-8", errors="replace")
 
@@ -1170,9 +1182,17 @@ def _check_chat(messages: Iterable[Any]) -> None:
 
 def trajectory_of(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajectory:
     """The trajectory of a sample as it stands, with its recorded arrays."""
-    loss_mask, reward = np.array(sample.loss_mask, bool), sample.reward
-    versions = np.full(len(loss_mask), -1, np.int32)
-    versions[loss_mask] = sample.versions
+    reward, length = sample.reward, len(sample.token_ids)
+    edges, versions = np.zeros(length + 1, np.int32), np.full(length, -1, np.int32)
+    logprobs, entropies = np.zeros((2, length), np.float32)
+    edges[[one.start for one in sample.sampled]] += 1
+    edges[[one.start + len(one.logprobs) for one in sample.sampled]] -= 1
+    loss_mask = np.cumsum(edges)[:length].astype(bool)
+    if sample.sampled:
+        logprobs[loss_mask] = np.concatenate([one.logprobs for one in sample.sampled])
+        entropies[loss_mask] = np.concatenate([one.entropies for one in sample.sampled])
+    for one in sample.sampled:
+        versions[one.start : one.start + len(one.logprobs)] = one.versions
     scored: dict[str, Any] = {}
     if reward is not None:
         scored = {
@@ -1188,8 +1208,8 @@ def trajectory_of(sample: Sample, recorded: Mapping[str, TokenArray]) -> Traject
     return Trajectory(
         token_ids=np.array(sample.token_ids, np.int32),
         loss_mask=loss_mask,
-        rollout_logprobs=np.array(sample.logprobs, np.float32),
-        rollout_entropies=np.array(sample.entropies, np.float32),
+        rollout_logprobs=logprobs,
+        rollout_entropies=entropies,
         policy_versions=versions,
         attachments=tuple(sample.attachments),
         token_arrays=sample.token_arrays(recorded),
