@@ -18,8 +18,9 @@ be decoded then: one runs, comes back, or is in the queue and there is room for 
 moments, which another schedule would avoid; `few rows` that in which no row may be decoded, which
 only more rows avoid, as the last episodes of a rollout have none beside them.
 
-`host` measures processor time of the host's thread, less what the replaced programs take: for each
-number of rows, length of turns and length of chunks microseconds a token and milliseconds a chunk.
+`host` measures processor time, of the threads that ask the environment too, less what the replaced
+programs take: for each number of rows, length of turns and length of chunks microseconds a token
+and milliseconds a chunk, the least of some repetitions.
 """
 
 from __future__ import annotations
@@ -413,14 +414,14 @@ def idle(flags: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def host_cost(work: Work, repetitions: int) -> dict[str, float]:
-    """Processor time of the host's thread: microseconds a token, milliseconds a chunk."""
+    """Processor time: microseconds a token, milliseconds a chunk."""
     rollout, device = make(work, kind=Rollout)
     engine, best = rollout._engine, math.inf
     for number in range(repetitions):
         counts = dataclasses.replace(engine.counts)
-        begun = time.thread_time()
+        begun = time.process_time()
         play(rollout, work, number)
-        spent_s = time.thread_time() - begun
+        spent_s = time.process_time() - begun
         spent_s -= device.spent_s()
         sampled, chunks = (
             getattr(engine.counts, name) - getattr(counts, name) for name in ("sampled", "chunks")

@@ -115,13 +115,13 @@ class _Chunk:
     report: decode.Packed
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Up to `BLOCK` tokens that a row has to read."""
 
     row: Row
     start: int  # position of the first one
-    token_ids: np.ndarray  # int32 [n]
+    num_tokens: int  # n
+    token_ids: np.ndarray  # int32 [BLOCK], of which n count
     token_arrays: dict[str, np.ndarray]  # [n, ...] of `Tower.arrays`; {} without a tower
 
 
@@ -935,7 +935,7 @@ class Engine:
         self, running: list[list[Row]], num_rows: int
     ) -> tuple[Rows, list[tuple[int, int]]]:
         """The rows of a chunk for the device, and of each its request and index in the report."""
-        total = self.num_shards * num_rows
+        total, num_steps = self.num_shards * num_rows, self.sampler.num_steps
         ints = np.zeros((5, total), np.int32)
         ints[0] = -1
         active = np.zeros(total, bool)
@@ -959,9 +959,9 @@ class Engine:
             keys[here] = [row.key for row in rows]
             if offset is not None:
                 offset[here] = [row.offset for row in rows]
+            tables[here] = [self._table(row) for row in rows]
             for index, row in enumerate(rows):
-                tables[first + index] = row.pages_table(self._table_pages, self.num_pages)
-                row.in_flight += self.sampler.num_steps
+                row.in_flight += num_steps
                 row.index = index
                 members.append((row.request, first + index))
         source, pending, length, budget, stop_state = ints
@@ -970,6 +970,15 @@ class Engine:
         )
         given = Rows(source=source, state=state, tables=tables, keys=keys, offset=offset)
         return given, members
+
+    def _table(self, row: Row) -> np.ndarray:
+        """The pages of a row in order as the programs read them, int32 [M]; changed later."""
+        if row.table is None:
+            row.table, row.num_tabled = np.full(self._table_pages, self.num_pages, np.int32), 0
+        if row.num_tabled < len(row.pages):
+            row.table[row.num_tabled : len(row.pages)] = row.pages[row.num_tabled :]
+            row.num_tabled = len(row.pages)
+        return row.table
 
     def _read_tokens(self, running: list[list[Row]]) -> None:
         """Reads what rows have to read before they are decoded, in pieces of `BLOCK` tokens.
@@ -1031,24 +1040,26 @@ class Engine:
 
     def _pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[_Piece]:
         """Cuts up what a row has to read, and counts it as read; `units` are of its attachments."""
-        tokens, arrays = np.array(row.unread, np.int32), {}
+        count, arrays = len(row.unread), {}
+        tokens = np.zeros(-(-count // BLOCK) * BLOCK, np.int32)
+        tokens[:count] = row.unread
         if self._tower is not None:
-            arrays = {n: one.filled(len(tokens)) for n, one in self._tower.arrays.items()}
+            arrays = {n: one.filled(count) for n, one in self._tower.arrays.items()}
             arrays |= row.unread_arrays
             if row.unread_attachments:
                 found = np.concatenate([next(units) for _ in row.unread_attachments])
-                arrays[UNITS][tokens == self._tower.token_id] = found
-        cuts = range(0, len(tokens), BLOCK)
+                arrays[UNITS][tokens[:count] == self._tower.token_id] = found
         pieces = [
             _Piece(
-                row=row,
-                start=row.length + start,
-                token_ids=tokens[start : start + BLOCK],
-                token_arrays={n: x[start : start + BLOCK] for n, x in arrays.items()},
+                row,
+                row.length + start,
+                min(count - start, BLOCK),
+                tokens[start : start + BLOCK],
+                {n: x[start : start + BLOCK] for n, x in arrays.items()} if arrays else {},
             )
-            for start in cuts
+            for start in range(0, count, BLOCK)
         ]
-        row.length += len(tokens)
+        row.length += count
         row.unread, row.unread_attachments, row.unread_arrays = [], (), {}
         return pieces
 
@@ -1065,7 +1076,7 @@ class Engine:
                 jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
                 recorded = Recorded(arrays)
                 for piece, index in members:
-                    piece.row.reads.append(Read(recorded, index, len(piece.token_ids)))
+                    piece.row.reads.append(Read(recorded, index, piece.num_tokens))
 
     def _host_blocks(
         self, pieces: list[deque[_Piece]], num_blocks: int
@@ -1077,18 +1088,21 @@ class Engine:
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
         declared = self._tower.arrays if self._tower is not None else {}
         token_arrays = {name: one.filled(total, BLOCK) for name, one in declared.items()}
-        members = []
+        members: list[tuple[_Piece, int]] = []
         for shard, of_shard in enumerate(pieces):
-            for index in range(shard * num_blocks, (shard + 1) * num_blocks):
-                if of_shard:
-                    piece = of_shard.popleft()
-                    members.append((piece, index))
-                    count = len(piece.token_ids)
-                    token_ids[index, :count] = piece.token_ids
-                    start[index], counts[index] = piece.start, count
-                    tables[index] = piece.row.pages_table(self._table_pages, self.num_pages)
-                    for name, values in piece.token_arrays.items():
-                        token_arrays[name][index, :count] = values
+            taken = [of_shard.popleft() for _ in range(min(num_blocks, len(of_shard)))]
+            if not taken:
+                continue
+            first = shard * num_blocks
+            here = slice(first, first + len(taken))
+            token_ids[here] = [piece.token_ids for piece in taken]
+            start[here] = [piece.start for piece in taken]
+            counts[here] = [piece.num_tokens for piece in taken]
+            tables[here] = [self._table(piece.row) for piece in taken]
+            members += zip(taken, range(first, first + len(taken)), strict=True)
+            for index, piece in enumerate(taken, start=first):
+                for name, values in piece.token_arrays.items():
+                    token_arrays[name][index, : piece.num_tokens] = values
         blocks = Blocks(
             token_ids=token_ids,
             start=start,

@@ -38,7 +38,7 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.calls import MAX_ERROR, error_text, failure_report, in_thread, side_by_side
+from jaxrl.envs.calls import MAX_ERROR, Threads, error_text, failure_report, side_by_side
 from jaxrl.envs.images import MARK, Picture, UnreadableError
 from jaxrl.envs.text import writable
 from jaxrl.models.beside import TokenArray
@@ -787,6 +787,7 @@ class Rollout(EpisodePlayer):
         going = [one for one in going if one.episode.outcome is None]
         playing = self._begin(going, sampling) if going else {}
         playing |= self._submit(fresh, new, sampling)
+        self._threads = Threads()
         try:
             with stopped_by(should_stop):
                 self._play(groups, playing, calls, sampling, should_stop, progress)
@@ -794,6 +795,8 @@ class Rollout(EpisodePlayer):
             self._engine.clear()
             wait([call.replies for call in calls], timeout=_PATIENCE_S)
             raise
+        finally:
+            self._threads.close()
         over = [place for place, group in enumerate(groups) if not _is_open(group)]
         over = over[: len(groups) - sampling.unfinished]
         if len(over) < len(groups):
@@ -866,7 +869,7 @@ class Rollout(EpisodePlayer):
         episodes = [sample.episode for _, sample, _ in members]
         texts = [text for _, _, text in members]
         ends = time.monotonic() + (self._schedule.deadline_s or math.inf)
-        replies = in_thread(lambda: self._step(episodes, texts))
+        replies = self._threads.start(lambda: self._step(episodes, texts))
         return _Call(due=due, members=members, replies=replies, ends=ends)
 
     def _due(self, calls: Sequence[_Call], should_stop: Callable[[], bool]) -> list[_Call]:

@@ -82,7 +82,7 @@ class Row:
     unread_arrays: dict[str, np.ndarray] = field(default_factory=dict)  # [n, ...], with a tower
     offset: int = 0  # of the position of the pending token and those after it
     pages: list[int] = field(default_factory=list)
-    # int32 [M], its first `num_tabled` pages as the programs read them; None: to be made anew.
+    # int32 [M], its first `num_tabled` pages as programs read them; None: to be made anew.
     table: np.ndarray | None = None
     num_tabled: int = 0
     saved: Any = None  # the content of its pages, of each layer, while they are another's
@@ -92,15 +92,6 @@ class Row:
     # Of the tokens before those it sampled last, in order, where arrays are recorded; at first the
     # list of its prefix itself, which the row that reads the prompt fills for all.
     reads: list[Read] = field(default_factory=list)
-
-    def pages_table(self, size: int, nowhere: int) -> np.ndarray:
-        """Its pages in order, int32 [size], `nowhere` behind them; the next call changes it."""
-        if self.table is None:
-            self.table, self.num_tabled = np.full(size, nowhere, np.int32), 0
-        if self.num_tabled < len(self.pages):
-            self.table[self.num_tabled : len(self.pages)] = self.pages[self.num_tabled :]
-            self.num_tabled = len(self.pages)
-        return self.table
 
     @property
     def may_run(self) -> bool:
