@@ -341,8 +341,8 @@ def _write(path: Path, chosen: Chosen, measured: dict[str, Any]) -> None:
 
 
 ADVICE = {
-    "lag": "replies entered too early for this environment: set config.rollout."
-    "observation_lag_chunks higher than {lag}, or remove " + FILE + " to have it measured anew",
+    "lag": "replies were due too early for this environment: set config.rollout."
+    "observation_lag_chunks higher than {lag}",
     "cache": "the cache has no room for more rows beside those that wait for their replies: raise "
     "config.rollout.cache_gib, or lower config.rollout.max_total_tokens",
     "tasks": "all trajectories of the step waited, and there were no others: raise "

@@ -177,6 +177,7 @@ def evaluate_step(
             saved=dataclasses.replace(progress),
         )
         params = start_params(session)
+        components.calibrate(session, params, "evaluate")
         folder = workdir / "steps" / str(step)
         components.export(params, folder)
         evaluate(session, params)
