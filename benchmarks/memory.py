@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.config import default_config
+from jaxrl.environment import most_chunk_tokens
 from jaxrl.method import batch_shape, method_of, optimizer_of
 from jaxrl.method import policy_of as architecture_of
 from jaxrl.models.attention.choice import choose
@@ -246,7 +247,7 @@ def sampler_programs(
         mesh=mesh,
         kernels=kernels,
         num_tokens=model.vocab_size,
-        num_steps=rollout.chunk_tokens,
+        num_steps=most_chunk_tokens(config, target.platform),
         num_rows=num_rows,
         dtype=dtype,
         scan_layers=scans(config.model.scan_layers, target.platform),

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl import environment, toolbox
+from jaxrl import calibration, environment, toolbox
 from jaxrl.choices import chosen, made
 from jaxrl.config import OWN_MODEL
 from jaxrl.demonstrations import Demonstration, read_demonstrations
@@ -151,9 +151,11 @@ def assemble(
         engine = make_engine(config, policy, mesh, automaton, tokenizer, kind=kind)
     model = make_model(config, mesh, policy, tokenizer)
     stages = make_stages(config, model, method)
+    given = filled(calibration.Chosen, config.rollout)
+    longest = environment.context_tokens(config)
     schedule = Schedule(
         deterministic=config.rollout.deterministic,
-        lag_chunks=config.rollout.observation_lag_chunks,
+        lag_chunks=calibration.defaults(given, longest).observation_lag_chunks,
         deadline_s=config.env.step_deadline_s,
     )
     pay = _make_payment(config, tasks, eval_tasks)
@@ -172,7 +174,10 @@ def assemble(
 
     def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:
         restored = seen_by.with_images if seen_by else list[Group]
-        return shared(rollout_of(env, seen_by), restored)
+        rollout: RolloutFunction = rollout_of(env, seen_by)
+        if engine is not None:
+            rollout = calibration.telling(rollout, engine, schedule, log)
+        return shared(rollout, restored)
 
     without_search = rollout_of(control)
     tasks, notes = _fit_all(tasks, without_search, config, show)
@@ -195,6 +200,18 @@ def assemble(
                 "config.model.path reads no images; leave the suite out."
             )
         controls["blank_images"] = shared_rollout(env, processor.blank())
+    calibrates = {}
+    is_ours = not environment.plays_itself(config)
+    if engine is not None and is_ours and calibration.is_open(given, engine, schedule):
+        around = engine, env, tokenizer, automaton, limits
+        ways = Schedule(deterministic=False, deadline_s=config.env.step_deadline_s)
+        calibrates["calibrate"] = calibration.Calibration(
+            engine=engine,
+            schedule=schedule,
+            given=given,
+            make=partial(calibration.Measuring, *around, ways, pay, processor),
+            longest=longest,
+        )
     return Assembled(
         mesh=mesh,
         model=model,
@@ -213,6 +230,7 @@ def assemble(
         is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
         notes=tuple(filter(None, notes)),
         processor=processor,
+        **calibrates,
     )
 
 
@@ -759,7 +777,7 @@ def make_engine(
         num_pages=num_pages,
         max_prompt_tokens=environment.prompt_tokens(config),
         max_total_tokens=length,
-        chunk_tokens=rollout.chunk_tokens,
+        chunk_tokens=calibration.defaults(filled(calibration.Chosen, rollout), length).chunk_tokens,
         max_units=environment.max_image_tokens(config),
         dtype=jnp.dtype(config.model.dtype),
         kernels=kernels,

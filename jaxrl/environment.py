@@ -7,6 +7,7 @@ import inspect
 from ml_collections import ConfigDict
 
 from jaxrl.choices import Rule, check_texts, chosen
+from jaxrl.config import CHUNK_TOKENS
 from jaxrl.envs.base import ENVS, Env
 from jaxrl.own_code import is_own
 
@@ -78,6 +79,12 @@ def context_tokens(config: ConfigDict) -> int:
     """Tokens that the sampler reads at once, at most."""
     rollout = config.rollout
     return int(rollout.context.max_tokens if has_contexts(config) else rollout.max_total_tokens)
+
+
+def most_chunk_tokens(config: ConfigDict, platform: str) -> int:
+    """Decoding steps of a chunk at most, where its length may still be chosen."""
+    chosen = CHUNK_TOKENS[1] if platform == "cpu" else CHUNK_TOKENS[-1]
+    return int(config.rollout.chunk_tokens) or min(chosen, context_tokens(config))
 
 
 def prompt_tokens(config: ConfigDict) -> int:

@@ -24,6 +24,7 @@ from jaxrl.logs.steps import (
     merge,
     packing_metrics,
     sample_fields,
+    wait_metrics,
     window_metrics,
 )
 from jaxrl.runtime import distributed
@@ -259,6 +260,7 @@ class Collector:
         """
         session, engine = self.session, self.session.components.engine
         before = dataclasses.replace(engine.counts)
+        engine.waits.clear()
         self.spent = NOTHING
 
         def accounted(draws: Sequence[Draw]) -> Sequence[Group | None]:
@@ -288,7 +290,7 @@ class Collector:
             session.progress.num_broken_off += self.spent != NOTHING
             raise
         metrics = collected.metrics | engine_metrics(engine, before)
-        metrics |= self.stream.metrics(collected.num_tasks_taken)
+        metrics |= wait_metrics(engine) | self.stream.metrics(collected.num_tasks_taken)
         engine.clear()  # each counts its pages from the first
         return dataclasses.replace(collected, metrics=metrics, ledger=self.spent)
 

@@ -7,7 +7,7 @@ import base64
 import json
 import random
 import re
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import jax
@@ -131,10 +131,11 @@ class Recital:
     """An engine that samples the turns it was given, and notes what it is given to read."""
 
     overlaps, is_idle, is_stalled, device = False, True, False, None
+    is_busy, wait_cause = False, "tasks"
 
     def __init__(self, turns, status):
         self.turns, self.status, self.read = deque(turns), status, []
-        self.counts = SimpleNamespace(chunks=0)
+        self.counts, self.waits = SimpleNamespace(chunks=0), Counter()
 
     def submit(self, requests, *, temperature, top_p):
         [request] = requests

@@ -69,6 +69,53 @@ def in_thread(work: Callable[[], Result]) -> Future[Result]:
     return future
 
 
+class Threads:
+    """Threads as of `in_thread` that take one piece of work after another, until `close`.
+
+    To start one takes as long as a short call, and the caller waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._is_closed = threading.Lock(), False
+        self._spare: list[tuple[threading.Thread, queue.SimpleQueue[Any]]] = []
+
+    def start(self, work: Callable[[], Result]) -> Future[Result]:
+        """Runs `work` in a thread that has nothing to do, or another one; returns its future."""
+        future: Future[Result] = Future()
+        with self._lock:
+            _, works = self._spare.pop() if self._spare else self._another()
+        works.put((future, work))
+        return future
+
+    def _another(self) -> tuple[threading.Thread, queue.SimpleQueue[Any]]:
+        works: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def run() -> None:
+            while (given := works.get()) is not None:
+                future, work = given
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+                with self._lock:
+                    if self._is_closed:
+                        return
+                    self._spare.append((thread, works))
+
+        thread = threading.Thread(target=run, daemon=True, name="env")
+        thread.start()
+        return thread, works
+
+    def close(self) -> None:
+        """Ends the threads: those that work when they are done, for which nobody waits."""
+        with self._lock:
+            self._is_closed = True
+        for _, works in self._spare:
+            works.put(None)
+        for thread, _ in self._spare:
+            thread.join()
+
+
 def side_by_side(
     work: Callable[[Item], Result], items: Sequence[Item], *, max_threads: int
 ) -> list[Result]:

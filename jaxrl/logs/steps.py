@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean
 from jaxrl.runtime import distributed
-from jaxrl.sampling.protocol import Counts, Sampler
+from jaxrl.sampling.protocol import WAITS, Counts, Sampler
 from jaxrl.training.controllers import BUCKETS, Controllers, mean_divergences
 from jaxrl.training.ledger import Ledger
 from jaxrl.training.packing import Packed
@@ -84,6 +84,12 @@ def engine_metrics(engine: Sampler, before: Counts) -> dict[str, float]:
         "rollout/swapped_tokens": done["swapped"],
         "rollout/cache_use": max(part["cache_use"] for part in parts),
     }
+
+
+def wait_metrics(engine: Sampler) -> dict[str, float]:
+    """Seconds by cause in which a process's devices waited for replies; of the longest waiting."""
+    parts = distributed.gather({name: engine.waits[name] for name in WAITS})
+    return {f"timing_s/wait_{name}": max(part[name] for part in parts) for name in WAITS}
 
 
 def lag_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -86,6 +87,14 @@ class Report:
     stop_state: Array  # int32 [r], of the stop automaton, where the row has not stopped
     # [r, C, ...] of `Sampler.recorded`, of the token before each sampled one, which was read then
     recorded: dict[str, Array]
+
+
+@struct.dataclass
+class Packed:
+    """A report in one array, which reaches the host in one transfer."""
+
+    values: Array  # int32 [r, 3 * C + 2], token ids, log-probabilities, entropies, status, state
+    recorded: dict[str, Array]  # of `Report`
 
 
 @struct.dataclass
@@ -402,6 +411,15 @@ class Sampler:
         )
         return self._split(cache), self._widen(state), by_row
 
+    def decode_packed(self, *arguments: Any) -> tuple[Cache, State, Packed]:
+        """As `decode_chunk`, for the host."""
+        cache, state, report = self.decode_chunk(*arguments)
+        numbers = [report.logprobs, report.entropies]
+        ints = [jax.lax.bitcast_convert_type(one, jnp.int32) for one in numbers]
+        ends = [report.status[:, None], report.stop_state[:, None]]
+        values = self._by_row(jnp.concatenate([report.token_ids, *ints, *ends], axis=1))
+        return cache, state, Packed(values=values, recorded=report.recorded)
+
     def _read_pending(
         self,
         weights: Params,
@@ -518,6 +536,20 @@ def append_block(platform: str) -> int:
     Fewer would take an accelerator longer than products do, more are padding.
     """
     return 16 if platform == "cpu" else 64
+
+
+def unpacked(packed: Packed) -> Report:
+    """The report of a chunk, in views of what has reached the host."""
+    values, steps = packed.values, (packed.values.shape[1] - 2) // 3
+    logprobs, entropies = values[:, steps:-2].view(np.float32).reshape(-1, 2, steps).swapaxes(0, 1)
+    return Report(
+        token_ids=values[:, :steps],
+        logprobs=logprobs,
+        entropies=entropies,
+        status=values[:, -2],
+        stop_state=values[:, -1],
+        recorded=packed.recorded,
+    )
 
 
 def scans(scan_layers: bool, platform: str) -> bool:

@@ -17,12 +17,13 @@ which depends on the state of the requests and never on the clock.
 
 from __future__ import annotations
 
-from collections import deque
+import dataclasses
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,8 +89,10 @@ class Request:
         return Prompt(self.prompt_ids, self.attachments)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+_NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
+
+
+class Event(NamedTuple):
     """Tokens that a request sampled in one chunk; `status` as in `decode`."""
 
     request: int
@@ -100,7 +103,7 @@ class Event:
     status: int
     # Recorded arrays of all tokens read since the event before, prompt and observations among them,
     # the last one sampled not yet: `[m, ...]`. {} where the engine records none.
-    recorded: Mapping[str, np.ndarray] = field(default_factory=dict)
+    recorded: Mapping[str, np.ndarray] = _NOTHING
 
 
 @dataclass(frozen=True)
@@ -109,16 +112,16 @@ class _Chunk:
 
     number: int
     rows: list[tuple[int, int]]  # of each: request, index in the report
-    report: decode.Report
+    report: decode.Packed
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Up to `Sampler.block` tokens that a row has to read."""
 
     row: Row
     start: int  # position of the first one
-    token_ids: np.ndarray  # int32 [n]
+    num_tokens: int  # n
+    token_ids: np.ndarray  # int32 [Q], of which n count
     token_arrays: dict[str, np.ndarray]  # [n, ...] of `Tower.arrays`; {} without a tower
 
 
@@ -345,6 +348,7 @@ class Engine:
         self._next_request = 0
         self._temperature = self._top_p = 1.0  # of all requests there are
         self.counts = Counts()
+        self.waits: dict[str, float] = defaultdict(float)
         self.most_pages = 0  # of a shard in use at once, at most since the cache was made
         self._cache: Cache | None = None
         self._state: State | None = None
@@ -371,28 +375,46 @@ class Engine:
     def _declare(self) -> None:
         """The programs, compiled by `compile` or else when they are first called."""
         sampler = self.sampler
-        self.functions: tuple[CompiledFunction, ...] = (
-            CompiledFunction(
-                sampler.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
-            ),
-            CompiledFunction(
-                sampler.decode_chunk,
-                name="decode",
-                variants=self._decodes(),
-                donate_argnums=(1,),
-                static_argnums=(7, 8),
-            ),
-            CompiledFunction(sampler.copy_pages, name="copy", donate_argnums=(0,)),
-            CompiledFunction(sampler.swap_pages, name="swap", donate_argnums=(0,)),
-            CompiledFunction(
-                sampler.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
-            ),
+        self._append = CompiledFunction(
+            sampler.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
         )
-        self._append, self._decode, self._copy, self._swap, self._see = self.functions
+        self._copy = CompiledFunction(sampler.copy_pages, name="copy", donate_argnums=(0,))
+        self._swap = CompiledFunction(sampler.swap_pages, name="swap", donate_argnums=(0,))
+        self._see = CompiledFunction(
+            sampler.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
+        )
+        self._decode = self._declare_decode()
         self._make_cache = jax.jit(sampler.empty_cache, static_argnums=(0, 1))
         self._make_start = jax.jit(
             lambda: (sampler.empty_state(), sampler.nothing_seen(self._max_units))
         )
+
+    def set_chunk(self, num_steps: int) -> None:
+        """Decodes from here on in chunks of so many steps, by a program of their own.
+
+        Raises:
+            RuntimeError: there are requests.
+        """
+        if not self.is_idle:
+            raise RuntimeError("the engine still has requests; finish or clear them first.")
+        if num_steps != self.sampler.num_steps:
+            self.sampler = dataclasses.replace(self.sampler, num_steps=num_steps)
+            self._decode = self._declare_decode()
+            self._forget()
+
+    def _declare_decode(self) -> CompiledFunction:
+        return CompiledFunction(
+            self.sampler.decode_packed,
+            name="decode",
+            variants=self._decodes(),
+            donate_argnums=(1,),
+            static_argnums=(7, 8),
+        )
+
+    @property
+    def functions(self) -> tuple[CompiledFunction, ...]:
+        """The programs."""
+        return self._append, self._decode, self._copy, self._swap, self._see
 
     def check(self) -> None:
         """Traces a pass that reads tokens, and computes nothing.
@@ -645,9 +667,27 @@ class Engine:
     @property
     def is_stalled(self) -> bool:
         """Nothing happens before the caller resumes or finishes a request."""
+        return not (self._in_flight or self._has_more)
+
+    @property
+    def _has_more(self) -> bool:
+        """Some row may run, come back or be admitted."""
         runs = any(row.saved is None and not row.is_waiting for row in self._rows.values())
         comes = any(shard.next_back() for shard in self._shards)
-        return not (self._in_flight or runs or comes or self._free_shard() is not None)
+        return runs or comes or self._free_shard() is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """The device has not done all that it was given."""
+        return bool(self._in_flight) and not self._in_flight[-1].report.values.is_ready()
+
+    @property
+    def wait_cause(self) -> str:
+        """Why nothing more is decoded now, out of `WAITS`."""
+        if self._has_more:
+            return "lag"
+        is_short = self._queue or any(row.saved is not None for row in self._rows.values())
+        return "cache" if is_short else "tasks"
 
     def resume(
         self,
@@ -724,7 +764,7 @@ class Engine:
         False where reports must be read first: who runs in a chunk in flight keeps its pages.
         """
         for shard in self._shards:
-            for row in shard.to_decode:
+            for row in shard.short_of_pages:
                 while shard.lacks_pages(row):
                     if shard.drop_kept():
                         continue
@@ -757,18 +797,25 @@ class Engine:
         """The prompt of the request that is admitted next."""
         return self._queue[0][1].prompt if self._queue else Prompt()
 
-    def _free_shard(self) -> int | None:
-        """The shard that admits the queue's next request; None: none has room."""
+    def _free_shard(self, loads: Sequence[int | None] = ()) -> int | None:
+        """The shard that admits the queue's next request; None: none has room.
+
+        `loads` are those of the shards, counted here without them.
+        """
         if not self._queue:
             return None
         request = self._queue[0][1]
-        rooms = [shard.room(request.prompt, request.budget) for shard in self._shards]
+        loads = loads or [shard.load for shard in self._shards]
+        each = zip(self._shards, loads, strict=True)
+        rooms = [shard.room(request.prompt, request.budget, load) for shard, load in each]
         found = [room for room in rooms if room]
         return min(found)[-1] if found else None
 
     def _admit(self) -> None:
         """Moves requests from the queue to where there is room."""
-        while (shard := self._free_shard()) is not None:
+        loads = [shard.load for shard in self._shards] if self._queue else []
+        while (shard := self._free_shard(loads)) is not None:
+            loads[shard] = (loads[shard] or 0) + 1
             number, request = self._queue.popleft()
             row = self._shards[shard].admit(
                 number, request.prompt, key=request.sample_key, budget=request.budget
@@ -889,34 +936,50 @@ class Engine:
         self, running: list[list[Row]], num_rows: int
     ) -> tuple[Rows, list[tuple[int, int]]]:
         """The rows of a chunk for the device, and of each its request and index in the report."""
-        total = self.num_shards * num_rows
+        total, num_steps = self.num_shards * num_rows, self.sampler.num_steps
         ints = np.zeros((5, total), np.int32)
-        source, pending, length, budget, stop_state = ints
-        source[:] = -1
+        ints[0] = -1
         active = np.zeros(total, bool)
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
         keys = np.zeros((total, 2), np.uint32)
         offset = None if self._tower is None else np.zeros(total, np.int32)
         members = []
         for shard, rows in enumerate(running):
-            for index, row in enumerate(rows, start=shard * num_rows):
-                if row.in_flight:  # it goes on from what the last chunk leaves on the device
-                    source[index] = row.index
-                pending[index], length[index] = row.pending, row.length
-                budget[index], stop_state[index] = row.budget, row.stop_state
-                active[index] = True
-                tables[index, : len(row.pages)] = row.pages
-                keys[index] = row.key
-                if offset is not None:
-                    offset[index] = row.offset
-                row.in_flight += self.sampler.num_steps
-                row.index = index - shard * num_rows
-                members.append((row.request, index))
+            if not rows:
+                continue
+            first = shard * num_rows
+            here = slice(first, first + len(rows))
+            # One in flight goes on from what the last chunk leaves on the device.
+            ints[:, here] = np.array(
+                [
+                    (r.index if r.in_flight else -1, r.pending, r.length, r.budget, r.stop_state)
+                    for r in rows
+                ]
+            ).T
+            active[here] = True
+            keys[here] = [row.key for row in rows]
+            if offset is not None:
+                offset[here] = [row.offset for row in rows]
+            tables[here] = [self._table(row) for row in rows]
+            for index, row in enumerate(rows):
+                row.in_flight += num_steps
+                row.index = index
+                members.append((row.request, first + index))
+        source, pending, length, budget, stop_state = ints
         state = State(
             pending=pending, length=length, budget=budget, stop_state=stop_state, active=active
         )
         given = Rows(source=source, state=state, tables=tables, keys=keys, offset=offset)
         return given, members
+
+    def _table(self, row: Row) -> np.ndarray:
+        """The pages of a row in order as the programs read them, int32 [M]; changed later."""
+        if row.table is None:
+            row.table, row.num_tabled = np.full(self._table_pages, self.num_pages, np.int32), 0
+        if row.num_tabled < len(row.pages):
+            row.table[row.num_tabled : len(row.pages)] = row.pages[row.num_tabled :]
+            row.num_tabled = len(row.pages)
+        return row.table
 
     def _read_tokens(self, running: list[list[Row]]) -> None:
         """Reads what rows have to read before they are decoded, in pieces of `Sampler.block`.
@@ -978,24 +1041,26 @@ class Engine:
 
     def _pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[_Piece]:
         """Cuts up what a row has to read, and counts it as read; `units` are of its attachments."""
-        tokens, arrays = np.array(row.unread, np.int32), {}
+        count, arrays, block = len(row.unread), {}, self.sampler.block
+        tokens = np.zeros(-(-count // block) * block, np.int32)
+        tokens[:count] = row.unread
         if self._tower is not None:
-            arrays = {n: one.filled(len(tokens)) for n, one in self._tower.arrays.items()}
+            arrays = {n: one.filled(count) for n, one in self._tower.arrays.items()}
             arrays |= row.unread_arrays
             if row.unread_attachments:
                 found = np.concatenate([next(units) for _ in row.unread_attachments])
-                arrays[UNITS][tokens == self._tower.token_id] = found
-        block = self.sampler.block
+                arrays[UNITS][tokens[:count] == self._tower.token_id] = found
         pieces = [
             _Piece(
-                row=row,
-                start=row.length + start,
-                token_ids=tokens[start : start + block],
-                token_arrays={n: x[start : start + block] for n, x in arrays.items()},
+                row,
+                row.length + start,
+                min(count - start, block),
+                tokens[start : start + block],
+                {n: x[start : start + block] for n, x in arrays.items()} if arrays else {},
             )
-            for start in range(0, len(tokens), block)
+            for start in range(0, count, block)
         ]
-        row.length += len(tokens)
+        row.length += count
         row.unread, row.unread_attachments, row.unread_arrays = [], (), {}
         return pieces
 
@@ -1012,7 +1077,7 @@ class Engine:
                 jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
                 recorded = Recorded(arrays)
                 for piece, index in members:
-                    piece.row.reads.append(Read(recorded, index, len(piece.token_ids)))
+                    piece.row.reads.append(Read(recorded, index, piece.num_tokens))
 
     def _host_blocks(
         self, pieces: list[deque[_Piece]], num_tokens: int
@@ -1025,18 +1090,21 @@ class Engine:
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
         declared = self._tower.arrays if self._tower is not None else {}
         token_arrays = {name: one.filled(total, block) for name, one in declared.items()}
-        members = []
+        members: list[tuple[_Piece, int]] = []
         for shard, of_shard in enumerate(pieces):
-            for index in range(shard * num_blocks, (shard + 1) * num_blocks):
-                if of_shard:
-                    piece = of_shard.popleft()
-                    members.append((piece, index))
-                    count = len(piece.token_ids)
-                    token_ids[index, :count] = piece.token_ids
-                    start[index], counts[index] = piece.start, count
-                    tables[index, : len(piece.row.pages)] = piece.row.pages
-                    for name, values in piece.token_arrays.items():
-                        token_arrays[name][index, :count] = values
+            taken = [of_shard.popleft() for _ in range(min(num_blocks, len(of_shard)))]
+            if not taken:
+                continue
+            first = shard * num_blocks
+            here = slice(first, first + len(taken))
+            token_ids[here] = [piece.token_ids for piece in taken]
+            start[here] = [piece.start for piece in taken]
+            counts[here] = [piece.num_tokens for piece in taken]
+            tables[here] = [self._table(piece.row) for piece in taken]
+            members += zip(taken, range(first, first + len(taken)), strict=True)
+            for index, piece in enumerate(taken, start=first):
+                for name, values in piece.token_arrays.items():
+                    token_arrays[name][index, : piece.num_tokens] = values
         blocks = Blocks(
             token_ids=token_ids,
             start=start,
@@ -1048,38 +1116,40 @@ class Engine:
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""
-        report = jax.device_get(chunk.report)
-        num_sampled = (report.token_ids >= 0).sum(axis=1)
-        # A row that stopped in an earlier chunk has sampled nothing, and may be gone.
-        return [
-            self._event(chunk.number, self._rows[request], report, index, int(num_sampled[index]))
-            for request, index in sorted(chunk.rows)
-            if num_sampled[index]
-        ]
+        report = decode.unpacked(jax.device_get(chunk.report))
+        token_ids, logprobs, entropies = report.token_ids, report.logprobs, report.entropies
+        num_sampled = (token_ids >= 0).sum(axis=1)
+        last_ids = token_ids[np.arange(len(token_ids)), num_sampled - 1].tolist()
+        stop_states, statuses = report.stop_state.tolist(), report.status.tolist()
+        counts, events = num_sampled.tolist(), []
+        for request, index in sorted(chunk.rows):
+            if not (count := counts[index]):
+                continue  # it stopped in an earlier chunk, and may be gone
+            row, status = self._rows[request], statuses[index]
+            row.pending, row.stop_state = last_ids[index], stop_states[index]
+            row.length += count
+            row.budget -= count
+            row.in_flight -= self.sampler.num_steps
+            if status != decode.RUNNING:
+                row.is_waiting, row.in_flight = True, 0
+            event = Event(
+                request,
+                chunk.number,
+                token_ids[index, :count],
+                logprobs[index, :count],
+                entropies[index, :count],
+                status,
+                _recorded(row, report, index, count),
+            )
+            events.append(event)
+            self.counts.sampled += count
+        return events
 
-    def _event(self, chunk: int, row: Row, report: decode.Report, index: int, count: int) -> Event:
-        status = int(report.status[index])
-        token_ids = np.array(report.token_ids[index, :count])
-        row.pending, row.stop_state = int(token_ids[-1]), int(report.stop_state[index])
-        row.length += count
-        row.budget -= count
-        row.in_flight -= self.sampler.num_steps
-        if status != decode.RUNNING:
-            row.is_waiting, row.in_flight = True, 0
-        self.counts.sampled += count
-        return Event(
-            request=row.request,
-            chunk=chunk,
-            token_ids=token_ids,
-            logprobs=np.array(report.logprobs[index, :count]),
-            entropies=np.array(report.entropies[index, :count]),
-            status=status,
-            recorded=_recorded(row, report, index, count),
-        )
 
-
-def _recorded(row: Row, report: decode.Report, index: int, count: int) -> dict[str, np.ndarray]:
+def _recorded(row: Row, report: decode.Report, index: int, count: int) -> Mapping[str, np.ndarray]:
     """The arrays of what a row has read since its last event, which its books then forget."""
+    if not report.recorded:
+        return _NOTHING
     before = [read.arrays for read in row.reads]
     row.reads = []
     return {

@@ -35,6 +35,8 @@ class PagePool:
         Raises:
             RuntimeError: so many are not free.
         """
+        if not count:
+            return []
         if count > len(self._free):
             raise RuntimeError(
                 f"{count} pages were asked for, but {len(self._free)} of {self.num_pages} are "

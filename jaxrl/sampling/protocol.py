@@ -62,16 +62,23 @@ class Counts:
     swapped: int = 0  # tokens whose keys and values went to the host
 
 
+WAITS = ("lag", "cache", "tasks")
+"""Why nothing is decoded while a reply is waited for: rows could be, but the reply is due; others
+have no room in the cache; all trajectories wait."""
+
+
 class Sampler(Protocol):
     """Samples from the run's own model, as `sampling.engine.Engine` does.
 
     Attributes:
         counts: work done so far.
+        waits: seconds by cause, out of `WAITS`.
         num_pages: of the cache of each shard.
         most_pages: of these that were in use at once.
     """
 
     counts: Counts
+    waits: dict[str, float]
     num_pages: int
     most_pages: int
 

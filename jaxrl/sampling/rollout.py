@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.calls import MAX_ERROR, error_text, failure_report, in_thread, side_by_side
+from jaxrl.envs.calls import MAX_ERROR, Threads, error_text, failure_report, side_by_side
 from jaxrl.envs.images import MARK, Picture, UnreadableError
 from jaxrl.envs.text import writable
 from jaxrl.models.beside import TokenArray
@@ -88,16 +89,17 @@ class Limits:
         return self.context.max_tokens - self.context.turn_tokens - prompt_length - num_sampled
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Schedule:
-    """When the environment's replies enter.
+    """When the environment's replies enter; all rollouts of a run have the same.
 
     Attributes:
         deterministic: by the number of chunks, waiting for the environment where need be, so that
             nothing depends on the clock; else at the first chunk after they have arrived.
         lag_chunks: of the deterministic schedule. The replies to rows that stopped in a chunk
             enter before the chunk so many after it. With 1 the device waits for host and
-            environment between chunks; with more it decodes meanwhile.
+            environment between chunks; with more it decodes meanwhile. Before the train stage it
+            may be chosen anew.
         deadline_s: seconds after which a call of `Env.step` is given up; 0: never.
     """
 
@@ -109,8 +111,9 @@ class Schedule:
 _PATIENCE_S = 5.0
 """Seconds in which calls under way may end when a rollout is broken off."""
 
-LOOK_S = 1.0
-"""Seconds between two looks whether to stop, while there is nothing to do but wait."""
+LOOK_S, GLANCE_S = 1.0, 0.005
+"""Seconds between two looks whether to stop, while there is nothing to do but wait, and between two
+whether the device is done, which is so long not seen to wait."""
 
 _NOBODY = -1
 
@@ -127,6 +130,15 @@ class StartError(ValueError):
     """The environment could not open an episode of a task."""
 
 
+class Span(NamedTuple):
+    """Tokens that were sampled one after another."""
+
+    start: int  # place of the first one
+    logprobs: np.ndarray  # float32 [n], nats
+    entropies: np.ndarray  # float32 [n], nats
+    versions: int | Sequence[int]  # of the weights, one for all or one for each
+
+
 @dataclass(kw_only=True)
 class Sample:
     """A trajectory while it grows."""
@@ -137,10 +149,8 @@ class Sample:
     token_ids: list[int]
     prompt_length: int
     attachments: list[Attachment] = field(default_factory=list)  # shown so far
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights, of each sampled token
+    sampled: list[Span] = field(default_factory=list)  # in their order
+    num_sampled: int = 0  # tokens that the policy wrote
     # By context, of its tokens in order.
     recorded: list[list[Mapping[str, np.ndarray]]] = field(default_factory=lambda: [[]])
     contexts: list[tuple[int, int]] = field(default_factory=list)  # see `Trajectory.contexts`
@@ -154,29 +164,35 @@ class Sample:
     def append_prompt(self) -> None:
         """Begins the first turn, behind the prompt."""
         self.turn_starts = [self.prompt_length]
-        self._append_unsampled(self.prompt_length)
 
     def append_sampled(self, event: Event, version: int) -> None:
         """Appends what the engine sampled with weights of a version."""
-        self.versions.extend([version] * len(event.token_ids))
-        self.token_ids.extend(event.token_ids.tolist())
-        self.loss_mask.extend([True] * len(event.token_ids))
-        self.logprobs.extend(event.logprobs.tolist())
-        self.entropies.extend(event.entropies.tolist())
-        self.recorded[-1].append(event.recorded)
+        self.append(event.token_ids.tolist(), event.logprobs, event.entropies, version)
+        if event.recorded:
+            self.recorded[-1].append(event.recorded)
 
     def append_unknown(self, token_ids: Sequence[int], version: int) -> None:
         """Appends what a model wrote whose probabilities nobody knows."""
-        self.versions.extend([version] * len(token_ids))
+        unknown = np.full(len(token_ids), np.nan, np.float32)
+        self.append(token_ids, unknown, unknown, version)
+
+    def append(
+        self,
+        token_ids: Sequence[int],
+        logprobs: np.ndarray,
+        entropies: np.ndarray,
+        versions: int | Sequence[int],
+    ) -> None:
+        """Appends what a model wrote; arrays as in `Span`."""
+        if not token_ids:
+            return
+        self.sampled.append(Span(len(self.token_ids), logprobs, entropies, versions))
         self.token_ids.extend(token_ids)
-        self.loss_mask.extend([True] * len(token_ids))
-        self.logprobs.extend([math.nan] * len(token_ids))
-        self.entropies.extend([math.nan] * len(token_ids))
+        self.num_sampled += len(token_ids)
 
     def append_observation(self, token_ids: Sequence[int]) -> None:
         """Appends what the environment inserted, and begins the next turn."""
         self.token_ids.extend(token_ids)
-        self._append_unsampled(len(token_ids))
         self.turn_starts.append(len(self.token_ids))
 
     def begin_context(self, token_ids: Sequence[int], num_repeated: int) -> None:
@@ -192,11 +208,6 @@ class Sample:
     def context_length(self) -> int:
         """Tokens of the context that it is in."""
         return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
-
-    def _append_unsampled(self, count: int) -> None:
-        self.loss_mask.extend([False] * count)
-        self.logprobs.extend([0.0] * count)
-        self.entropies.extend([0.0] * count)
 
     def token_arrays(self, declared: Mapping[str, TokenArray]) -> dict[str, np.ndarray]:
         """Recorded arrays `[L, ...]`; a context's last token, which is not read, has `fill`."""
@@ -214,20 +225,17 @@ class Sample:
         return arrays
 
     @property
-    def num_sampled(self) -> int:
-        """Tokens that the policy wrote."""
-        return sum(self.loss_mask)
-
-    @property
     def has_failed(self) -> bool:
         """True of an environment error."""
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
     def finished(self, reward: Reward) -> Finished:
         """The trajectory with what the environment found in it."""
-        repeated = {i for start, count in self.contexts for i in range(start, start + count)}
-        places = range(self.prompt_length, len(self.token_ids))
-        ids = [self.token_ids[i] for i in places if i not in repeated]
+        ids, first = [], self.prompt_length
+        for start, count in self.contexts:
+            ids += self.token_ids[first:start]
+            first = start + count
+        ids += self.token_ids[first:]
         return Finished(episode=self.episode, reward=reward, completion_ids=ids)
 
     def fail(self, error: BaseException) -> None:
@@ -271,11 +279,17 @@ def encode_observation(
         shown = tokenizer.decode(body)
     images = [tokenizer.render_image(count) for count in image_tokens]
     return [
-        *tokenizer.encode(observation.prefix),
+        *_tag_ids(tokenizer, observation.prefix),
         *body,
         *(id for ids, _ in images for id in ids),
-        *tokenizer.encode(observation.suffix),
+        *_tag_ids(tokenizer, observation.suffix),
     ], "".join([observation.prefix, shown, *(text for _, text in images), observation.suffix])
+
+
+@lru_cache(maxsize=64)
+def _tag_ids(tokenizer: Tokenizer, tag: str) -> tuple[int, ...]:
+    """Ids of what stands around an observation, nearly always the same."""
+    return tuple(tokenizer.encode(tag))
 
 
 def encode_results(
@@ -441,10 +455,10 @@ class EpisodePlayer:
         image_id = self._tokenizer.image_id
         return 0 if image_id is None else token_ids.count(image_id)
 
-    def _has_too_many_units(self, token_ids: Sequence[int]) -> bool:
+    def _has_too_many_units(self, *parts: Sequence[int]) -> bool:
         """Returns True if there are more tokens of images than a trajectory may have."""
         limit = self._limits.max_image_tokens
-        return 0 < limit < self._num_units(token_ids)
+        return 0 < limit < sum(map(self._num_units, parts))
 
     @property
     def _prompt_limit(self) -> int:
@@ -582,7 +596,8 @@ class EpisodePlayer:
             text: of the turn.
             result: what the environment replies.
         """
-        turn = Turn(
+        turn = partial(
+            Turn,
             text=text,
             tool_call=result.tool_call,
             tool=result.tool,
@@ -591,7 +606,7 @@ class EpisodePlayer:
             records=result.records,
         )
         if result.outcome is not None:
-            self._end(sample, turn, result.outcome)
+            self._end(sample, turn(), result.outcome)
             return None
         pictures = images_of(result.observation)
         token_ids, shown = self._fit_observation(sample, result.observation)
@@ -607,22 +622,21 @@ class EpisodePlayer:
                 prompt = sample.token_ids[: sample.prompt_length]
                 following = contexts.following(prompt, sample.played)
                 if following is None:
-                    self._end(sample, turn, Outcome.OUT_OF_BUDGET)
+                    self._end(sample, turn(), Outcome.OUT_OF_BUDGET)
                     return None
                 token_ids, num_repeated = following
                 context_length = len(token_ids)
         length = len(sample.token_ids) + len(token_ids)
         left = self._budget(length, num_sampled=sample.num_sampled, context_length=context_length)
-        if left <= 0 or self._has_too_many_units([*sample.token_ids, *token_ids]):
-            self._end(sample, turn, Outcome.OUT_OF_BUDGET)
+        if left <= 0 or self._has_too_many_units(sample.token_ids, token_ids):
+            self._end(sample, turn(), Outcome.OUT_OF_BUDGET)
             return None
         if num_repeated:
             sample.begin_context(token_ids, num_repeated)
         else:
             sample.append_observation(token_ids)
         sample.attachments += self._see(pictures)
-        turn = dataclasses.replace(turn, observation=shown, images=tuple(pictures))
-        sample.episode.turns.append(turn)
+        sample.episode.turns.append(turn(observation=shown, images=tuple(pictures)))
         return token_ids
 
     def _room(self, sample: Sample) -> int:
@@ -648,9 +662,9 @@ class EpisodePlayer:
                 image_tokens=[self._tokens(self._see(some)) for some in observation.images],
             )
         tokens = self._tokens(self._see(observation.images))
-        tags = dataclasses.replace(observation, body="")
-        bare, _ = encode_observation(self._tokenizer, tags, max_body_tokens=0, image_tokens=tokens)
-        room = self._room(sample) - len(bare)
+        tags = (_tag_ids(self._tokenizer, tag) for tag in (observation.prefix, observation.suffix))
+        images = (self._tokenizer.render_image(count)[0] for count in tokens)
+        room = self._room(sample) - sum(map(len, (*tags, *images)))
         limit = max(min(self._limits.max_observation_tokens - sum(tokens), room), 0)
         return encode_observation(
             self._tokenizer, observation, max_body_tokens=limit, image_tokens=tokens
@@ -679,7 +693,7 @@ class EpisodePlayer:
                     sample.fail(error)
         recorded = self._recorded if sampling.keeps_arrays else {}
         return [
-            Group(trajectories=tuple(_trajectory(sample, recorded) for sample in group))
+            Group(trajectories=tuple(trajectory_of(sample, recorded) for sample in group))
             for group in groups
         ]
 
@@ -773,6 +787,7 @@ class Rollout(EpisodePlayer):
         going = [one for one in going if one.episode.outcome is None]
         playing = self._begin(going, sampling) if going else {}
         playing |= self._submit(fresh, new, sampling)
+        self._threads = Threads()
         try:
             with stopped_by(should_stop):
                 self._play(groups, playing, calls, sampling, should_stop, progress)
@@ -780,6 +795,8 @@ class Rollout(EpisodePlayer):
             self._engine.clear()
             wait([call.replies for call in calls], timeout=_PATIENCE_S)
             raise
+        finally:
+            self._threads.close()
         over = [place for place, group in enumerate(groups) if not _is_open(group)]
         over = over[: len(groups) - sampling.unfinished]
         if len(over) < len(groups):
@@ -835,7 +852,7 @@ class Rollout(EpisodePlayer):
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:
             check_stop(should_stop)
-            if sum(map(_is_open, groups)) <= sampling.unfinished:
+            if sampling.unfinished and sum(map(_is_open, groups)) <= sampling.unfinished:
                 return
             ended = [sample.episode.outcome is not None for sample in samples.values()]
             progress(sum(ended), len(ended))
@@ -852,7 +869,7 @@ class Rollout(EpisodePlayer):
         episodes = [sample.episode for _, sample, _ in members]
         texts = [text for _, _, text in members]
         ends = time.monotonic() + (self._schedule.deadline_s or math.inf)
-        replies = in_thread(lambda: self._step(episodes, texts))
+        replies = self._threads.start(lambda: self._step(episodes, texts))
         return _Call(due=due, members=members, replies=replies, ends=ends)
 
     def _due(self, calls: Sequence[_Call], should_stop: Callable[[], bool]) -> list[_Call]:
@@ -869,13 +886,24 @@ class Rollout(EpisodePlayer):
         return [call for call in calls if call.replies.done() or call.ends <= now]
 
     def _await(self, calls: Sequence[_Call], should_stop: Callable[[], bool]) -> None:
-        """Waits until one of the calls has its replies or is given up."""
+        """Waits until one of the calls has its replies or is given up, and counts the time.
+
+        It counts from when the device has nothing to do.
+        """
         ends = min(call.ends for call in calls)
         replies = [call.replies for call in calls]
-        while (left := ends - time.monotonic()) > 0:
-            if wait(replies, timeout=min(left, LOOK_S), return_when=FIRST_COMPLETED).done:
-                return
+        if any(reply.done() for reply in replies):
+            return
+        engine, idle_at = self._engine, math.inf
+        cause = engine.wait_cause
+        while (left := ends - (now := time.monotonic())) > 0:
+            if idle_at == math.inf and not engine.is_busy:
+                idle_at = now
+            pause = GLANCE_S if idle_at == math.inf else LOOK_S
+            if wait(replies, timeout=min(left, pause), return_when=FIRST_COMPLETED).done:
+                break
             check_stop(should_stop)
+        engine.waits[cause] += max(time.monotonic() - idle_at, 0.0)
 
     def _append(
         self, samples: dict[int, Sample], events: Sequence[Event], version: int
@@ -940,7 +968,7 @@ class Rollout(EpisodePlayer):
         token_ids = sample.token_ids[sample.turn_starts[-1] :]
         if status == decode.END_OF_TURN:
             token_ids = token_ids[:-1]
-        data = [self._tokenizer.vocab_bytes[token] for token in token_ids]
+        data = list(map(self._tokenizer.vocab_bytes.__getitem__, token_ids))
         text = self._automaton.cut(data) if status == decode.STOP_STRING else b"".join(data)
         return text.decode("utf-8", errors="replace")
 
@@ -1155,10 +1183,19 @@ def _check_chat(messages: Iterable[Any]) -> None:
             raise TypeError(f"a message is {message!r:.100}; expected text for role and content")
 
 
-def _trajectory(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajectory:
-    loss_mask, reward = np.array(sample.loss_mask, bool), sample.reward
-    versions = np.full(len(loss_mask), -1, np.int32)
-    versions[loss_mask] = sample.versions
+def trajectory_of(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajectory:
+    """The trajectory of a sample as it stands, with its recorded arrays."""
+    reward, length = sample.reward, len(sample.token_ids)
+    edges, versions = np.zeros(length + 1, np.int32), np.full(length, -1, np.int32)
+    logprobs, entropies = np.zeros((2, length), np.float32)
+    edges[[one.start for one in sample.sampled]] += 1
+    edges[[one.start + len(one.logprobs) for one in sample.sampled]] -= 1
+    loss_mask = np.cumsum(edges)[:length].astype(bool)
+    if sample.sampled:
+        logprobs[loss_mask] = np.concatenate([one.logprobs for one in sample.sampled])
+        entropies[loss_mask] = np.concatenate([one.entropies for one in sample.sampled])
+    for one in sample.sampled:
+        versions[one.start : one.start + len(one.logprobs)] = one.versions
     scored: dict[str, Any] = {}
     if reward is not None:
         scored = {
@@ -1174,8 +1211,8 @@ def _trajectory(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajector
     return Trajectory(
         token_ids=np.array(sample.token_ids, np.int32),
         loss_mask=loss_mask,
-        rollout_logprobs=np.array(sample.logprobs, np.float32),
-        rollout_entropies=np.array(sample.entropies, np.float32),
+        rollout_logprobs=logprobs,
+        rollout_entropies=entropies,
         policy_versions=versions,
         attachments=tuple(sample.attachments),
         token_arrays=sample.token_arrays(recorded),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +82,9 @@ class Row:
     unread_arrays: dict[str, np.ndarray] = field(default_factory=dict)  # [n, ...], with a tower
     offset: int = 0  # of the position of the pending token and those after it
     pages: list[int] = field(default_factory=list)
+    # int32 [M], its first `num_tabled` pages as programs read them; None: to be made anew.
+    table: np.ndarray | None = None
+    num_tabled: int = 0
     saved: Any = None  # the content of its pages, of each layer, while they are another's
     in_flight: int = 0  # steps dispatched for it whose reports were not read
     index: int = -1  # in the last chunk dispatched for it
@@ -142,12 +146,28 @@ class Shard:
     @property
     def to_decode(self) -> list[Row]:
         """The rows of the next chunk."""
-        return [row for row in self.resident if row.may_run][: self._num_rows]
+        running = (
+            row
+            for row in self.rows.values()
+            if not row.is_waiting and row.in_flight < row.budget and row.saved is None
+        )
+        return list(islice(running, self._num_rows))
 
     def _missing(self, row: Row) -> int:
         """Pages that it needs beside its own for the next chunk; none if it waits."""
         longest = row.length if row.is_waiting else row.longest(self._num_steps)
         return max(pages_for(longest, self._page_tokens) - len(row.pages), 0)
+
+    @property
+    def short_of_pages(self) -> list[Row]:
+        """The rows of the next chunk that need more pages for it."""
+        steps, page_tokens = self._num_steps, self._page_tokens
+        return [
+            row
+            for row in self.to_decode
+            if row.length + len(row.unread) + min(row.in_flight + steps, row.budget)
+            > len(row.pages) * page_tokens
+        ]
 
     def lacks_pages(self, row: Row) -> bool:
         """Returns True if a row with pages needs more for the next chunk than are free."""
@@ -160,7 +180,7 @@ class Shard:
     def give_up(self, row: Row) -> None:
         """Frees the pages of a row but for those that others share."""
         self.pool.give_up(row.pages)
-        row.pages = []
+        row.pages, row.table = [], None
         prefix = row.prefix
         del prefix.rows[row.request]
         if not prefix.rows and not prefix.kept and self._is_known(prefix):
@@ -198,7 +218,7 @@ class Shard:
 
     def next_back(self) -> Row | None:
         """The oldest row without its pages, if there is room for them."""
-        row = next(iter(self._away), None)
+        row = next((row for row in self.rows.values() if row.saved is not None), None)
         if row is None:
             return None
         shared = len(row.prefix.shared) if row.prefix.rows else 0
@@ -219,15 +239,25 @@ class Shard:
         prefix.rows[row.request] = row
         return num_there
 
-    def room(self, prompt: Prompt, budget: int) -> tuple[bool, int, int] | None:
+    @property
+    def load(self) -> int | None:
+        """Rows that may run; None where some wait for their pages, which come before others."""
+        count = 0
+        for row in self.rows.values():
+            if row.saved is not None:
+                return None
+            count += not row.is_waiting and row.in_flight < row.budget
+        return count
+
+    def room(self, prompt: Prompt, budget: int, load: int | None) -> tuple[bool, int, int] | None:
         """Rates a place for a request here, the lowest best; None: there is no room."""
+        if load is None or load >= self._num_rows:
+            return None
         longest = len(prompt.ids) - 1 + min(self._num_steps, budget)
         prefix = self.prefixes.get(prompt)
         there = len(prefix.kept or prefix.shared) if prefix else 0
-        load = sum(row.may_run for row in self.resident)
         has_pages = pages_for(longest, self._page_tokens) - there <= self.pool.num_free
-        has_room = load < self._num_rows and has_pages and not self._away
-        return (prefix is None, load, self.index) if has_room else None
+        return (prefix is None, load, self.index) if has_pages else None
 
     def admit(self, request: int, prompt: Prompt, *, key: np.ndarray, budget: int) -> Row:
         """A row for a request, which has to read its prompt unless another one has."""

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from jaxrl.config import default_config
-from jaxrl.environment import context_tokens, has_contexts, max_image_tokens
+from jaxrl.environment import context_tokens, has_contexts, max_image_tokens, most_chunk_tokens
 from jaxrl.method import (
     batch_shape,
     frozen_of,
@@ -981,6 +981,7 @@ class _Sampler:
         """Builds the terms for a run's rollouts and evaluations."""
         mesh = target_mesh(config, model, target)
         terms, rollout = ModelTerms(model, mesh), config.rollout
+        chunk_tokens = most_chunk_tokens(config, target.platform)
         dtype = jnp.dtype(config.model.dtype)
         kernels, _ = decide(config.model.attention, target.platform, model.head_dim)
         rows = rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
@@ -1000,9 +1001,9 @@ class _Sampler:
         moments = {
             "decode": {
                 "rows' past": past,
-                "the chunk's keys and values": 2 * busy * rollout.chunk_tokens * token_bytes,
+                "the chunk's keys and values": 2 * busy * chunk_tokens * token_bytes,
                 "logits": 3 * busy * terms.logits * 4,
-                "recorded experts": busy * rollout.chunk_tokens * routed,
+                "recorded experts": busy * chunk_tokens * routed,
             },
             "reading": {
                 "activations": read * terms.layer.read_activations * dtype.itemsize * upcast,
@@ -1246,8 +1247,9 @@ def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str
         sizes = append_sizes(target.platform, context_tokens(config))
         page = page_tokens(config, model, target)
         shapes["rollout"] = (
-            f"decode {rollout.chunk_tokens} steps of up to {rollout.num_rows} rows over up to "
-            f"{context_tokens(config)} tokens; read up to {sizes[-1]} tokens on a device; cache "
+            f"decode {most_chunk_tokens(config, target.platform)} steps of up to "
+            f"{rollout.num_rows} rows over up to {context_tokens(config)} tokens; "
+            f"read up to {sizes[-1]} tokens on a device; cache "
             f"{cache_pages(config, model, target)} pages x {page} tokens on a device"
         )
     return shapes

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from jaxrl.envs.base import Outcome, Task, Turn
 from jaxrl.envs.calls import MAX_ERROR
 from jaxrl.envs.text import writable
@@ -473,8 +475,5 @@ def _text(vocab_bytes: Sequence[bytes], token_ids: Sequence[int], num_bytes: int
 
 
 def _append(sample: Sample, call: Call) -> None:
-    sample.token_ids.extend(call.token_ids)
-    sample.loss_mask.extend([True] * len(call.token_ids))
-    sample.logprobs.extend(call.logprobs)
-    sample.entropies.extend(call.entropies)
-    sample.versions.extend(call.versions)
+    logprobs, entropies = np.array([call.logprobs, call.entropies], np.float32)
+    sample.append(call.token_ids, logprobs, entropies, call.versions)

@@ -1,0 +1,133 @@
+"""The host's side of the sampler: reports, lengths of chunks, and what a device waits for."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.envs.calls import Threads
+from jaxrl.sampling import decode
+from jaxrl.sampling.engine import Request
+from jaxrl.sampling.rollout import Sample, Schedule, Span, trajectory_of
+from tests.helpers import tiny_params
+from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
+
+STOPS = tuple("abcdefghijklmnop")
+PARAMS = tiny_params(SMALL, seed=11)
+
+
+@pytest.fixture(scope="module")
+def player():
+    return Player(SMALL, toy_tokenizer(), STOPS, num_rows=4, chunk_tokens=4)
+
+
+def test_a_report_reaches_the_host_bit_for_bit():
+    numbers = np.array([[-0.0, np.nan, 1e-45], [-1.5, np.inf, 3.0]], np.float32)
+    report = decode.Report(
+        token_ids=jnp.array([[5, 6, -1], [7, 8, 9]], jnp.int32),
+        logprobs=jnp.array(numbers),
+        entropies=jnp.array(-numbers),
+        status=jnp.array([2, 0], jnp.int32),
+        stop_state=jnp.array([3, 4], jnp.int32),
+        recorded={},
+    )
+    sampler = SimpleNamespace(decode_chunk=lambda: (1, 2, report), _by_row=lambda x: x)
+    cache, state, packed = decode.Sampler.decode_packed(sampler)
+    assert (cache, state, packed.values.shape) == (1, 2, (2, 3 * 3 + 2))
+    got = decode.unpacked(decode.Packed(values=np.asarray(packed.values), recorded={}))
+    np.testing.assert_array_equal(got.token_ids, report.token_ids)
+    np.testing.assert_array_equal(got.logprobs.view(np.int32), numbers.view(np.int32))
+    np.testing.assert_array_equal(got.entropies.view(np.int32), (-numbers).view(np.int32))
+    assert (got.status.tolist(), got.stop_state.tolist()) == ([2, 0], [3, 4])
+
+
+def test_a_trajectory_is_made_of_spans():
+    episode = SimpleNamespace(task=None, opener="", turns=[], outcome=Outcome.ANSWERED)
+    sample = Sample(episode=episode, sample_index=0, attempt=0, token_ids=[1, 2], prompt_length=2)
+    sample.append_prompt()
+    sample.append([3, 4], np.float32([-1, -2]), np.float32([0.5, 0.25]), 7)
+    sample.append([], np.float32([]), np.float32([]), 7)
+    sample.append_observation([5])
+    sample.append([6, 7], np.float32([-3, -4]), np.float32([0.1, 0.2]), [8, 9])
+    assert [type(one) for one in sample.sampled] == [Span, Span]
+    got = trajectory_of(sample, {})
+    assert got.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert got.loss_mask.tolist() == [False, False, True, True, False, True, True]
+    assert got.rollout_logprobs.tolist() == [0, 0, -1, -2, 0, -3, -4]
+    np.testing.assert_array_equal(got.rollout_entropies, np.float32([0, 0, 0.5, 0.25, 0, 0.1, 0.2]))
+    assert got.policy_versions.tolist() == [-1, -1, 7, 7, -1, 8, 9]
+    assert sample.num_sampled == 4
+
+
+class SlowEnv(ScriptedEnv):
+    """An observation and the end; each call takes a while."""
+
+    def __init__(self, latency_s=0.0):
+        note = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
+        super().__init__(STOPS, script(note, StepResult(outcome=Outcome.ANSWERED)))
+        self._latency_s = latency_s
+
+    def step(self, episodes, texts):
+        time.sleep(self._latency_s)
+        return super().step(episodes, texts)
+
+
+def play(player, env, questions, **settings):
+    player.engine.set_weights(PARAMS)
+    return player.play(env, questions, **settings)
+
+
+def test_chunks_of_another_length_draw_the_same(player):
+    engine = player.engine
+    wanted = play(player, SlowEnv(), ["where?", "when"], group_size=3)
+    before = engine.counts.chunks
+    engine.set_chunk(2)
+    assert engine.sampler.num_steps == 2
+    got = play(player, SlowEnv(), ["where?", "when"], group_size=3)
+    assert [t.full_input_ids for t in got] == [t.full_input_ids for t in wanted]
+    assert engine.counts.chunks - before > 4
+    key = np.zeros(2, np.uint32)
+    engine.submit([Request(prompt_ids=(1, 2), sample_key=key, budget=4)])
+    with pytest.raises(RuntimeError, match="still has requests"):
+        engine.set_chunk(4)
+    engine.clear()
+    engine.set_chunk(4)
+
+
+def test_waits_are_counted_by_why(player):
+    engine = player.engine
+    engine.waits.clear()
+    # A single episode waits alone, for each of its two calls.
+    play(player, SlowEnv(0.1), ["where?"], schedule=Schedule(lag_chunks=1))
+    assert engine.waits.keys() <= {"tasks"}
+    assert 0.2 <= engine.waits["tasks"] < 1.0
+    engine.waits.clear()
+    # Of twelve, others could be decoded while the first wait: replies are due too early.
+    play(player, SlowEnv(0.1), ["where?"] * 4, group_size=3, schedule=Schedule(lag_chunks=1))
+    assert engine.waits["lag"] >= 0.1
+    engine.waits.clear()
+    play(player, SlowEnv(), ["where?"] * 4, group_size=3, schedule=Schedule(lag_chunks=3))
+    assert sum(engine.waits.values()) < 0.1
+
+
+def test_threads_are_taken_again_and_end():
+    threads, go = Threads(), threading.Event()
+    names = [threads.start(threading.get_ident).result() for _ in range(5)]
+    hanging = threads.start(go.wait)
+    failing = threads.start(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failing.result()
+    time.sleep(0.05)
+    alive = [one for one in threading.enumerate() if one.name == "env"]
+    assert 2 <= len({*names, *(one.ident for one in alive)}) <= 3
+    threads.close()
+    left = [one for one in alive if one.is_alive()]
+    assert len(left) == 1  # nobody waits for it
+    assert not hanging.done()
+    go.set()
+    left[0].join(5)
+    assert not left[0].is_alive()
