@@ -67,7 +67,8 @@ def attend_pages(
     # [B * blocks, K, rows, H] and [B * blocks, rows]
     merged = merged.reshape(B, K, num_blocks, rows, H).swapaxes(1, 2).reshape(-1, K, rows, H)
     below = jnp.pad(below, ((0, 0), (0, padding))).reshape(-1, rows)
-    work = share_out(below.max(axis=1), page, K)
+    highest = limits if num_blocks == 1 else below
+    work = share_out(highest.max(axis=1), page, K)
     out, lse = _attend(merged, keys, values, tables, below, work, interpret)
     filled = min(R, rows)
     out, lse = _merge(out[:, :filled], lse[:, :filled], work, K)
@@ -101,8 +102,9 @@ class Work(NamedTuple):
         pages: int32 [F], units of one key head.
         ends: int32 [F], units up to a matrix' last one, its own included.
         following: int32 [F], the next matrix that has units.
-        programs: int32 [PROGRAMS, 5], for each program the matrix, key head and page of its first
-            unit, how many spans it has (see `next_span`), and how many units.
+        programs: int32 [PROGRAMS, 6], for each program the matrix, key head and page of its first
+            unit, how many spans it has (see `next_span`), how many units, and the last program
+            that has units of the key head that its own end in.
         num_programs: int32 [], programs that have units.
     """
 
@@ -121,12 +123,18 @@ def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Wor
     """
     F = len(limits)
     pages = (limits + page_tokens - 1) // page_tokens
-    ends = jnp.cumsum(pages) * num_heads
-    total = ends[-1]
+    # Sums over all pairs are one kernel of XLA's, running sums are several.
+    order = jnp.arange(F)
+    is_after, is_live = order > order[:, None], pages > 0
+    ends = jnp.where(is_after, 0, pages).sum(axis=1) * num_heads
+    rank = (~is_after & is_live).sum(axis=1)
+    following = jnp.where(is_after & is_live, order, F).min(axis=1)
+
+    total = jnp.maximum(ends[-1], 1)
     least = jnp.maximum(pl.cdiv(pages.max(), MAX_PARTS - 1), 1)
     num_programs = jnp.clip(total // least, 1, PROGRAMS)
-    bounds = jnp.arange(PROGRAMS + 1) * total // num_programs
-    first, end = (jnp.minimum(x, total) for x in (bounds[:-1], bounds[1:]))
+    bounds = jnp.minimum(jnp.arange(PROGRAMS + 1) * total // num_programs, ends[-1])
+    first, end = bounds[:-1], bounds[1:]
 
     def at(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         matrix = jnp.minimum((ends <= unit[:, None]).sum(axis=1), F - 1)
@@ -136,12 +144,12 @@ def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Wor
 
     matrix, head, start = at(first)
     last_matrix, last_head, _ = at(jnp.maximum(end - 1, 0))
-    rank = jnp.cumsum(pages > 0)
     num_spans = (rank[last_matrix] - rank[matrix]) * num_heads + last_head - head + 1
-    programs = [matrix, head, start, jnp.where(end > first, num_spans, 0), end - first]
-    places = jnp.where(pages > 0, jnp.arange(F), F)
-    following = jax.lax.cummin(jnp.append(places[1:], F), reverse=True)
-    arrays = pages, ends, following, jnp.stack(programs, axis=1), num_programs
+    num_spans = jnp.where(end > first, num_spans, 0)
+    last_end = ends[last_matrix] - pages[last_matrix] * (num_heads - 1 - last_head)
+    last = (last_end * num_programs - 1) // total
+    programs = jnp.stack([matrix, head, start, num_spans, end - first, last], axis=1)
+    arrays = pages, ends, following, programs, num_programs
     return Work(*(x.astype(jnp.int32) for x in arrays))
 
 
@@ -229,11 +237,16 @@ def _attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
-        interpret=getattr(plgpu, "InterpretGPUParams")() if interpret else None,  # noqa: B009
+        interpret=_interpreter() if interpret else None,
         kernel_name="attention_pages",
     )
     limits = jnp.pad(limits, ((0, 0), (0, ROWS - rows)))
     return call(q, keys, values, tables, limits, work.pages, work.following, work.programs)
+
+
+def _interpreter() -> Any:
+    """Settings of the interpreter, which raises where two threads touch memory in no order."""
+    return vars(plgpu)["InterpretGPUParams"](detect_races=True)
 
 
 class Shared(NamedTuple):
@@ -388,12 +401,9 @@ def _merge(
     total = jnp.maximum(work.ends[-1], 1)
     first, last = (((x + 1) * work.num_programs - 1) // total for x in (ends - pages, ends - 1))
     is_live, is_shared = pages > 0, (pages > 0) & (last > first)
-    programs = jnp.arange(PROGRAMS)
-    # The last program of the key head that a program's units end in.
-    ends_at = jnp.where(is_shared & (first == programs[:, None]), last, 0).max(axis=1)
     turns = jnp.arange(MAX_PARTS)
-    others = programs[:, None] + turns
-    is_part = others <= ends_at[:, None]
+    others = jnp.arange(PROGRAMS)[:, None] + turns
+    is_part = others <= work.programs[:, 5:]
     slots = F * K + 2 * jnp.where(is_part, others, 0) + (turns == 0)
     part_lse = jnp.where(is_part[..., None], lse[slots], FLOOR)
     highest = part_lse.max(axis=1)

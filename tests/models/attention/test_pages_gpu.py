@@ -31,7 +31,7 @@ def work_of(limits, num_heads):
 def spans(work, num_heads):
     """All spans of each program, as the kernel goes over them."""
     found = []
-    for program, (matrix, head, start, num_spans, num_units) in enumerate(work.programs):
+    for program, (matrix, head, start, num_spans, num_units, _) in enumerate(work.programs):
         place, own = (matrix, head, start, num_units), []
         for _ in range(num_spans):
             span, place = next_span(place, program, work.pages, work.following, num_heads)
@@ -47,6 +47,8 @@ def test_three_rows_among_four_programs_by_hand(monkeypatch):
     work = work_of(np.array([130, 0, 128]), 2)
     assert work.pages.tolist() == [3, 0, 2]
     assert work.programs[:, 4].tolist() == [2, 3, 2, 3]
+    # The second program's units end in a key head that the third has the end of, and so on.
+    assert work.programs[:, 5].tolist() == [1, 2, 3, 3]
     first, second, third, fourth = spans(work, 2)
     # Slots 0 to 5 are those of whole key heads, 6 and 7 of the first program, 8 and 9 of the next.
     assert first == [(0, 0, 0, 2, 7)]
