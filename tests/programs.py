@@ -44,7 +44,7 @@ CONFIG = QwenConfig(
 
 CUSTOM_CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(name)
-    for name in ("triton_kernel_call", "__gpu$xla.gpu.triton")
+    for name in ("triton_kernel_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 ]
 """What `jax.export` has to be told to let pass."""
 

@@ -11,7 +11,7 @@ leaves its part of the softmax, and XLA merges them: flash-decoding
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ MAX_PARTS = 16
 """Programs that share a row's key head at most: so many parts XLA merges."""
 
 ROWS = 64
-"""Rows of the matrix that a warpgroup multiplies: a block's queries of one key head, and nothing."""
+"""Rows of the matrices that a warpgroup multiplies."""
 
 STAGES_BYTES = 128 * 1024
 """Shared memory for pages that are on their way."""
@@ -48,30 +48,32 @@ def attend_pages(
     """Computes `reference.attend_pages`, reading no page beyond a block's highest limit.
 
     A block's queries of one key head are the rows of one matrix; where these are more than `ROWS`,
-    they are several matrices, and each reads the pages below its own highest limit.
-
-    Args:
-        interpret: run it in Pallas' interpreter, which takes float32 too; JAX 0.12 or newer.
+    they are several matrices, and each reads the pages below its own highest limit. Pallas'
+    interpreter, since JAX 0.12, takes other sizes and float32 as well.
 
     Raises:
         ValueError: for operands that the chip's matrix units do not take as they are.
     """
-    B, _, N, H = q.shape
+    B, H = q.shape[0], q.shape[3]
     K, page = keys.shape[1:3]
     if not interpret:
         _check(q.dtype, H, page)
     merged, below = by_key_head(q, limits, K)
-    rows = min(pl.cdiv(merged.shape[2], 8) * 8, ROWS)
-    num_blocks = pl.cdiv(merged.shape[2], rows)
-    padding = num_blocks * rows - merged.shape[2]
+    R = merged.shape[2]
+    rows = min(pl.cdiv(R, 8) * 8, ROWS)
+    num_blocks = pl.cdiv(R, rows)
+    padding = num_blocks * rows - R
     merged = jnp.pad(merged, ((0, 0), (0, 0), (0, padding), (0, 0)))
     # [B * blocks, K, rows, H] and [B * blocks, rows]
     merged = merged.reshape(B, K, num_blocks, rows, H).swapaxes(1, 2).reshape(-1, K, rows, H)
     below = jnp.pad(below, ((0, 0), (0, padding))).reshape(-1, rows)
-    work = share_out(below.max(axis=1), page, K)
-    out, lse = _merge(*_attend(merged, keys, values, tables, below, work, interpret), work, K)
-    out = out.reshape(B, num_blocks, K, rows, H).swapaxes(1, 2).reshape(B, K, -1, H)
-    lse = lse.reshape(B, num_blocks, K, rows).swapaxes(1, 2).reshape(B, K, -1)
+    highest = limits if num_blocks == 1 else below
+    work = share_out(highest.max(axis=1), page, K)
+    out, lse = _attend(merged, keys, values, tables, below, work, interpret)
+    filled = min(R, rows)
+    out, lse = _merge(out[:, :filled], lse[:, :filled], work, K)
+    out = out.reshape(B, num_blocks, K, filled, H).swapaxes(1, 2).reshape(B, K, -1, H)
+    lse = lse.reshape(B, num_blocks, K, filled).swapaxes(1, 2).reshape(B, K, -1)
     return by_query(out, lse, q.shape)
 
 
@@ -100,8 +102,9 @@ class Work(NamedTuple):
         pages: int32 [F], units of one key head.
         ends: int32 [F], units up to a matrix' last one, its own included.
         following: int32 [F], the next matrix that has units.
-        programs: int32 [PROGRAMS, 5], for each program the matrix, key head and page of its first
-            unit, how many spans it has (see `next_span`), and how many units.
+        programs: int32 [PROGRAMS, 6], for each program the matrix, key head and page of its first
+            unit, how many spans it has (see `next_span`), how many units, and the last program
+            that has units of the key head that its own end in.
         num_programs: int32 [], programs that have units.
     """
 
@@ -120,12 +123,18 @@ def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Wor
     """
     F = len(limits)
     pages = (limits + page_tokens - 1) // page_tokens
-    ends = jnp.cumsum(pages) * num_heads
-    total = ends[-1]
+    # Sums over all pairs are one kernel of XLA's, running sums are several.
+    order = jnp.arange(F)
+    is_after, is_live = order > order[:, None], pages > 0
+    ends = jnp.where(is_after, 0, pages).sum(axis=1) * num_heads
+    rank = (~is_after & is_live).sum(axis=1)
+    following = jnp.where(is_after & is_live, order, F).min(axis=1)
+
+    total = jnp.maximum(ends[-1], 1)
     least = jnp.maximum(pl.cdiv(pages.max(), MAX_PARTS - 1), 1)
     num_programs = jnp.clip(total // least, 1, PROGRAMS)
-    bounds = jnp.arange(PROGRAMS + 1) * total // num_programs
-    first, end = (jnp.minimum(x, total) for x in (bounds[:-1], bounds[1:]))
+    bounds = jnp.minimum(jnp.arange(PROGRAMS + 1) * total // num_programs, ends[-1])
+    first, end = bounds[:-1], bounds[1:]
 
     def at(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         matrix = jnp.minimum((ends <= unit[:, None]).sum(axis=1), F - 1)
@@ -135,12 +144,12 @@ def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Wor
 
     matrix, head, start = at(first)
     last_matrix, last_head, _ = at(jnp.maximum(end - 1, 0))
-    rank = jnp.cumsum(pages > 0)
     num_spans = (rank[last_matrix] - rank[matrix]) * num_heads + last_head - head + 1
-    programs = [matrix, head, start, jnp.where(end > first, num_spans, 0), end - first]
-    places = jnp.where(pages > 0, jnp.arange(F), F)
-    following = jax.lax.cummin(jnp.append(places[1:], F), reverse=True)
-    arrays = pages, ends, following, jnp.stack(programs, axis=1), num_programs
+    num_spans = jnp.where(end > first, num_spans, 0)
+    last_end = ends[last_matrix] - pages[last_matrix] * (num_heads - 1 - last_head)
+    last = (last_end * num_programs - 1) // total
+    programs = jnp.stack([matrix, head, start, num_spans, end - first, last], axis=1)
+    arrays = pages, ends, following, programs, num_programs
     return Work(*(x.astype(jnp.int32) for x in arrays))
 
 
@@ -200,26 +209,27 @@ def _attend(
     # The output's columns by parts, each of so many registers a thread.
     width = H if H <= 128 else math.gcd(H, 64)
     num_stages = max(min(STAGES_BYTES // (2 * page * H * keys.dtype.itemsize), 8), 2)
-    kernel = partial(_kernel, matrices_per_row=F // len(tables), scale=H**-0.5 * math.log2(math.e))
+    ring = plgpu.SMEM((num_stages, page, H), keys.dtype)
+    barriers = plgpu.Barrier(num_barriers=num_stages)
+    shared = Shared(
+        queries=plgpu.SMEM((ROWS, H), q.dtype),
+        limits=plgpu.SMEM((ROWS,), jnp.int32),
+        rings=(ring, ring),
+        weights=plgpu.SMEM((ROWS, page), keys.dtype),
+        out=plgpu.SMEM((ROWS, width), jnp.float32),
+        lse=plgpu.SMEM((ROWS,), jnp.float32),
+        are_queries=plgpu.Barrier(num_arrivals=2),
+        are_full=(barriers, barriers),
+        are_free=(barriers, barriers),
+    )
     slots = F * K + 2 * PROGRAMS
-    full, free = (plgpu.Barrier(num_barriers=num_stages) for _ in range(2))
-    return plgpu.kernel(
-        kernel,
+    call = plgpu.kernel(
+        partial(_kernel, matrices_per_row=F // len(tables), scale=H**-0.5 * math.log2(math.e)),
         out_type=(
             jax.ShapeDtypeStruct((slots, rows, H), jnp.float32),
             jax.ShapeDtypeStruct((slots, rows), jnp.float32),
         ),
-        scratch_types={
-            "queries": plgpu.SMEM((ROWS, H), q.dtype),
-            "below": plgpu.SMEM((ROWS,), jnp.int32),
-            "rings": (plgpu.SMEM((num_stages, page, H), keys.dtype),) * 2,
-            "weights": plgpu.SMEM((ROWS, page), keys.dtype),
-            "out": plgpu.SMEM((ROWS, width), jnp.float32),
-            "lse": plgpu.SMEM((ROWS,), jnp.float32),
-            "are_queries": plgpu.Barrier(num_arrivals=2),
-            "are_full": (full, full),
-            "are_free": (free, free),
-        },
+        scratch_types=shared,
         grid=(PROGRAMS,),
         grid_names=("program",),
         num_threads=2,
@@ -227,23 +237,39 @@ def _attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
-        interpret=getattr(plgpu, "InterpretGPUParams")() if interpret else None,  # noqa: B009
+        interpret=_interpreter() if interpret else None,
         kernel_name="attention_pages",
-    )(
-        q,
-        keys,
-        values,
-        tables,
-        jnp.pad(limits, ((0, 0), (0, ROWS - rows))),
-        work.pages,
-        work.following,
-        work.programs,
     )
+    limits = jnp.pad(limits, ((0, 0), (0, ROWS - rows)))
+    return call(q, keys, values, tables, limits, work.pages, work.following, work.programs)
 
 
-def _kernel(*refs: Any, matrices_per_row: int, scale: float, **scratch: Any) -> None:
-    q, keys, values, tables, limits, pages, following, programs, out, lse = refs
-    K = q.shape[1]
+def _interpreter() -> Any:
+    """Settings of the interpreter, which raises where two threads touch memory in no order."""
+    return vars(plgpu)["InterpretGPUParams"](detect_races=True)
+
+
+class Shared(NamedTuple):
+    """Shared memory of a program, and the barriers that tell what is in it.
+
+    The two rings of keys and values have as many pages as are on their way at once. Each page of
+    a ring has a barrier for when it is there and one for when it was read.
+    """
+
+    queries: Any
+    limits: Any
+    rings: Any
+    weights: Any
+    out: Any
+    lse: Any
+    are_queries: Any
+    are_full: Any
+    are_free: Any
+
+
+def _kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
+    q, keys, values, tables, limits, pages, following, programs, out, lse = refs[:10]
+    shared = Shared(*refs[10:])
     program = jax.lax.axis_index("program")
 
     def walk(visit: Callable[[Span, jax.Array], None]) -> None:
@@ -251,7 +277,7 @@ def _kernel(*refs: Any, matrices_per_row: int, scale: float, **scratch: Any) -> 
 
         def step(_: jax.Array, carry: tuple[Place, jax.Array]) -> tuple[Place, jax.Array]:
             place, num_before = carry
-            span, place = next_span(place, program, pages, following, K)
+            span, place = next_span(place, program, pages, following, q.shape[1])
             visit(span, num_before)
             return place, num_before + span.count
 
@@ -261,32 +287,31 @@ def _kernel(*refs: Any, matrices_per_row: int, scale: float, **scratch: Any) -> 
 
     @pl.when(jax.lax.axis_index("role") == 0)
     def _() -> None:
-        walk(partial(_multiply, (q, limits, out, lse), scale=scale, **scratch))
+        walk(partial(_multiply, (q, limits, out, lse), shared, scale=scale))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(jax.lax.axis_index("role") == 1)
     def _() -> None:
-        places = ((keys, values), tables, matrices_per_row)
-        walk(partial(_fetch, places, scratch["rings"], scratch["are_full"], scratch["are_free"]))
+        walk(partial(_fetch, (keys, values), tables, shared, matrices_per_row))
 
 
 def _fetch(
-    places: tuple[Any, Any, int],
-    rings: Any,
-    are_full: Any,
-    are_free: Any,
+    arrays: tuple[Any, Any],
+    tables: Any,
+    shared: Shared,
+    matrices_per_row: int,
     span: Span,
     num_before: Any,
 ) -> None:
-    """Copies the keys and values of a span to the rings, each page once its place is free."""
-    arrays, tables, matrices_per_row = places
-    num_stages = rings[0].shape[0]
+    """Copies keys and values of a span to the rings, each page as soon as there is room."""
+    num_stages = shared.rings[0].shape[0]
     row = jax.lax.div(span.matrix, jnp.int32(matrices_per_row))
 
     def copy(i: jax.Array, _: None) -> None:
         page = tables[row, span.start + i]
         stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
-        for array, ring, is_full, is_free in zip(arrays, rings, are_full, are_free, strict=True):
+        each = zip(arrays, shared.rings, shared.are_full, shared.are_free, strict=True)
+        for array, ring, is_full, is_free in each:
 
             @pl.when(num_before + i >= num_stages)
             def _(is_free: Any = is_free) -> None:
@@ -298,63 +323,52 @@ def _fetch(
 
 
 def _multiply(
-    arrays: tuple[Any, ...],
-    span: Span,
-    num_before: Any,
-    *,
-    scale: float,
-    queries: Any,
-    below: Any,
-    rings: Any,
-    weights: Any,
-    out: Any,
-    lse: Any,
-    are_queries: Any,
-    are_full: Any,
-    are_free: Any,
+    arrays: tuple[Any, ...], shared: Shared, span: Span, num_before: Any, *, scale: float
 ) -> None:
-    """Goes over the pages of a span as the ring brings them, and copies the result to its slot."""
-    q, limits, all_out, all_lse = arrays
+    """Goes over the pages of a span as they come, and copies the result to its slot."""
+    q, all_limits, all_out, all_lse = arrays
     rows, H = q.shape[2:]
-    num_stages, page, _ = rings[0].shape
-    plgpu.copy_gmem_to_smem(q.at[span.matrix, span.head], queries.at[pl.ds(0, rows)], are_queries)
-    plgpu.copy_gmem_to_smem(limits.at[span.matrix], below, are_queries)
-    plgpu.barrier_wait(are_queries)
-    limit = below[...]
-    parts = [pl.ds(start, out.shape[1]) for start in range(0, H, out.shape[1])]
+    keys, values = shared.rings
+    num_stages, page, _ = keys.shape
+    given = shared.queries.at[pl.ds(0, rows)]
+    plgpu.copy_gmem_to_smem(q.at[span.matrix, span.head], given, shared.are_queries)
+    plgpu.copy_gmem_to_smem(all_limits.at[span.matrix], shared.limits, shared.are_queries)
+    plgpu.barrier_wait(shared.are_queries)
+    limits = shared.limits[...]
+    width = shared.out.shape[1]
+    parts = [pl.ds(start, width) for start in range(0, H, width)]
 
     def add(i: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, total, averages = sums
         stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
-        plgpu.barrier_wait(are_full[0].at[stage])
-        scores = _product(queries, rings[0].at[stage].T)
-        plgpu.barrier_arrive(are_free[0].at[stage])
+        plgpu.barrier_wait(shared.are_full[0].at[stage])
+        scores = _product(shared.queries, keys.at[stage].T)
+        plgpu.barrier_arrive(shared.are_free[0].at[stage])
         tokens = (span.start + i) * page + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        scores = jnp.where(tokens < _columns(limit, scores), scores * scale, LOWEST)
+        scores = jnp.where(tokens < _columns(limits, scores), scores * scale, LOWEST)
         new = jnp.maximum(highest, scores.max(axis=1))
-        fade, powers = jnp.exp2(highest - new), jnp.exp2(scores - _columns(new, scores))
-        weights[...] = powers.astype(weights.dtype)
+        fade, weights = jnp.exp2(highest - new), jnp.exp2(scores - _columns(new, scores))
+        shared.weights[...] = weights.astype(values.dtype)
         plgpu.commit_smem()
-        plgpu.barrier_wait(are_full[1].at[stage])
+        plgpu.barrier_wait(shared.are_full[1].at[stage])
         averages = tuple(
-            one * _columns(fade, one) + _product(weights, rings[1].at[stage, :, part])
+            one * _columns(fade, one) + _product(shared.weights, values.at[stage, :, part])
             for one, part in zip(averages, parts, strict=True)
         )
-        plgpu.barrier_arrive(are_free[1].at[stage])
-        return new, total * fade + powers.sum(axis=1), averages
+        plgpu.barrier_arrive(shared.are_free[1].at[stage])
+        return new, total * fade + weights.sum(axis=1), averages
 
-    zeros = jnp.zeros(ROWS, jnp.float32)
-    averages = tuple(jnp.zeros(out.shape, jnp.float32) for _ in parts)
-    sums = jnp.full(ROWS, FLOOR, jnp.float32), zeros, averages
+    averages = tuple(jnp.zeros((ROWS, width), jnp.float32) for _ in parts)
+    sums = jnp.full(ROWS, FLOOR, jnp.float32), jnp.zeros(ROWS, jnp.float32), averages
     highest, total, averages = jax.lax.fori_loop(0, span.count, add, sums)
     total = jnp.where(total > 0, total, 1.0)
-    lse[...] = highest * math.log(2) + jnp.log(total)
+    shared.lse[...] = highest * math.log(2) + jnp.log(total)
     for one, part in zip(averages, parts, strict=True):
-        out[...] = one / _columns(total, one)
+        shared.out[...] = one / _columns(total, one)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out.at[pl.ds(0, rows)], all_out.at[span.slot, :, part])
+        plgpu.copy_smem_to_gmem(shared.out.at[pl.ds(0, rows)], all_out.at[span.slot, :, part])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.copy_smem_to_gmem(lse.at[pl.ds(0, rows)], all_lse.at[span.slot])
+    plgpu.copy_smem_to_gmem(shared.lse.at[pl.ds(0, rows)], all_lse.at[span.slot])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -384,23 +398,19 @@ def _merge(
     F = len(work.pages)
     pages = jnp.repeat(work.pages, K)
     ends = (work.ends[:, None] - work.pages[:, None] * (K - 1 - jnp.arange(K))).reshape(-1)
-    bounds = jnp.cumsum(work.programs[:, 4])
-    first, last = ((bounds <= unit[:, None]).sum(axis=1) for unit in (ends - pages, ends - 1))
+    total = jnp.maximum(work.ends[-1], 1)
+    first, last = (((x + 1) * work.num_programs - 1) // total for x in (ends - pages, ends - 1))
     is_live, is_shared = pages > 0, (pages > 0) & (last > first)
-    programs = jnp.arange(PROGRAMS)
-    # The last program of the key head that a program's units end in.
-    ends_at = jnp.where(is_shared & (first == programs[:, None]), last, 0).max(axis=1)
     turns = jnp.arange(MAX_PARTS)
-    others = programs[:, None] + turns
-    is_part = others <= ends_at[:, None]
+    others = jnp.arange(PROGRAMS)[:, None] + turns
+    is_part = others <= work.programs[:, 5:]
     slots = F * K + 2 * jnp.where(is_part, others, 0) + (turns == 0)
     part_lse = jnp.where(is_part[..., None], lse[slots], FLOOR)
     highest = part_lse.max(axis=1)
     weights = jnp.exp(part_lse - highest[:, None])
     part_out = jnp.where(is_part[..., None, None], out[slots], 0)
-    total = weights.sum(axis=1)
-    merged = (weights[..., None] * part_out).sum(axis=1) / total[..., None]
-    merged_lse = highest + jnp.log(total)
+    merged = (weights[..., None] * part_out).sum(axis=1) / weights.sum(axis=1)[..., None]
+    merged_lse = highest + jnp.log(weights.sum(axis=1))
     leader = jnp.minimum(first, PROGRAMS - 1)
     out = jnp.where(is_shared[:, None, None], merged[leader], out[: F * K])
     lse = jnp.where(is_shared[:, None], merged_lse[leader], lse[: F * K])

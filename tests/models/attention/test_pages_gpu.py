@@ -1,0 +1,209 @@
+"""Attention over pages on Hopper chips: how work is shared out, parts merged, pages read."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.extras.kernels import pages_gpu
+from jaxrl.extras.kernels.pages_gpu import PROGRAMS, next_span, share_out
+from jaxrl.models.attention.reference import FLOOR
+from tests.models.attention.brute import brute_force_pages, random_pages
+from tests.models.attention.test_pages import assert_agrees
+from tests.programs import for_gpu, lowered_for_gpu
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+PAGE = 64
+interpreted = pytest.mark.skipif(
+    not hasattr(pages_gpu.plgpu, "InterpretGPUParams"),
+    reason="the interpreter multiplies by transposed matrices since JAX 0.12",
+)
+
+
+def work_of(limits, num_heads):
+    # A function anew, which JAX traces anew: a test may have set the number of programs.
+    return jax.device_get(jax.jit(lambda x: share_out(x, PAGE, num_heads))(limits))
+
+
+def spans(work, num_heads):
+    """All spans of each program, as the kernel goes over them."""
+    found = []
+    for program, (matrix, head, start, num_spans, num_units, _) in enumerate(work.programs):
+        place, own = (matrix, head, start, num_units), []
+        for _ in range(num_spans):
+            span, place = next_span(place, program, work.pages, work.following, num_heads)
+            own.append(type(span)(*map(int, span)))
+        assert not num_spans or int(place[-1]) == 0
+        found.append(own)
+    return found
+
+
+def test_three_rows_among_four_programs_by_hand(monkeypatch):
+    # Two key heads: rows of 3, 0 and 2 pages have 6, 0 and 4 units, so shares are 2, 3, 2 and 3.
+    monkeypatch.setattr(pages_gpu, "PROGRAMS", 4)
+    work = work_of(np.array([130, 0, 128]), 2)
+    assert work.pages.tolist() == [3, 0, 2]
+    assert work.programs[:, 4].tolist() == [2, 3, 2, 3]
+    # The second program's units end in a key head that the third has the end of, and so on.
+    assert work.programs[:, 5].tolist() == [1, 2, 3, 3]
+    first, second, third, fourth = spans(work, 2)
+    # Slots 0 to 5 are those of whole key heads, 6 and 7 of the first program, 8 and 9 of the next.
+    assert first == [(0, 0, 0, 2, 7)]
+    assert second == [(0, 0, 2, 1, 8), (0, 1, 0, 2, 9)]
+    assert third == [(0, 1, 2, 1, 10), (2, 0, 0, 1, 11)]
+    assert fourth == [(2, 0, 1, 1, 12), (2, 1, 0, 2, 5)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_page_of_each_key_head_is_read_once_and_no_slot_is_written_twice(seed):
+    rng = np.random.default_rng(seed)
+    rows, num_heads = int(rng.integers(1, 20)), int(rng.integers(1, 9))
+    limits = rng.integers(0, 40 * PAGE, rows) * (rng.random(rows) < 0.8)
+    work = work_of(limits, num_heads)
+    each = [span for own in spans(work, num_heads) for span in own]
+    read = [(x.matrix, x.head, x.start + i) for x in each for i in range(x.count)]
+    wanted = [(f, k, j) for f in range(rows) for k in range(num_heads)
+              for j in range(-(-limits[f] // PAGE))]  # fmt: skip
+    assert sorted(read) == wanted
+    assert len({span.slot for span in each}) == len(each)
+    assert all(0 <= span.slot < rows * num_heads + 2 * PROGRAMS for span in each)
+    parts = np.unique([x[:2] for x in each], axis=0, return_counts=True)[1] if each else [0]
+    assert max(parts) <= pages_gpu.MAX_PARTS
+
+
+LOADS = {
+    # Limits of the rows, key heads.
+    "even": (np.full(256, 1024), 8),
+    "long-tailed": (np.exp(np.random.default_rng(0).normal(6.4, 1, 256)).clip(1, 8192), 8),
+    "tail end of a rollout": (np.linspace(2000, 8192, 16), 4),
+    "16 rows that are short": (np.full(16, 1000), 4),
+    "tail end in a wide batch": (np.where(np.arange(256) % 32 == 9, 6000, 0), 4),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_bytes_and_steps_are_near_what_live_pages_need_and_all_multiprocessors_have_some(name):
+    limits, num_heads = LOADS[name][0].astype(np.int32), LOADS[name][1]
+    rows, H = 8, 128  # up to 8 queries a key head
+    own = spans(work_of(limits, num_heads), num_heads)
+    units = np.array([sum(span.count for span in one) for one in own])
+    live = num_heads * sum(-(-limits // PAGE))
+    assert units.sum() == live
+    assert (units > 0).sum() == PROGRAMS >= 132
+    assert PROGRAMS * units.max() <= 1.2 * live
+    # A span reads queries and writes a result; the merge reads the parts and writes all results.
+    page_bytes, result = 2 * PAGE * H * 2, rows * (H + 1) * 4
+    slots = [span.slot for one in own for span in one]
+    parts = sum(slot >= len(limits) * num_heads for slot in slots)
+    moved = live * page_bytes + len(slots) * (rows * H * 2 + 256 + result)
+    moved += (parts + 2 * len(limits) * num_heads) * result
+    needed = live * page_bytes + len(limits) * num_heads * (rows * H * 2 + result)
+    print(f"{name}: units {live}, most {units.max()}, spans {len(slots)}, {moved / needed:.3f}")
+    assert moved <= 1.2 * needed
+
+
+def test_parts_are_merged_to_the_softmax_over_all(monkeypatch):
+    """The test fills the slots that the kernel would; the others are not numbers."""
+    monkeypatch.setattr(pages_gpu, "PROGRAMS", 7)
+    arrays = random_pages(np.random.default_rng(3), 5, 1, 6, 3, 16, PAGE, 20)
+    q, keys, values, tables, limits = arrays
+    work = work_of(limits[:, 0], 3)
+    out = np.full((5 * 3 + 14, 2, 16), np.nan)
+    lse = np.full((5 * 3 + 14, 2), np.nan)
+    for span in (span for own in spans(work, 3) for span in own):
+        heads = slice(2 * span.head, 2 * span.head + 2)
+        below = limits[span.matrix] - span.start * PAGE
+        found = brute_force_pages(
+            q[span.matrix, None, :, heads],
+            *(x[:, span.head, None] for x in (keys, values)),
+            tables[span.matrix, None, span.start :],
+            np.minimum(below, span.count * PAGE)[None],
+        )
+        out[span.slot], lse[span.slot] = (x[0, 0] for x in found)
+    merged, merged_lse = jax.jit(lambda *x: pages_gpu._merge(*x, 3))(out, lse, work)
+    wanted, wanted_lse = brute_force_pages(*arrays)
+    np.testing.assert_allclose(merged.reshape(wanted[:, 0].shape), wanted[:, 0], atol=1e-6)
+    wanted_lse = np.where(np.isfinite(wanted_lse), wanted_lse, FLOOR)
+    np.testing.assert_allclose(merged_lse.reshape(5, 6), wanted_lse[:, 0], rtol=1e-6)
+
+
+def interpreted_pages(*arrays):
+    return jax.jit(lambda *x: pages_gpu.attend_pages(*x, interpret=True))(*arrays)
+
+
+CASES = [
+    # B, Q, N, K, H, page, M, dtype
+    (3, 1, 4, 2, 64, 64, 4, "float32"),
+    (2, 16, 8, 2, 80, 64, 3, "bfloat16"),
+    (3, 1, 8, 2, 128, 64, 3, "bfloat16"),
+    (1, 16, 7, 1, 96, 64, 2, "float32"),
+    (2, 1, 16, 1, 256, 64, 9, "float32"),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_against_brute_force(case, monkeypatch):
+    monkeypatch.setattr(pages_gpu, "PROGRAMS", 5)
+    *shape, dtype = case
+    q, keys, values, tables, limits = random_pages(np.random.default_rng(0), *shape)
+    given = [jnp.asarray(x, dtype) for x in (q, keys, values)]
+    wanted = brute_force_pages(*(np.asarray(x, np.float32) for x in given), tables, limits)
+    got = interpreted_pages(*given, tables, limits)
+    assert_agrees(got, wanted, tolerance=2e-6 if dtype == "float32" else 0.02)
+
+
+@interpreted
+def test_limits_at_edges_of_pages_rows_that_read_nothing_and_pages_that_rows_share(monkeypatch):
+    monkeypatch.setattr(pages_gpu, "PROGRAMS", 3)
+    rng = np.random.default_rng(0)
+    q, keys, values, _, _ = random_pages(rng, 6, 2, 2, 1, 16, PAGE, 3)
+    tables = rng.permutation(18).reshape(6, 3).astype(np.int32)
+    tables[1:3, :2] = tables[0, :2]
+    limits = np.array([[128, 129], [127, 128], [1, 64], [0, 0], [0, 65], [192, 0]], np.int32)
+    got = interpreted_pages(q, keys, values, tables, limits)
+    assert_agrees(got, brute_force_pages(q, keys, values, tables, limits))
+    nothing = interpreted_pages(q, keys, values, tables, 0 * limits)
+    assert not nothing[0].any()
+    assert (nothing[1] == FLOOR).all()
+
+
+def shapes(B, Q, N, K, H, page, M, dtype):
+    make = jax.ShapeDtypeStruct
+    pages = make((B * M, K, page, H), dtype)
+    return (
+        make((B, Q, N, H), dtype), pages, pages, make((B, M), jnp.int32), make((B, Q), jnp.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (256, 1, 16, 8, 128, 64, 64, "bfloat16"),
+        (64, 1, 14, 2, 64, 64, 32, "float16"),
+        (16, 16, 32, 8, 80, 64, 8, "bfloat16"),
+        (16, 64, 28, 4, 96, 128, 8, "bfloat16"),
+        (16, 1, 32, 2, 256, 64, 128, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_lowered_for_a_hopper_chip_without_what_is_deprecated(shape):
+    program = lowered_for_gpu(jax.jit(for_gpu(pages_gpu.attend_pages)), *shapes(*shape))
+    assert re.findall(r"custom_call @(\w*(?:mosaic|triton)\w*)", program) == ["mosaic_gpu_v2"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        ((2, 1, 4, 2, 64, 64, 2, "float32"), "float32 operands"),
+        ((2, 1, 4, 2, 72, 64, 2, "bfloat16"), "heads of 72"),
+        ((2, 1, 4, 2, 64, 16, 2, "bfloat16"), "pages of 16 tokens"),
+        ((2, 1, 4, 2, 256, 128, 2, "bfloat16"), "pages of 128 tokens"),
+    ],
+)
+def test_what_the_matrix_units_do_not_take_is_refused(shape, problem):
+    with pytest.raises(ValueError, match=problem):
+        jax.eval_shape(pages_gpu.attend_pages, *shapes(*shape))
