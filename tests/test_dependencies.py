@@ -64,7 +64,7 @@ def imported(*folders):
 EXTRAS = PROJECT["optional-dependencies"]
 CORE = names(PROJECT["dependencies"])
 DEV = names(EXTRAS["dev"])
-OPTIONAL = {n for key in EXTRAS.keys() - {"cuda", "tpu", "dev"} for n in names(EXTRAS[key])}
+OPTIONAL = {n for key in EXTRAS.keys() - {"tpu", "dev"} for n in names(EXTRAS[key])}
 
 
 def test_whatever_is_asked_for_is_imported():
