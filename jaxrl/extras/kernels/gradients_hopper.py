@@ -30,9 +30,6 @@ BLOCK = 64
 TILE = GROUPS * BLOCK
 """Tokens of a program; a multiple of these has to be in every array."""
 
-MAX_HEAD_DIM = 128
-"""Heads up to which two sums of a block of keys fit the registers of a warp group."""
-
 STAGES = 2
 """Blocks on their way to the chip and on it."""
 
@@ -67,7 +64,8 @@ def gradients(
         gradient: of the outputs.
         scale: of the products of queries and keys.
     """
-    (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
+    # Of wider heads than 128 the two sums of a block of keys would not fit a thread's registers.
+    (R, Q, N), (T, K) = q.shape[:3], k.shape[1:3]
     how = How(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
     delta = jnp.einsum("rqnh,rqnh->rnq", out, gradient, preferred_element_type=jnp.float32)
     given = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
@@ -82,14 +80,22 @@ def gradients(
         partial(_queries_kernel, how=how),
         grid=(R, N, Q // TILE),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        scratch_types=[_on_chip(q), _on_chip(q), mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2)],
+        scratch_types=[
+            _on_chip(q),
+            _on_chip(q),
+            mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2),
+        ],
         kernel_name="attention_backward_queries",
     )(*given, *_blocks_of_keys(reads, how))
     of_keys, of_values = call(
         partial(_keys_kernel, how=how),
         grid=(R, K, T // TILE),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
-        scratch_types=[_on_chip(k), _on_chip(k), mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2)],
+        scratch_types=[
+            _on_chip(k),
+            _on_chip(k),
+            mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2),
+        ],
         kernel_name="attention_backward_keys",
     )(*given, *_blocks_of_queries(reads, how))
     return of_queries, of_keys, of_values
@@ -170,6 +176,7 @@ def _load(ref: Any, layout: Any) -> jax.Array:
 
 
 SCORES = (BLOCK, BLOCK)
+"""Shape of the scores of a block of queries and one of keys."""
 
 
 def _queries_kernel(
@@ -208,9 +215,9 @@ def _queries_kernel(
         key = block_at(index[0]) * BLOCK
 
         def multiply(scores: Any, of_weights: Any) -> Any:
-            mosaic.wgmma(scores, own_q.at[group], k.T)
             mosaic.wgmma(of_weights, own_gradient.at[group], v.T)
-            mosaic.wgmma_wait(0)
+            mosaic.wgmma(scores, own_q.at[group], k.T)
+            mosaic.wgmma_wait(1)
             mosaic.barrier_arrive(v_done)
             return scores[...], of_weights[...]
 
@@ -307,9 +314,7 @@ def _keys_kernel(
         weights = jnp.exp2(scores * (how.scale * math.log2(math.e)) - spread(sums))
 
         def masked() -> jax.Array:
-            reads = [
-                _load(reads_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS) for i in range(3)
-            ]
+            reads = [_load(reads_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS) for i in range(3)]
             places = _places(key, SCORES, 0), _places(query, SCORES, 1)
             return jnp.where(_is_read(reads, *places, spread), weights, 0.0)
 
@@ -319,12 +324,13 @@ def _keys_kernel(
         def multiply_values(room: Any) -> jax.Array:
             mosaic.wgmma(room, own_v.at[group], gradient.T)
             mosaic.wgmma(of_values, weights.astype(gradient.dtype), gradient)
-            mosaic.wgmma_wait(0)
-            mosaic.barrier_arrive(gradient_done)
-            return room[...]
+            # The second product goes on while the first one's result is used.
+            return mosaic.wgmma_accumulator_load(room, wait_n=1)
 
         of_scores = weights * (pl.run_scoped(multiply_values, room) - spread(deltas))
         mosaic.wgmma(of_keys, of_scores.astype(q.dtype), q)
+        mosaic.wgmma_wait(1)
+        mosaic.barrier_arrive(gradient_done)
         mosaic.wgmma_wait(0)
         mosaic.barrier_arrive(q_done)
         return of_keys, of_values, whole
