@@ -188,6 +188,8 @@ WITH_MORE = {
     "jaxrl/extras/kernels/attention_gpu.py:_backward_queries_kernel",
     "jaxrl/extras/kernels/attention_gpu.py:_backward_keys_kernel",
     "jaxrl/extras/kernels/attention_tpu.py:_pages_kernel",
+    "jaxrl/extras/kernels/gradients_hopper.py:_queries_kernel",
+    "jaxrl/extras/kernels/gradients_hopper.py:_keys_kernel",
 }
 """Functions that may take more parameters. No bound holds on a function's length."""
 

@@ -252,10 +252,11 @@ def _backward(
     if isinstance(kernels, Tokamax) and q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
         from jaxrl.extras.kernels.gradients_hopper import gradients
 
-        return *gradients(*saved, gradient, scale=kernels.scale), None
+        found = gradients(q, k, v, reads, out, lse, gradient, scale=kernels.scale)
+        return *found, None
     ranges = _ranges(q, reads, shares_prompts)
-    found = [kernels.backward(q, k, v, one, out, lse, gradient) for one in ranges]
-    return *(sum(parts[1:], parts[0]) for parts in zip(*found, strict=True)), None
+    parts = [kernels.backward(q, k, v, one, out, lse, gradient) for one in ranges]
+    return *(sum(of_range[1:], of_range[0]) for of_range in zip(*parts, strict=True)), None
 
 
 _attend.defvjp(_forward, _backward)

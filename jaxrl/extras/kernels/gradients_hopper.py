@@ -37,6 +37,10 @@ ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
 """How the threads of a warp group hold a number for each row or column of a product."""
 
 
+load: Any = mosaic.load
+"""Without an index, as JAX has it since 0.11; this is for no version before."""
+
+
 def gradients(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
@@ -172,7 +176,7 @@ def _places(first: Any, shape: tuple[int, int], axis: int) -> jax.Array:
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:
-    return mosaic.load(ref, layout=layout, optimized=False)
+    return load(ref, layout=layout, optimized=False)
 
 
 SCORES = (BLOCK, BLOCK)
@@ -291,10 +295,8 @@ def _keys_kernel(
         mosaic.copy_smem_to_gmem(values, of_values_ref.at[row, mine, key_head])
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def add(
-        index: Any, q: Any, gradient: Any, lse: Any, delta: Any,
-        q_done: Any, gradient_done: Any, lse_done: Any, delta_done: Any, carry: Any,
-    ) -> Any:  # fmt: skip
+    def add(index: Any, q: Any, gradient: Any, lse: Any, delta: Any, *others: Any) -> Any:
+        q_done, gradient_done, lse_done, delta_done, carry = others
         of_keys, of_values, whole = carry
         queries = (first + index[1]) * BLOCK
         query = how.first + queries
@@ -304,7 +306,7 @@ def _keys_kernel(
 
         def multiply(room: Any) -> Any:
             mosaic.wgmma(room, own_k.at[group], q.T)
-            numbers = mosaic.load(lse, layout=COLUMNS), mosaic.load(delta, layout=COLUMNS)
+            numbers = load(lse, layout=COLUMNS), load(delta, layout=COLUMNS)
             mosaic.barrier_arrive(lse_done)
             mosaic.barrier_arrive(delta_done)
             return room[...], *numbers

@@ -125,14 +125,23 @@ def test_its_masks_are_those_of_the_stand_in(which):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(2, 4096, 28, 4, 128), (1, 300, 14, 2, 64), (1, 512, 4, 4, 80)])
+SHAPES = [
+    # R, T, N, K, H, kernels where prompts are shared
+    (2, 4096, 28, 4, 128, 4),
+    (1, 300, 14, 2, 64, 4),
+    (1, 512, 4, 4, 80, 4),
+    (1, 200, 4, 2, 256, 6),  # backwards tokamax's, twice
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_lowered_for_a_hopper_chip_without_a_warning(monkeypatch, shape):
     tokamax = pytest.importorskip("tokamax")
     pretend_hopper(monkeypatch)
-    R, T, N, K, H = shape
+    R, T, N, K, H, num_kernels = shape
     q, kv = (jax.ShapeDtypeStruct((R, T, n, H), jnp.bfloat16) for n in (N, K))
     arguments = q, kv, kv, jax.ShapeDtypeStruct((R, 3, T), jnp.int32), q
-    for shares_prompts, count in ((True, 6), (False, 3)):
+    for shares_prompts, count in ((True, num_kernels), (False, 3)):
         function = for_gpu(forward_and_backward(shares_prompts=shares_prompts))
         with warnings.catch_warnings(), tokamax.config.cross_compile(True):
             warnings.simplefilter("error")
