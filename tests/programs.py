@@ -59,6 +59,23 @@ def for_gpu(kernel):
     return jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
 
+class Hopper:
+    """The device as kernels of tokamax ask for it, where JAX has no such one."""
+
+    platform = "gpu"
+    device_kind = "NVIDIA H100 80GB HBM3"
+    compute_capability = "9.0"
+    core_count = 132
+
+
+def pretend_hopper(monkeypatch):
+    """Has JAX's default device be an H100, for kernels that choose by it how they are lowered."""
+    from jax.extend import backend
+
+    monkeypatch.setattr(backend, "get_default_device", Hopper)
+    monkeypatch.setattr(jax, "devices", lambda *_: [Hopper()])
+
+
 def lowered_for_gpu(function, *arguments):
     """The text of a function's program for GPUs; its kernels have to be told by `for_gpu`."""
     lower = jax.export.export(function, platforms=["cuda"], disabled_checks=CUSTOM_CALLS)

@@ -64,7 +64,7 @@ def imported(*folders):
 EXTRAS = PROJECT["optional-dependencies"]
 CORE = names(PROJECT["dependencies"])
 DEV = names(EXTRAS["dev"])
-OPTIONAL = {n for key in EXTRAS.keys() - {"cuda", "tpu", "dev"} for n in names(EXTRAS[key])}
+OPTIONAL = {n for key in EXTRAS.keys() - {"tpu", "dev"} for n in names(EXTRAS[key])}
 
 
 def test_whatever_is_asked_for_is_imported():
@@ -188,6 +188,8 @@ WITH_MORE = {
     "jaxrl/extras/kernels/attention_gpu.py:_backward_queries_kernel",
     "jaxrl/extras/kernels/attention_gpu.py:_backward_keys_kernel",
     "jaxrl/extras/kernels/attention_tpu.py:_pages_kernel",
+    "jaxrl/extras/kernels/gradients_hopper.py:_queries_kernel",
+    "jaxrl/extras/kernels/gradients_hopper.py:_keys_kernel",
 }
 """Functions that may take more parameters. No bound holds on a function's length."""
 

@@ -78,10 +78,10 @@ def _of_rows(
         )
         return found.astype(rows.dtype)
     multiply = _kernels().PallasMosaicGpuRaggedDot(config=_settings(len(rows) // len(weights)))
-    found: jax.Array = multiply(
+    product: jax.Array = multiply(
         rows, weights, group_sizes=sizes, ragged_dot_dimension_numbers=numbers
     )
-    return found
+    return product
 
 
 def _settings(rows_of_group: int) -> Any:

@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl.extras.kernels.readers import last_readers
 from jaxrl.models.attention.reference import (
     FLOOR,
     LOWEST,
@@ -231,32 +232,8 @@ def _backward(
         in_specs=[heads, block, block, row, tokens, heads, numbers, numbers],
         out_specs=[block, block],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-    )(q, k, v, own_reads, _last_readers(reads), gradient, lse, delta)
+    )(q, k, v, own_reads, last_readers(reads), gradient, lse, delta)
     return of_queries, of_keys, of_values, None
-
-
-def _last_readers(reads: jax.Array) -> jax.Array:
-    """First token after each of `[R, T]` from which on none reads it.
-
-    That is the end of its segment; of a prompt that segments share, the end of the last of these.
-    """
-    starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
-    T = starts.shape[1]
-    places = jnp.arange(T)
-
-    def next_after(begins: jax.Array) -> jax.Array:
-        following = jnp.pad(
-            jnp.where(begins, places, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T
-        )
-        return jax.lax.cummin(following, axis=1, reverse=True)
-
-    ends = next_after(starts == places)
-    # Those that share a prompt stand one after another behind the first, and share as much of it.
-    following = jnp.minimum(ends, T - 1)
-    of_next = (jnp.take_along_axis(x, following, axis=1) for x in (shared_starts, shared_ends))
-    next_start, next_end = of_next
-    is_shared = (ends < T) & (next_start == starts) & (places < next_end)
-    return jnp.where(is_shared, next_after((starts == places) & (shared_starts >= T)), ends)
 
 
 def _backward_queries_kernel(

@@ -21,7 +21,10 @@ BLOCK = 128
 """Tokens are padded to multiples: a kernel's two warp groups have 64 each, and check no bounds."""
 
 HEAD_MULTIPLE = 64
-"""Heads are padded to multiples, as the backward kernels do."""
+"""Heads are padded to multiples, as the backward kernels want them."""
+
+MAX_HEAD_DIM = 128
+"""Heads for which `gradients_hopper` has registers."""
 
 
 def train(
@@ -36,9 +39,10 @@ def train(
     """Computes `reference.train` by kernels that know one range of keys a query.
 
     Each query has two ranges, its own segment and a prompt that it shares. So there are two passes
-    over the keys, merged by their log-sum-exp; backwards each gets output and log-sum-exp of the
-    whole softmax, which is all that it needs, and the gradients add up. Forwards, blocks out of a
-    block's ranges are left out. Backwards those behind the diagonal are.
+    over the keys, merged by their log-sum-exp, each of which leaves out blocks that nobody reads.
+    Tokamax's kernels leave out none before the diagonal backwards, so on Hopper `gradients_hopper`
+    goes that way. Elsewhere, and with wide heads, it takes two passes too: each gets output and
+    log-sum-exp of the whole softmax, which is all that it needs, and the gradients add up.
 
     Args:
         q: queries of the last Q tokens.
@@ -61,10 +65,8 @@ def train(
     q, k, v, reads = in_blocks(q, k, v, reads, BLOCK)
     pad = ((0, 0), (0, 0), (0, 0), (0, -H % HEAD_MULTIPLE))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
-    starts, shared_starts, shared_ends = jnp.moveaxis(reads[:, :, -q.shape[1] :], 1, 0)
-    ranges = [(starts, None), (shared_starts, shared_ends)][: 1 + shares_prompts]
     kernels = Dense(H**-0.5) if interpret else Tokamax(H**-0.5)
-    return _attend(q, k, v, ranges, kernels)[:, :Q, :, :H]
+    return _attend(q, k, v, reads, kernels, shares_prompts)[:, :Q, :, :H]
 
 
 class Keys(NamedTuple):
@@ -166,7 +168,7 @@ class Tokamax:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """As `Dense.backward`."""
+        """As `Dense.backward`, over all blocks before the diagonal, or over all."""
         attention = _tokamax("pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         bound = attention.bind(q, k, v, **self._settings(q, k, keys))
         settings = {key: x for key, x in bound.kwargs.items() if key != "return_residuals"}
@@ -176,6 +178,10 @@ class Tokamax:
         config = backward.bind(*given, **settings).heuristics_config
         found = backward.replace(config=config)(*given, **settings)
         return found["q"], found["k"], found["v"]
+
+    def is_hopper(self) -> bool:
+        """True if the devices are, whose matrix units `gradients_hopper` is written for."""
+        return bool(_tokamax("pallas_mosaic_gpu").gpu_utils.is_sm90())
 
     def _settings(self, q: jax.Array, k: jax.Array, keys: Keys) -> dict[str, Any]:
         """Scale and mask; one that is causal leaves out blocks behind the diagonal."""
@@ -207,33 +213,50 @@ def _tokamax(module: str) -> Any:
     return importlib.import_module(f"tokamax._src.ops.attention.{module}")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ranges(q: jax.Array, reads: jax.Array, shares_prompts: bool) -> list[Keys]:
+    starts, *shared = jnp.moveaxis(reads[:, :, -q.shape[1] :], 1, 0)
+    return [Keys(starts, None), Keys(*shared)][: 1 + shares_prompts]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, ranges: list[Any], kernels: Dense | Tokamax
-) -> jax.Array:
-    return _forward(q, k, v, ranges, kernels)[0]
+    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
+    kernels: Dense | Tokamax, shares_prompts: bool,
+) -> jax.Array:  # fmt: skip
+    return _forward(q, k, v, reads, kernels, shares_prompts)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, ranges: list[Any], kernels: Dense | Tokamax
-) -> tuple[jax.Array, tuple[Any, ...]]:
+    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
+    kernels: Dense | Tokamax, shares_prompts: bool,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
     """The outputs, and what the backward pass needs: with them their log-sum-exp `[R, N, Q]`."""
-    outs, sums = zip(*[kernels.forward(q, k, v, Keys(*one)) for one in ranges], strict=True)
+    ranges = _ranges(q, reads, shares_prompts)
+    outs, sums = zip(*[kernels.forward(q, k, v, one) for one in ranges], strict=True)
     out, lse = outs[0], sums[0]
-    if len(ranges) > 1:
+    if shares_prompts:
         lse = jnp.logaddexp(*sums)
         shares = [jnp.exp(one - lse).swapaxes(1, 2)[..., None] for one in sums]
         out = sum(one * share for one, share in zip(outs, shares, strict=True)).astype(q.dtype)
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
-    return out, (q, k, v, ranges, out, lse)
+    return out, (q, k, v, reads, out, lse)
 
 
 def _backward(
-    kernels: Dense | Tokamax, saved: tuple[Any, ...], gradient: jax.Array
+    kernels: Dense | Tokamax,
+    shares_prompts: bool,
+    saved: tuple[jax.Array, ...],
+    gradient: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, ranges, out, lse = saved
-    found = [kernels.backward(q, k, v, Keys(*one), out, lse, gradient) for one in ranges]
-    return *(sum(parts[1:], parts[0]) for parts in zip(*found, strict=True)), None
+    q, k, v, reads, out, lse = saved
+    if isinstance(kernels, Tokamax) and q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
+        from jaxrl.extras.kernels.gradients_hopper import gradients
+
+        found = gradients(q, k, v, reads, out, lse, gradient, scale=kernels.scale)
+        return *found, None
+    ranges = _ranges(q, reads, shares_prompts)
+    parts = [kernels.backward(q, k, v, one, out, lse, gradient) for one in ranges]
+    return *(sum(of_range[1:], of_range[0]) for of_range in zip(*parts, strict=True)), None
 
 
 _attend.defvjp(_forward, _backward)

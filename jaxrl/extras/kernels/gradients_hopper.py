@@ -1,0 +1,357 @@
+"""Gradients of attention on Hopper GPUs: Pallas kernels for Mosaic that leave out blocks.
+
+Kernels of libraries go backwards over all blocks before the diagonal, or know one range of keys a
+query. These go over the blocks that hold something to read, of both ranges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as mosaic
+from jaxtyping import Array, Float, Int
+
+from jaxrl.extras.kernels.readers import last_readers
+from jaxrl.models.attention.reference import key_blocks
+
+GROUPS = 2
+"""Warp groups of a program that compute; a third copies what they need to the chip."""
+
+BLOCK = 64
+"""Tokens of a warp group's block, and of the blocks that it goes over."""
+
+TILE = GROUPS * BLOCK
+"""Tokens of a program; a multiple of these has to be in every array."""
+
+STAGES = 2
+"""Blocks on their way to the chip and on it."""
+
+ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
+"""How the threads of a warp group hold a number for each row or column of a product."""
+
+
+load: Any = mosaic.load
+"""Without an index, as JAX has it since 0.11; this is for no version before."""
+
+
+def gradients(
+    q: Float[Array, "R Q N H"],
+    k: Float[Array, "R T K H"],
+    v: Float[Array, "R T K H"],
+    reads: Int[Array, "R 3 T"],
+    out: Float[Array, "R Q N H"],
+    lse: Float[Array, "R N Q"],
+    gradient: Float[Array, "R Q N H"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "R Q N H"], Float[Array, "R T K H"], Float[Array, "R T K H"]]:
+    """The gradients of queries, keys and values of `reference.train`; sums in float32.
+
+    A program has a tile of queries of one head, or a tile of keys of one key head. It goes over
+    those blocks of the other kind that hold something for it, as in `attention_gpu`. Masks are
+    computed in blocks that are not read as a whole.
+
+    Args:
+        q: queries of the last Q tokens, a multiple of `TILE`; bfloat16 or float16.
+        k: keys of all T, a multiple of `TILE`.
+        v: values of all T.
+        reads: which tokens each reads; see `kernels.find_reads`.
+        out: outputs.
+        lse: log-sum-exp of the scores, nats.
+        gradient: of the outputs.
+        scale: of the products of queries and keys.
+    """
+    # Of wider heads than 128 the two sums of a block of keys would not fit a thread's registers.
+    (R, Q, N), (T, K) = q.shape[:3], k.shape[1:3]
+    how = How(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
+    delta = jnp.einsum("rqnh,rqnh->rnq", out, gradient, preferred_element_type=jnp.float32)
+    given = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
+    call = partial(
+        mosaic.kernel,
+        grid_names=("row", "head", "tile"),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        compiler_params=mosaic.CompilerParams(approx_math=True),
+    )
+    of_queries = call(
+        partial(_queries_kernel, how=how),
+        grid=(R, N, Q // TILE),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types=[
+            _on_chip(q),
+            _on_chip(q),
+            mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2),
+        ],
+        kernel_name="attention_backward_queries",
+    )(*given, *_blocks_of_keys(reads, how))
+    of_keys, of_values = call(
+        partial(_keys_kernel, how=how),
+        grid=(R, K, T // TILE),
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
+        scratch_types=[
+            _on_chip(k),
+            _on_chip(k),
+            mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2),
+        ],
+        kernel_name="attention_backward_keys",
+    )(*given, *_blocks_of_queries(reads, how))
+    return of_queries, of_keys, of_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """What the kernels know before they are compiled."""
+
+    scale: float
+    first: int  # place of the first query among the keys, a multiple of `TILE`
+    num_queries: int
+    groups: int  # query heads of a key head
+
+
+def _transforms(dtype: Any) -> tuple[Any, ...]:
+    """How the matrix units want arrays on the chip: lines of 128 bytes, eight of them a tile."""
+    return (
+        mosaic.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
+        mosaic.SwizzleTransform(128),
+    )
+
+
+def _on_chip(x: jax.Array) -> Any:
+    """Room for a block of each warp group."""
+    shape = GROUPS, BLOCK, x.shape[-1]
+    return mosaic.SMEM(shape, x.dtype, transforms=_transforms(x.dtype))
+
+
+def _blocks_of_keys(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
+    """The key blocks of each tile of queries, and from which key on each block reads all.
+
+    Returns:
+        int32 `[R, Q / TILE, 4]`: the first block of a shared prompt and how many there are, the
+        first of the own ones, and how many there are together. int32 `[R, Q / BLOCK]`.
+    """
+    R = len(reads)
+    own_reads = reads[..., how.first :].reshape(R, 3, -1, TILE)
+    indices = how.first // BLOCK + jnp.arange(how.num_queries // TILE) * GROUPS
+    find = jax.vmap(jax.vmap(partial(key_blocks, size=BLOCK), (1, 0)), (0, None))
+    shared, num_shared, own = find(own_reads, indices)
+    count = num_shared + indices + GROUPS - own
+    whole = own_reads[:, 0].reshape(R, -1, BLOCK).max(axis=2)
+    return jnp.stack([shared, num_shared, own, count], axis=2).astype(jnp.int32), whole
+
+
+def _blocks_of_queries(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
+    """The query blocks of each tile of keys, and before which token all read each block.
+
+    Returns:
+        int32 `[R, T / TILE, 2]`: the first block and how many there are, at least one. int32 `[R,
+        T / BLOCK]`: tokens behind the block and before this one read all of it.
+    """
+    R, _, T = reads.shape
+    ends = last_readers(reads)
+    tiles = jnp.arange(T // TILE) * TILE
+    first = jnp.maximum(tiles - how.first, 0) // BLOCK
+    last = -(-(ends.reshape(R, -1, TILE).max(axis=2) - how.first) // BLOCK)
+    blocks = jnp.stack(jnp.broadcast_arrays(first, jnp.maximum(last - first, 1)), axis=2)
+    starts = reads[:, 0].reshape(R, -1, BLOCK)
+    is_one = starts.max(axis=2) <= jnp.arange(0, T, BLOCK)
+    whole = jnp.where(is_one, ends.reshape(R, -1, BLOCK).min(axis=2), 0)
+    return blocks.astype(jnp.int32), whole
+
+
+def _is_read(reads: Any, keys: jax.Array, queries: jax.Array, spread: Callable[..., Any]) -> Any:
+    starts, shared_starts, shared_ends = (spread(one) for one in reads)
+    own = (keys >= starts) & (keys <= queries)
+    return own | ((keys >= shared_starts) & (keys < shared_ends))
+
+
+def _places(first: Any, shape: tuple[int, int], axis: int) -> jax.Array:
+    return first + mosaic.broadcasted_iota(jnp.int32, shape, axis, layout=mosaic.Layout.WGMMA)
+
+
+def _load(ref: Any, layout: Any) -> jax.Array:
+    return load(ref, layout=layout, optimized=False)
+
+
+SCORES = (BLOCK, BLOCK)
+"""Shape of the scores of a block of queries and one of keys."""
+
+
+def _queries_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
+    reads_ref: Any, blocks_ref: Any, whole_ref: Any, out_ref: Any, own_q: Any, own_gradient: Any,
+    arrived: Any, *, how: How,
+) -> None:  # fmt: skip
+    row, head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
+    group = jax.lax.axis_index("group")
+    key_head = jax.lax.div(head, jnp.int32(how.groups))
+    shared, num_shared, own, count = (blocks_ref[row, tile, i] for i in range(4))
+    mine = pl.ds(tile * TILE + group * BLOCK, BLOCK)
+    query = how.first + tile * TILE + group * BLOCK
+
+    def block_at(i: Any) -> Any:
+        return jnp.where(i < num_shared, shared + i, own - num_shared + i)
+
+    def compute(run: Any) -> None:
+        here, barrier = own_q.at[group], arrived.at[group]
+        mosaic.copy_gmem_to_smem(q_ref.at[row, mine, head], here, barrier)
+        mosaic.copy_gmem_to_smem(gradient_ref.at[row, mine, head], own_gradient.at[group], barrier)
+        lse, delta = (_load(ref.at[row, head, mine], ROWS) for ref in (lse_ref, delta_ref))
+        whole = whole_ref[row, tile * GROUPS + group]
+        mosaic.barrier_wait(barrier)
+        total = pl.run_scoped(
+            lambda total: (run((total, lse, delta, whole)), total[...])[1],
+            mosaic.ACC(here.shape, jnp.float32),
+        )
+        here[...] = (total * how.scale).astype(here.dtype)
+        mosaic.commit_smem()
+        mosaic.copy_smem_to_gmem(here, out_ref.at[row, mine, head])
+        mosaic.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def add(index: Any, k: Any, v: Any, k_done: Any, v_done: Any, carry: Any) -> Any:
+        total, lse, delta, whole = carry
+        key = block_at(index[0]) * BLOCK
+
+        def multiply(scores: Any, of_weights: Any) -> Any:
+            mosaic.wgmma(of_weights, own_gradient.at[group], v.T)
+            mosaic.wgmma(scores, own_q.at[group], k.T)
+            mosaic.wgmma_wait(1)
+            mosaic.barrier_arrive(v_done)
+            return scores[...], of_weights[...]
+
+        room = mosaic.ACC(SCORES, jnp.float32)
+        scores, of_weights = pl.run_scoped(multiply, room, room)
+
+        def spread(x: jax.Array) -> jax.Array:
+            return jax.lax.broadcast_in_dim(x, SCORES, [0])
+
+        weights = jnp.exp2(scores * (how.scale * math.log2(math.e)) - spread(lse))
+
+        def masked() -> jax.Array:
+            reads = [_load(reads_ref.at[row, i, mine], ROWS) for i in range(3)]
+            places = _places(key, SCORES, 1), _places(query, SCORES, 0)
+            return jnp.where(_is_read(reads, *places, spread), weights, 0.0)
+
+        is_whole = (key >= whole) & (key + BLOCK <= query)
+        weights = jax.lax.cond(is_whole, lambda: weights, masked)
+        of_scores = weights * (of_weights - spread(delta))
+        mosaic.wgmma(total, of_scores.astype(k.dtype), k)
+        mosaic.wgmma_wait(0)
+        mosaic.barrier_arrive(k_done)
+        return total, lse, delta, whole
+
+    spec = mosaic.BlockSpec(
+        (BLOCK, q_ref.shape[-1]),
+        lambda i: (block_at(i), 0),
+        transforms=_transforms(k_ref.dtype),
+    )
+    mosaic.emit_pipeline_warp_specialized(
+        add,
+        grid=(count,),
+        in_specs=[spec, spec],
+        max_concurrent_steps=STAGES,
+        num_compute_wgs=GROUPS,
+        memory_registers=40,
+        wg_axis="group",
+        manual_consumed_barriers=True,
+        compute_context=compute,
+    )(k_ref.at[row, :, key_head], v_ref.at[row, :, key_head])
+
+
+def _keys_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
+    reads_ref: Any, blocks_ref: Any, whole_ref: Any, of_keys_ref: Any, of_values_ref: Any,
+    own_k: Any, own_v: Any, arrived: Any, *, how: How,
+) -> None:  # fmt: skip
+    row, key_head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
+    group = jax.lax.axis_index("group")
+    first, count = blocks_ref[row, tile, 0], blocks_ref[row, tile, 1]
+    key = tile * TILE + group * BLOCK
+    mine = pl.ds(key, BLOCK)
+
+    def compute(run: Any) -> None:
+        keys, values, barrier = own_k.at[group], own_v.at[group], arrived.at[group]
+        mosaic.copy_gmem_to_smem(k_ref.at[row, mine, key_head], keys, barrier)
+        mosaic.copy_gmem_to_smem(v_ref.at[row, mine, key_head], values, barrier)
+        whole = whole_ref[row, tile * GROUPS + group]
+        mosaic.barrier_wait(barrier)
+
+        def both(of_keys: Any, of_values: Any) -> Any:
+            run((of_keys, of_values, whole))
+            return of_keys[...], of_values[...]
+
+        room = mosaic.ACC(keys.shape, jnp.float32)
+        of_keys, of_values = pl.run_scoped(both, room, room)
+        keys[...] = (of_keys * how.scale).astype(keys.dtype)
+        values[...] = of_values.astype(values.dtype)
+        mosaic.commit_smem()
+        mosaic.copy_smem_to_gmem(keys, of_keys_ref.at[row, mine, key_head])
+        mosaic.copy_smem_to_gmem(values, of_values_ref.at[row, mine, key_head])
+        mosaic.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def add(index: Any, q: Any, gradient: Any, lse: Any, delta: Any, *others: Any) -> Any:
+        q_done, gradient_done, lse_done, delta_done, carry = others
+        of_keys, of_values, whole = carry
+        queries = (first + index[1]) * BLOCK
+        query = how.first + queries
+
+        def spread(x: jax.Array) -> jax.Array:
+            return jax.lax.broadcast_in_dim(x, SCORES, [1])
+
+        def multiply(room: Any) -> Any:
+            mosaic.wgmma(room, own_k.at[group], q.T)
+            numbers = load(lse, layout=COLUMNS), load(delta, layout=COLUMNS)
+            mosaic.barrier_arrive(lse_done)
+            mosaic.barrier_arrive(delta_done)
+            return room[...], *numbers
+
+        room = mosaic.ACC(SCORES, jnp.float32)
+        scores, sums, deltas = pl.run_scoped(multiply, room)
+        weights = jnp.exp2(scores * (how.scale * math.log2(math.e)) - spread(sums))
+
+        def masked() -> jax.Array:
+            reads = [_load(reads_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS) for i in range(3)]
+            places = _places(key, SCORES, 0), _places(query, SCORES, 1)
+            return jnp.where(_is_read(reads, *places, spread), weights, 0.0)
+
+        is_whole = (query >= key + BLOCK) & (query + BLOCK <= whole)
+        weights = jax.lax.cond(is_whole, lambda: weights, masked)
+
+        def multiply_values(room: Any) -> jax.Array:
+            mosaic.wgmma(room, own_v.at[group], gradient.T)
+            mosaic.wgmma(of_values, weights.astype(gradient.dtype), gradient)
+            # The second product goes on while the first one's result is used.
+            return mosaic.wgmma_accumulator_load(room, wait_n=1)
+
+        of_scores = weights * (pl.run_scoped(multiply_values, room) - spread(deltas))
+        mosaic.wgmma(of_keys, of_scores.astype(q.dtype), q)
+        mosaic.wgmma_wait(1)
+        mosaic.barrier_arrive(gradient_done)
+        mosaic.wgmma_wait(0)
+        mosaic.barrier_arrive(q_done)
+        return of_keys, of_values, whole
+
+    head = key_head * how.groups
+    tokens = mosaic.BlockSpec(
+        (BLOCK, None, q_ref.shape[-1]),
+        lambda g, i: (first + i, head + g, 0),
+        transforms=_transforms(q_ref.dtype),
+    )
+    numbers = mosaic.BlockSpec((None, BLOCK), lambda g, i: (head + g, first + i))
+    mosaic.emit_pipeline_warp_specialized(
+        add,
+        grid=(how.groups, count),
+        in_specs=[tokens, tokens, numbers, numbers],
+        max_concurrent_steps=STAGES,
+        num_compute_wgs=GROUPS,
+        memory_registers=40,
+        wg_axis="group",
+        manual_consumed_barriers=True,
+        compute_context=compute,
+    )(q_ref.at[row], gradient_ref.at[row], lse_ref.at[row], delta_ref.at[row])

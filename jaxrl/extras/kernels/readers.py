@@ -1,0 +1,34 @@
+"""Readers of keys in packed rows, for kernels that go over blocks of queries."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+def last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
+    """First token after each from which on none reads it.
+
+    That is the end of its segment; of a prompt that segments share, the end of the last of these.
+
+    Args:
+        reads: which tokens each reads; see `kernels.find_reads`.
+    """
+    starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
+    T = starts.shape[1]
+    places = jnp.arange(T)
+
+    def next_after(begins: jax.Array) -> jax.Array:
+        following = jnp.pad(
+            jnp.where(begins, places, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T
+        )
+        return jax.lax.cummin(following, axis=1, reverse=True)
+
+    ends = next_after(starts == places)
+    # Those that share a prompt stand one after another behind the first, and share as much of it.
+    following = jnp.minimum(ends, T - 1)
+    of_next = (jnp.take_along_axis(x, following, axis=1) for x in (shared_starts, shared_ends))
+    next_start, next_end = of_next
+    is_shared = (ends < T) & (next_start == starts) & (places < next_end)
+    return jnp.where(is_shared, next_after((starts == places) & (shared_starts >= T)), ends)

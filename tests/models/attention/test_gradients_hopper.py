@@ -1,0 +1,110 @@
+"""The blocks that the backward kernels for Hopper go over: all that hold something, and few more.
+
+The kernels themselves multiply what is in registers, which JAX's interpreter of Mosaic does not
+know yet. They are lowered in `test_tokamax.py`.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.extras.kernels import gradients_hopper as hopper
+from jaxrl.models.attention.kernels import find_reads
+from tests.models.attention.brute import random_rows
+
+BLOCK, TILE = hopper.BLOCK, hopper.TILE
+
+
+def packed(rng, num_tokens, shares_prompts):
+    segment_ids, positions, reads = random_rows(rng, 2, num_tokens, shares_prompts=shares_prompts)
+    np.einsum("rtt->rt", reads)[segment_ids == 0] = True  # padding reads itself
+    return find_reads(jnp.asarray(segment_ids), jnp.asarray(positions)), reads
+
+
+def settings(num_queries, num_tokens):
+    first = num_tokens - num_queries
+    return hopper.How(scale=1.0, first=first, num_queries=num_queries, groups=1)
+
+
+def by_block(reads, rows, columns):
+    """Tells of each block of queries and one of keys if any pair is read, and if all are."""
+    R = len(reads)
+    blocks = reads.reshape(R, reads.shape[1] // rows, rows, -1, columns)
+    return blocks.any(axis=(2, 4)), blocks.all(axis=(2, 4))
+
+
+SIZES = [(512, 512), (256, 640), (128, 128)]
+
+
+@pytest.mark.parametrize("shares_prompts", [True, False])
+@pytest.mark.parametrize(("num_queries", "num_tokens"), SIZES)
+def test_queries_go_once_over_each_key_block_that_they_read(
+    num_queries, num_tokens, shares_prompts
+):
+    for seed in range(5):
+        given, reads = packed(np.random.default_rng(seed), num_tokens, shares_prompts)
+        how, reads = settings(num_queries, num_tokens), reads[:, -num_queries:]
+        blocks, whole = (np.asarray(x) for x in hopper._blocks_of_keys(given, how))
+        is_any, _ = by_block(reads, TILE, BLOCK)
+        _, is_all = by_block(reads, BLOCK, BLOCK)
+        for row, tile in np.ndindex(blocks.shape[:2]):
+            shared, num_shared, own, count = blocks[row, tile]
+            visited = [shared + i if i < num_shared else own - num_shared + i for i in range(count)]
+            assert len({*visited}) == count > 0
+            assert {*np.flatnonzero(is_any[row, tile])} <= {*visited}
+            last = (how.first + tile * TILE) // BLOCK + TILE // BLOCK
+            assert max(visited) == last - 1  # none behind the diagonal
+            for block in range(tile * TILE // BLOCK, (tile + 1) * TILE // BLOCK):
+                query = how.first + block * BLOCK
+                for key_block in visited:
+                    key = key_block * BLOCK
+                    if key >= whole[row, block] and key + BLOCK <= query:
+                        assert is_all[row, block, key_block]
+
+
+@pytest.mark.parametrize("shares_prompts", [True, False])
+@pytest.mark.parametrize(("num_queries", "num_tokens"), SIZES)
+def test_keys_go_over_all_query_blocks_that_read_them(num_queries, num_tokens, shares_prompts):
+    for seed in range(5):
+        given, reads = packed(np.random.default_rng(seed), num_tokens, shares_prompts)
+        how, reads = settings(num_queries, num_tokens), reads[:, -num_queries:]
+        blocks, whole = (np.asarray(x) for x in hopper._blocks_of_queries(given, how))
+        is_any, is_all = by_block(reads, BLOCK, BLOCK)
+        for row, tile in np.ndindex(blocks.shape[:2]):
+            first, count = blocks[row, tile]
+            assert count > 0
+            assert first + count <= num_queries // BLOCK
+            for key_block in range(tile * TILE // BLOCK, (tile + 1) * TILE // BLOCK):
+                readers = {*np.flatnonzero(is_any[row, :, key_block])}
+                assert readers <= {*range(first, first + count)}
+                for block in range(first, first + count):
+                    query = how.first + block * BLOCK
+                    is_behind = query >= (key_block + 1) * BLOCK
+                    if is_behind and query + BLOCK <= whole[row, key_block]:
+                        assert is_all[row, block, key_block]
+
+
+def test_work_follows_the_segments_and_not_the_row():
+    # 32 segments of 128 tokens in a row of 4,096: a tile goes over its own segment's two blocks,
+    # where all before the diagonal are 32 times as many and more.
+    segment_ids = jnp.repeat(jnp.arange(1, 33), 128)[None]
+    given = find_reads(segment_ids, jnp.tile(jnp.arange(128), 32)[None])
+    how = settings(4096, 4096)
+    assert int(hopper._blocks_of_keys(given, how)[0][..., 3].sum()) == 32 * 2
+    assert int(hopper._blocks_of_queries(given, how)[0][..., 1].sum()) == 32 * 2
+    whole = find_reads(jnp.ones((1, 4096), jnp.int32), jnp.arange(4096)[None])
+    assert int(hopper._blocks_of_keys(whole, how)[0][..., 3].sum()) == 2 * sum(range(1, 33))
+    # Of one segment no block of queries needs a mask before the diagonal.
+    assert int(hopper._blocks_of_keys(whole, how)[1].max()) == 0
+
+
+def test_readers_of_a_shared_prompt_are_its_own():
+    # A prompt of 128 with a response to 256, and two segments of 128 that share it.
+    segment_ids = jnp.repeat(jnp.array([1, 2, 3]), jnp.array([256, 128, 128]))[None]
+    positions = jnp.concatenate([jnp.arange(256), *[jnp.arange(128, 256)] * 2])[None]
+    given = find_reads(segment_ids, positions)
+    blocks, _ = hopper._blocks_of_queries(given, settings(512, 512))
+    assert blocks[0].tolist() == [[0, 8], [2, 2], [4, 2], [6, 2]]
+    blocks, _ = hopper._blocks_of_keys(given, settings(512, 512))
+    # Of the third segment: two blocks of the prompt, from block 0 on, then two of its own.
+    assert blocks[0, 3].tolist() == [0, 2, 6, 4]

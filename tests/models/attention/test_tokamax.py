@@ -1,0 +1,150 @@
+"""Attention by tokamax's kernels: its merging against float64, masks and lowering where it is.
+
+Where tokamax is not installed the tests that need it are skipped; `make test-newest` has it.
+"""
+
+import re
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.extras.kernels import attention_tokamax
+from jaxrl.extras.kernels.attention_tokamax import Dense, Keys, Tokamax, train
+from jaxrl.models.attention.kernels import find_reads
+from tests.models.attention.brute import brute_force, random_inputs, random_rows
+from tests.programs import for_gpu, lowered_for_gpu, pretend_hopper
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def forward_and_backward(**settings):
+    def run(q, k, v, reads, gradient):
+        out, back = jax.vjp(lambda q, k, v: train(q, k, v, reads, **settings), q, k, v)
+        return out, *back(gradient)
+
+    return jax.jit(run)
+
+
+def rounded_inputs(rng, shape, num_kv_heads):
+    """Inputs that bfloat16 holds exactly, in it and in float32."""
+    short = [jnp.asarray(x, jnp.bfloat16) for x in random_inputs(rng, shape, num_kv_heads)]
+    return short, [np.asarray(x, np.float32) for x in short]
+
+
+@pytest.mark.parametrize("shares_prompts", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "num_kv_heads", "num_queries"),
+    [((3, 211, 4, 8), 2, 211), ((1, 97, 7, 64), 1, 97), ((2, 300, 2, 16), 2, 140)],
+)
+def test_two_ranges_merged_equal_brute_force(shape, num_kv_heads, num_queries, shares_prompts):
+    rng = np.random.default_rng(0)
+    segment_ids, positions, reads = random_rows(rng, *shape[:2], shares_prompts=shares_prompts)
+    is_token = (segment_ids > 0)[:, :, None, None]
+    (q, k, v, gradient), exact = rounded_inputs(rng, shape, num_kv_heads)
+    is_asked = is_token & (np.arange(shape[1]) >= shape[1] - num_queries)[:, None, None]
+    exact[3] = exact[3] * is_asked
+    gradient = (gradient * is_asked)[:, -num_queries:]
+    run = forward_and_backward(interpret=True, shares_prompts=shares_prompts)
+    ids = find_reads(jnp.asarray(segment_ids), jnp.asarray(positions))
+    got = run(q[:, -num_queries:], k, v, ids, gradient)
+    assert {x.dtype for x in got} == {jnp.dtype("bfloat16")}
+    out, of_queries, *of_keys = brute_force(*exact, reads)
+    wanted = (out[:, -num_queries:], of_queries[:, -num_queries:], *of_keys)
+    got = [np.asarray(x, np.float32) for x in got]
+    got[0] = got[0] * is_token[:, -num_queries:]
+    for name, one, other in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+        # Each part and their sum are rounded to 2^-9 of what they are.
+        np.testing.assert_allclose(one, other, atol=0.01 * np.abs(other).max(), err_msg=name)
+
+
+def test_float32_is_refused():
+    x = jnp.ones((1, 8, 2, 64))
+    with pytest.raises(NotImplementedError, match=r"float32, but .* set config\.model\.dtype to"):
+        train(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
+
+
+def test_without_tokamax_the_error_says_what_to_install(monkeypatch):
+    attention_tokamax._tokamax.cache_clear()
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+    with pytest.raises(ImportError, match=r"pip install 'jaxrl\[cuda\]'`, or set"):
+        train(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
+
+
+def test_another_version_is_refused(monkeypatch):
+    attention_tokamax._tokamax.cache_clear()
+    other = type("tokamax", (), {"__version__": "0.0.18", "__version_info__": (0, 0, 18)})
+    monkeypatch.setitem(sys.modules, "tokamax", other)
+    x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+    with pytest.raises(ImportError, match=r"tokamax 0\.0\.18 is installed.* tokamax==0\.0\.17"):
+        train(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
+    attention_tokamax._tokamax.cache_clear()
+
+
+@pytest.mark.parametrize("which", ["own", "shared", "own of the last"])
+def test_its_masks_are_those_of_the_stand_in(which):
+    """Tokamax's own attention in XLA, with the masks that its kernels get."""
+    pytest.importorskip("tokamax")
+    from tokamax._src.ops.attention import base
+
+    rng, T = np.random.default_rng(1), 128
+    segment_ids, positions, _ = random_rows(rng, 2, T)
+    starts, *shared = jnp.moveaxis(find_reads(*map(jnp.asarray, (segment_ids, positions))), 1, 0)
+    num_queries = 48 if which == "own of the last" else T
+    own = starts, None
+    keys = Keys(
+        *(x if x is None else x[:, -num_queries:] for x in {"shared": shared}.get(which, own))
+    )
+    (q, k, v, gradient), _ = rounded_inputs(rng, (2, T, 4, 64), 2)
+    q, gradient = (x[:, -num_queries:].astype(jnp.float32) for x in (q, gradient))
+    k, v = (x.astype(jnp.float32) for x in (k, v))
+    settings = Tokamax(0.125)._settings(q, k, keys)
+    assert settings["mask"].is_causal == (which == "own")
+
+    def theirs(q, k, v):
+        attention = base.DotProductAttention()
+        return attention(q, k, v, return_residuals=True, **settings)
+
+    out, back, (highest, total) = jax.vjp(theirs, q, k, v, has_aux=True)
+    got, lse = Dense(0.125).forward(q, k, v, keys)
+    # In XLA it averages all values where nothing is read; the kernels and we give 0.
+    reads = jnp.isfinite(lse).swapaxes(1, 2)[..., None]
+    assert reads.all() == (which != "shared")
+    np.testing.assert_allclose(got, jnp.where(reads, out, 0), atol=1e-5)
+    theirs = jnp.where(jnp.isfinite(lse), highest + jnp.log(total), -jnp.inf)
+    np.testing.assert_allclose(lse, theirs, atol=1e-5)
+    gradient = jnp.where(reads, gradient, 0)
+    found = Dense(0.125).backward(
+        q, k, v, keys, got, jnp.where(reads[..., 0].swapaxes(1, 2), lse, 0), gradient
+    )
+    for one, other in zip(found, back(gradient), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+SHAPES = [
+    # R, T, N, K, H, kernels where prompts are shared
+    (2, 4096, 28, 4, 128, 4),
+    (1, 300, 14, 2, 64, 4),
+    (1, 512, 4, 4, 80, 4),
+    (1, 200, 4, 2, 256, 6),  # backwards tokamax's, twice
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lowered_for_a_hopper_chip_without_a_warning(monkeypatch, shape):
+    tokamax = pytest.importorskip("tokamax")
+    pretend_hopper(monkeypatch)
+    R, T, N, K, H, num_kernels = shape
+    q, kv = (jax.ShapeDtypeStruct((R, T, n, H), jnp.bfloat16) for n in (N, K))
+    arguments = q, kv, kv, jax.ShapeDtypeStruct((R, 3, T), jnp.int32), q
+    for shares_prompts, count in ((True, num_kernels), (False, 3)):
+        function = for_gpu(forward_and_backward(shares_prompts=shares_prompts))
+        with warnings.catch_warnings(), tokamax.config.cross_compile(True):
+            warnings.simplefilter("error")
+            program = lowered_for_gpu(jax.jit(function), *arguments)
+        assert program.count("custom_call @mosaic_gpu_v2") == count
+        assert not re.search(rf"tensor<[\dx]*{T}x{T}x", program)
