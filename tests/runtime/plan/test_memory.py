@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import memory as programs
+from benchmarks.common import libtpu_environment
 from jaxrl.config import default_config
 from jaxrl.method import batch_shape, policy_of
 from jaxrl.models.decoder import init_params
 from jaxrl.runtime.plan import memory
 from tests.helpers import TINY_MOE
-from tests.programs import libtpu_environment
 from tests.runtime.plan.cases import (
     AHEAD,
     NODE,
