@@ -199,17 +199,23 @@ class Part:
         of_experts = self.gathered(experts, ("fsdp", "context"))
         return added([of_all, of_experts])
 
-    def tokens_sent(self, tokens: float, directions: int) -> Stage:
-        """What layers send of `tokens` on a device, forward once, or again for gradients.
+    def tokens_sent(self, tokens: float, *, sums: float = 2, back: bool = False) -> Stage:
+        """What devices send each other of `tokens` on a device.
 
-        Along `tensor` the results of attention and of the MLP are added up, along `expert` tokens
-        are gathered and the sums, in float32, come back. Both are within a host.
+        Along `tensor` results are added up: of attention and of the MLP in each layer, of the table
+        of ids, and backwards, in float32, of the output layer. Along `expert` a layer's tokens are
+        gathered and the sums, in float32, come back. Both are within a host.
+
+        Args:
+            tokens: on this device.
+            sums: how often a layer adds up, all passes together; experts half as often.
+            back: there is a backward pass.
         """
-        tensor, expert = self.mesh["tensor"], self.mesh["expert"]
-        hidden = self.model.num_layers * tokens * self.model.width
-        sums = 2 * 2 * hidden * 2 * (1 - 1 / tensor)
-        routed = (expert - 1) * hidden * (2 + 4) if self.model.num_experts else 0.0
-        return Stage(links=directions * (sums + routed))
+        tensor, expert, layers = self.mesh["tensor"], self.mesh["expert"], self.model.num_layers
+        hidden = tokens * self.model.width
+        added_up = 2 * (1 - 1 / tensor) * hidden * (2 * (sums * layers + 1) + 4 * back)
+        passes = sums / 2 * layers if self.model.num_experts else 0.0
+        return Stage(links=added_up + passes * (expert - 1) * hidden * (2 + 4))
 
     def forward_flops(self, tokens: float, length: int) -> float:
         """Operations of all layers for `tokens` of causal sequences of `length`."""
@@ -234,7 +240,7 @@ class Part:
         )
         attended = Stage(flops=rows * context * self.attention, memory=rows * context * cache)
         logits = Stage(memory=2 * rows * model.vocab_size * 4 / tensor)
-        return [table, attended, logits, self.tokens_sent(rows, 1)]
+        return [table, attended, logits, self.tokens_sent(rows)]
 
     def reading(self, tokens: int, length: int) -> list[Stage]:
         """The sampler's pass over `tokens` on this device, of prompts and observations."""
@@ -242,7 +248,7 @@ class Part:
         held = weights.dense + weights.experts / mesh["expert"]
         memory = 2 * (held / mesh["tensor"] + tokens * weights.passed / mesh["tensor"])
         computed = Stage(flops=self.forward_flops(tokens, length), memory=memory)
-        return [computed, self.tokens_sent(tokens, 1)]
+        return [computed, self.tokens_sent(tokens)]
 
     def scoring(self, tokens: float, length: int) -> list[Stage]:
         """Log-probabilities of `tokens` on this device; weights arrive meanwhile.
@@ -257,14 +263,14 @@ class Part:
         held = weights.dense + weights.table + weights.experts / self.mesh["expert"]
         memory = 2 * 2 * held / tensor + 2 * tokens * weights.passed / tensor + logits
         computed = Stage(flops=self.forward_flops(tokens, length) + table, memory=memory)
-        return [added([computed, self.weights_gathered(2)]), self.tokens_sent(tokens, 1)]
+        return [added([computed, self.weights_gathered(2)]), self.tokens_sent(tokens)]
 
     def update(self, tokens: float, length: int, *, again: bool = True) -> list[Stage]:
         """Gradients of a micro-batch of `tokens` on this device, added to those so far.
 
         Products have two of their own size backwards; attention has five for two, since scores are
         computed again. The output layer is computed again, the layers where `again` says so: then a
-        layer's weights arrive twice and its tokens are sent three times.
+        layer's weights still arrive twice.
         """
         weights, tensor, mesh = self.weights, self.mesh["tensor"], self.mesh
         attention = tokens * self.attention * length / 2
@@ -281,11 +287,14 @@ class Part:
             + logits
             + 2 * 4 * own / tensor
         )
-        weights_sent = [self.weights_gathered(2)] * 3  # forward, backward, and gradients
+        # Of layers forward, backward, and gradients; of tables once, and gradients in float32.
+        weights_sent = [self.weights_gathered(2)] * 3
         spread = 2 * (1 - 1 / mesh["data"]) * 4 * own / tensor
         sent = [*weights_sent, Stage(links=spread)]
         computed = Stage(flops=flops, memory=memory)
-        return [added([computed, *sent]), self.tokens_sent(tokens, 3 if again else 2)]
+        # A layer that is computed again needs no sum of its MLP; experts need theirs.
+        sums = 4 + again * (2 if self.model.num_experts else 1)
+        return [added([computed, *sent]), self.tokens_sent(tokens, sums=sums, back=True)]
 
     def optimizer(self) -> list[Stage]:
         """Adam on this device's parameters: four float32 values read, three written, a norm."""

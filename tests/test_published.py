@@ -111,8 +111,22 @@ def test_bytes_between_devices():
     # All chips of a slice are linked.
     chips = part(QWEN_7B, floors.DEVICES["v6e"], fsdp=16).weights_gathered(2)
     assert (chips.links, chips.network) == (pytest.approx(15 / 16 * 2 * values), 0)
-    # Two sums of 100 tokens in each of 28 layers, 3584 wide: half out and half back.
-    assert part(QWEN_7B, tensor=2).tokens_sent(100, 1).links == 28 * 2 * 100 * 3584 * 2
+
+
+def test_tokens_between_devices():
+    # Two sums of 100 tokens in each of 28 layers and one of the table of ids, 3584 wide, bfloat16:
+    # half goes out and half comes back, so that over two devices as much arrives.
+    pair = part(QWEN_7B, tensor=2)
+    assert pair.decode_step(100, 1)[-1].links == (2 * 28 + 1) * 100 * 3584 * 2
+    # An update has two more backwards and one again, and that of the output layer in float32.
+    assert pair.update(100, 1)[-1].links == (5 * 28 + 1) * 100 * 3584 * 2 + 100 * 3584 * 4
+    assert part(QWEN_7B, fsdp=2).update(100, 1)[-1].links == 0
+    # Experts: 7 others' 100 tokens, 2048 wide, in 48 layers, two bytes there and four back; once
+    # forward, once again, once backward.
+    split = part(MIXTURE, expert=8)
+    once = 48 * 7 * 100 * 2048 * 6
+    assert split.scoring(100, 1)[-1].links == once
+    assert split.update(100, 1)[-1].links == 3 * once
 
 
 def test_a_stage_waits_for_one_resource():
