@@ -373,8 +373,7 @@ def programs_of(
 ) -> dict[str, Lowering]:
     """The programs of one of `PARTS`: an update is the gradients of micro-batches, and Adam."""
     if part in ("decode", "reading"):
-        by_process = sorted(devices, key=lambda device: device.process_index)
-        own = by_process[: target.num_local]
+        own = list(devices)[: target.num_local]
         return {part: (sampler_programs(config, model, own, target)[part], 0)}
     policy = policy_of(config, model, sharding.make_mesh(**config.mesh, devices=list(devices)))
     programs, more = trainer_programs(config, policy), beside(config, policy)

@@ -8,7 +8,7 @@ that `CASES` names: a micro-batch's gradients and the optimizer, log-probabiliti
 decoding, reading. No weights are made and nothing runs. Each part is a process of its own, one at a
 time, with a limit of time; one that fails, or that does not fit by its compiler, is a row that says
 so. After each part `DIR/results.json` and `DIR/table.md` are written anew; a part that is in
-`results.json` is not compiled again.
+`results.json`, of the same shapes, is not compiled again.
 
 Compilers: TPUs need libtpu, NVIDIA's GPUs jax-cuda12-plugin, jax-cuda12-pjrt and
 nvidia-cuda-nvcc-cu12 with the version of JAX. Where these are not installed, `LIBTPU_DIR` and
@@ -40,7 +40,14 @@ from benchmarks.claims_report import table
 from jaxrl.method import batch_shape
 from jaxrl.models.attention.choice import decide
 from jaxrl.models.attention.kernels import SHARES_PROMPTS
-from jaxrl.runtime.plan.memory import GIB, Target, check_rows, rollout_phase, target_mesh
+from jaxrl.runtime.plan.memory import (
+    GIB,
+    Target,
+    cache_pages,
+    check_rows,
+    rollout_phase,
+    target_mesh,
+)
 from jaxrl.runtime.sharding import num_batch_shards, num_pieces
 from jaxrl.sampling.engine import append_sizes
 from jaxrl.training.settings import has_kl_loss, takes_own_logprobs
@@ -118,6 +125,9 @@ CASES = {
 """By name. On H100s the mesh is the configuration's own; a v6e has less memory, and four chips a
 host, within which `tensor` and `expert` must be."""
 
+HOST = "2x2"
+"""Slice of a TPU's host."""
+
 H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
@@ -152,17 +162,20 @@ def compilers() -> dict[str, str]:
     return found
 
 
-def devices_of(case: Case) -> list[Any]:
-    """Devices of a case, which need not exist; in a process with the environment `compilers`."""
+def devices_of(case: Case, part: str) -> list[Any]:
+    """Devices of a part, which need not exist; in a process with the environment `compilers`.
+
+    A sampler of several is on the devices of its host: for some chips of a larger slice libtpu does
+    not compile what they send each other.
+    """
     target = case.target
     if target.platform == "tpu":
-        # The smallest slice that libtpu knows is a host of four.
-        name = f"{case.device}:{case.slice if target.num_devices >= 4 else '2x2'}"
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name)
-    else:
-        shape = f"1x{target.num_processes}x{target.num_local}"
-        found = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=shape)
-    return list(found.devices)[: target.num_devices]
+        is_local = part in ("decode", "reading") and target.num_processes > 1
+        name = f"{case.device}:{HOST if is_local else case.slice}"
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    shape = f"1x{target.num_processes}x{target.num_local}"
+    found = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=shape)
+    return list(found.devices)
 
 
 USED = re.compile(r"Used (\d+(?:\.\d+)?)G of \d+(?:\.\d+)?G hbm")
@@ -174,7 +187,7 @@ def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
     target = case.target
     config, model = case.made(num_layers)
     found: dict[str, Any] = {}
-    programs = memory.programs_of(config, model, target, devices_of(case), part)
+    programs = memory.programs_of(config, model, target, devices_of(case, part), part)
     for name, (lower, beside) in programs.items():
         started = time.perf_counter()
         lowered = lower()
@@ -335,14 +348,17 @@ def report(results: Mapping[str, Any]) -> str:
         config, model = case.made(own[0]["num_layers"])
         step, device = Step.of(case, config, model), floors.DEVICES[case.device]
         mesh = "x".join(map(str, target_mesh(config, model, case.target).shape.values()))
-        held = sum(rollout_phase(config, model, case.target).kept.values())
+        kept = rollout_phase(config, model, case.target).kept
+        beside = sum(kept.values()) - kept["decode weights"] - kept["KV cache"]
         for one in own:
             for program, sizes in one["programs"].items():
-                planned = one["plan"] if program == one["part"] else None
+                planned = None
+                if program == one["part"]:
+                    planned = memory.planned_bytes(config, model, case.target, program)
                 if program in ("decode", "reading"):
                     # The train state lies beside the sampler's own: so both say what is there.
-                    sizes = sizes | {"beside": held - one["sampler"]}
-                    planned += held - one["sampler"]
+                    sizes = sizes | {"beside": beside}
+                    planned += beside
                 rows.append(row_of(case, mesh, program, sizes, planned, step))
             if not one["programs"]:
                 last = one["said_last"].strip().splitlines() or [""]
@@ -381,20 +397,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for name in flags.cases.split(","):
         case = CASES[name]
         config, model = case.made(flags.num_layers)
-        kept = rollout_phase(config, model, case.target).kept
+        compiled = {
+            "case": name,
+            "num_layers": flags.num_layers,
+            "micro_rows": config.optimizer.micro_rows,
+            "cache_pages": cache_pages(config, model, case.target),
+            "versions": common.versions("jax", "jaxlib"),
+        }
         for part in flags.parts.split(","):
             key = f"{name} {part}"
-            if key in results and results[key]["ending"] == "done":
+            wanted = compiled | {"part": part, "ending": "done"}
+            if wanted.items() <= results.get(key, {}).items():
                 continue
             found = run_part(case, part, flags.num_layers, flags.limit_s, flags.out)
-            results[key] = found | {
-                "case": name,
-                "part": part,
-                "num_layers": flags.num_layers,
-                "plan": memory.planned_bytes(config, model, case.target, part),
-                "sampler": kept["decode weights"] + kept["KV cache"],
-                "versions": common.versions("jax", "jaxlib"),
-            }
+            results[key] = wanted | found
             file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             (flags.out / "table.md").write_text(report(results), encoding="utf-8")
             print(f"{key}: {found['ending']}, {found['seconds']:.0f} s", flush=True)

@@ -34,12 +34,16 @@ class MemoryTerms:
             and `offload`; without the layer's input and without scores.
         read_activations: of a token, while prompts and observations are read.
         inner: of a token, the inner width of an MLP that all tokens pass; 0 without one.
+        reused: of `activations`, of experts, what an accelerator keeps where others were.
+        read_reused: likewise of `read_activations`.
     """
 
     activations: int
     saved_activations: dict[str, int]
     read_activations: int
     inner: int = 0
+    reused: int = 0
+    read_reused: int = 0
 
     def plus(self, other: MemoryTerms) -> MemoryTerms:
         """The sums of both."""

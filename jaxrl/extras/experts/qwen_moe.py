@@ -311,4 +311,7 @@ class QwenMoeConfig(QwenConfig):
                 "names": 2 * rows * inner + 2 * self.num_experts,
             },
             read_activations=rows * (self.width + 2 * inner) + pairs * self.width,
+            # Two arrays of whole tokens and four inside; a forward pass puts pairs over rows.
+            reused=rows * (2 * self.width + 4 * inner),
+            read_reused=pairs * self.width,
         )
