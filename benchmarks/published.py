@@ -290,9 +290,9 @@ class Step:
                 "weights": 1,
             },
             stages={
-                "update": train.update(tokens, shape.row_tokens, again=again),
+                "update": train.update(tokens, length, again=again),
                 "optimizer": train.optimizer(),
-                "score": train.scoring(tokens, shape.row_tokens),
+                "score": train.scoring(tokens, length),
                 "decode": decoding,
                 "reading": sample.reading(read, length),
                 "weights": train.handing_over(),

@@ -183,7 +183,9 @@ def test_a_refusal_tells_how_much_it_would_take():
     assert float(found[1]) == 45.21
 
 
-@pytest.mark.slow(instead="runtime/plan/test_memory.py::TestAgainstTheCompiler")
+@pytest.mark.slow(
+    instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+)
 @pytest.mark.skipif(
     not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
     reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",
