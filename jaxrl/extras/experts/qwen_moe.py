@@ -311,7 +311,11 @@ class QwenMoeConfig(QwenConfig):
                 "names": 2 * rows * inner + 2 * self.num_experts,
             },
             read_activations=rows * (self.width + 2 * inner) + pairs * self.width,
-            # Two arrays of whole tokens and four inside; a forward pass puts pairs over rows.
-            reused=rows * (2 * self.width + 4 * inner),
+            # Of six arrays of whole pairs and six inside a GPU holds five and four, a TPU three and
+            # two; of a forward pass's two and two both hold one and two.
+            reused={
+                "gpu": rows * (self.width + 2 * inner),
+                "tpu": rows * (3 * self.width + 4 * inner),
+            },
             read_reused=pairs * self.width,
         )

@@ -640,7 +640,8 @@ class _Update:
             return 0
         if self.is_cpu:
             return self.tokens * (terms.read_activations if read else terms.activations)
-        return self.tokens * self.operand * (terms.read_reused if read else terms.reused)
+        reused = terms.read_reused if read else terms.reused["tpu" if self.is_tpu else "gpu"]
+        return self.tokens * self.operand * reused
 
     @property
     def new_gradients(self) -> int:

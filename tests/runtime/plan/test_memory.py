@@ -697,17 +697,18 @@ def test_what_experts_compute_is_copied_in_part_on_a_cpu(
     dense, experts = TINY_MOE.memory_terms(1), TINY_MOE.expert_terms(1, 1)
     phase = memory.update_phase(config, TINY_MOE, target, "train")
     tokens = batch_shape(config, "train", 1).row_tokens
-    held = experts.activations - (platform != "cpu") * experts.reused
+    held = experts.activations - experts.reused.get(platform, 0)
     assert phase.moments["layers"]["activations of a layer"] == tokens * (
         dense_bytes * dense.activations + expert_bytes * held
     )
 
 
 def test_an_accelerator_puts_some_of_what_experts_compute_over_others():
-    """Backwards four arrays of whole pairs and two inside, of a pass alone one and two."""
+    """By whole pairs and values inside: a GPU's compiler 5 and 4, a TPU's 3 and 2; forward 1, 2."""
     k, D, F = TINY_MOE.num_chosen, TINY_MOE.width, TINY_MOE.expert_width
     terms = TINY_MOE.expert_terms(1, 1)
-    assert terms.activations - terms.reused == k * (4 * D + 2 * F)
+    assert terms.activations - terms.reused["gpu"] == k * (5 * D + 4 * F)
+    assert terms.activations - terms.reused["tpu"] == k * (3 * D + 2 * F)
     assert terms.read_activations - terms.read_reused == k * (D + 2 * F)
     config = default_config()
     config.model.dtype = "bfloat16"
