@@ -474,7 +474,7 @@ def runs(
     ):
         config = small_run(*map(int, mesh.split("x")))
         config.model.dtype = dtype
-        config.update_from_flattened_dict(dict(_key_and_value(one) for one in flags.keys))
+        config.update_from_flattened_dict(dict(key_and_value(one) for one in flags.keys))
         target = memory.Target(
             platform=platform, num_devices=_num_devices(mesh), memory_bytes=80 * GIB
         )
@@ -482,7 +482,7 @@ def runs(
         yield labels, config, _cut(MODELS[name], flags.layers), target
 
 
-def _key_and_value(given: str) -> tuple[str, Any]:
+def key_and_value(given: str) -> tuple[str, Any]:
     """Splits `key=value`; what is not JSON is text."""
     key, _, value = given.partition("=")
     try:

@@ -1,7 +1,7 @@
 r"""Published models compiled ahead of time for devices that need not exist, beside plan and floors.
 
     python -m benchmarks.published --out=DIR [--cases=search_r1@v6e,dapo@h100] [--parts=decode]
-        [--num_layers=2] [--limit_s=900]
+        [--num_layers=2] [--keys rollout.num_rows=768] [--limit_s=900]
 
 For each shipped configuration the programs of a run are compiled for shapes alone, on the mesh
 that `CASES` names: a micro-batch's gradients and the optimizer, log-probabilities, a chunk of
@@ -19,6 +19,7 @@ XLA for GPUs then chooses tiles and algorithms without trying them, as a run wit
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,14 @@ CASES = {
 """By name. On H100s the mesh is the configuration's own; a v6e has less memory, and four chips a
 host, within which `tensor` and `expert` must be."""
 
+
+def case_of(name: str, keys: Sequence[str] = ()) -> Case:
+    """A case of `CASES`, with further keys, each `key=value`."""
+    case = CASES[name]
+    given = dict(memory.key_and_value(one) for one in keys)
+    return dataclasses.replace(case, keys={**case.keys, **given})
+
+
 HOST = "2x2"
 """Slice of a TPU's host."""
 
@@ -201,17 +210,18 @@ def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
             if used := USED.search(str(error)):
                 found[name]["total"] = int(float(used[1]) * GIB)
         else:
-            found[name] |= asdict(sizes)
+            found[name] |= dataclasses.asdict(sizes)
         found[name]["compile_s"] = time.perf_counter() - started
     return found
 
 
-def run_part(case: Case, part: str, num_layers: int, limit_s: float, out: Path) -> dict[str, Any]:
+def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
     """Compiles a part in a process of its own: what `compile_part` gives, and how it ended."""
+    out, limit_s = flags.out, flags.limit_s
     record = out / "part.json"
     record.unlink(missing_ok=True)
-    flags = [f"--one={case.name}", f"--parts={part}", f"--num_layers={num_layers}"]
-    words = [sys.executable, "-m", "benchmarks.published", f"--out={record}", *flags]
+    words = [sys.executable, "-m", "benchmarks.published", f"--out={record}", f"--one={name}"]
+    words += [f"--parts={part}", f"--num_layers={flags.num_layers}", "--keys", *flags.keys]
     started = time.monotonic()
     with (out / "log.txt").open("a", encoding="utf-8") as log:
         log.write(f"\n$ {shlex.join(words[1:])}\n")
@@ -344,7 +354,8 @@ def report(results: Mapping[str, Any]) -> str:
     """Markdown: the programs, then steps."""
     rows, steps = [], []
     for name in dict.fromkeys(one["case"] for one in results.values()):
-        case, own = CASES[name], [one for one in results.values() if one["case"] == name]
+        own = [one for one in results.values() if one["case"] == name]
+        case = case_of(name, own[0]["keys"])
         config, model = case.made(own[0]["num_layers"])
         step, device = Step.of(case, config, model), floors.DEVICES[case.device]
         mesh = "x".join(map(str, target_mesh(config, model, case.target).shape.values()))
@@ -382,11 +393,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--cases", default=",".join(CASES), help="out of CASES")
     parser.add_argument("--parts", default=",".join(memory.PARTS), help="programs")
     parser.add_argument("--num_layers", type=int, default=0, help="0: the model's")
+    parser.add_argument("--keys", nargs="*", default=[], help="of the configurations: key=value")
     parser.add_argument("--limit_s", type=float, default=900.0, help="of each part")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
     flags = parser.parse_args(argv)
     if flags.one:
-        found = compile_part(CASES[flags.one], flags.parts, flags.num_layers)
+        found = compile_part(case_of(flags.one, flags.keys), flags.parts, flags.num_layers)
         flags.out.write_text(json.dumps(found), encoding="utf-8")
         return found
     if unknown := set(flags.cases.split(",")) - set(CASES):
@@ -395,10 +407,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     file = flags.out / "results.json"
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for name in flags.cases.split(","):
-        case = CASES[name]
+        case = case_of(name, flags.keys)
         config, model = case.made(flags.num_layers)
         compiled = {
             "case": name,
+            "keys": flags.keys,
             "num_layers": flags.num_layers,
             "micro_rows": config.optimizer.micro_rows,
             "cache_pages": cache_pages(config, model, case.target),
@@ -409,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             wanted = compiled | {"part": part, "ending": "done"}
             if wanted.items() <= results.get(key, {}).items():
                 continue
-            found = run_part(case, part, flags.num_layers, flags.limit_s, flags.out)
+            found = run_part(flags, name, part)
             results[key] = wanted | found
             file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             (flags.out / "table.md").write_text(report(results), encoding="utf-8")

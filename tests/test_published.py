@@ -149,7 +149,7 @@ def test_every_case_has_a_plan_that_fits():
 
 
 def test_the_table_says_what_fits_and_what_does_not():
-    kept = {"case": "search_r1@v6e", "num_layers": 0}
+    kept = {"case": "search_r1@v6e", "num_layers": 0, "keys": []}
     one = {"beside": GIB, "total": 9 * GIB, "arguments": 7 * GIB, "compile_s": 61.4}
     refused = {"beside": GIB, "total": 40 * GIB, "refused": "RESOURCE_EXHAUSTED", "compile_s": 5.0}
     found = {
