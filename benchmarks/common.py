@@ -182,6 +182,18 @@ def versions(*packages: str) -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
+def libtpu_environment() -> dict[str, str]:
+    """Variables for a process that compiles for TPUs where there are none.
+
+    `LIBTPU_DIR` may name a folder of `pip install --target`.
+    """
+    found = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    if folder := os.environ.get("LIBTPU_DIR"):
+        paths = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        found |= {"TPU_LIBRARY_PATH": f"{folder}/libtpu/libtpu.so", "PYTHONPATH": paths}
+    return found
+
+
 def peak_bytes() -> tuple[int, str]:
     """The most memory used so far, and whose: the device's, or else the whole process's."""
     stats = jax.devices()[0].memory_stats() or {}

@@ -21,7 +21,7 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -299,23 +299,46 @@ def sampler_programs(
     }
 
 
-def compiled_bytes(program: Any, platform: str) -> int:
-    """Bytes that a lowered program needs of one device once it is compiled, arguments included.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """Bytes that a program needs of one device."""
 
-    By the `memory_analysis` of a TPU's compiler it would be more than that compiler gives it: one
+    total: int  # arguments, results that are no argument's place, temporaries
+    arguments: int
+
+    @property
+    def temporaries(self) -> int:
+        """What is there beside the arguments."""
+        return self.total - self.arguments
+
+
+def compiled(program: Any, platform: str) -> Compiled:
+    """Compiles a lowered program.
+
+    By the `memory_analysis` of a TPU's compiler it would need more than that compiler gives it: one
     came to 1.47 GiB that compiled for devices of 1.22, and has a heap of 1.11. So of a TPU the size
     of the heap is read, in the report that the compiler writes with its dumps.
+
+    Raises:
+        jax.errors.JaxRuntimeError: the compiler refuses it; a TPU's, where it does not fit.
     """
     if platform != "tpu":
         sizes = program.compile().memory_analysis()
         held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        return held + sizes.temp_size_in_bytes
+        return Compiled(
+            total=held + sizes.temp_size_in_bytes, arguments=sizes.argument_size_in_bytes
+        )
     with tempfile.TemporaryDirectory() as folder:
-        program.compile(compiler_options={"xla_dump_to": folder})
+        sizes = program.compile(compiler_options={"xla_dump_to": folder}).memory_analysis()
         [report] = Path(folder).glob("*memory-usage-report.txt")
         found = re.match(r"Memory Space: default .*\nTotal bytes: (\d+)", report.read_text())
         assert found, f"{report} begins otherwise"
-        return int(found[1])
+        return Compiled(total=int(found[1]), arguments=sizes.argument_size_in_bytes)
+
+
+def compiled_bytes(program: Any, platform: str) -> int:
+    """Bytes that a lowered program needs of one device once it is compiled; see `compiled`."""
+    return compiled(program, platform).total
 
 
 def beside(config: ConfigDict, policy: Model) -> int:
@@ -339,6 +362,39 @@ def held_bytes(tree: Any) -> int:
     )
 
 
+Lowering = tuple[Any, int]
+"""Function that lowers a program, and the bytes of a device beside its arguments meanwhile."""
+
+
+def programs_of(
+    config: ConfigDict,
+    model: QwenConfig,
+    target: memory.Target,
+    devices: Sequence[Any],
+    part: str,
+) -> dict[str, Lowering]:
+    """The programs of one of `PARTS`: an update is the gradients of micro-batches, and Adam."""
+    if part in ("decode", "reading"):
+        own = list(devices)[: target.num_local]
+        return {part: (sampler_programs(config, model, own, target)[part], 0)}
+    policy = policy_of(config, model, sharding.make_mesh(**config.mesh, devices=list(devices)))
+    programs, more = trainer_programs(config, policy), beside(config, policy)
+    if part == "score":
+        return {part: (programs[part], more)}
+    return {part: (programs[part], more), "optimizer": (programs["optimizer"], 0)}
+
+
+def planned_bytes(config: ConfigDict, model: QwenConfig, target: memory.Target, part: str) -> int:
+    """Bytes of one device that the plan has for one of `PARTS`."""
+    if part == "update":
+        return memory.update_phase(config, model, target, "train").peak
+    if part == "score":
+        return memory.score_phase(config, model, target).peak
+    rollout = memory.rollout_phase(config, model, target)
+    held = sum(rollout.kept[name] for name in ("decode weights", "KV cache"))
+    return held + sum(rollout.moments[part].values())
+
+
 def compare(
     config: ConfigDict,
     model: QwenConfig,
@@ -346,28 +402,12 @@ def compare(
     devices: Sequence[Any],
     parts: Sequence[str] = PARTS,
 ) -> dict[str, tuple[int, int]]:
-    """Planned and compiled bytes of one device, for each program."""
-    found, platform = {}, target.platform
-    if {"update", "score"} & {*parts}:
-        policy = policy_of(config, model, sharding.make_mesh(**config.mesh, devices=list(devices)))
-        programs = trainer_programs(config, policy)
-        more = beside(config, policy)
-    if "update" in parts:
-        update, optimizer = (
-            compiled_bytes(programs[name](), platform) for name in ("update", "optimizer")
-        )
-        planned = memory.update_phase(config, model, target, "train").peak
-        found["update"] = planned, max(update + more, optimizer)
-    if "score" in parts:
-        planned = memory.score_phase(config, model, target).peak
-        found["score"] = planned, compiled_bytes(programs["score"](), platform) + more
-    if {"decode", "reading"} & {*parts}:
-        rollout = memory.rollout_phase(config, model, target)
-        held = sum(rollout.kept[name] for name in ("decode weights", "KV cache"))
-        programs = sampler_programs(config, model, list(devices)[: target.num_local], target)
-        for name in programs.keys() & {*parts}:
-            planned = held + sum(rollout.moments[name].values())
-            found[name] = planned, compiled_bytes(programs[name](), platform)
+    """Planned and compiled bytes of one device, for each part."""
+    found = {}
+    for part in parts:
+        programs = programs_of(config, model, target, devices, part).values()
+        needed = max(compiled_bytes(lower(), target.platform) + more for lower, more in programs)
+        found[part] = planned_bytes(config, model, target, part), needed
     return found
 
 
@@ -376,19 +416,40 @@ def shipped(
 ) -> tuple[ConfigDict, QwenConfig, memory.Target]:
     """A shipped configuration with its micro-batch, its model and its devices."""
     folder, num_devices, num_processes = SHIPPED[name]
-    config = importlib.import_module(f"configs.{name}").get_config()
-    with config.unlocked():
-        config.model.dtype = "bfloat16"
-        config.search.engine = "local"  # vectors are searched by programs of their own
-    model = read_model(Path(__file__).parents[1] / "configs/models" / folder)
     target = memory.Target(
         platform=platform,
         num_devices=num_devices,
         num_processes=num_processes,
         memory_bytes=80 * GIB,
     )
+    config, model = shipped_on(name, folder, target, num_layers)
+    return config, model, target
+
+
+def shipped_on(
+    name: str,
+    folder: str,
+    target: memory.Target,
+    num_layers: int = 0,
+    keys: Mapping[str, Any] | None = None,
+) -> tuple[ConfigDict, QwenConfig]:
+    """A shipped configuration with the micro-batch that these devices allow, and its model.
+
+    Args:
+        name: of a module of `configs`.
+        folder: of the model, below `configs/models`.
+        target: the devices.
+        num_layers: instead of the model's; 0: the model's.
+        keys: of the configuration, and other values.
+    """
+    config = importlib.import_module(f"configs.{name}").get_config()
+    with config.unlocked():
+        config.model.dtype = "bfloat16"
+        config.search.engine = "local"  # vectors are searched by programs of their own
+        config.update_from_flattened_dict(dict(keys or {}))
+    model = _cut(read_model(Path(__file__).parents[1] / "configs/models" / folder), num_layers)
     advice.choose_micro_rows(config, model, target, must_fit=False)
-    return config, _cut(model, num_layers), target
+    return config, model
 
 
 def _cut(model: Any, num_layers: int) -> Any:
@@ -415,7 +476,7 @@ def runs(
     ):
         config = small_run(*map(int, mesh.split("x")))
         config.model.dtype = dtype
-        config.update_from_flattened_dict(dict(_key_and_value(one) for one in flags.keys))
+        config.update_from_flattened_dict(dict(key_and_value(one) for one in flags.keys))
         target = memory.Target(
             platform=platform, num_devices=_num_devices(mesh), memory_bytes=80 * GIB
         )
@@ -423,7 +484,7 @@ def runs(
         yield labels, config, _cut(MODELS[name], flags.layers), target
 
 
-def _key_and_value(given: str) -> tuple[str, Any]:
+def key_and_value(given: str) -> tuple[str, Any]:
     """Splits `key=value`; what is not JSON is text."""
     key, _, value = given.partition("=")
     try:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.common import libtpu_environment
 from jaxrl.config import default_config
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
@@ -188,18 +189,6 @@ def equations(jaxpr, *, in_kernels=True):
 def products(jaxpr, **settings):
     """All products of a program."""
     return [one for one in equations(jaxpr, **settings) if one.primitive.name == "dot_general"]
-
-
-def libtpu_environment():
-    """Variables for a process that compiles for TPUs where there are none.
-
-    `LIBTPU_DIR` may name a folder of `pip install --target`.
-    """
-    found = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    if folder := os.environ.get("LIBTPU_DIR"):
-        paths = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        found |= {"TPU_LIBRARY_PATH": f"{folder}/libtpu/libtpu.so", "PYTHONPATH": paths}
-    return found
 
 
 def topology(name):

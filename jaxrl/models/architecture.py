@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import Mesh
@@ -34,12 +34,17 @@ class MemoryTerms:
             and `offload`; without the layer's input and without scores.
         read_activations: of a token, while prompts and observations are read.
         inner: of a token, the inner width of an MLP that all tokens pass; 0 without one.
+        reused: of experts' `activations`, what the compiler of a gpu or a tpu keeps where others
+            were, by platform.
+        read_reused: likewise of `read_activations`, on both.
     """
 
     activations: int
     saved_activations: dict[str, int]
     read_activations: int
     inner: int = 0
+    reused: Mapping[str, int] = field(default_factory=dict)
+    read_reused: int = 0
 
     def plus(self, other: MemoryTerms) -> MemoryTerms:
         """The sums of both."""

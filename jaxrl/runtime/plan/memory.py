@@ -13,7 +13,7 @@ import importlib
 import math
 import os
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -629,15 +629,19 @@ class _Update:
             "activations of patches": self.num_patches * inner * operand,
         }
 
-    def not_copied(self, experts: Callable[[MemoryTerms], int]) -> int:
-        """Bytes by which values of experts take less than in float32.
+    def not_held(self, *, read: bool = False) -> int:
+        """Bytes by which experts' values take less than their terms say; `read`: without gradients.
 
-        A CPU keeps them in bfloat16, and copies those that it multiplies: three bytes on average.
+        An accelerator's compiler has some where others were. A CPU keeps them in bfloat16, and
+        copies those that it multiplies in float32: three bytes on average.
         """
         terms = self.terms.experts
-        if terms is None or not self.copies_bfloat16:
+        if terms is None or (self.is_cpu and not self.copies_bfloat16):
             return 0
-        return self.tokens * experts(terms)
+        if self.is_cpu:
+            return self.tokens * (terms.read_activations if read else terms.activations)
+        reused = terms.read_reused if read else terms.reused["tpu" if self.is_tpu else "gpu"]
+        return self.tokens * self.operand * reused
 
     @property
     def new_gradients(self) -> int:
@@ -741,8 +745,7 @@ class _Update:
             "attention scores": self.scores * (2 * 4 + self.is_cast * 2 * self.itemsize + 1),
             # Gathered, then turned one after the other; their gradients are summed in float32.
             "keys and values of whole rows": self.whole_keys * (3 * self.itemsize + 2 * 4),
-            "activations of a layer": inner * operand
-            - self.not_copied(lambda experts: experts.activations),
+            "activations of a layer": inner * operand - self.not_held(),
             "int8 weights in the compute dtype": operand * self.policy.dequantised,
             "layers gathered": self.gathers * 2 * operand * self.gathered_layer,
             "embedding and output gathered": (self.is_cpu or self.is_tpu) * self.gathered_tables,
@@ -808,8 +811,7 @@ class _Update:
         return {
             "attention scores": self.scores * 4,
             "keys and values of whole rows": self.whole_keys * 3 * self.itemsize,
-            "activations of a layer": self.tokens * values * operand
-            - self.not_copied(lambda experts: experts.read_activations),
+            "activations of a layer": self.tokens * values * operand - self.not_held(read=True),
             "int8 weights in the compute dtype": operand * self.policy.dequantised,
             "layers gathered": self.gathers * operand * self.gathered_layer,
             "embedding and output gathered": self.read_tables
@@ -996,6 +998,9 @@ class _Sampler:
         read = append_sizes(target.platform, context_tokens(config))[-1]
         # Of each turn of the XLA loop over pages.
         turn_tokens = read // append_block(target.platform) * TURN_TOKENS
+        read_values = terms.layer.read_activations
+        if terms.experts is not None and target.platform != "cpu":
+            read_values -= terms.experts.read_reused
         is_recorded = records_arrays(config)
         routed = 2 * is_recorded * _bytes_of_token(model.recorded)  # by layer, and by token
         moments = {
@@ -1006,7 +1011,7 @@ class _Sampler:
                 "recorded experts": busy * chunk_tokens * routed,
             },
             "reading": {
-                "activations": read * terms.layer.read_activations * dtype.itemsize * upcast,
+                "activations": read * read_values * dtype.itemsize * upcast,
                 "keys and values": 2 * turn_tokens * token_bytes // model.num_layers * upcast,
                 "attention scores": 3 * read * terms.heads * TURN_TOKENS * 4,
                 "recorded experts": read * routed,

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import memory as programs
+from benchmarks.common import libtpu_environment
 from jaxrl.config import default_config
 from jaxrl.method import batch_shape, policy_of
 from jaxrl.models.decoder import init_params
 from jaxrl.runtime.plan import memory
 from tests.helpers import TINY_MOE
-from tests.programs import libtpu_environment
 from tests.runtime.plan.cases import (
     AHEAD,
     NODE,
@@ -697,6 +697,26 @@ def test_what_experts_compute_is_copied_in_part_on_a_cpu(
     dense, experts = TINY_MOE.memory_terms(1), TINY_MOE.expert_terms(1, 1)
     phase = memory.update_phase(config, TINY_MOE, target, "train")
     tokens = batch_shape(config, "train", 1).row_tokens
+    held = experts.activations - experts.reused.get(platform, 0)
     assert phase.moments["layers"]["activations of a layer"] == tokens * (
-        dense_bytes * dense.activations + expert_bytes * experts.activations
+        dense_bytes * dense.activations + expert_bytes * held
     )
+
+
+def test_an_accelerator_puts_some_of_what_experts_compute_over_others():
+    """By whole pairs and values inside: a GPU's compiler 5 and 4, a TPU's 3 and 2; forward 1, 2."""
+    k, D, F = TINY_MOE.num_chosen, TINY_MOE.width, TINY_MOE.expert_width
+    terms = TINY_MOE.expert_terms(1, 1)
+    assert terms.activations - terms.reused["gpu"] == k * (5 * D + 4 * F)
+    assert terms.activations - terms.reused["tpu"] == k * (3 * D + 2 * F)
+    assert terms.read_activations - terms.read_reused == k * (D + 2 * F)
+    config = default_config()
+    config.model.dtype = "bfloat16"
+    config.optimizer.micro_rows = 1
+    chip = memory.Target(platform="tpu", num_devices=1, memory_bytes=memory.GIB)
+    inner = TINY_MOE.memory_terms(1).read_activations + k * (D + 2 * F)
+    tokens = batch_shape(config, "train", 0).row_tokens
+    scoring = memory.score_phase(config, TINY_MOE, chip).moments["layers"]
+    assert scoring["activations of a layer"] == 2 * tokens * inner
+    reading = memory.rollout_phase(config, TINY_MOE, chip).moments["reading"]
+    assert reading["activations"] == 2 * min(2048, config.rollout.max_total_tokens) * inner

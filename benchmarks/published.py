@@ -1,0 +1,435 @@
+r"""Published models compiled ahead of time for devices that need not exist, beside plan and floors.
+
+    python -m benchmarks.published --out=DIR [--cases=search_r1@v6e,dapo@h100] [--parts=decode]
+        [--num_layers=2] [--keys rollout.num_rows=768] [--limit_s=900]
+
+For each shipped configuration the programs of a run are compiled for shapes alone, on the mesh
+that `CASES` names: a micro-batch's gradients and the optimizer, log-probabilities, a chunk of
+decoding, reading. No weights are made and nothing runs. Each part is a process of its own, one at a
+time, with a limit of time; one that fails, or that does not fit by its compiler, is a row that says
+so. After each part `DIR/results.json` and `DIR/table.md` are written anew; a part that is in
+`results.json`, of the same shapes, is not compiled again.
+
+Compilers: TPUs need libtpu, NVIDIA's GPUs jax-cuda12-plugin, jax-cuda12-pjrt and
+nvidia-cuda-nvcc-cu12 with the version of JAX. Where these are not installed, `LIBTPU_DIR` and
+`CUDA_PLUGIN_DIR` may name folders of `pip install --no-deps --target`. Neither asks for a device.
+XLA for GPUs then chooses tiles and algorithms without trying them, as a run with a device does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from ml_collections import ConfigDict
+
+from benchmarks import common, floors, memory
+from benchmarks.claims_report import table
+from jaxrl.method import batch_shape
+from jaxrl.models.attention.choice import decide
+from jaxrl.models.attention.kernels import SHARES_PROMPTS
+from jaxrl.runtime.plan.memory import (
+    GIB,
+    Target,
+    cache_pages,
+    check_rows,
+    rollout_phase,
+    target_mesh,
+)
+from jaxrl.runtime.sharding import num_batch_shards, num_pieces
+from jaxrl.sampling.engine import append_sizes
+from jaxrl.training.settings import has_kl_loss, takes_own_logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A shipped configuration on devices.
+
+    Attributes:
+        config: module of `configs`.
+        model: folder of `configs/models`.
+        device: out of `floors.DEVICES`.
+        slice: of chips of a TPU, `4x4` say; of GPUs the number of hosts.
+        keys: of the configuration, and other values.
+    """
+
+    config: str
+    model: str
+    device: str
+    slice: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line."""
+        return f"{self.config}@{self.device}"
+
+    @property
+    def target(self) -> Target:
+        """Its devices, for the plan."""
+        device = floors.DEVICES[self.device]
+        sizes = [int(size) for size in self.slice.split("x")]
+        num_devices = sizes[0] * (sizes[1] if len(sizes) > 1 else device.num_local)
+        return Target(
+            platform=device.platform,
+            num_devices=num_devices,
+            num_processes=max(num_devices // device.num_local, 1),
+            memory_bytes=int(device.memory_gib * GIB),
+        )
+
+    def made(self, num_layers: int = 0) -> tuple[ConfigDict, Any]:
+        """The configuration with the micro-batch that the devices allow, and its model."""
+        found = memory.shipped_on(self.config, self.model, self.target, num_layers, self.keys)
+        check_rows(found[0], target_mesh(*found, self.target), self.target.num_processes)
+        return found
+
+
+def _mesh(fsdp: int, tensor: int = 1, expert: int = 1) -> dict[str, int]:
+    return {"mesh.fsdp": fsdp, "mesh.tensor": tensor, "mesh.expert": expert}
+
+
+def _case(config: str, model: str, device: str, slice: str, **mesh: int) -> Case:
+    keys = _mesh(**mesh) if mesh else {}
+    return Case(config=config, model=model, device=device, slice=slice, keys=keys)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        _case("search_r1", "qwen2.5-7b", "v6e", "4x4", fsdp=16),
+        _case("bapo", "qwen2.5-7b", "v6e", "4x4", fsdp=16),
+        _case("passk", "qwen2.5-7b", "v6e", "4x4", fsdp=8, tensor=2),
+        _case("ares", "qwen2.5-vl-7b", "v6e", "4x4", fsdp=8, tensor=2),
+        _case("search_moe", "qwen3-30b-a3b", "v6e", "8x8", fsdp=16, expert=4),
+        _case("dapo", "qwen2.5-32b", "v6e", "8x8", fsdp=16, tensor=4),
+        _case("search_r1", "qwen2.5-7b", "h100", "1"),
+        _case("bapo", "qwen2.5-7b", "h100", "1"),
+        _case("passk", "qwen2.5-7b", "h100", "1"),
+        _case("ares", "qwen2.5-vl-7b", "h100", "1"),
+        _case("search_moe", "qwen3-30b-a3b", "h100", "2"),
+        _case("dapo", "qwen2.5-32b", "h100", "8"),
+    )
+}
+"""By name. On H100s the mesh is the configuration's own; a v6e has less memory, and four chips a
+host, within which `tensor` and `expert` must be."""
+
+
+def case_of(name: str, keys: Sequence[str] = ()) -> Case:
+    """A case of `CASES`, with further keys, each `key=value`."""
+    case = CASES[name]
+    given = dict(memory.key_and_value(one) for one in keys)
+    return dataclasses.replace(case, keys={**case.keys, **given})
+
+
+HOST = "2x2"
+"""Slice of a TPU's host."""
+
+H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 l2_cache_size: 52428800
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 device_memory_size: 84942979072
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""What XLA's compiler asks of a GPU, in the text form of its `GpuTargetConfigProto`."""
+
+
+def compilers() -> dict[str, str]:
+    """Environment of a process that compiles for devices that are not there."""
+    found = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu"}
+    if folder := os.environ.get("CUDA_PLUGIN_DIR"):
+        own = Path(folder) / "nvidia" / "cuda_nvcc"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={own}"
+        paths = [found.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")), folder]
+        found |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PATH": f"{own / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "XLA_FLAGS": flags.strip(),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }
+    return found
+
+
+def devices_of(case: Case, part: str) -> list[Any]:
+    """Devices of a part, which need not exist; in a process with the environment `compilers`.
+
+    A sampler of several is on the devices of its host: for some chips of a larger slice libtpu does
+    not compile what they send each other.
+    """
+    target = case.target
+    if target.platform == "tpu":
+        is_local = part in ("decode", "reading") and target.num_processes > 1
+        name = f"{case.device}:{HOST if is_local else case.slice}"
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    shape = f"1x{target.num_processes}x{target.num_local}"
+    found = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=shape)
+    return list(found.devices)
+
+
+USED = re.compile(r"Used (\d+(?:\.\d+)?)G of \d+(?:\.\d+)?G hbm")
+"""Where a TPU's compiler says how much it would need, in GiB."""
+
+
+def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
+    """Compiles the programs of a part: bytes of one device, and seconds, by program."""
+    target = case.target
+    config, model = case.made(num_layers)
+    found: dict[str, Any] = {}
+    programs = memory.programs_of(config, model, target, devices_of(case, part), part)
+    for name, (lower, beside) in programs.items():
+        started = time.perf_counter()
+        lowered = lower()
+        seconds = time.perf_counter() - started
+        found[name] = {"beside": beside, "lower_s": seconds}
+        started = time.perf_counter()
+        try:
+            sizes = memory.compiled(lowered, target.platform)
+        except jax.errors.JaxRuntimeError as error:
+            found[name]["refused"] = str(error)[:2000]
+            if used := USED.search(str(error)):
+                found[name]["total"] = int(float(used[1]) * GIB)
+        else:
+            found[name] |= dataclasses.asdict(sizes)
+        found[name]["compile_s"] = time.perf_counter() - started
+    return found
+
+
+def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
+    """Compiles a part in a process of its own: what `compile_part` gives, and how it ended."""
+    out, limit_s = flags.out, flags.limit_s
+    record = out / "part.json"
+    record.unlink(missing_ok=True)
+    words = [sys.executable, "-m", "benchmarks.published", f"--out={record}", f"--one={name}"]
+    words += [f"--parts={part}", f"--num_layers={flags.num_layers}", "--keys", *flags.keys]
+    started = time.monotonic()
+    with (out / "log.txt").open("a", encoding="utf-8") as log:
+        log.write(f"\n$ {shlex.join(words[1:])}\n")
+        log.flush()
+        begins = log.tell()
+        try:
+            done = subprocess.run(
+                words, env=os.environ | compilers(), stdout=log, stderr=log, timeout=limit_s
+            )
+            ending = "done" if done.returncode == 0 else f"ended with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            ending = f"stopped after {limit_s:.0f} s"
+    found = {"ending": ending, "seconds": time.monotonic() - started, "programs": {}}
+    if ending == "done":
+        found["programs"] = json.loads(record.read_text(encoding="utf-8"))
+    else:
+        found["said_last"] = (
+            (out / "log.txt").read_bytes()[begins:].decode(errors="replace")[-2000:]
+        )
+    record.unlink(missing_ok=True)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The parts of a step of a case, where every trajectory is as long as it may be.
+
+    Attributes:
+        calls: how often each program runs.
+        stages: of one call of each.
+        tokens: of all trajectories, prompts included.
+        num_devices: that share them.
+    """
+
+    calls: dict[str, float]
+    stages: dict[str, floors.Stages]
+    tokens: int
+    num_devices: int
+
+    @classmethod
+    def of(cls, case: Case, config: ConfigDict, model: Any) -> Step:
+        """Counts the calls and their stages."""
+        target, rollout = case.target, config.rollout
+        mesh = target_mesh(config, model, target)
+        own = {**mesh.shape}
+        if target.num_processes > 1:  # each samples on its own devices
+            rest = target.num_local // own["expert"] // own["tensor"]
+            own |= {"data": rest, "fsdp": 1, "context": 1}
+        device = floors.DEVICES[case.device]
+        train = floors.Part(model=model, mesh=dict(mesh.shape), device=device)
+        sample = floors.Part(model=model, mesh=own, device=device)
+        kernels, _ = decide(config.model.attention, target.platform, model.head_dim)
+        shards = num_batch_shards(mesh) if SHARES_PROMPTS[kernels] else 0
+        shape = batch_shape(config, "train", shards, own["context"], model)
+        length, chunk = rollout.max_total_tokens, rollout.chunk_tokens
+        tokens = shape.micro_rows * shape.row_tokens / num_pieces(mesh)
+        sampling = target.num_devices // own["tensor"]
+        rows = rollout.num_rows // sampling
+        read = append_sizes(target.platform, length)[-1]
+        decoding = floors.times(sample.decode_step(rows, length / 2), chunk)
+        again = config.model.remat in ("full", "offload")
+        trajectories = rollout.tasks_per_step * rollout.group_size
+        prompts = rollout.tasks_per_step * rollout.max_prompt_tokens
+        seen = length - rollout.max_prompt_tokens - rollout.max_response_tokens
+        updates = config.optimizer.num_minibatches * shape.num_micro
+        passes = (not takes_own_logprobs(config.optimizer, config.filter)) + (
+            has_kl_loss(config.kl) and config.kl.anchor == "ref"
+        )
+        return cls(
+            calls={
+                "update": updates,
+                "optimizer": config.optimizer.num_minibatches,
+                "score": passes * updates,
+                "decode": trajectories / rollout.num_rows * rollout.max_response_tokens / chunk,
+                "reading": (prompts + trajectories * max(seen, 0)) / (read * sampling),
+                "weights": 1,
+            },
+            stages={
+                "update": train.update(tokens, length, again=again),
+                "optimizer": train.optimizer(),
+                "score": train.scoring(tokens, length),
+                "decode": decoding,
+                "reading": sample.reading(read, length),
+                "weights": train.handing_over(),
+            },
+            tokens=trajectories * length,
+            num_devices=target.num_devices,
+        )
+
+    def floor(self, name: str, device: floors.Device) -> tuple[float, str]:
+        """Least seconds of a call, and what it waits for."""
+        return floors.floor_s(self.stages[name], device)
+
+
+PROGRAMS = ("update", "optimizer", "score", "weights", "reading", "decode")
+"""What a step runs; `weights` hands them to the sampler."""
+
+
+def _gib(size: float | None) -> str:
+    return "" if size is None else f"{size / GIB:.2f}"
+
+
+HEADS = (
+    "case", "mesh", "program", "compiled in s", "arguments", "temporaries", "beside", "compiler",
+    "plan", "", "at least, ms", "waits for",
+)  # fmt: skip
+
+
+def row_of(
+    case: Case, mesh: str, name: str, one: Mapping[str, Any], planned: int | None, step: Step
+) -> list[str]:
+    """A program's row: sizes in GiB of one device, and the floor of a call."""
+    seconds, waits = step.floor(name, floors.DEVICES[case.device])
+    total = one.get("total")
+    whole = None if total is None else total + one["beside"]
+    off = "" if planned is None or whole is None else f"{planned / whole - 1:+.0%}"
+    compiler = _gib(whole)
+    if "refused" in one:
+        compiler = f"{compiler}, refused" if compiler else "refused"
+    elif whole is not None and whole > case.target.memory_bytes:
+        compiler += ", too much"
+    return [
+        case.name, mesh, name, f"{one['compile_s']:.0f}", _gib(one.get("arguments")),
+        _gib(total - one["arguments"] if "arguments" in one else None), _gib(one["beside"]),
+        compiler, _gib(planned), off, f"{1e3 * seconds:,.1f}", waits,
+    ]  # fmt: skip
+
+
+def report(results: Mapping[str, Any]) -> str:
+    """Markdown: the programs, then steps."""
+    rows, steps = [], []
+    for name in dict.fromkeys(one["case"] for one in results.values()):
+        own = [one for one in results.values() if one["case"] == name]
+        case = case_of(name, own[0]["keys"])
+        config, model = case.made(own[0]["num_layers"])
+        step, device = Step.of(case, config, model), floors.DEVICES[case.device]
+        mesh = "x".join(map(str, target_mesh(config, model, case.target).shape.values()))
+        kept = rollout_phase(config, model, case.target).kept
+        beside = sum(kept.values()) - kept["decode weights"] - kept["KV cache"]
+        for one in own:
+            for program, sizes in one["programs"].items():
+                planned = None
+                if program == one["part"]:
+                    planned = memory.planned_bytes(config, model, case.target, program)
+                if program in ("decode", "reading"):
+                    # The train state lies beside the sampler's own: so both say what is there.
+                    sizes = sizes | {"beside": beside}
+                    planned += beside
+                rows.append(row_of(case, mesh, program, sizes, planned, step))
+            if not one["programs"]:
+                last = one["said_last"].strip().splitlines() or [""]
+                rows.append([name, mesh, one["part"], one["ending"], last[-1][:120], *[""] * 7])
+        seconds = {part: step.calls[part] * step.floor(part, device)[0] for part in PROGRAMS}
+        whole = sum(seconds.values())
+        steps.append(
+            [name, *(f"{seconds[part]:,.1f}" for part in PROGRAMS), f"{whole:,.1f}",
+             f"{step.tokens / whole / step.num_devices:,.0f}"]
+        )  # fmt: skip
+    heads = ["case", *PROGRAMS, "step, s", "tokens a second and device"]
+    return f"{table(HEADS, rows)}\n\n{table(heads, steps)}\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Compiles what is asked for; what became of each part."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--cases", default=",".join(CASES), help="out of CASES")
+    parser.add_argument("--parts", default=",".join(memory.PARTS), help="programs")
+    parser.add_argument("--num_layers", type=int, default=0, help="0: the model's")
+    parser.add_argument("--keys", nargs="*", default=[], help="of the configurations: key=value")
+    parser.add_argument("--limit_s", type=float, default=900.0, help="of each part")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
+    flags = parser.parse_args(argv)
+    if flags.one:
+        found = compile_part(case_of(flags.one, flags.keys), flags.parts, flags.num_layers)
+        flags.out.write_text(json.dumps(found), encoding="utf-8")
+        return found
+    if unknown := set(flags.cases.split(",")) - set(CASES):
+        parser.error(f"--cases names {', '.join(sorted(unknown))}; expected some of {list(CASES)}")
+    flags.out.mkdir(parents=True, exist_ok=True)
+    file = flags.out / "results.json"
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for name in flags.cases.split(","):
+        case = case_of(name, flags.keys)
+        config, model = case.made(flags.num_layers)
+        compiled = {
+            "case": name,
+            "keys": flags.keys,
+            "num_layers": flags.num_layers,
+            "micro_rows": config.optimizer.micro_rows,
+            "cache_pages": cache_pages(config, model, case.target),
+            "versions": common.versions("jax", "jaxlib"),
+        }
+        for part in flags.parts.split(","):
+            key = f"{name} {part}"
+            wanted = compiled | {"part": part, "ending": "done"}
+            if wanted.items() <= results.get(key, {}).items():
+                continue
+            found = run_part(flags, name, part)
+            results[key] = wanted | found
+            file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            (flags.out / "table.md").write_text(report(results), encoding="utf-8")
+            print(f"{key}: {found['ending']}, {found['seconds']:.0f} s", flush=True)
+    print(report(results))
+    return results
+
+
+if __name__ == "__main__":
+    main()
