@@ -78,8 +78,8 @@ def train(
 SUBLANES = 16
 """Rows of a matrix are multiples of these, in bfloat16 and float32."""
 
-STEP_TOKENS = 512
-"""Tokens of a decoding step's pages, at most: a step takes as long as its chain of two products."""
+STEP_PAGES = 4
+"""Pages of a step, at most: one page is fetched faster than its chain of two products ends."""
 
 NUM_SLOTS = 4
 """Steps whose pages are on the chip or on their way to it, where there is room."""
@@ -95,7 +95,7 @@ def attend_pages(
     tables: Int[Array, "B M"],
     limits: Int[Array, "B Q"],
     *,
-    interpret: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
     """Computes `reference.attend_pages`, fetching no page beyond a block's highest limit.
 
@@ -186,7 +186,7 @@ def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
     (_, Q, N, H), (P, K, page, _) = q.shape, keys.shape
     page_bytes = 2 * K * page * -(-H // LANES) * LANES * keys.dtype.itemsize
     room = max(BUFFER_BYTES // page_bytes, 2)
-    width = max(min(room // 2, STEP_TOKENS // page, tables.shape[1]), 1)
+    width = max(min(room // 2, STEP_PAGES, tables.shape[1]), 1)
     slots = min(room // width, NUM_SLOTS)
     steps, num_steps = Steps.of(jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width)
     fitting = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]

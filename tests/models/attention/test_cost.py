@@ -1,10 +1,10 @@
 """What accelerators' kernels fetch follows what rows have, counted from the kernels' own grids."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks import kernel_cost as cost
 from jaxrl.extras.kernels import attention_tpu as tpu
@@ -79,7 +79,10 @@ def test_reading_on_a_tpu_fetches_the_past_of_each_block_once(name):
     assert found.fetched == ends.sum() * PAGE * model.cache_bytes // model.num_layers
 
 
-def test_a_kernel_multiplies_no_page_but_live_ones():
+@pytest.mark.parametrize("copies", ["eager", "on_wait"])
+def test_a_kernel_multiplies_no_page_but_live_ones_whenever_copies_come(copies, monkeypatch):
+    """Pages of no row and memory that nothing has written are NaN, in Pallas' simulator of TPUs."""
+    monkeypatch.setattr(tpu, "STEP_PAGES", 2)
     arrays = random_pages(np.random.default_rng(0), 5, 1, 4, 2, 16, 8, 9)
     _, keys, values, tables, limits = arrays
     limits[2] = 0
@@ -88,7 +91,8 @@ def test_a_kernel_multiplies_no_page_but_live_ones():
     wanted, _ = brute_force_pages(*arrays)
     dead = np.setdiff1d(np.arange(len(keys)), live)
     keys[dead] = values[dead] = np.nan
-    got, _ = jax.jit(lambda *x: tpu.attend_pages(*x, interpret=True))(*map(jnp.asarray, arrays))
+    simulator = pltpu.InterpretParams(dma_execution_mode=copies, uninitialized_memory="nan")
+    got, _ = tpu.attend_pages(*map(jnp.asarray, arrays), interpret=simulator)
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 

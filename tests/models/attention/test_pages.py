@@ -1,6 +1,7 @@
 """The sampler's attention over pages: each kernel against brute force in float64."""
 
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,18 @@ from tests.models.attention.brute import brute_force_pages, random_pages
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+
+def by_page(*arrays):
+    """The kernel of TPUs in steps of one page each."""
+    with mock.patch.object(tpu, "STEP_PAGES", 1):
+        return tpu.attend_pages(*arrays, interpret=True)
+
+
 KERNELS = {
     "xla": reference.attend_pages,
     "triton": partial(gpu.attend_pages, interpret=True),
     "mosaic": partial(tpu.attend_pages, interpret=True),
+    "mosaic, by page": by_page,
 }
 SHAPES = [
     # B, Q, N, K, H, page, M
