@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -112,3 +113,15 @@ def brute_force_pages(q, keys, values, tables, limits):
             lse[b, i, n] = np.logaddexp.reduce(scores)
             out[b, i, n] = np.exp(scores - lse[b, i, n]) @ v
     return out, lse
+
+
+def assert_agrees(got, wanted, tolerance=2e-6):
+    """Compares outputs and log-sum-exp of a kernel with those of `brute_force_pages`."""
+    (out, lse), (wanted_out, wanted_lse) = got, wanted
+    assert out.dtype == lse.dtype == jnp.float32
+    assert np.isfinite(out).all()
+    assert np.isfinite(lse).all()
+    np.testing.assert_allclose(out, wanted_out, atol=tolerance)
+    reads = np.isfinite(wanted_lse)
+    np.testing.assert_allclose(np.asarray(lse)[reads], wanted_lse[reads], atol=tolerance)
+    assert (np.asarray(lse)[~reads] < -1e30).all()

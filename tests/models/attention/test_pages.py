@@ -11,7 +11,7 @@ import pytest
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
 from jaxrl.models.attention import reference
-from tests.models.attention.brute import brute_force_pages, random_pages
+from tests.models.attention.brute import assert_agrees, brute_force_pages, random_pages
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -37,17 +37,6 @@ SHAPES = [
     (1, 16, 8, 1, 24, 32, 2),
     (5, 1, 2, 1, 8, 64, 2),
 ]
-
-
-def assert_agrees(got, wanted, tolerance=2e-6):
-    (out, lse), (wanted_out, wanted_lse) = got, wanted
-    assert out.dtype == lse.dtype == jnp.float32
-    assert np.isfinite(out).all()
-    assert np.isfinite(lse).all()
-    np.testing.assert_allclose(out, wanted_out, atol=tolerance)
-    reads = np.isfinite(wanted_lse)
-    np.testing.assert_allclose(np.asarray(lse)[reads], wanted_lse[reads], atol=tolerance)
-    assert (np.asarray(lse)[~reads] < -1e30).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -10,8 +10,7 @@ import pytest
 from jaxrl.extras.kernels import pages_gpu
 from jaxrl.extras.kernels.pages_gpu import PROGRAMS, next_span, share_out
 from jaxrl.models.attention.reference import FLOOR
-from tests.models.attention.brute import brute_force_pages, random_pages
-from tests.models.attention.test_pages import assert_agrees
+from tests.models.attention.brute import assert_agrees, brute_force_pages, random_pages
 from tests.programs import for_gpu, lowered_for_gpu
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
