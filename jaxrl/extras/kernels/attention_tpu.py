@@ -105,13 +105,12 @@ def attend_pages(
     rows of the others are left out.
     """
     call = pages_call(q, keys, tables, limits)
-    num_rows, joined = call.queries.block_shape[2], keys.shape[1] // call.queries.block_shape[1]
-    merged, below = by_key_head(q, limits, keys.shape[1] // joined, num_rows)
+    merged, below = by_key_head(q, limits, call.heads, call.num_rows)
     out, lse = pl.pallas_call(
         partial(
             _pages_kernel,
             scale=q.shape[3] ** -0.5,
-            joined=joined,
+            joined=keys.shape[1] // call.heads,
             groups=q.shape[2] // keys.shape[1],
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -174,6 +173,8 @@ class PagesCall(NamedTuple):
     pages: pl.BlockSpec  # stay where they are; `copied` tells what is copied of them
     scratch: list[Any]
     width: int  # pages of a step
+    heads: int  # matrices of queries, of one or more key heads each
+    num_rows: int  # of a matrix
 
     def copied(self, step: int) -> list[int]:
         """The pages of which keys and values are copied for a step."""
@@ -210,6 +211,8 @@ def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
             *[pltpu.VMEM((heads, num_rows, LANES), jnp.float32)] * 2,
         ],
         width=width,
+        heads=heads,
+        num_rows=num_rows,
     )
 
 
@@ -231,7 +234,7 @@ def _pages_kernel(
             place, is_live = steps.page(step, index, width)
 
             @pl.when(is_live)
-            def _(index: int = index, place: Any = place) -> None:
+            def copy_page(index: int = index, place: Any = place) -> None:
                 page = tables_ref[place]
                 for source, target in ((k_ref, keys_ref), (v_ref, values_ref)):
                     one = pltpu.make_async_copy(
@@ -240,7 +243,7 @@ def _pages_kernel(
                     one.wait() if waits else one.start()
 
     @pl.when(step == 0)
-    def _() -> None:
+    def start() -> None:
         # No page is copied to where a block has none: what lies there is multiplied by 0.
         for slot in range(slots):
             values_ref[slot] = jnp.zeros(values_ref.shape[1:], values_ref.dtype)
@@ -251,7 +254,7 @@ def _pages_kernel(
     pl.when(ahead < num_steps)(partial(copy, ahead, waits=False))
 
     @pl.when(first == 0)
-    def _() -> None:
+    def begin_block() -> None:
         out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
         highest_ref[...] = jnp.full(highest_ref.shape, FLOOR, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
@@ -294,7 +297,7 @@ def _pages_kernel(
         total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])
 
     @pl.when(first + width >= num_pages_ref[block])
-    def _() -> None:
+    def end_block() -> None:
         total = jnp.where(total_ref[...] > 0, total_ref[...], 1.0)
         out_ref[0] = out_ref[0] / total[:, :, :1]
         lse_ref[0] = highest_ref[...] + jnp.log(total)
