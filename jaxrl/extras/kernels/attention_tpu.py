@@ -105,13 +105,12 @@ def attend_pages(
     rows of the others are left out.
     """
     call = pages_call(q, keys, tables, limits)
-    num_rows, joined = call.queries.block_shape[2], keys.shape[1] // call.queries.block_shape[1]
-    merged, below = by_key_head(q, limits, keys.shape[1] // joined, num_rows)
+    merged, below = by_key_head(q, limits, keys.shape[1] // call.joined, call.num_rows)
     out, lse = pl.pallas_call(
         partial(
             _pages_kernel,
             scale=q.shape[3] ** -0.5,
-            joined=joined,
+            joined=call.joined,
             groups=q.shape[2] // keys.shape[1],
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -174,6 +173,8 @@ class PagesCall(NamedTuple):
     pages: pl.BlockSpec  # stay where they are; `copied` tells what is copied of them
     scratch: list[Any]
     width: int  # pages of a step
+    joined: int  # key heads whose queries are one matrix
+    num_rows: int  # of this matrix
 
     def copied(self, step: int) -> list[int]:
         """The pages of which keys and values are copied for a step."""
@@ -210,6 +211,8 @@ def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
             *[pltpu.VMEM((heads, num_rows, LANES), jnp.float32)] * 2,
         ],
         width=width,
+        joined=joined,
+        num_rows=num_rows,
     )
 
 
@@ -221,7 +224,7 @@ def _pages_kernel(
 ) -> None:  # fmt: skip
     """Adds a step's pages to the softmax of a block; outputs hold the sums until its last step."""
     steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
-    slots, width, _, page, H = keys_ref.shape
+    (slots, width), (page, H) = keys_ref.shape[:2], keys_ref.shape[3:]
     step, num_steps = pl.program_id(0), pl.num_programs(0)
     block, first = steps.first(step, width)
 
