@@ -105,12 +105,12 @@ def attend_pages(
     rows of the others are left out.
     """
     call = pages_call(q, keys, tables, limits)
-    merged, below = by_key_head(q, limits, call.heads, call.num_rows)
+    merged, below = by_key_head(q, limits, keys.shape[1] // call.joined, call.num_rows)
     out, lse = pl.pallas_call(
         partial(
             _pages_kernel,
             scale=q.shape[3] ** -0.5,
-            joined=keys.shape[1] // call.heads,
+            joined=call.joined,
             groups=q.shape[2] // keys.shape[1],
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -173,8 +173,8 @@ class PagesCall(NamedTuple):
     pages: pl.BlockSpec  # stay where they are; `copied` tells what is copied of them
     scratch: list[Any]
     width: int  # pages of a step
-    heads: int  # matrices of queries, of one or more key heads each
-    num_rows: int  # of a matrix
+    joined: int  # key heads whose queries are one matrix
+    num_rows: int  # of this matrix
 
     def copied(self, step: int) -> list[int]:
         """The pages of which keys and values are copied for a step."""
@@ -211,7 +211,7 @@ def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
             *[pltpu.VMEM((heads, num_rows, LANES), jnp.float32)] * 2,
         ],
         width=width,
-        heads=heads,
+        joined=joined,
         num_rows=num_rows,
     )
 
@@ -224,7 +224,7 @@ def _pages_kernel(
 ) -> None:  # fmt: skip
     """Adds a step's pages to the softmax of a block; outputs hold the sums until its last step."""
     steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
-    slots, width, _, page, H = keys_ref.shape
+    (slots, width), (page, H) = keys_ref.shape[:2], keys_ref.shape[3:]
     step, num_steps = pl.program_id(0), pl.num_programs(0)
     block, first = steps.first(step, width)
 
@@ -234,7 +234,7 @@ def _pages_kernel(
             place, is_live = steps.page(step, index, width)
 
             @pl.when(is_live)
-            def copy_page(index: int = index, place: Any = place) -> None:
+            def _(index: int = index, place: Any = place) -> None:
                 page = tables_ref[place]
                 for source, target in ((k_ref, keys_ref), (v_ref, values_ref)):
                     one = pltpu.make_async_copy(
@@ -243,7 +243,7 @@ def _pages_kernel(
                     one.wait() if waits else one.start()
 
     @pl.when(step == 0)
-    def start() -> None:
+    def _() -> None:
         # No page is copied to where a block has none: what lies there is multiplied by 0.
         for slot in range(slots):
             values_ref[slot] = jnp.zeros(values_ref.shape[1:], values_ref.dtype)
@@ -254,7 +254,7 @@ def _pages_kernel(
     pl.when(ahead < num_steps)(partial(copy, ahead, waits=False))
 
     @pl.when(first == 0)
-    def begin_block() -> None:
+    def _() -> None:
         out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
         highest_ref[...] = jnp.full(highest_ref.shape, FLOOR, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
@@ -297,7 +297,7 @@ def _pages_kernel(
         total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])
 
     @pl.when(first + width >= num_pages_ref[block])
-    def end_block() -> None:
+    def _() -> None:
         total = jnp.where(total_ref[...] > 0, total_ref[...], 1.0)
         out_ref[0] = out_ref[0] / total[:, :, :1]
         lse_ref[0] = highest_ref[...] + jnp.log(total)
