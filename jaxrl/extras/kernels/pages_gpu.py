@@ -187,7 +187,7 @@ def next_span(place: Place, program: Any, pages: Any, following: Any, K: int) ->
     span = Span(matrix, head, start, count, jnp.where(start > 0, parts, whole))
     is_last = head == K - 1
     after = jnp.where(is_last, following[matrix], matrix), jnp.where(is_last, 0, head + 1)
-    return span, (*after, jnp.zeros_like(start), left - count)
+    return span, (*after, 0 * start, left - count)
 
 
 def _attend(

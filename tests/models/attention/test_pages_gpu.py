@@ -1,6 +1,7 @@
 """Attention over pages on Hopper chips: how work is shared out, parts merged, pages read."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,9 @@ import pytest
 
 from jaxrl.extras.kernels import pages_gpu
 from jaxrl.extras.kernels.pages_gpu import PROGRAMS, next_span, share_out
-from jaxrl.models.attention.reference import FLOOR
+from jaxrl.models.attention.reference import FLOOR, XLA
 from tests.models.attention.brute import assert_agrees, brute_force_pages, random_pages
-from tests.programs import for_gpu, lowered_for_gpu
+from tests.programs import for_gpu, lowered_for_gpu, sampler_programs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -191,6 +192,14 @@ def shapes(B, Q, N, K, H, page, M, dtype):
 )
 def test_lowered_for_a_hopper_chip_without_what_is_deprecated(shape):
     program = lowered_for_gpu(jax.jit(for_gpu(pages_gpu.attend_pages)), *shapes(*shape))
+    assert re.findall(r"custom_call @(\w*(?:mosaic|triton)\w*)", program) == ["mosaic_gpu_v2"]
+
+
+def test_the_sampler_decodes_with_it():
+    """In the sampler's mesh JAX gives shardings to what the kernel computes with, too."""
+    kernels = replace(XLA, past=None, attend_pages=pages_gpu.attend_pages, page_tokens=PAGE)
+    decode, arguments = sampler_programs(kernels=kernels, scan_layers=True)["decode"]
+    program = lowered_for_gpu(jax.jit(decode), *arguments)
     assert re.findall(r"custom_call @(\w*(?:mosaic|triton)\w*)", program) == ["mosaic_gpu_v2"]
 
 
