@@ -29,7 +29,7 @@ class Demonstration:
     loss_mask: np.ndarray  # bool [L]
     rollout_logprobs: np.ndarray  # float32 [L], zeros: nothing was sampled
     contexts: tuple[tuple[int, int], ...] = ()  # see `Trajectory.contexts`
-    pictures: tuple[Picture, ...] = ()  # of its prompt and its results
+    pictures: tuple[Picture, ...] = ()  # of its prompt
     processor: Processor | None = None  # reads them
 
     @property

@@ -94,7 +94,8 @@ class Trajectory:
     """One episode on the host: every token the model read or wrote."""
 
     token_ids: np.ndarray  # int32 [L]
-    loss_mask: np.ndarray  # bool [L], True exactly where the policy sampled the token
+    # bool [L], True where the policy sampled the token; `as_trained` may add observations.
+    loss_mask: np.ndarray
     rollout_logprobs: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     rollout_entropies: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     policy_versions: np.ndarray  # int32 [L], updates the sampling weights had seen; -1 outside
@@ -204,7 +205,7 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens the policy sampled."""
+        """Tokens in `loss_mask`: those the policy sampled, unless `as_trained` widened it."""
         return int(self.loss_mask.sum())
 
     @property
@@ -450,7 +451,7 @@ class Batch:
     # int32 [A, b, T], in the context, whose beginning may stand before it in the row. Contexts of a
     # trajectory follow each other: the next begins where positions do not go on by one
     positions: jax.Array
-    loss_mask: jax.Array  # bool [A, b, T], True where the policy sampled the token
+    loss_mask: jax.Array  # bool [A, b, T], True where the token is trained on
     token_weights: jax.Array  # float32 [A, b, T], the aggregation, from the whole mini-batch
     advantages: jax.Array  # float32 [A, b, T], constant over a trajectory or a turn
     rollout_logprobs: jax.Array  # float32 [A, b, T], as the sampler reported them

@@ -70,7 +70,7 @@ def rounded(values: np.ndarray, *, is_relative: bool = False) -> list[float]:
 
 
 def token_record(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """Numbers by token that a training step has noted of a trajectory; see `measure.make_notes`."""
+    """Numbers by token that a step has noted of a trajectory; see `logs.tokens.make_notes`."""
     return {
         name: rounded(values, is_relative=not name.endswith("logprobs"))
         for name, values in fields.items()

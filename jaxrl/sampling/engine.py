@@ -613,8 +613,8 @@ class Engine:
         if count > self._max_units:
             raise ValueError(
                 f"the images of a request take {count} tokens; expected at most "
-                f"config.rollout.max_image_tokens, {self._max_units}. Raise it or lower the "
-                "processor's max_pixels."
+                f"config.rollout.max_image_tokens, {self._max_units}. Raise it or lower "
+                "config.images.max_pixels."
             )
 
     def _kind_of(self, temperature: float, top_p: float) -> str:

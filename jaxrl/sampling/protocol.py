@@ -46,7 +46,10 @@ class Sampling:
 
 
 RolloutFunction = Callable[..., list[Group]]
-"""From draws and their `Sampling` to a group of each, called as `sampling.rollout.Rollout` is."""
+"""From draws and their `Sampling` to a group of each, called as `sampling.rollout.Rollout` is.
+
+Where `Sampling.unfinished` is above 0 the list has None for each group left unfinished.
+"""
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Turns: the engine's tokens to the environment's text and back. Tokens meet text only here.
+"""Turns: the engine's tokens to the environment's text and back.
+
+Tokens meet text here, in rollouts of `extras/` that derive from this one, and in
+`demonstrations.py`, which calls the same functions.
 
 What the policy sampled stays as the ids it sampled; it is decoded for the environment and never
 encoded again. What the environment says is encoded once, when it is appended.

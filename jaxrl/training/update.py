@@ -104,7 +104,7 @@ def put_batch(mesh: Mesh, batch: Batch) -> Batch:
 def put_patches(
     mesh: Mesh, attachments: PackedAttachments, micro: int, dtype: Any
 ) -> dict[str, jax.Array]:
-    """`patches` `[S, P, values]` and `places` `[S, P, 4]` of a micro-batch on the mesh.
+    """`patches` `[S, P, values]` and `places` `[S, P, W]` of a micro-batch on the mesh.
 
     A process arranges those of its own devices.
     """

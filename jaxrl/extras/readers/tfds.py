@@ -19,7 +19,7 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
     Args:
         source: the folder of one version of the data set.
         split: a split, or a part of one, as `train[:90%]`.
-        config_key: the configuration config_key that named the folder, for errors.
+        config_key: that names the folder, for errors.
 
     Raises:
         ValueError: the folder is no data set, of another format, damaged, without the split, or

@@ -168,7 +168,7 @@ class BlankProcessor(Processor):
     def __init__(self, processor: Processor):
         """Takes the settings of `processor`."""
         self._seen = processor
-        self.unit = processor.unit
+        self.unit, self.patch_values = processor.unit, processor.patch_values
 
     def num_tokens(self, picture: Picture) -> int:
         """See `Processor`."""

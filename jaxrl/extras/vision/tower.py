@@ -7,7 +7,6 @@ parameter tree has `patch`, stacked `blocks` and a `merger`; a file each (`visio
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -299,11 +298,6 @@ class VisionTower(Tower):
     @abstractmethod
     def logical_axes(self) -> dict[str, Any]:
         """Inner widths over `tensor` where heads need not be apart, widths over `fsdp`."""
-
-    @property
-    def num_params(self) -> int:
-        """All numbers of the tower."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_params()))
 
 
 def refuse(problems: dict[str, bool], source: str) -> None:
