@@ -109,7 +109,9 @@ class Progress:
     best: Best = field(default_factory=Best)  # of the stage
     stopped_early: bool = False  # the stage ended for want of improvement
     num_failed: int = 0  # batches in a row of which every episode failed
-    num_broken_off: int = 0  # collections that the run ended in after they had cost something
+    # Collections that ended the run after they cost something. It makes this progress differ from
+    # the saved one, so that `save_progress` writes the ledger.
+    num_broken_off: int = 0
     num_learned: int = 0  # the train stage's steps whose update had a gradient
     weights_step: int | None = None  # whose weights it ended with, where it stopped early
     # Of the train stage: the states of its watch and controllers, and the groups left over.
@@ -152,7 +154,7 @@ class Progress:
         """The step whose weights the run holds: the last one, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
 
-    def put_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
+    def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
         """Puts into the groups of a checkpoint the images that these name."""
         self.leftover = with_images(self.leftover)
         if (pending := self.pending) is not None:
@@ -216,6 +218,8 @@ class Session:
     progress: Progress
     restored: dict[str, Any]  # from the checkpoint the run began with; each stage takes its own
     should_stop: Callable[[], bool]
+    # These two are handed in: importing them would put their modules into the closure of train.py,
+    # whose size tests/test_dependencies.py bounds.
     run_suites: RunSuites
     write_samples: WriteSamples
     origin: Mapping[str, Any]  # configuration and contents of files, for a start that goes on

@@ -136,7 +136,8 @@ def collect(
         under_way=[Draw(task=stream.take(at, 1)[0], stream_index=at) for at in left.unfinished],
     )
 
-    def recorded(draws: Sequence[Draw]) -> list[Group]:
+    # `roll_out` is the accounting of train.Collector around sampling.sharing.shared(Rollout).
+    def sampled_groups(draws: Sequence[Draw]) -> list[Group]:
         sampled = roll_out(draws)
         groups = [group for group in sampled if group is not None]
         batches.under_way = [d for d, one in zip(draws, sampled, strict=True) if one is None]
@@ -147,14 +148,17 @@ def collect(
         if 0 < settings.max_batches <= batches.count:
             raise NotEnoughGroupsError(_complaint(settings, batches, wanted))
         count = settings.tasks_per_batch or wanted
-        if settings.unfinished_tasks or batches.under_way:  # as many as then are missing
+        # Begin so many that the step is full while unfinished_tasks are still under way.
+        if settings.unfinished_tasks or batches.under_way:
             begun = settings.unfinished_tasks - len(batches.under_way)
             count = max(wanted - len(batches.kept) + begun, 0)
         draws, batches.num_tasks_taken = draw(
             stream, batches.num_tasks_taken, count, controllers.skipped
         )
         draws = [*batches.under_way, *draws]
-        groups, num_retried = _roll_out_with_retries(recorded, draws, settings, controllers.is_late)
+        groups, num_retried = _roll_out_with_retries(
+            sampled_groups, draws, settings, controllers.is_late
+        )
         failures.count(members(groups))
         shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
         if settings.sees_kl:
@@ -302,6 +306,7 @@ def _roll_out_with_retries(
         if not indices:
             break
         fresh = roll_out([dataclasses.replace(draws[i], attempt=attempt) for i in indices])
+        # Every draw has its group: environment.py refuses unfinished_tasks with resample_attempts.
         for index, group in zip(indices, fresh, strict=True):
             groups[index] = group
         num_resampled += len(indices)
