@@ -155,7 +155,7 @@ def evaluate_step(
         workdir / "checkpoints", keep=settings.checkpoint.keep, log=display.log
     )
     with contextlib.closing(checkpointer), stopping(display):
-        position, restored = checkpointer.restore_newest(
+        position, restored = checkpointer.restore(
             lambda saved: restore_targets(components, saved),
             step,
         ) or ({}, {})
@@ -278,7 +278,7 @@ def open_session(
     """The session of `run`, as the workdir's newest checkpoint left it; arguments as there."""
     is_main = distributed.is_main()
     going_back = carry_out_roll_backs(workdir, checkpointer)
-    found = checkpointer.restore_newest(lambda saved: restore_targets(components, saved))
+    found = checkpointer.restore(lambda saved: restore_targets(components, saved))
     progress = Progress.from_json(found[0], components.method) if found else Progress()
     if going_back:
         gone_back(progress, going_back[-1], checkpointer)

@@ -244,7 +244,6 @@ class Shard:
             budget=budget,
             length=0 if is_new else prefix.num_tokens,
             unread=list(prompt.ids[:-1]) if is_new else [],
-            unread_attachments=prompt.attachments if is_new else (),
             reads=prefix.reads,
         )
         num_full, rest = divmod(prefix.num_tokens, self._page_tokens)

@@ -269,7 +269,7 @@ def some_failed(tried: Sequence[GroupStats], group_size: int) -> str | None:
 
 def _complaint(settings: Filter, batches: _Batches, wanted: int) -> str:
     assert settings.keep is not None
-    shown = {"metric": settings.metric} if "metric" in settings.keep.arrays else {}
+    shown = {"metric": settings.metric} if "metric" in settings.keep.arguments else {}
     keys = ", ".join(f"{name}={v!r}" for name, v in {**shown, **settings.keep.settings}.items())
     return (
         f"after {batches.count} batches (config.filter.max_batches) only {len(batches.kept)} of "
@@ -306,7 +306,7 @@ def _roll_out_with_retries(
         if not indices:
             break
         fresh = roll_out([dataclasses.replace(draws[i], attempt=attempt) for i in indices])
-        # Every draw has its group: environment.py refuses unfinished_tasks with resample_attempts.
+        # Every draw has its group: method.py refuses unfinished_tasks with resample_attempts.
         for index, group in zip(indices, fresh, strict=True):
             groups[index] = group
         num_resampled += len(indices)
@@ -332,7 +332,7 @@ def _filter_groups(
     columns, before = Columns(groups), Columns(unshaped)
     passes = np.zeros(len(columns.group_ids), bool)
     metrics = np.zeros((1, len(passes)), np.float32)
-    if "metric" in keep.arrays:
+    if "metric" in keep.arguments:
         metrics = _compared(groups, before, method, kl_coef).T
     for metric in metrics:
         offered = {"scores": before.rewards, "metric": metric}
@@ -371,7 +371,7 @@ def filter_flags(keep: Chosen, column: Callable[[str], np.ndarray], count: int) 
         OwnCodeError: it failed, or says something else.
     """
     checked = named(keep.key, keep.name, lambda *arrays: np.asarray(keep(*arrays)))
-    flags: np.ndarray = checked(*map(column, keep.arrays))
+    flags: np.ndarray = checked(*map(column, keep.arguments))
     if flags.dtype != bool or flags.shape != (count,):
         raise OwnCodeError(
             f"config.filter.name names {keep.name!r}, which returned {flags.dtype} "

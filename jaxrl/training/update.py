@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl.models.beside import Statistics
 from jaxrl.models.layers import HOST_MEMORY
@@ -87,18 +87,13 @@ def with_moments_in(state: TrainState, memory: str) -> TrainState:
     return replace(state, opt_state=moved)
 
 
-def batch_shardings(mesh: Mesh, batch: Batch) -> Batch:
-    """Rows over data, fsdp and expert, their tokens over context."""
-    return jax.tree.map(lambda _: batch_sharding(mesh), batch)
-
-
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
     """A host batch on the mesh; every process holds the whole and gives its own devices' part."""
 
-    def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+    def put(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
 
-    return jax.tree.map(put, batch, batch_shardings(mesh, batch))
+    return jax.tree.map(put, batch)
 
 
 def put_patches(
