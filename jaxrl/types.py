@@ -420,8 +420,9 @@ class Batch:
 
     token_ids: jax.Array  # int32 [A, b, T]
     segment_ids: jax.Array  # int32 [A, b, T], trajectory index in the mini-batch + 1; 0 on padding
-    # int32 [A, b, T], in the context, whose beginning may stand before it in the row. Contexts of a
-    # trajectory follow each other: the next begins where positions do not go on by one
+    # int32 [A, b, T], a token's place in its context; a shared beginning may stand earlier in the
+    # row. Contexts of a trajectory lie one after another: the next begins where positions do not go
+    # on by one.
     positions: jax.Array
     loss_mask: jax.Array  # bool [A, b, T], True where the token is trained on
     token_weights: jax.Array  # float32 [A, b, T], the aggregation, from the whole mini-batch

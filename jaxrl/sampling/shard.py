@@ -183,7 +183,7 @@ class Shard:
         self.give_up(row)
 
     def drop_kept(self, *, but: Prompt = Prompt()) -> bool:
-        """Gives up prompts that no row has, all but one; False if there were none."""
+        """Gives up the pages of prompts that no row has, except `but`; False if there were none."""
         kept = [one for one in self.prefixes.values() if one.kept and one.prompt != but]
         for prefix in kept:
             self.pool.give_up(prefix.kept)
@@ -205,7 +205,7 @@ class Shard:
         return row if self._missing(row) - shared <= self.pool.num_free else None
 
     def take_back(self, row: Row) -> int:
-        """Gives a row pages again; the first so many of them hold their content already."""
+        """Gives a row pages again; returns how many of the first still hold their content."""
         prefix, missing = row.prefix, self._missing(row)
         num_shared = len(prefix.shared)
         num_there = num_shared if prefix.rows else 0

@@ -175,7 +175,7 @@ def collect(
             )
     new_leftover = batches.kept[wanted:]
     carried: list[Group] = []
-    if settings.carry_over:  # without divergences: by the next step the policy is another
+    if settings.carry_over:  # without divergences, measured under a policy that the update replaces
         carried = with_fields(new_leftover, divergence=[None] * len(members(new_leftover)))
     return Collected(
         groups=batches.kept[:wanted],

@@ -463,8 +463,9 @@ def advance(
 ) -> tuple[Controllers, list[Group]]:
     """The controllers after what a step has sampled, and its groups with their windows marked.
 
-    A step uses the state `kl` from before it, so that its KL coefficient depends on earlier steps
-    only; it uses every other state as returned here. Divergences are measured before the update.
+    A step uses the state `kl` from before it, else it would choose its own penalty by the
+    divergence that the penalty is charged on; it uses every other state as returned here.
+    Divergences are measured before the update.
 
     Args:
         controllers: before the step.

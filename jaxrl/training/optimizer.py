@@ -15,7 +15,7 @@ from jaxrl.own_code import Chosen, named
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """The section `optimizer`, or `sft.optimizer`, which has the last three as they are here.
+    """The section `optimizer`, or `sft.optimizer`, which leaves the last three at their defaults.
 
     Attributes:
         schedule: makes what follows the warm-up, one of `SCHEDULES`.

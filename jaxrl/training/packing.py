@@ -184,7 +184,7 @@ class Packed:
 def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
     """Share of tokens for which the output layer must have room, of each micro-batch in use.
 
-    A number out of `QUARTERS`: on every device at most so many quarters of the tokens carry loss.
+    Each is one of `QUARTERS`: no device has loss in more than so many quarters of its tokens.
 
     Args:
         packed: the mini-batch.

@@ -103,7 +103,7 @@ def put_patches(
 
     A process arranges those of its own devices.
     """
-    arranged = cache(partial(attachments.on_shard, micro, dtype=dtype))
+    arranged = cache(partial(attachments.on_shard, micro, dtype=dtype))  # each is asked for twice
 
     def put(which: int, values: int) -> jax.Array:
         shape = (attachments.num_shards, attachments.num_patches, values)
@@ -181,7 +181,8 @@ class MicroBatches:
             attached: tuple[Any, ...] = ()
             if attachments is not None:
                 attached = (put_patches(self._mesh, attachments, start, self._dtype),)
-                jax.block_until_ready(sums)  # so that those of earlier micro-batches are gone
+                # The micro-batch before is done, and its patches are freed: two are there at most.
+                jax.block_until_ready(sums)
             while self._is_looped and not attached and stop < len(rooms) and rooms[stop] == room:
                 stop += 1
             span = np.int32(start), np.int32(stop)
