@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from benchmarks import common
 from benchmarks.rollout import Even, even_requests, sample_all
 from jaxrl.extras.lora.adapter import Adapter, find_targets
-from jaxrl.extras.lora.files import new_adapter
 from jaxrl.models.parts import join
 from jaxrl.sampling import next_token
 from jaxrl.sampling.decode import scans
@@ -72,7 +71,7 @@ def measure(model: common.ModelSizes, work: Even, rank: int, repetitions: int) -
     base = common.random_params(model)
     targets = find_targets(model.config, ["all-linear"])
     apart = Adapter(model=model.config, rank=rank, alpha=2.0 * rank, targets=targets)
-    policy = join(base, new_adapter(apart, common.one_device(), 0))
+    policy = join(base, apart.begin(common.one_device(), 0))
     kinds = {
         "base alone": (make_engine(model, model.config, work), base),
         "separate": (make_engine(model, apart, work), policy),

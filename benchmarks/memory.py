@@ -54,7 +54,6 @@ from jaxrl.training.settings import has_kl_loss, has_kl_weights, takes_own_logpr
 from jaxrl.training.update import (
     ScoreStep,
     UpdateStep,
-    batch_shardings,
     init_state,
     state_shardings,
 )
@@ -204,7 +203,7 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
             for name, one in given.items()
         },
     )
-    return like(batch, batch_shardings(policy.mesh, batch))
+    return like(batch, jax.tree.map(lambda _: sharding.batch_sharding(policy.mesh), batch))
 
 
 def shape_of(config: ConfigDict, policy: Model) -> BatchShape:
@@ -223,7 +222,7 @@ def abstract_patches(config: ConfigDict, policy: Model) -> Any:
     whole = (shards, shape.micro_rows // shards * shape.row_units * tower.unit)
     arrays = {
         "patches": jax.ShapeDtypeStruct((*whole, tower.patch_values), policy.dtype),
-        "places": jax.ShapeDtypeStruct((*whole, 4), jnp.int32),
+        "places": jax.ShapeDtypeStruct((*whole, tower.place_values), jnp.int32),
     }
     return like(arrays, jax.tree.map(lambda _: sharding.piece_sharding(policy.mesh), arrays))
 

@@ -61,7 +61,9 @@ class Chat:
         self.message_end = (self._texts("user", "assistant") or [""])[-1]
         around = self._texts("system", "user", "assistant", "user")
         self.around = "".join(around or self._texts("user", "assistant", "user") or [])
-        self.image = self._find_image()
+        # Text that stands for an image between two texts.
+        image = self._texts_of((("user", ("text", "image", "text")),))
+        self.image = "" if image is None else image[1]
 
     def render(self, messages: Sequence[Message], *, with_images: bool = False) -> list[Piece]:
         """A chat up to where the model's next message begins, in pieces.
@@ -99,7 +101,7 @@ class Chat:
                 raise ValueError(_dropped(index, messages[index]))
         contents = [part for _, part in texts]
         stripped = [content.strip() for content in contents]
-        if _text(_fill(frame, stripped)) == text:
+        if "".join(piece.text for piece in _fill(frame, stripped)) == text:
             contents = stripped
         if "system" not in roles:
             frame = (str(frame[0]).replace(*self._own_system, 1), *frame[1:])
@@ -152,11 +154,6 @@ class Chat:
         is_whole = frame[1::2] == tuple(range(len(frame) // 2))
         count = sum(1 if kinds is None else kinds.count("text") for _, kinds in shape)
         return [str(part) for part in frame[::2]] if is_whole and len(frame) // 2 == count else None
-
-    def _find_image(self) -> str:
-        """Text that stands for an image between two texts."""
-        texts = self._texts_of((("user", ("text", "image", "text")),))
-        return "" if texts is None else texts[1]
 
     def _find_own_system(self, bos: str) -> tuple[str, str]:
         """The beginning of a chat with a system message that nobody gave, and what to have instead.
@@ -221,10 +218,6 @@ def _fill(frame: Sequence[str | int], contents: Sequence[str]) -> list[Piece]:
         Piece(part, False) if isinstance(part, str) else Piece(contents[part], True)
         for part in frame
     ]
-
-
-def _text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
 
 
 def _dropped(index: int, message: Message) -> str:

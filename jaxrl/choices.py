@@ -17,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import KEYS
-from jaxrl.own_code import arrays_of, failure_text, is_own, own_module
+from jaxrl.own_code import arguments_of, failure_text, is_own, own_module
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def check_arrays(key: str, name: str, function: Callable[..., Any], offered: Seq
             f"config.{key} names {name!r}; expected a function whose arrays are parameters by "
             "name, without * and /."
         )
-    foreign = [array for array in arrays_of(function) if array not in offered]
+    foreign = [array for array in arguments_of(function) if array not in offered]
     if foreign:
         raise ValueError(
             f"config.{key} names {name!r}, which asks for {foreign[0]!r}; expected some of "

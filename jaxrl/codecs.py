@@ -24,7 +24,7 @@ ARRAYS = {
 
 
 MEASURED = ("divergence", "windows")
-"""Fields that a step finds out anew."""
+"""Fields that a step finds out anew: by then the policy is another."""
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
     out; `Processor.with_images` makes the latter again from the images.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
-    left_out = (*MEASURED, "attachments", "token_arrays")
+    left_out = (*MEASURED, "attachments", "token_arrays")  # the last are added where there are some
     fields = {name: getattr(trajectory, name) for name in known if name not in left_out}
     for name, dtype in ARRAYS.items():
         fields[name] = _encoded(fields[name], dtype)

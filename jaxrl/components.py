@@ -75,7 +75,7 @@ from jaxrl.training.optimizer import check_schedule, make_optimizer
 from jaxrl.training.policy_loss import check_update, make_policy_loss
 from jaxrl.training.settings import Method
 from jaxrl.training.update import UpdateStep
-from jaxrl.types import Group, Params
+from jaxrl.types import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def assemble(
         return Rollout(engine, env, tokenizer, automaton, limits, schedule, pay, seen_by)
 
     def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:
-        restored = seen_by.with_images if seen_by else list[Group]
+        restored = seen_by.with_images if seen_by else list
         rollout: RolloutFunction = rollout_of(env, seen_by)
         if engine is not None:
             rollout = calibration.telling(rollout, engine, schedule, log)
@@ -646,23 +646,18 @@ def _make_plain_search(config: ConfigDict, show: Callable[[str], None]) -> Tool:
     corpus = config.search[searched].corpus if searched else ""
     total = functools.cache(lambda: num_lines(Path(corpus)))  # counted where an index is built
     building = f"building the index of {corpus}, documents"
+    settings = dict(config.search.settings)
+    if not is_own(name):
+        section = config.search.get(name)
+        settings = dict(section.to_dict()) if section else {}
     return made(
         "search.settings" if is_own(name) else f"search.{name}",
         engine,
-        _search_settings(config),
+        settings,
         progress=lambda count: show(f"{building} {count:,}/{total():,}"),
         local=config.search.local.to_dict(),
         dense=config.search.dense.to_dict(),
     )
-
-
-def _search_settings(config: ConfigDict) -> dict[str, Any]:
-    """Gathers the settings that the configured engine is made of."""
-    name = config.search.engine
-    if is_own(name):
-        return dict(config.search.settings)
-    section = config.search.get(name)
-    return dict(section.to_dict()) if section else {}
 
 
 def _make_random_search(config: ConfigDict, search: ResilientSearch) -> Tool:

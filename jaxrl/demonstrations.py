@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,9 @@ class Demonstration:
     loss_mask: np.ndarray  # bool [L]
     rollout_logprobs: np.ndarray  # float32 [L], zeros: nothing was sampled
     contexts: tuple[tuple[int, int], ...] = ()  # see `Trajectory.contexts`
-    pictures: tuple[Picture, ...] = ()  # of its prompt and its results
+    pictures: tuple[Picture, ...] = ()  # of its prompt
     processor: Processor | None = None  # reads them
+    token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # nothing is recorded
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:

@@ -204,15 +204,5 @@ RULES = (
         lambda c: c.rollout.max_calls > 0 and not takes(c, "max_calls"),
         "0 with an environment that does not ask for `max_calls`: no call would be refused by it",
     ),
-    Rule(
-        "filter.unfinished_tasks",
-        lambda c: c.filter.unfinished_tasks > 0 and c.model.router.replay,
-        "0 with model.router.replay: what goes on is read anew, by other experts maybe",
-    ),
-    Rule(
-        "filter.unfinished_tasks",
-        lambda c: c.filter.unfinished_tasks > 0 and c.filter.resample_attempts > 0,
-        "0 with filter.resample_attempts: a group that goes on cannot be drawn again",
-    ),
 )
 """Combinations of keys that the environment refuses."""

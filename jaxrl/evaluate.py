@@ -626,8 +626,7 @@ def play(session: Session, suite: str) -> list[Group]:
     """The held-out tasks under the engine's weights, as the suite wants them."""
     settings, components = session.settings.evaluation, session.components
     is_greedy = suite == "greedy"
-    is_control = suite not in ("sampled", "greedy")
-    rollout = components.controls[suite] if is_control else components.rollout
+    rollout = components.rollout if suite in ("sampled", "greedy") else components.controls[suite]
     return rollout(
         [Draw(task=task, stream_index=i) for i, task in enumerate(components.eval_tasks)],
         Sampling(

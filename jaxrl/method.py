@@ -305,7 +305,7 @@ def _reads_sampler(config: ConfigDict) -> bool:
 
 def reads_rewards(config: ConfigDict) -> bool:
     """False for the estimators that read nothing but which answers are correct."""
-    return "rewards" in estimator_of(config).arrays
+    return "rewards" in estimator_of(config).arguments
 
 
 def records_arrays(config: ConfigDict) -> bool:
@@ -330,14 +330,13 @@ def policy_of(config: ConfigDict, model: Architecture) -> Architecture:
     lora = config.model.lora
     if not lora.rank:
         return model
-    policy: Architecture = pkgutil.resolve_name(AROUND["lora"])(
-        lora.to_dict(), model, config.model.dtype
-    )
+    around = pkgutil.resolve_name(LORA)
+    policy: Architecture = around(lora.to_dict(), model, config.model.dtype)
     return policy
 
 
-AROUND = {"lora": "jaxrl.extras.lora:around"}
-"""Architectures around a model, by their section of `config.model`."""
+LORA = "jaxrl.extras.lora:around"
+"""Makes the architecture around a model of `config.model.lora`."""
 
 
 def _is_never_overlong(config: ConfigDict) -> bool:
@@ -627,6 +626,16 @@ RULES = (
         lambda c: c.shaping.boundary_aware and c.filter.name == "accuracy_range",
         "'varied' or 'none' with shaping.boundary_aware: accuracy_range drops the groups without "
         "a correct answer, whose abstentions it pays for",
+    ),
+    Rule(
+        "filter.unfinished_tasks",
+        lambda c: c.filter.unfinished_tasks > 0 and c.model.router.replay,
+        "0 with model.router.replay: what goes on is read anew, by other experts maybe",
+    ),
+    Rule(
+        "filter.unfinished_tasks",
+        lambda c: c.filter.unfinished_tasks > 0 and c.filter.resample_attempts > 0,
+        "0 with filter.resample_attempts: a group that goes on cannot be drawn again",
     ),
     # Shaping.
     Rule(

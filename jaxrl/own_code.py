@@ -31,18 +31,18 @@ class Chosen:
     settings: Mapping[str, Any]
 
     @property
-    def arrays(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """The names of its other arguments."""
-        return arrays_of(self.function)
+        return arguments_of(self.function)
 
     @property
     def is_own(self) -> bool:
         """True for one of the user's own."""
         return is_own(self.name)
 
-    def __call__(self, *arrays: Any) -> Any:
-        """Calls the function on these arrays."""
-        return self.function(*arrays, **self.settings)
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls the function with its settings."""
+        return self.function(*arguments, **self.settings)
 
 
 class OwnCodeError(ValueError):
@@ -62,8 +62,8 @@ def own_module(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
 
 
-def arrays_of(function: Callable[..., Any]) -> list[str]:
-    """The parameters of an objective that are not keyword-only: its arrays, by name."""
+def arguments_of(function: Callable[..., Any]) -> list[str]:
+    """The names of the parameters of a function that are not keyword-only."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 

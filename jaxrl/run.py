@@ -85,7 +85,7 @@ def run(
         log=display.log,
     )
     with contextlib.closing(checkpointer):
-        is_done = False
+        is_done = is_adopted = False
         while not is_done:
             session = open_session(
                 settings,
@@ -95,9 +95,9 @@ def run(
                 display=display,
                 should_stop=should_stop,
                 contents=contents or {},
-                adopt=adopt,
+                adopt=None if is_adopted else adopt,
             )
-            adopt = _nothing  # once it has begun
+            is_adopted = True
             with contextlib.closing(session.metrics_log), stopping(display):
                 is_done = run_stages(session)
     progress = session.progress
@@ -155,7 +155,7 @@ def evaluate_step(
         workdir / "checkpoints", keep=settings.checkpoint.keep, log=display.log
     )
     with contextlib.closing(checkpointer), stopping(display):
-        position, restored = checkpointer.restore_newest(
+        position, restored = checkpointer.restore(
             lambda saved: restore_targets(components, saved),
             step,
         ) or ({}, {})
@@ -209,10 +209,6 @@ def stopping(display: Display) -> Iterator[None]:
         yield
     finally:
         display.stop()
-
-
-def _nothing() -> None:
-    pass
 
 
 def run_stages(session: Session) -> bool:
@@ -279,18 +275,19 @@ def open_session(
     display: Display,
     should_stop: Callable[[], bool],
     contents: Mapping[str, str],
-    adopt: Callable[[], None],
+    adopt: Callable[[], None] | None,
 ) -> Session:
     """The session of `run`, as the workdir's newest checkpoint left it; arguments as there."""
     is_main = distributed.is_main()
     going_back = carry_out_roll_backs(workdir, checkpointer)
-    found = checkpointer.restore_newest(lambda saved: restore_targets(components, saved))
+    found = checkpointer.restore(lambda saved: restore_targets(components, saved))
     progress = Progress.from_json(found[0], components.method) if found else Progress()
     if going_back:
         gone_back(progress, going_back[-1], checkpointer)
     if components.processor is not None:
-        progress.put_images(components.processor.with_images)
-    adopt()
+        progress.restore_images(components.processor.with_images)
+    if adopt is not None:
+        adopt()
     if is_main and (found or set(settings.stages) != {"evaluate"}):
         rolling_back.remove_later_files(workdir, progress.step)
     metrics_log = open_log(

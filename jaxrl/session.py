@@ -111,15 +111,18 @@ class Progress:
     best: Best = field(default_factory=Best)  # of the stage
     stopped_early: bool = False  # the stage ended for want of improvement
     num_failed: int = 0  # batches in a row of which every episode failed
-    num_broken_off: int = 0  # collections that the run ended in after they had cost something
+    # Collections that ended the run after they cost something. It makes this progress differ from
+    # the saved one, so that `save_progress` writes the ledger.
+    num_broken_off: int = 0
     num_learned: int = 0  # the train stage's steps whose update had a gradient
     weights_step: int | None = None  # whose weights it ended with, where it stopped early
-    # Of the train stage: the states of its watch and controllers, and the groups left over.
+    # Of the train stage: the states of its watch and controllers, and the groups left over. What
+    # holds arrays is not compared: == of arrays is no bool.
     watched: Watched = field(default_factory=Watched)
     controllers: Controllers = field(default_factory=Controllers)
     leftover: list[Group] = field(default_factory=list, compare=False)
     unfinished: list[int] = field(default_factory=list)  # places of tasks that are under way
-    # What was collected for the next step, by weights that are not there any more.
+    # Groups of the next step: the weights that sampled them are gone, so they are not drawn again.
     pending: Collected | None = field(default=None, compare=False)
     # Of all that was sampled, evaluations too.
     ledger: Ledger = field(default_factory=Ledger, compare=False)
@@ -155,7 +158,7 @@ class Progress:
         """The step whose weights the run holds: the last one, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
 
-    def put_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
+    def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
         """Puts into the groups of a checkpoint the images that these name."""
         self.leftover = with_images(self.leftover)
         if (pending := self.pending) is not None:
@@ -177,9 +180,9 @@ class Progress:
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
         """The inverse of `to_json`, for a run of this method."""
-        # Earlier versions, whose runs may go on with --accept_changes, called them carried or had
-        # none. Leftover groups of another size, or without the switch by which their old
-        # log-probabilities are computed, are of no use.
+        # Checkpoints of earlier versions name leftover groups `carried` or have none; such runs may
+        # go on with --accept_changes. Groups of another size are of no use, nor is any without
+        # `filter.carry_over`, by which their old log-probabilities are computed.
         size = method.group_size if method.filter.carry_over else None
         saved_groups = saved.get("leftover", saved.get("carried", []))
         leftover = codecs.groups_from_json(group for group in saved_groups if len(group) == size)
@@ -219,6 +222,8 @@ class Session:
     progress: Progress
     restored: dict[str, Any]  # from the checkpoint the run began with; each stage takes its own
     should_stop: Callable[[], bool]
+    # These two are handed in: importing them would put their modules into the closure of train.py,
+    # whose size tests/test_dependencies.py bounds.
     run_suites: RunSuites
     write_samples: WriteSamples
     origin: Mapping[str, Any]  # configuration and contents of files, for a start that goes on

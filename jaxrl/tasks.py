@@ -217,7 +217,12 @@ class Tasks(Sequence[Task]):
                 if num_bytes > HELD_BYTES:
                     self._held = None
                 ids.append(_hash(task.id))
-                questions.extend(self._question_hashes(task))
+                try:
+                    questions.extend(_hashes_of(task))
+                except OSError as error:
+                    raise ValueError(
+                        f"{self.key}.source: an image of task {task.id!r} cannot be read: {error}"
+                    ) from error
                 if self._held is not None:
                     self._held.append(task)
             if self._held is None:
@@ -228,14 +233,6 @@ class Tasks(Sequence[Task]):
             refuse(f"{source.key}.columns", dict(source.columns), expected)
         self.ids = np.frombuffer(ids, np.uint64)
         self.questions = np.frombuffer(questions, np.uint64).reshape(-1, 2)
-
-    def _question_hashes(self, task: Task) -> tuple[int, int]:
-        try:
-            return _question_hashes(task)
-        except OSError as error:
-            raise ValueError(
-                f"{self.key}.source: an image of task {task.id!r} cannot be read: {error}"
-            ) from error
 
     def _read(self, indices: Sequence[int]) -> list[Task]:
         """The tasks of these records.
@@ -419,11 +416,11 @@ def question_hashes(tasks: Sequence[Task]) -> np.ndarray:
         return np.concatenate([question_hashes(source.items) for source in tasks.sources])
     found = array("Q")
     for task in tasks:
-        found.extend(_question_hashes(task))
+        found.extend(_hashes_of(task))
     return np.frombuffer(found, np.uint64).reshape(-1, 2)
 
 
-def _question_hashes(task: Task) -> tuple[int, int]:
+def _hashes_of(task: Task) -> tuple[int, int]:
     first, *others = map(_hash, _identities(task))
     return first, others[0] if others else first
 

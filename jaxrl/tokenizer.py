@@ -114,6 +114,7 @@ class Tokenizer:
         self.image_id, self.video_id = image_id, video_id
         self._chat = self._make_chat(())
         self._chats = {"[]": self._chat}
+        # A template that writes no added token for an image knows none, and has nothing to compare.
         written = {self.decode([id]): id for id in self.encode(self._chat.image)}
         is_known = image_id in written.values() or not self._added_ids & {*written.values()}
         if image_id is not None and not is_known:
@@ -122,7 +123,8 @@ class Tokenizer:
                 f"one that its chat template writes for an image: {written}. Mend config.json."
             )
         self.opener = self._chat.opener
-        # What no message's content can write: what holds a chat together.
+        # Ids that no message's content can write: what holds a chat together, and images and
+        # videos, which a text could feign.
         self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.around)}
         self._chat_ids |= {image_id, video_id}
 
@@ -322,7 +324,8 @@ class Tokenizer:
                     "config.model.path to a model that was trained to call tools."
                 )
             if len(self._chats) > _MAX_CHATS:  # clients of a server bring tools of their own
-                self._chats.pop(list(self._chats)[1], None)  # several threads may
+                # The oldest but the first, which has no tools; another thread may have been faster.
+                self._chats.pop(list(self._chats)[1], None)
             self._chats[key] = self._make_chat(tools)
         return self._chats[key]
 

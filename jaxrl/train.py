@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +41,6 @@ from jaxrl.training.collect import (
     Collected,
     Left,
     Measure,
-    RollOut,
     collect,
     some_failed,
 )
@@ -51,7 +50,6 @@ from jaxrl.training.health import has_learned, why_nothing
 from jaxrl.training.ledger import Ledger
 from jaxrl.training.measure import make_measure
 from jaxrl.training.minibatches import make_minibatches, put_minibatches, trained_share
-from jaxrl.training.packing import BatchShape
 from jaxrl.training.settings import is_measured
 from jaxrl.training.update import ScoreStep
 from jaxrl.training.watch import ACTIONS, RollBack, UnsoundError, action_on, goal_of, look
@@ -73,10 +71,21 @@ def train(session: Session, params: Params) -> Params:
     estimate = Estimator(method.advantage, method.seed)
     stream = Stream(components.tasks, seed=session.settings.seed)
     num_shards = num_batch_shards(components.mesh)
-    measure = measure_for(session, score, stage.shape)
+    divergences = make_measure(score, components.mesh, stage.shape, method)
+
+    def measure(groups: Sequence[Group]) -> list[Group]:
+        """Adds divergences to groups, where the method has a use for them."""
+        if not is_measured(method.kl):
+            return list(groups)
+        assert session.state is not None
+        assert ref_params is not None
+        components.engine.clear()  # the cache would lie beside the activations that scoring takes
+        return divergences(groups, session.state.params, ref_params)
+
     note = session.make_notes and session.make_notes(score, stage.shape, method)
     collector = Collector(session=session, stream=stream, measure=measure)
     session.compile_sampler()
+    # A signal may break off a compilation within: nothing has changed until a step's first update.
     with stopped_by(session.should_stop):
         components.engine.set_weights(components.model.whole(state.params))
     if not is_resumed:
@@ -100,28 +109,29 @@ def train(session: Session, params: Params) -> Params:
         # Measure the divergence from the reference, move the controllers, change rewards.
         with stopped_by(session.should_stop):
             groups = measure(collected.groups)
-        controllers, groups = advance(
+        moved, groups = advance(
             progress.controllers, groups, collected.tried, method, components.is_trigger
         )
         # This step uses the KL state from before it, and all other states as just advanced.
-        current = dataclasses.replace(controllers, kl=progress.controllers.kl)
-        groups = rewards.charge_kl(groups, current, method)
-        groups = rewards.pay_entropy(groups, current, method.shaping)
-        # An advantage a trajectory or turn (objectives/advantages.py, by advantage.name), then
-        # mini-batches with a weight for each token, old and reference log-probabilities.
+        used = dataclasses.replace(moved, kl=progress.controllers.kl)
+        groups = rewards.charge_kl(groups, used, method)
+        groups = rewards.pay_entropy(groups, used, method.shaping)
+        # An advantage for each trajectory or turn (objectives/advantages.py, by advantage.name),
+        # then mini-batches with a weight for each token, old and reference log-probabilities.
         groups = estimate(groups, progress.step, progress.stage_step)
         minibatches = make_minibatches(
-            groups, stage.shape, method, controllers=current, num_shards=num_shards
+            groups, stage.shape, method, controllers=used, num_shards=num_shards
         )
         with stopped_by(session.should_stop):
             batches = put_minibatches(
                 minibatches, components.mesh, score, state.params, ref_params, method
             )
-            notes = note(groups, current, state.params, ref_params) if note else None
+            notes = note(groups, used, state.params, ref_params) if note else None
         # Update. If no trajectory has a signal, the optimizer still steps, with a gradient of zero.
         update_metrics: list[dict[str, Any]] = []
         scale = progress.watched.lr_scale
-        lr_scale = None if scale == 1 else scale  # a product of floats more, and rounding differs
+        # None, not 1.0: the compiled program then has no such factor and rounds as without a watch.
+        lr_scale = None if scale == 1 else scale
         session.display.activity(f"update, {len(batches) * stage.settings.num_epochs} mini-batches")
         for _ in range(stage.settings.num_epochs):
             for packed, batch in zip(minibatches, batches, strict=True):
@@ -133,30 +143,48 @@ def train(session: Session, params: Params) -> Params:
                         state, metrics = stage.update(state, batch, packed, lr_scale)
                     update_metrics.append(metrics)
         session.state = state
-        # Nothing has waited for the devices: meanwhile the groups of the next step (rollout.ahead).
+        # Nothing above has waited for the devices. While they work, collect the groups of the next
+        # step (rollout.ahead).
         with clock.sampling():
-            pending = collector.look_ahead(collected, controllers, policy_version)
+            pending = collector.look_ahead(collected, moved, policy_version)
         update_metrics = jax.device_get(update_metrics)
         components.engine.set_weights(components.model.whole(state.params))
         clock.updated()
         # Where the run stands now, and what the step was like.
-        progress.controllers, progress.leftover = controllers, collected.leftover
+        progress.controllers, progress.leftover = moved, collected.leftover
         progress.unfinished = collected.unfinished
         progress.pending, progress.ledger = pending, progress.ledger + collected.ledger
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken, progress.value = collected.num_tasks_taken, None
         progress.num_learned += has_learned(update_metrics) and stage.settings.lr > 0
+        trajectories = members(groups)
         failed = some_failed(collected.tried, method.group_size)
-        if any(why := (why_nothing(members(groups), update_metrics), failed)):
-            reasons = "; ".join(filter(None, why))
-            session.display.log(f"warning: train {progress.stage_step}: {reasons}")
+        reasons = [why for why in (why_nothing(trajectories, update_metrics), failed) if why]
+        if reasons:
+            session.display.log(f"warning: train {progress.stage_step}: {'; '.join(reasons)}")
         progress.record = {
-            **record_of(session, groups, collected, current, update_metrics, clock),
+            **rollout_metrics(
+                trajectories,
+                session.settings.max_response_tokens,
+                has_python=session.settings.evaluation.has_python,
+            ),
+            **merge(update_metrics),
+            **collected.metrics,
+            **(kl_metrics(groups, used, method.kl) if is_measured(method.kl) else {}),
+            **window_metrics(groups, used),
+            "actor/num_updates": int(state.num_updates),
+            "actor/num_skipped": int(state.num_skipped),
+            "actor/num_learned": progress.num_learned,
+            "rollout/tasks_taken": progress.items_taken,
+            "rollout/informative_share": float(np.mean([t.has_signal for t in trajectories])),
+            **trained_share(trajectories, method.filter),
+            **clock.metrics(trajectories),
+            **memory_metrics(),
             **packing_metrics(minibatches),
             **collected.ledger.asked("", progress.ledger),
             "perf/ledger/cost": collected.ledger.usage.cost,
             **estimate.metrics(progress.stage_step - 1),
-            **(lag_metrics(members(groups), policy_version) if method.has_lag else {}),
+            **(lag_metrics(trajectories, policy_version) if method.has_lag else {}),
             **({"actor/lr_scale": scale} if scale != 1 else {}),
             "perf/num_compilations/sampler": components.engine.num_compilations,
             "perf/num_compilations/update": stage.update.num_traces,
@@ -167,12 +195,13 @@ def train(session: Session, params: Params) -> Params:
                 method, progress.watched, progress.record, groups, progress.stage_step
             )
             progress.record |= marks
-        fields = sample_fields(groups, controllers, session.settings.ledger.prices)
-        if notes:  # in all processes
+        fields = sample_fields(groups, moved, session.settings.ledger.prices)
+        if notes:  # scores on the devices, so every process takes part
             fields = [a | b for a, b in zip(fields, notes(state.params), strict=True)]
-        log_trajectories(session, members(groups), fields)
+        log_trajectories(session, trajectories, fields)
         finish_step(session)
-    if progress.pending is not None:  # of a stage that ends early; what it took was taken
+    # The stage ends early: groups collected ahead are dropped, what they cost counts.
+    if progress.pending is not None:
         progress.ledger, progress.pending = progress.ledger + progress.pending.ledger, None
     if progress.stage_step < stage.num_steps:
         state = take_best(session, state)
@@ -187,8 +216,8 @@ class Collector:
     """Collects what a step trains on: at its start or, by `rollout.ahead`, during the one before.
 
     Groups collected ahead are sampled with the weights from before the current step's update, and
-    with its controllers after `advance`. An evaluation at the end of that step moves the gate too
-    late for them.
+    with its controllers after `advance`. The stage gate moves at that step's evaluation, after they
+    are collected, so they still see the old gate.
     """
 
     session: Session
@@ -204,8 +233,8 @@ class Collector:
             raise self.failure
         collected = progress.pending
         if collected is None:
-            roll_out = rollout_at(session, progress.step, policy_version, self._unfinished)
-            collected = self._collect(roll_out, progress)
+            collected = self._collect(progress, policy_version, session.should_stop)
+        # Nothing is sampled here, where a rollout would notice the request.
         elif distributed.anywhere(session.should_stop()):
             raise Interrupted("the run was asked to stop between two steps")
         if not self._looks_ahead:
@@ -224,25 +253,19 @@ class Collector:
             return None
         progress = dataclasses.replace(
             self.session.progress,
+            step=self.session.progress.step + 1,
             items_taken=collected.num_tasks_taken,
             leftover=collected.leftover,
             unfinished=collected.unfinished,
             controllers=controllers,
         )
-        step = progress.step + 1
-        roll_out = rollout_at(self.session, step, policy_version, self._unfinished)
         # Not in the progress yet, unless they were pending.
         under_way = NOTHING if self.session.progress.pending else collected.ledger
         try:
-            roll_out = partial(roll_out, should_stop=lambda: False)
-            return self._collect(roll_out, progress, uncounted=under_way)
+            return self._collect(progress, policy_version, lambda: False, uncounted=under_way)
         except ENDING as error:
             self.failure = error  # told once the step under way is done and saved
             return None
-
-    @property
-    def _unfinished(self) -> int:
-        return self.session.components.method.filter.unfinished_tasks
 
     @property
     def _looks_ahead(self) -> bool:
@@ -252,7 +275,11 @@ class Collector:
         return is_ahead and stage_step + 1 < components.num_steps["train"]
 
     def _collect(
-        self, roll_out: RollOut, progress: Progress, uncounted: Ledger = NOTHING
+        self,
+        progress: Progress,
+        policy_version: int,
+        should_stop: Callable[[], bool],
+        uncounted: Ledger = NOTHING,
     ) -> Collected:
         """Collects the groups of a step from where the progress stands, with its metrics.
 
@@ -262,8 +289,15 @@ class Collector:
         before = dataclasses.replace(engine.counts)
         engine.waits.clear()
         self.spent = NOTHING
+        roll_out = rollout_at(
+            session,
+            progress.step,
+            policy_version,
+            should_stop,
+            unfinished=session.components.method.filter.unfinished_tasks,
+        )
 
-        def accounted(draws: Sequence[Draw]) -> Sequence[Group | None]:
+        def sample_and_pay(draws: Sequence[Draw]) -> Sequence[Group | None]:
             session.check_budget(uncounted + self.spent)  # of the batches before
             groups = roll_out(draws)
             found = [group for group in groups if group is not None]
@@ -272,7 +306,7 @@ class Collector:
 
         try:
             collected = collect(
-                accounted,
+                sample_and_pay,
                 self.stream,
                 session.components.method,
                 left=Left(
@@ -284,7 +318,7 @@ class Collector:
                 measure=self.measure,
                 failures=session.failures,
             )
-        except ENDING:
+        except (*ENDING, Interrupted):
             # The groups are lost and sampled again, but what they cost is spent.
             session.progress.ledger += Ledger(usage=self.spent.usage)
             session.progress.num_broken_off += self.spent != NOTHING
@@ -296,7 +330,11 @@ class Collector:
 
 
 def rollout_at(
-    session: Session, step: int, policy_version: int, unfinished: int = 0
+    session: Session,
+    step: int,
+    policy_version: int,
+    should_stop: Callable[[], bool],
+    unfinished: int = 0,
 ) -> partial[list[Group]]:
     """Binds the session's rollout to the sampling settings of one training step.
 
@@ -304,6 +342,7 @@ def rollout_at(
         session: the run.
         step: counted over all stages; part of the sampling seeds.
         policy_version: optimizer steps behind the engine's weights.
+        should_stop: true once the rollout is to be interrupted.
         unfinished: groups that may come back as None.
     """
     method = session.components.method
@@ -324,25 +363,9 @@ def rollout_at(
     return partial(
         session.components.rollout,
         sampling=sampling,
-        should_stop=session.should_stop,
+        should_stop=should_stop,
         progress=session.display.counter("trajectories"),
     )
-
-
-def measure_for(session: Session, score: ScoreStep, shape: BatchShape) -> Measure:
-    """Makes a function that adds divergences to groups, or only copies the list if none is used."""
-    method, engine = session.components.method, session.components.engine
-    if not is_measured(method.kl):
-        return list
-    measure = make_measure(score, session.components.mesh, shape, method)
-
-    def with_divergences(groups: Sequence[Group]) -> list[Group]:
-        assert session.state is not None
-        assert session.ref_params is not None
-        engine.clear()  # the cache would lie beside the activations that scoring takes
-        return measure(groups, session.state.params, session.ref_params)
-
-    return with_divergences
 
 
 def begin_training(session: Session) -> None:
@@ -367,7 +390,7 @@ def bootstrap(session: Session) -> None:
     if not tasks:
         return
     session.display.log(f"train: one pass over {len(tasks)} tasks sets up the controllers")
-    roll_out = rollout_at(session, BOOTSTRAP_STEP, policy_version=0)
+    roll_out = rollout_at(session, BOOTSTRAP_STEP, 0, session.should_stop)
     groups: list[Group] = []
     size = method.tasks_per_step
     for start in range(0, len(tasks), size):
@@ -403,62 +426,27 @@ def update_gate(session: Session, evaluated: Mapping[str, float]) -> None:
     )
 
 
-def record_of(
-    session: Session,
-    groups: Sequence[Group],
-    collected: Collected,
-    controllers: Controllers,
-    update_metrics: Sequence[dict[str, Any]],
-    clock: Clock,
-) -> dict[str, Any]:
-    """Makes the record of a step, but for its evaluation.
-
-    Args:
-        session: with the state after the step.
-        groups: that were trained on, with their advantages.
-        collected: what was drawn for them.
-        controllers: by which rewards and losses were shaped.
-        update_metrics: of each update, on the host.
-        clock: how long it took.
-    """
-    settings, progress, trajectories = session.settings, session.progress, members(groups)
-    method = session.components.method
-    kl = method.kl
-    assert session.state is not None
-    return {
-        **rollout_metrics(
-            trajectories,
-            settings.max_response_tokens,
-            has_python=settings.evaluation.has_python,
-        ),
-        **merge(update_metrics),
-        **collected.metrics,
-        **(kl_metrics(groups, controllers, kl) if is_measured(kl) else {}),
-        **window_metrics(groups, controllers),
-        "actor/num_updates": int(session.state.num_updates),
-        "actor/num_skipped": int(session.state.num_skipped),
-        "actor/num_learned": progress.num_learned,
-        "rollout/tasks_taken": progress.items_taken,
-        "rollout/informative_share": float(np.mean([t.has_signal for t in trajectories])),
-        **trained_share(trajectories, method.filter),
-        **clock.metrics(trajectories),
-        **memory_metrics(),
-    }
-
-
 def finish_step(session: Session) -> None:
     """Ends a step: evaluates, writes the record and saves a checkpoint, each where it is due."""
     progress, is_last = session.progress, session.is_last_step
-    evaluated = evaluate_where_due(session)
+    settings = session.settings.evaluation
+    every, evaluated = settings.every_steps, dict[str, float]()
+    if is_last or (every and progress.stage_step % every == 0):
+        evaluated = session.evaluate(settings.suites)
     update_gate(session, evaluated)
     assert progress.record is not None
     record = progress.record | evaluated | progress.controllers.metrics()
     record |= progress.totals()
     progress.record = None
     show_step(session, record)
-    is_best = compare_with_best(session, evaluated)
-    patience = session.settings.evaluation.patience
-    is_early = not is_last and progress.is_out_of_patience(patience)
+    progress.value = best_metric(session.settings, evaluated)
+    is_best = False
+    if progress.value is not None:
+        progress.best = update_best(
+            progress.best, progress.step, progress.value, min_delta=settings.min_delta
+        )
+        is_best = progress.best.step == progress.step
+    is_early = not is_last and progress.is_out_of_patience(settings.patience)
     mark = {"stopped_early": 1} if is_early else {}
     session.metrics_log.write(progress.step, "train", record | mark)
     act_on_signs(session)
@@ -504,15 +492,6 @@ def act_on_signs(session: Session) -> None:
         raise RollBack(sign=worst["name"], from_step=progress.step, to_step=goal, lr_scale=scale)
 
 
-def evaluate_where_due(session: Session) -> dict[str, float]:
-    """The metrics of an evaluation, every so many steps and after the last one; else none."""
-    settings, stage_step = session.settings.evaluation, session.progress.stage_step
-    every = settings.every_steps
-    if not (session.is_last_step or (every and stage_step % every == 0)):
-        return {}
-    return session.evaluate(settings.suites)
-
-
 def show_step(session: Session, record: Mapping[str, Any]) -> None:
     """Shows the numbers of a step's record that a person follows."""
     numbers = {name: plain_number(record.get(key)) for name, key in SHOWN.items()}
@@ -520,18 +499,6 @@ def show_step(session: Session, record: Mapping[str, Any]) -> None:
         numbers.pop("spent")
     shown = {name: number for name, number in numbers.items() if number is not None}
     session.display.step(session.progress.stage_step, shown)
-
-
-def compare_with_best(session: Session, evaluated: Mapping[str, float]) -> bool:
-    """Records the value of `eval.best_metric`; returns True if this step is the best so far."""
-    settings, progress = session.settings, session.progress
-    progress.value = best_metric(settings, evaluated)
-    if progress.value is None:
-        return False
-    progress.best = update_best(
-        progress.best, progress.step, progress.value, min_delta=settings.evaluation.min_delta
-    )
-    return progress.best.step == progress.step
 
 
 def best_metric(settings: Settings, evaluated: Mapping[str, float]) -> float | None:

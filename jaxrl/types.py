@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -94,7 +94,8 @@ class Trajectory:
     """One episode on the host: every token the model read or wrote."""
 
     token_ids: np.ndarray  # int32 [L]
-    loss_mask: np.ndarray  # bool [L], True exactly where the policy sampled the token
+    # bool [L], True where the policy sampled the token; `as_trained` may add observations.
+    loss_mask: np.ndarray
     rollout_logprobs: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     rollout_entropies: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     policy_versions: np.ndarray  # int32 [L], updates the sampling weights had seen; -1 outside
@@ -204,7 +205,7 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens the policy sampled."""
+        """Tokens in `loss_mask`: those the policy sampled, unless `as_trained` widened it."""
         return int(self.loss_mask.sum())
 
     @property
@@ -242,34 +243,6 @@ class Trajectory:
         """The template's opener, and everything after the prompt, observations included."""
         written = "".join(turn.text + (turn.observation or "") for turn in self.turns)
         return self.opener + written
-
-    def token_steps(self, token_text: Callable[[int], str]) -> list[TokenStep]:
-        """Every sampled token by itself.
-
-        The last token of a turn is whole here; `generated_text` ends at the stop string within it.
-
-        Args:
-            token_text: the text of one id.
-        """
-        return [
-            TokenStep(
-                token_id=int(self.token_ids[position]),
-                token_text=token_text(int(self.token_ids[position])),
-                log_prob=float(self.rollout_logprobs[position]),
-                position=position,
-            )
-            for position in self.generated_positions
-        ]
-
-    @property
-    def full_input_ids(self) -> list[int]:
-        """Prompt, sampled and inserted ids, in order, context by context."""
-        return [int(token) for token in self.token_ids]
-
-    @property
-    def generated_positions(self) -> list[int]:
-        """Places of the sampled tokens in `full_input_ids`."""
-        return [int(position) for position in np.flatnonzero(self.loss_mask)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -447,10 +420,11 @@ class Batch:
 
     token_ids: jax.Array  # int32 [A, b, T]
     segment_ids: jax.Array  # int32 [A, b, T], trajectory index in the mini-batch + 1; 0 on padding
-    # int32 [A, b, T], in the context, whose beginning may stand before it in the row. Contexts of a
-    # trajectory follow each other: the next begins where positions do not go on by one
+    # int32 [A, b, T], a token's place in its context; a shared beginning may stand earlier in the
+    # row. Contexts of a trajectory lie one after another: the next begins where positions do not go
+    # on by one.
     positions: jax.Array
-    loss_mask: jax.Array  # bool [A, b, T], True where the policy sampled the token
+    loss_mask: jax.Array  # bool [A, b, T], True where the token is trained on
     token_weights: jax.Array  # float32 [A, b, T], the aggregation, from the whole mini-batch
     advantages: jax.Array  # float32 [A, b, T], constant over a trajectory or a turn
     rollout_logprobs: jax.Array  # float32 [A, b, T], as the sampler reported them

@@ -101,6 +101,7 @@ class Sequence:
     ref_logprobs: np.ndarray | None = None
     token_arrays: dict = field(default_factory=dict)
     contexts: tuple = ()
+    attachments: tuple = ()
 
 
 def random_sequences(lengths, *, seed=0, num_tokens=NUM_TOKENS):

@@ -231,7 +231,7 @@ def made_for(config, parts):
 def saved_progress(parts, workdir):
     """Where the newest checkpoint stands, and its weights."""
     checkpointer = Checkpointer(workdir / "checkpoints", keep=2)
-    saved, restored = checkpointer.restore_newest(lambda saved: restore_targets(parts, saved))
+    saved, restored = checkpointer.restore(lambda saved: restore_targets(parts, saved))
     checkpointer.close()
     return Progress.from_json(saved, parts.method), restored["params"]
 

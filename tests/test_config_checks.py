@@ -84,23 +84,6 @@ BROKEN = [
             "rollout.max_calls": 3,
         },
     ),
-    (
-        "filter.unfinished_tasks",
-        {
-            **{"filter.unfinished_tasks": 1, "loss.correction.level": "token"},
-            "model.router.replay": True,
-        },
-    ),
-    (
-        "filter.unfinished_tasks",
-        {
-            "filter.unfinished_tasks": 1,
-            "env.name": "agents",
-            "eval.final_suites": ("greedy",),
-            "reward.weights": {"reward": 1.0},
-            "filter.resample_attempts": 1,
-        },
-    ),
     ("rollout.group_size", {"rollout.group_size": 1}),
     ("advantage.pass_at_k.k", {"advantage.name": "pass_at_k", "advantage.pass_at_k.k": 8}),
     (
@@ -176,6 +159,23 @@ BROKEN = [
     ),
     ("filter.varied.metric", {**GATED, "filter.name": "varied"}),
     ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
+    (
+        "filter.unfinished_tasks",
+        {
+            **{"filter.unfinished_tasks": 1, "loss.correction.level": "token"},
+            "model.router.replay": True,
+        },
+    ),
+    (
+        "filter.unfinished_tasks",
+        {
+            **{"filter.unfinished_tasks": 1, "loss.correction.level": "token"},
+            "env.name": "agents",
+            "eval.final_suites": ("greedy",),
+            "reward.weights": {"reward": 1.0},
+            "filter.resample_attempts": 1,
+        },
+    ),
     ("shaping.overlong_buffer", {"shaping.overlong_buffer": 1025}),
     (
         "shaping.overlong_max_tokens",

@@ -453,7 +453,7 @@ def saved_params(workdir, step):
         shutil.copytree(workdir / "checkpoints" / str(step), f"{folder}/{step}")
         checkpointer = run.Checkpointer(Path(folder), keep=100)
         shapes = jax.tree.map(np.zeros_like, load_hf(workdir / "export"))
-        _, found = checkpointer.restore_newest(lambda _: {"params": shapes})
+        _, found = checkpointer.restore(lambda _: {"params": shapes})
         checkpointer.close()
     return found["params"]
 
@@ -639,7 +639,7 @@ def one_step_on(tiny_world, workdir, step):
     config = settings(tiny_world, **{"stages": ("sft",), "sft.num_steps": step + 2})
     parts = assemble.assemble(config)
     checkpointer = run.Checkpointer(workdir / "checkpoints", keep=100)
-    _, found = checkpointer.restore_newest(lambda saved: run.restore_targets(parts, saved))
+    _, found = checkpointer.restore(lambda saved: run.restore_targets(parts, saved))
     checkpointer.close()
     record = records(workdir)[-1]
     assert record["step"] == step + 1

@@ -156,7 +156,7 @@ def test_the_export_is_the_last_checkpoint(base, tiny_world):
     checkpointer = run.Checkpointer(base / "checkpoints", keep=100)
     exported = load_hf(base / "export")
     shapes = jax.tree.map(np.zeros_like, exported)
-    _, saved = checkpointer.restore_newest(lambda _: {"params": shapes})
+    _, saved = checkpointer.restore(lambda _: {"params": shapes})
     jax.tree.map(np.testing.assert_array_equal, exported, saved["params"])
     source, copy = tiny_world / "model" / "config.json", base / "export" / "config.json"
     assert copy.read_bytes() == source.read_bytes()

@@ -1,19 +1,25 @@
+import dataclasses
 import math
 import types
 
 import jax
 import numpy as np
+import pytest
 
 from configs import debug_tiny
 from jaxrl.components import settings_of
+from jaxrl.logs.display import Display
 from jaxrl.method import batch_shape, method_of
+from jaxrl.runtime.stopping import Interrupted
+from jaxrl.sampling.protocol import Counts
 from jaxrl.session import Progress
-from jaxrl.train import show_step, update_gate
+from jaxrl.train import Collector, show_step, update_gate
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
+from jaxrl.training.health import Failures
 from jaxrl.training.minibatches import make_minibatches
-from jaxrl.types import members
-from tests.episodes import grouped, make_failure, make_trajectory
+from jaxrl.types import Group, members
+from tests.episodes import ANSWER, SEARCH, NumberedTasks, grouped, make_failure, make_trajectory
 from tests.helpers import method_with, settings
 
 
@@ -84,6 +90,40 @@ def test_an_evaluation_in_which_every_search_failed_says_nothing_to_the_gate():
     update_gate(session, {"timing_s/testing": 1.0})
     assert session.progress.controllers.gate.best == 0.5
     assert session.progress.controllers.gate.tolerance == 0
+
+
+def test_what_an_interrupted_collection_has_cost_is_counted():
+    """A first batch of 2 groups of 2, each with a search, is dropped; the second never ends."""
+    searching = trajectory(0, 1.0, turns=(SEARCH, ANSWER))
+
+    def rollout(draws, **_):
+        if draws[0].stream_index:
+            raise Interrupted("a rollout was asked to stop")
+        return [Group(trajectories=(searching, searching)) for _ in draws]
+
+    changes = {"rollout.tasks_per_step": 2, "rollout.group_size": 2, "filter.name": "varied"}
+    config, progress = settings(**changes, **{"ledger.prices": {"search": 0.5}}), Progress()
+    parts = types.SimpleNamespace(
+        method=method_of(config), rollout=rollout, engine=types.SimpleNamespace(counts=Counts())
+    )
+    session = types.SimpleNamespace(
+        settings=settings_of(config),
+        components=parts,
+        progress=progress,
+        display=Display(),
+        failures=Failures(limit=0, log=print, num_batches=0),
+        check_budget=lambda _: None,
+        should_stop=lambda: False,
+    )
+    collector = Collector(session=session, stream=NumberedTasks(), measure=list)
+    saved = dataclasses.replace(progress)
+    with pytest.raises(Interrupted):
+        collector.take(0)
+    assert progress.ledger.usage.attempts == {"search": 4}
+    assert progress.ledger.usage.cost == 4 * 0.5
+    # They are drawn again and count then; `save_progress` writes a progress that differs.
+    assert progress.ledger.num_calls == {}
+    assert progress != saved
 
 
 def test_money_is_shown_where_there_are_prices():

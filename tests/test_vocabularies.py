@@ -274,7 +274,7 @@ def test_tool_calls_are_the_templates_token_by_token(name, request):
     assert engine.read[0] == apply(opening, add_generation_prompt=True, **settings)
     expected = apply([*opening, *chat], **settings)
     assert tokenizer.decode(expected[-2:]) == "<|im_end|>\n"
-    ids, mask = list(got.full_input_ids), got.loss_mask.tolist()
+    ids, mask = list(got.token_ids.tolist()), got.loss_mask.tolist()
     assert [id for id, sampled in zip(ids, mask, strict=True) if sampled] == [
         id for turn in turns for id in turn
     ]
@@ -322,7 +322,7 @@ def test_tags_in_a_template_without_tools(smollm2):
     result, _ = encode_observation(tokenizer, shown, max_body_tokens=1000)
     assert engine.read == [prompt, result]
     assert tokenizer.decode(result) == shown.text
-    assert list(got.full_input_ids) == [*prompt, *first, *result, *last]
+    assert list(got.token_ids.tolist()) == [*prompt, *first, *result, *last]
     expected = [False] * len(prompt) + [True] * len(first) + [False] * len(result)
     assert got.loss_mask.tolist() == expected + [True] * len(last)
 

@@ -42,7 +42,7 @@ def beside_rows(config, rows, images_of_rows, *, num_patches=None):
         patches[index, : len(one.patches)] = one.patches
         places[index, : len(one.places)] = one.places
         positions[index] = config.tower.positions(ids, images)
-        for run, units in zip(config.tower.image_runs(ids, images), one.units, strict=True):
+        for run, units in zip(config.tower.runs(ids, images), one.units, strict=True):
             of_units[index, run] = units
     return Beside(
         given={

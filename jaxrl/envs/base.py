@@ -232,7 +232,7 @@ class Reward:
     """Result of the environment for one episode.
 
     `parts` are what was measured, each without its weight. `total` is what training uses: the sum
-    by the weights of a run, which `rewards.Payment` puts in; an environment leaves it out.
+    by the weights of a run, which `payment.Payment` puts in; an environment leaves it out.
 
     The verdicts are for what reads groups rather than rewards: pass@k advantages, filters and
     difficulties ask `is_correct`; abstention rewards ask the other two.

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl.codecs import calls_to_json, turn_to_json
-from jaxrl.envs.base import Turn
 from jaxrl.envs.images import Picture
 from jaxrl.types import Trajectory
 
@@ -48,7 +47,10 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
             if value != defaults[name]
         },
         "generated_text": trajectory.generated_text,
-        "turns": [_turn_record(turn) for turn in trajectory.turns],
+        "turns": [
+            turn_to_json(turn) | ({"images": _named(turn.images)} if turn.images else {})
+            for turn in trajectory.turns
+        ],
         **({"images": _named(images)} if (images := trajectory.task.images) else {}),
         "prompt_length": trajectory.prompt_length,
         "token_ids": trajectory.token_ids.tolist(),
@@ -70,15 +72,11 @@ def rounded(values: np.ndarray, *, is_relative: bool = False) -> list[float]:
 
 
 def token_record(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """Numbers by token that a training step has noted of a trajectory; see `measure.make_notes`."""
+    """Numbers by token that a step has noted of a trajectory; see `logs.tokens.make_notes`."""
     return {
         name: rounded(values, is_relative=not name.endswith("logprobs"))
         for name, values in fields.items()
     }
-
-
-def _turn_record(turn: Turn) -> dict[str, Any]:
-    return turn_to_json(turn) | ({"images": _named(turn.images)} if turn.images else {})
 
 
 def _named(images: Iterable[Picture]) -> list[dict[str, str]]:

@@ -200,7 +200,7 @@ def sample_fields(
                 has_level = not np.isnan(windows.percentile)
                 found["high_entropy_token_num"] = windows.count
                 found["entropy_percentile_thresholds"] = windows.percentile if has_level else None
-                found["high_entropy_threshold"] = controllers.level
+                found["high_entropy_threshold"] = controllers.entropy_threshold
             if controllers.buckets is not None:
                 found["difficulty"] = controllers.bucket(trajectory.task_id)
             if controllers.coefficients is not None:

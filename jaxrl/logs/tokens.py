@@ -54,7 +54,7 @@ def make_notes(count: int, score: ScoreStep, shape: BatchShape, method: Method) 
 
         def add(name: str, policy: Params, *, is_reference: bool = False) -> None:
             def found_in(batch: Batch, packed: Packed) -> list[jax.Array]:
-                if is_reference:  # it makes its own choices
+                if is_reference:  # with experts it routes by itself, not as was recorded
                     batch = score.model.without_recorded(batch)
                 return [gather(score(policy, batch, packed))]
 

@@ -25,6 +25,7 @@ class Around(Architecture):
 
     model: Architecture
 
+    # Listed, since the class finds an inherited default before it would ask `__getattr__`.
     vocab_size: int = _of_model("vocab_size")
     width: int = _of_model("width")
     num_layers: int = _of_model("num_layers")

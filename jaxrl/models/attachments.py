@@ -97,6 +97,10 @@ class Tower(ABC):
         """
 
     @abstractmethod
+    def runs(self, token_ids: np.ndarray, attachments: Sequence[Any]) -> list[np.ndarray]:
+        """The places of each attachment's tokens; raises as `positions`."""
+
+    @abstractmethod
     def positions(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> np.ndarray:

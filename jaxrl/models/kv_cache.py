@@ -1,8 +1,9 @@
 """The sampler's key-value cache: pages of a fixed number of tokens, head-major, split by shards.
 
-Pages are split over S shards (the mesh's data, fsdp and context axes) and named by indices local to
-the shard: what follows works on one shard's part, and nothing moves between devices. An index equal
-to the number of pages of a shard stands for "no page": it reads any page and writes none.
+Pages are split over S shards (the mesh's data, fsdp, expert and context axes) and named by indices
+local to the shard: what follows works on one shard's part, and nothing moves between devices. An
+index equal to the number of pages of a shard stands for "no page": it reads any page and writes
+none.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Queries `[M, N, H]`, keys and values `[M, K, H]` of M tokens to outputs `[M, N, H]`."""
 
 AttendInLayer = Callable[..., tuple[jax.Array, Any]]
-"""Which of the layers of its memory one is, that memory, what it only reads, and what `Attend`
-takes, to its outputs and the memory with the layer's new keys and values."""
+"""From a layer's index in the memory, the memory, what is only read, and the arguments of `Attend`
+to its outputs and the memory with the layer's new keys and values."""
 
 NAMES = ("q", "k", "v", "attended", "lse", "o", "router", "gate", "up")
 """Values that `names` keeps, under these names of `jax.ad_checkpoint.checkpoint_name`.

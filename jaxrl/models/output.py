@@ -149,7 +149,7 @@ class OutputLayer:
 
     Attributes:
         unembed: gives the logits.
-        mesh: its data, fsdp and context axes are the shards.
+        mesh: its data, fsdp, expert and context axes are the shards.
         chunk_tokens: of a shard, whose logits are in memory at a time.
         block_tokens: of these, whose logits are treated at a time.
         entropy_gradient: gradients flow through the entropies.

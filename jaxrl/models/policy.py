@@ -30,8 +30,11 @@ from jaxrl.runtime.sharding import (
 from jaxrl.types import Batch, Params
 
 
-def no_tables(model: Architecture) -> set[str]:
-    """Entries of the parameters that are not embedding or output tables."""
+def entries_with_layers(model: Architecture) -> set[str]:
+    """Entries of the parameters with layers of their own, by name.
+
+    All others, embedding, final norm and output layer, are handed to the output layer.
+    """
     return {"blocks", *([model.tower.entry] if model.tower else [])}
 
 
@@ -55,7 +58,7 @@ class Model:
 
         Args:
             config: of the model.
-            mesh: rows are split over its data and fsdp axes, and each over context.
+            mesh: rows are split over its data, fsdp and expert axes, and each over context.
             attention: the kernels.
             num_tokens: ids the tokenizer knows; larger ones have probability 0.
             dtype: of activations and matrix products; master weights stay float32.
@@ -73,8 +76,8 @@ class Model:
         self._through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
         self.trained, self.frozen = config.parts(frozen)
-        self._no_tables = no_tables(config)
-        tables = self.trained.abstract_params().keys() - self._no_tables
+        self._with_layers = entries_with_layers(config)
+        tables = self.trained.abstract_params().keys() - self._with_layers
         self._trains_tables = bool(tables)
 
     def whole(self, params: Params) -> Params:
@@ -167,7 +170,7 @@ class Model:
             trains_tables=self._trains_tables,
         )
         logprobs, entropies = layer.logprobs_and_entropies(
-            {name: table for name, table in params.items() if name not in self._no_tables},
+            {name: table for name, table in params.items() if name not in self._with_layers},
             layer.on_shards(take(hidden.reshape(shards, b * T // shards, -1), places)),
             take(targets.reshape(shards, -1), places),
             temperature,
@@ -192,7 +195,7 @@ class Model:
             ),
             replace(self._through, beside=beside, on_shards=on_shards),
         )
-        # Rows stay split over data and fsdp: left alone, the compiler splits the width of
+        # Rows stay split over data, fsdp and expert: left alone, the compiler splits the width of
         # activations over fsdp instead, and sums partial activations and logits across devices.
         return on_shards(hidden)
 
@@ -214,7 +217,7 @@ class Model:
 
         tables = {
             name: {leaf: gathered(name, leaf, array) for leaf, array in params[name].items()}
-            for name in params.keys() - self._no_tables
+            for name in params.keys() - self._with_layers
         }
         return {**params, **tables}
 

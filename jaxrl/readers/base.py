@@ -230,6 +230,11 @@ def _left_out(place: str, name: str, why: str) -> str:
     return f"{place}: {name!r} {why}; leave the column out, by columns={{{name!r}: ''}}."
 
 
+def one_line(error: Exception) -> str:
+    """An error of a library in one line of at most 300 characters, without a full stop."""
+    return " ".join(str(error).split())[:300].rstrip(".")
+
+
 def as_plain(value: Any) -> Any:
     """A value as JSON has it: text for bytes, times and decimals; numbers and lists for NumPy's.
 

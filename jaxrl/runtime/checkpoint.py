@@ -209,17 +209,17 @@ class Checkpointer:
             unfinished, self._unfinished = self._unfinished, None
             unfinished.result()
 
-    def restore_newest(
+    def restore(
         self, targets: Callable[[dict[str, Any]], dict[str, Any]], step: int | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Position and items of the newest checkpoint that is as it was written; None without any.
+        """Position and items of a checkpoint that is as it was written; None without any.
 
         Newer ones that are not are named and moved to `damaged/`.
 
         Args:
             targets: from a position to the items to restore, with the shapes, dtypes and
                 shardings wanted: `params`, `optimizer` (see `optimizer_items`), `ref_params`.
-            step: of this checkpoint rather than of the newest.
+            step: of the checkpoint; None: the newest that is not damaged.
 
         Raises:
             CheckpointError: there are some, but all are damaged; or the one to use is whole and

@@ -268,7 +268,7 @@ def whole_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
 
 
 def cache_sharding(mesh: Mesh) -> NamedSharding:
-    """Pages `[pages, n * K, page, H]`: over data, fsdp and context, their heads over tensor."""
+    """Pages `[pages, n * K, page, H]`: over data, fsdp, expert and context, heads over tensor."""
     return NamedSharding(mesh, P(PIECES, "tensor", None, None))
 
 

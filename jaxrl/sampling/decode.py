@@ -112,7 +112,7 @@ class Sampler:
 
     Attributes:
         config: of the model.
-        mesh: over which rows and pages (data, fsdp, context) and heads (tensor) are split.
+        mesh: over which rows and pages (data, fsdp, expert, context) and heads (tensor) are split.
         kernels: of attention.
         num_tokens: ids the tokenizer knows; larger ones are never sampled.
         num_steps: decoding steps of a chunk.

@@ -101,8 +101,8 @@ class Event(NamedTuple):
     logprobs: np.ndarray  # float32 [n], nats
     entropies: np.ndarray  # float32 [n], nats
     status: int
-    # Recorded arrays of all tokens read since the event before, prompt and observations among them,
-    # the last one sampled not yet: `[m, ...]`. {} where the engine records none.
+    # Recorded arrays `[m, ...]` of the tokens read since the event before, also of prompt and
+    # observations; the token sampled last is not read yet. {} where the engine records none.
     recorded: Mapping[str, np.ndarray] = _NOTHING
 
 
@@ -600,6 +600,7 @@ class Engine:
             )
         self._temperature, self._top_p = temperature, top_p
 
+    # extras/serve/engine.py overrides these two: there each request is drawn in its own way.
     def _kind_for(self, running: list[list[Row]]) -> str:
         """The kind of a chunk of these rows."""
         return self._kind_of(self._temperature, self._top_p)
@@ -629,6 +630,7 @@ class Engine:
                     "reads text alone; take one with a vision tower."
                 )
             return
+        # Raises where tokens and attachments disagree.
         self._tower.positions(np.asarray(token_ids), attachments)
         count = sum(map(self._tower.num_tokens, attachments))
         if attachments and token_ids[-1] == self._tower.token_id:
@@ -636,8 +638,8 @@ class Engine:
         if count > self._max_units:
             raise ValueError(
                 f"the images of a request take {count} tokens; expected at most "
-                f"config.rollout.max_image_tokens, {self._max_units}. Raise it or lower the "
-                "processor's max_pixels."
+                f"config.rollout.max_image_tokens, {self._max_units}. Raise it or lower "
+                "config.images.max_pixels."
             )
 
     def _kind_of(self, temperature: float, top_p: float) -> str:
@@ -725,9 +727,9 @@ class Engine:
         attachments: tuple[Attachment, ...],
         start: int,
     ) -> None:
-        """Sets attachments and arrays of the tokens to read, which `start` others precede.
+        """Sets attachments and arrays of the tokens to read, and the offset of later positions.
 
-        And the offset of later positions.
+        `start` other tokens precede them.
         """
         if self._tower is None:
             return
@@ -768,7 +770,7 @@ class Engine:
                 while shard.lacks_pages(row):
                     if shard.drop_kept():
                         continue
-                    if self._in_flight:
+                    if self._in_flight:  # its rows still write to their pages
                         return False
                     self._preempt(shard, shard.resident[-1])
                 if row.saved is None:
@@ -821,7 +823,7 @@ class Engine:
                 number, request.prompt, key=request.sample_key, budget=request.budget
             )
             row.stop_state = request.stop_state
-            is_read = not row.unread  # by another one
+            is_read = not row.unread  # by another row: of what is placed the offset alone is wanted
             self._place(row, request.prompt_ids, request.attachments, 0)
             if is_read:
                 row.unread_attachments, row.unread_arrays = (), {}

@@ -32,7 +32,8 @@ class Sampling:
         seeds: what the draws depend on.
         policy_version: updates that the engine's weights have seen, recorded with every sampled
             token.
-        keeps_arrays: trajectories keep the arrays by token that the engine has recorded.
+        keeps_arrays: trajectories keep the arrays by token that the engine has recorded. An
+            evaluation by the same engine does not: nothing trains on it.
         unfinished: groups that may come back as None, and go on where their draws are given again.
     """
 
@@ -46,15 +47,20 @@ class Sampling:
 
 
 RolloutFunction = Callable[..., list[Group]]
-"""From draws and their `Sampling` to a group of each, called as `sampling.rollout.Rollout` is."""
+"""From draws and their `Sampling` to a group of each, called as `sampling.rollout.Rollout` is.
+
+Where `Sampling.unfinished` is above 0 the list has None for each group left unfinished.
+"""
 
 
 @dataclass
 class Counts:
     """Work done since the engine was made, in tokens unless named otherwise."""
 
-    prefilled_prompt: int = 0  # prompts but for their last tokens, read once while the pages live
-    prefilled_resume: int = 0  # observations and the token before each, but for their last tokens
+    prefilled_prompt: int = (
+        0  # prompts without their last tokens; those in pages are not read again
+    )
+    prefilled_resume: int = 0  # observations without their last tokens, each with the token before
     sampled: int = 0
     chunks: int = 0  # dispatched
     row_steps: int = 0  # steps times the rows they were computed for

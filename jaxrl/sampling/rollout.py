@@ -1,4 +1,7 @@
-"""Turns: the engine's tokens to the environment's text and back. Tokens meet text only here.
+"""Turns: the engine's tokens to the environment's text and back.
+
+Tokens meet text here, in rollouts of `extras/` that derive from this one, and in
+`demonstrations.py`, which calls the same functions.
 
 What the policy sampled stays as the ids it sampled; it is decoded for the environment and never
 encoded again. What the environment says is encoded once, when it is appended.
@@ -250,7 +253,7 @@ class _Call:
     """A call of the environment, made or under way."""
 
     due: int  # number of the chunk before which its replies enter
-    # Of each: request, or `_NOBODY` where the engine has forgotten it; sample, text of its turn.
+    # Each is a request (`_NOBODY` where the engine has forgotten it), its sample, its turn's text.
     members: list[tuple[int, Sample, str]]
     replies: Future[list[StepResult]]
     ends: float = math.inf  # on the monotonic clock, when it is given up
@@ -515,7 +518,7 @@ class EpisodePlayer:
         return messages
 
     def _budget(self, length: int, *, num_sampled: int, context_length: int) -> int:
-        """Tokens that may be sampled behind so many, of which some are in the same context."""
+        """Tokens still to sample after `length`, of which `context_length` are in the context."""
         limits = self._limits
         room = limits.max_total_tokens - length
         if limits.context is not None:
@@ -560,7 +563,9 @@ class EpisodePlayer:
         if self._processor is None:
             return dataclasses.replace(reply, observation=_told(reply.observation))
         try:
-            count = sum(self._tokens(self._see(pictures)))  # in the thread of the environment
+            # Decoded here, in the environment's thread, so that the loop finds it in the
+            # processor's cache.
+            count = sum(self._tokens(self._see(pictures)))
         except UnreadableError as error:
             return failed_step(f"a tool shows an image: {error}")
         if count > self._limits.max_observation_tokens:
@@ -589,7 +594,7 @@ class EpisodePlayer:
             )
 
     def _take(self, sample: Sample, text: str, result: StepResult) -> Sequence[int] | None:
-        """Appends a turn and its reply: the ids of the observation, or None where it is the last.
+        """Appends a turn and its reply; returns the observation's ids, None after the last turn.
 
         Args:
             sample: whose turn it is.
@@ -756,8 +761,8 @@ class Rollout(EpisodePlayer):
     ) -> list[Group | None]:
         """Samples a group of trajectories of every task, scored, in task order.
 
-        With `Sampling.unfinished` it ends before the chunk at which no more groups are open. These
-        are None here, and go on from their tokens where their draws are given again: what stands
+        It ends before a chunk, once no more than `Sampling.unfinished` groups are open. These are
+        None here, and go on from their tokens where their draws are given again: what stands
         in the engine then is read anew, and drawn from the same keys. Where more groups than are
         waited for end in a chunk, the later ones are given then too.
 
@@ -848,6 +853,7 @@ class Rollout(EpisodePlayer):
             should_stop: likewise.
             progress: likewise.
         """
+        # With a lag of 1 replies enter before the very next chunk, so this one must be read first.
         is_next = self._schedule.deterministic and self._schedule.lag_chunks == 1
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:

@@ -203,7 +203,7 @@ class Shard:
         self.give_up(row)
 
     def drop_kept(self, *, but: Prompt = Prompt()) -> bool:
-        """Gives up prompts that no row has, all but one; False if there were none."""
+        """Gives up the pages of prompts that no row has, except `but`; False if there were none."""
         kept = [one for one in self.prefixes.values() if one.kept and one.prompt != but]
         for prefix in kept:
             self.pool.give_up(prefix.kept)
@@ -225,7 +225,7 @@ class Shard:
         return row if self._missing(row) - shared <= self.pool.num_free else None
 
     def take_back(self, row: Row) -> int:
-        """Gives a row pages again; the first so many of them hold their content already."""
+        """Gives a row pages again; returns how many of the first still hold their content."""
         prefix, missing = row.prefix, self._missing(row)
         num_shared = len(prefix.shared)
         num_there = num_shared if prefix.rows else 0
@@ -274,7 +274,6 @@ class Shard:
             budget=budget,
             length=0 if is_new else prefix.num_tokens,
             unread=list(prompt.ids[:-1]) if is_new else [],
-            unread_attachments=prompt.attachments if is_new else (),
             reads=prefix.reads,
         )
         num_full, rest = divmod(prefix.num_tokens, self._page_tokens)

@@ -23,9 +23,10 @@ from jaxrl.types import Params
 class Weights:
     """Makes weights of parameters, and frees them.
 
-    They are copies: what becomes of the parameters does not touch them. But where a parameter
-    that is never trained is just as the sampler reads it, it is read itself. And what
-    was given up (see `given_up`) is theirs.
+    They are copies, so later changes of the parameters do not touch them. A parameter that no run
+    of its architecture trains is read itself where the sampler reads it as it is; one that only
+    `config.model.vision.train` leaves as it is, is copied. What was given up (see `given_up`) is
+    theirs.
     """
 
     def __init__(

@@ -136,7 +136,8 @@ def collect(
         under_way=[Draw(task=stream.take(at, 1)[0], stream_index=at) for at in left.unfinished],
     )
 
-    def recorded(draws: Sequence[Draw]) -> list[Group]:
+    # `roll_out` is the accounting of train.Collector around sampling.sharing.shared(Rollout).
+    def sampled_groups(draws: Sequence[Draw]) -> list[Group]:
         sampled = roll_out(draws)
         groups = [group for group in sampled if group is not None]
         batches.under_way = [d for d, one in zip(draws, sampled, strict=True) if one is None]
@@ -147,14 +148,17 @@ def collect(
         if 0 < settings.max_batches <= batches.count:
             raise NotEnoughGroupsError(_complaint(settings, batches, wanted))
         count = settings.tasks_per_batch or wanted
-        if settings.unfinished_tasks or batches.under_way:  # as many as then are missing
+        # Begin so many that the step is full while unfinished_tasks are still under way.
+        if settings.unfinished_tasks or batches.under_way:
             begun = settings.unfinished_tasks - len(batches.under_way)
             count = max(wanted - len(batches.kept) + begun, 0)
         draws, batches.num_tasks_taken = draw(
             stream, batches.num_tasks_taken, count, controllers.skipped
         )
         draws = [*batches.under_way, *draws]
-        groups, num_retried = _roll_out_with_retries(recorded, draws, settings, controllers.is_late)
+        groups, num_retried = _roll_out_with_retries(
+            sampled_groups, draws, settings, controllers.is_late
+        )
         failures.count(members(groups))
         shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
         if settings.sees_kl:
@@ -171,7 +175,7 @@ def collect(
             )
     new_leftover = batches.kept[wanted:]
     carried: list[Group] = []
-    if settings.carry_over:  # without divergences: by the next step the policy is another
+    if settings.carry_over:  # without divergences, measured under a policy that the update replaces
         carried = with_fields(new_leftover, divergence=[None] * len(members(new_leftover)))
     return Collected(
         groups=batches.kept[:wanted],
@@ -265,7 +269,7 @@ def some_failed(tried: Sequence[GroupStats], group_size: int) -> str | None:
 
 def _complaint(settings: Filter, batches: _Batches, wanted: int) -> str:
     assert settings.keep is not None
-    shown = {"metric": settings.metric} if "metric" in settings.keep.arrays else {}
+    shown = {"metric": settings.metric} if "metric" in settings.keep.arguments else {}
     keys = ", ".join(f"{name}={v!r}" for name, v in {**shown, **settings.keep.settings}.items())
     return (
         f"after {batches.count} batches (config.filter.max_batches) only {len(batches.kept)} of "
@@ -302,6 +306,7 @@ def _roll_out_with_retries(
         if not indices:
             break
         fresh = roll_out([dataclasses.replace(draws[i], attempt=attempt) for i in indices])
+        # Every draw has its group: method.py refuses unfinished_tasks with resample_attempts.
         for index, group in zip(indices, fresh, strict=True):
             groups[index] = group
         num_resampled += len(indices)
@@ -327,7 +332,7 @@ def _filter_groups(
     columns, before = Columns(groups), Columns(unshaped)
     passes = np.zeros(len(columns.group_ids), bool)
     metrics = np.zeros((1, len(passes)), np.float32)
-    if "metric" in keep.arrays:
+    if "metric" in keep.arguments:
         metrics = _compared(groups, before, method, kl_coef).T
     for metric in metrics:
         offered = {"scores": before.rewards, "metric": metric}
@@ -366,7 +371,7 @@ def filter_flags(keep: Chosen, column: Callable[[str], np.ndarray], count: int) 
         OwnCodeError: it failed, or says something else.
     """
     checked = named(keep.key, keep.name, lambda *arrays: np.asarray(keep(*arrays)))
-    flags: np.ndarray = checked(*map(column, keep.arrays))
+    flags: np.ndarray = checked(*map(column, keep.arguments))
     if flags.dtype != bool or flags.shape != (count,):
         raise OwnCodeError(
             f"config.filter.name names {keep.name!r}, which returned {flags.dtype} "

@@ -410,7 +410,7 @@ class Controllers:
         return self.gate is None or self.gate.is_late
 
     @property
-    def level(self) -> float | None:
+    def entropy_threshold(self) -> float | None:
         """Window entropy from which on a token wavers, in nats; None before it is known."""
         return None if self.threshold is None else self.threshold.value
 
@@ -463,8 +463,9 @@ def advance(
 ) -> tuple[Controllers, list[Group]]:
     """The controllers after what a step has sampled, and its groups with their windows marked.
 
-    A step uses the state `kl` from before it, so that its KL coefficient depends on earlier steps
-    only; it uses every other state as returned here. Divergences are measured before the update.
+    A step uses the state `kl` from before it, else it would choose its own penalty by the
+    divergence that the penalty is charged on; it uses every other state as returned here.
+    Divergences are measured before the update.
 
     Args:
         controllers: before the step.
@@ -509,7 +510,7 @@ def advance(
         groups = with_fields(groups, windows=windows)
         moved = dataclasses.replace(moved, threshold=threshold)
     # Once there is a threshold, the coefficients move by the marked windows.
-    if moved.coefficients is not None and moved.level is not None:
+    if moved.coefficients is not None and moved.entropy_threshold is not None:
         scored = [group for group in groups if group.scored]
         coefficients = moved.coefficients.update(
             [mean([t.windows.count for t in group.scored if t.windows]) for group in scored],
@@ -564,19 +565,19 @@ def _mark(
     trajectory: Trajectory,
     values: np.ndarray,
     valid: np.ndarray,
-    level: float | None,
+    entropy_threshold: float | None,
     is_trigger: np.ndarray | None,
     shaping: Shaping,
 ) -> Windows:
-    """The windows of one trajectory: those that reach `level`, in nats, are high."""
-    is_high = high_window_entropy_mask(values[None], valid[None], threshold=level)[0]
+    """The windows of one trajectory: those that reach the threshold, in nats, are high."""
+    is_high = high_window_entropy_mask(values[None], valid[None], threshold=entropy_threshold)[0]
     if is_trigger is not None:
         is_high = is_high & is_trigger[trajectory.token_ids]
     inside = values[valid].astype(np.float64)
     percentile = math.nan
     if len(inside):
         percentile = float(np.percentile(inside, shaping.entropy_percentile))
-    beyond = np.maximum(inside - (np.inf if level is None else level), 0.0)
+    beyond = np.maximum(inside - (np.inf if entropy_threshold is None else entropy_threshold), 0.0)
     return Windows(
         values=values,
         valid=valid,

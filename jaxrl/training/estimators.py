@@ -23,7 +23,7 @@ class Estimator:
         """Compiles nothing yet; `seed` is that of an estimator's draws."""
         self._advantage, self._seed = advantage, seed
         chosen, function = advantage.estimator, advantage.estimator.function
-        self._arrays = chosen.arrays
+        self._arrays = chosen.arguments
         if advantage.by_turn:
             function = self._of_turns(function)
         # Of every value that a setting takes there is a program.

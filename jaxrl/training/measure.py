@@ -86,7 +86,7 @@ def unpack(
 ) -> list[np.ndarray]:
     """The values `[A, b, T]` of each sequence `[L]`, in the order in which they were packed.
 
-    What a context shares with another is 0: it has no loss.
+    Tokens that a context repeats from an earlier one get 0: they have no loss.
     """
     segments, positions = (
         np.asarray(x).ravel() for x in (packed.batch.segment_ids, packed.batch.positions)

@@ -38,10 +38,10 @@ def make_minibatches(
 ) -> list[Packed]:
     """Packs whole groups, in task order, into mini-batches on the host.
 
-    Environment errors are left out, and what `filter.trajectories` does not keep: it counts in the
-    statistics of its group and in no weight. With `optimizer.skip_signal_free`, trajectories whose
-    advantage is 0 go to `Packed.rest`, which is measured and not differentiated, unless another
-    term gives them a gradient. They still count in the token weights of the others.
+    Environment errors are left out. So is what `filter.trajectories` drops: such a trajectory
+    counts in its group's statistics and has no token weight. With `optimizer.skip_signal_free`,
+    trajectories whose advantage is 0 go to `Packed.rest`, which is measured and not differentiated,
+    unless another term gives them a gradient. They still count in the token weights of the others.
 
     Args:
         groups: with their advantages; with their divergences where these were measured.
@@ -54,9 +54,8 @@ def make_minibatches(
     minibatches = []
     for kept, fields in divide(groups, controllers, method):
         scored = [*kept.values()]
-        halves: list[list[int]] = [[], []]
-        for index, trajectory in enumerate(scored):
-            halves[not (keeps_all or trajectory.has_signal)].append(index)
+        learned = [i for i, t in enumerate(scored) if keeps_all or t.has_signal]
+        measured = [i for i, t in enumerate(scored) if not (keeps_all or t.has_signal)]
         packed, rest = (
             pack(
                 [scored[i] for i in chosen],
@@ -66,7 +65,7 @@ def make_minibatches(
                 num_counted=sum(t.num_sampled for t in scored),
                 num_shards=num_shards,
             )
-            for chosen in halves
+            for chosen in (learned, measured)
         )
         minibatches.append(dataclasses.replace(packed, rest=rest if rest.num_tokens else None))
     return minibatches
@@ -80,14 +79,24 @@ def divide(
     They are as they are trained, by their places among the `members` of the groups.
     """
     is_kept, size, place = keeper(method.filter), method.groups_per_minibatch, 0
+    takes_own = takes_own_logprobs(method.optimizer, method.filter)
     for start in range(0, size * method.optimizer.num_minibatches, size):
         part = dict(enumerate(members(groups[start : start + size]), place))
         place += len(part)
         kept = {
             i: as_trained(t, method.loss) for i, t in part.items() if t.is_scored and is_kept(t)
         }
-        fields = {"token_weights": weigh([t.loss_mask for t in kept.values()], method.loss)}
-        yield kept, fields | _measured_fields([*kept.values()], controllers, method)
+        trained = [*kept.values()]
+        fields = {"token_weights": weigh([t.loss_mask for t in trained], method.loss)}
+        if has_kl_weights(method.kl):
+            fields["kl_weights"] = token_kl_weights(trained, controllers, method.kl)
+        if is_measured(method.kl):
+            found = [t.required("divergence") for t in trained]
+            if not takes_own:
+                fields["old_logprobs"] = [divergence.old_logprobs for divergence in found]
+            if has_kl_loss(method.kl):
+                fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in found]
+        yield kept, fields
 
 
 def keeper(filter: Filter) -> Callable[[Trajectory], bool]:
@@ -148,22 +157,6 @@ def as_trained(trajectory: Trajectory, loss: Loss) -> Trajectory:
     return dataclasses.replace(trajectory, loss_mask=mask)
 
 
-def _measured_fields(
-    trajectories: Sequence[Trajectory], controllers: Controllers, method: Method
-) -> dict[str, list[np.ndarray]]:
-    """Values by token that are known beforehand: KL coefficients, and what was measured."""
-    fields: dict[str, list[np.ndarray]] = {}
-    if has_kl_weights(method.kl):
-        fields["kl_weights"] = token_kl_weights(trajectories, controllers, method.kl)
-    if is_measured(method.kl):
-        found = [t.required("divergence") for t in trajectories]
-        if not takes_own_logprobs(method.optimizer, method.filter):
-            fields["old_logprobs"] = [divergence.old_logprobs for divergence in found]
-        if has_kl_loss(method.kl):
-            fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in found]
-    return fields
-
-
 def token_kl_weights(
     trajectories: Sequence[Trajectory], controllers: Controllers, kl: KL
 ) -> list[np.ndarray]:
@@ -219,7 +212,8 @@ def put_minibatches(
     def put(packed: Packed) -> Batch:
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
-        own_choice = score.model.without_recorded(plain)  # the reference makes its own choices
+        # With experts: the reference routes by itself, not as the sampler recorded.
+        own_choice = score.model.without_recorded(plain)
         if needs_old and batch.old_logprobs is None:
             batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))
         if needs_ref and ref_params is not None and batch.ref_logprobs is None:

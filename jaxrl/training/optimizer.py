@@ -15,7 +15,7 @@ from jaxrl.own_code import Chosen, named
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """The section `optimizer`, or `sft.optimizer`, which has the last three as they are here.
+    """The section `optimizer`, or `sft.optimizer`, which leaves the last three at their defaults.
 
     Attributes:
         schedule: makes what follows the warm-up, one of `SCHEDULES`.
@@ -47,7 +47,7 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
         "final_fraction": settings.final_lr_fraction,
         "num_updates": max(settings.num_updates - warmup, 1),
     }
-    after: optax.Schedule = schedule(*[offered[name] for name in schedule.arrays])
+    after: optax.Schedule = schedule(*[offered[name] for name in schedule.arguments])
     # The first step is at 1 / warmup of the peak: a rate of exactly 0 would waste a whole batch.
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, after], [warmup]) if warmup else after

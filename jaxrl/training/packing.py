@@ -21,10 +21,7 @@ PARTS = (64, 32, 16, 8, 4, 2, 1)
 
 
 class TokenSequence(Protocol):
-    """A trajectory or a demonstration as packing reads it.
-
-    Where there are some, `attachments`, `token_arrays` and `contexts` too.
-    """
+    """A trajectory or a demonstration as packing reads it."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -37,6 +34,18 @@ class TokenSequence(Protocol):
     @property
     def rollout_logprobs(self) -> np.ndarray:
         """float32 [L], nats."""
+
+    @property
+    def contexts(self) -> tuple[tuple[int, int], ...]:
+        """See `Trajectory.contexts`."""
+
+    @property
+    def attachments(self) -> tuple[Attachment, ...]:
+        """Attachments whose tokens are in it."""
+
+    @property
+    def token_arrays(self) -> Mapping[str, np.ndarray]:
+        """Arrays `[L, ...]` that are recorded with it, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +184,7 @@ class Packed:
 def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
     """Share of tokens for which the output layer must have room, of each micro-batch in use.
 
-    A number out of `QUARTERS`: on every device at most so many quarters of the tokens carry loss.
+    Each is one of `QUARTERS`: no device has loss in more than so many quarters of its tokens.
 
     Args:
         packed: the mini-batch.
@@ -216,20 +225,15 @@ class Item:
     shared_units: int = 0
 
 
-def attachments_of(sequence: TokenSequence) -> tuple[Attachment, ...]:
-    """Attachments whose tokens are in a sequence."""
-    return tuple(getattr(sequence, "attachments", ()))
-
-
 def contexts_of(sequence: TokenSequence) -> list[slice]:
     """Tokens of each of its contexts, one after another."""
-    starts = [0, *(start for start, _ in getattr(sequence, "contexts", ()))]
+    starts = [0, *(start for start, _ in sequence.contexts)]
     return [*map(slice, starts, [*starts[1:], len(sequence.token_ids)])]
 
 
 def arrays_of(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
     """Arrays that are recorded with a sequence, `[L, ...]`, and wanted."""
-    recorded = getattr(sequence, "token_arrays", {})
+    recorded = sequence.token_arrays
     return {name: recorded[name] for name in shape.token_arrays if name in recorded}
 
 
@@ -250,7 +254,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
     for number, sequence in enumerate(sequences):
         mask, prompt, ids = sequence.loss_mask, -1 - number, sequence.token_ids
         num_shared = max(int(mask.argmax()) - 1, 0) if shape.shares_prompts else 0
-        attached, later = attachments_of(sequence), contexts_of(sequence)[1:]
+        attached, later = sequence.attachments, contexts_of(sequence)[1:]
         if later and tower:
             raise ValueError(
                 "a trajectory has several contexts, and the model reads images, whose places are "
@@ -312,15 +316,6 @@ def assign_rows(
     room = (row_tokens, row_tokens if row_units is None else row_units)
     found = [_first_fit(items, order, room) for order in (longest_first, by_prompt)]
     return min(found, key=len)
-
-
-def _check_lengths(items: Sequence[Item], max_tokens: int) -> None:
-    longest = max((item.length for item in items), default=0)
-    if longest > max_tokens:
-        raise ValueError(
-            f"a sequence of {longest} tokens does not fit a row of {max_tokens}; raise "
-            "config.rollout.max_total_tokens or shorten the demonstrations."
-        )
 
 
 def _first_fit(
@@ -411,7 +406,13 @@ def pack(
         ValueError: a sequence is too long.
     """
     items = make_items(sequences, shape)
-    _check_lengths(items, shape.max_tokens or shape.row_tokens)
+    max_tokens = shape.max_tokens or shape.row_tokens
+    longest = max((item.length for item in items), default=0)
+    if longest > max_tokens:
+        raise ValueError(
+            f"a sequence of {longest} tokens does not fit a row of {max_tokens}; raise "
+            "config.rollout.max_total_tokens or shorten the demonstrations."
+        )
     rows = [placed(items, row) for row in assign_rows(items, shape.row_tokens, shape.row_units)]
     loads = [0] * num_shards
     if num_shards > 1:
@@ -424,7 +425,7 @@ def pack(
     fields = jax.tree.map(lambda array: array.reshape(*blocks, *array.shape[2:]), arrays)
     fields["token_arrays"] |= of_tokens
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
-    num_computed = sum(_row_size(items, row) for row in rows)
+    num_computed = sum(_num_computed(items, row) for row in rows)
     num_micro = -(-len(rows) // shape.micro_rows)
     return Packed(
         batch=Batch(**fields),
@@ -440,8 +441,8 @@ def pack(
     )
 
 
-def _row_size(items: Sequence[Item], row: Row) -> int:
-    """Tokens that it has."""
+def _num_computed(items: Sequence[Item], row: Row) -> int:
+    """Tokens of a row that are computed: a prompt that several sequences share counts once."""
     return sum(items[index].length - left_out for index, left_out in row)
 
 
@@ -463,7 +464,7 @@ def balance_rows(
         The rows, empty ones among them so that micro-batches are whole, and each device's tokens.
     """
     padded = [*rows, *([] for _ in range(-len(rows) % micro_rows))]
-    sizes = [_row_size(items, row) for row in padded]
+    sizes = [_num_computed(items, row) for row in padded]
     if not padded:
         return [], [0] * num_shards
     shares = largest_differencing(sizes, num_shards, equal_size=True)
@@ -538,7 +539,7 @@ def fill_attachments(
             for.
     """
     tower, b = shape.tower, shape.micro_rows
-    if tower is None or not any(map(attachments_of, sequences)):
+    if tower is None or not any(one.attachments for one in sequences):
         return {}, None
     cells: dict[tuple[int, int], dict[Attachment, int]] = {}  # by micro-batch and device
     for place, one, *_ in _on_devices(sequences, rows, shape, num_shards):
@@ -562,7 +563,7 @@ def fill_attachments(
         for index, left_out in members:
             ids = sequences[index].token_ids
             columns = slice(start, start + len(ids) - left_out)
-            found = tower.token_arrays(ids, attachments_of(sequences[index]))
+            found = tower.token_arrays(ids, sequences[index].attachments)
             for name, values in found.items():
                 arrays[name][row // b, row % b, columns] = values[left_out:]
             start += len(ids) - left_out
@@ -592,10 +593,8 @@ def _on_devices(
         micro, within, start = row // b, row % b, 0
         shard = within * num_shards // b
         for index, left_out in members:
-            ids, own = sequences[index].token_ids, attachments_of(sequences[index])
-            ends = np.cumsum([tower.num_tokens(one) for one in own])
-            runs = np.split(np.flatnonzero(ids == tower.token_id), ends[:-1])
-            for one, run in zip(own, runs, strict=False):  # one run, of nothing, without any
+            ids, own = sequences[index].token_ids, sequences[index].attachments
+            for one, run in zip(own, tower.runs(ids, own), strict=True):
                 which = np.flatnonzero(run >= left_out)
                 columns = start - left_out + run[which]
                 for piece in np.unique(columns // size).tolist():

@@ -41,7 +41,7 @@ def make_policy_loss(method: Method) -> TokenLoss:
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
 
         def called(chosen: Chosen) -> Any:
-            arrays = (computed[n] if n in computed else getattr(batch, n) for n in chosen.arrays)
+            arrays = (computed[n] if n in computed else getattr(batch, n) for n in chosen.arguments)
             return traced(chosen, *arrays)
 
         # Not weighted yet: the update multiplies by `token_weights` (minibatches.py).
@@ -142,9 +142,11 @@ def _has_gradient(chosen: Chosen, shape: BatchShape) -> bool:
     """True where JAX differentiates a function of the loss in what the policy gives it."""
     sizes = shape.micro_rows, shape.row_tokens
     kinds = {"loss_mask": jnp.bool_, "segment_ids": jnp.int32, "positions": jnp.int32}
-    arrays = [jax.ShapeDtypeStruct(sizes, kinds.get(name, jnp.float32)) for name in chosen.arrays]
+    arrays = [
+        jax.ShapeDtypeStruct(sizes, kinds.get(name, jnp.float32)) for name in chosen.arguments
+    ]
     policys = ("logprobs", "entropies", "log_ratios")
-    places = tuple(i for i, name in enumerate(chosen.arrays) if name in policys)
+    places = tuple(i for i, name in enumerate(chosen.arguments) if name in policys)
 
     def total(*arrays: jax.Array) -> jax.Array:
         found = chosen(*arrays)

@@ -93,7 +93,7 @@ def pay_entropy(groups: Sequence[Group], controllers: Controllers, shaping: Shap
         return list(groups)
     trajectories = members(groups)
     amounts = np.zeros(len(trajectories), np.float32)
-    if controllers.level is not None:
+    if controllers.entropy_threshold is not None:
         scored = [i for i, t in enumerate(trajectories) if t.is_scored]
         counts = [trajectories[i].required("windows").count for i in scored]
         amounts[scored] = entropy_reward(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl.models.beside import Statistics
 from jaxrl.models.layers import HOST_MEMORY
@@ -87,28 +87,23 @@ def with_moments_in(state: TrainState, memory: str) -> TrainState:
     return replace(state, opt_state=moved)
 
 
-def batch_shardings(mesh: Mesh, batch: Batch) -> Batch:
-    """Rows over data, fsdp and expert, their tokens over context."""
-    return jax.tree.map(lambda _: batch_sharding(mesh), batch)
-
-
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
     """A host batch on the mesh; every process holds the whole and gives its own devices' part."""
 
-    def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+    def put(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
 
-    return jax.tree.map(put, batch, batch_shardings(mesh, batch))
+    return jax.tree.map(put, batch)
 
 
 def put_patches(
     mesh: Mesh, attachments: PackedAttachments, micro: int, dtype: Any
 ) -> dict[str, jax.Array]:
-    """`patches` `[S, P, values]` and `places` `[S, P, 4]` of a micro-batch on the mesh.
+    """`patches` `[S, P, values]` and `places` `[S, P, W]` of a micro-batch on the mesh.
 
     A process arranges those of its own devices.
     """
-    arranged = cache(partial(attachments.on_shard, micro, dtype=dtype))
+    arranged = cache(partial(attachments.on_shard, micro, dtype=dtype))  # each is asked for twice
 
     def put(which: int, values: int) -> jax.Array:
         shape = (attachments.num_shards, attachments.num_patches, values)
@@ -186,7 +181,8 @@ class MicroBatches:
             attached: tuple[Any, ...] = ()
             if attachments is not None:
                 attached = (put_patches(self._mesh, attachments, start, self._dtype),)
-                jax.block_until_ready(sums)  # so that those of earlier micro-batches are gone
+                # The micro-batch before is done, and its patches are freed: two are there at most.
+                jax.block_until_ready(sums)
             while self._is_looped and not attached and stop < len(rooms) and rooms[stop] == room:
                 stop += 1
             span = np.int32(start), np.int32(stop)

@@ -128,7 +128,7 @@ def look(
     offered |= {"state": watched.state, "method": method}
 
     def checked() -> tuple[dict[str, Any], list[Sign]]:
-        found = judge(*[offered[name] for name in judge.arrays])
+        found = judge(*[offered[name] for name in judge.arguments])
         is_pair = isinstance(found, tuple) and [*map(type, found)] == [dict, list]
         if not is_pair or not all(isinstance(sign, Sign) for sign in found[1]):
             raise TypeError(f"it returned {found!r:.80}; expected a dict and a list of Sign")

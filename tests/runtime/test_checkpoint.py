@@ -95,7 +95,7 @@ def opened(folder):
 
 
 def test_nothing_yet(opened, mesh):
-    assert opened().restore_newest(targets_for(abstract_state(mesh))) is None
+    assert opened().restore(targets_for(abstract_state(mesh))) is None
 
 
 def test_a_round_trip_is_exact(opened, mesh):
@@ -108,13 +108,13 @@ def test_a_round_trip_is_exact(opened, mesh):
     saving.save(4, state, position, reference)
     saving.wait()
     # As after a restart, by another object.
-    got, items = opened().restore_newest(targets_for(abstract_state(mesh), ref_params=shapes))
+    got, items = opened().restore(targets_for(abstract_state(mesh), ref_params=shapes))
     assert got == position
     assert_equal(as_state(items), state)
     assert_equal(items["ref_params"], reference)
     assert jax.tree.map(lambda x: x.sharding, items["params"]) == shardings
     # Parameters alone, as for an evaluation.
-    _, items = opened().restore_newest(lambda _: {"params": shapes})
+    _, items = opened().restore(lambda _: {"params": shapes})
     assert items.keys() == {"params"}
     assert_equal(items["params"], state.params)
 
@@ -135,7 +135,7 @@ def test_a_full_disk_leaves_the_newest_whole_one(opened, mesh, folder, monkeypat
     assert newest_whole(folder) == 1
     monkeypatch.undo()
     saving.close()
-    got, items = opened().restore_newest(targets_for(abstract_state(mesh)))
+    got, items = opened().restore(targets_for(abstract_state(mesh)))
     assert got == {"step": 1}
     assert_equal(as_state(items), state)
 
@@ -154,7 +154,7 @@ def test_the_newest_and_the_best_stay(opened, mesh, folder):
         saving.save(step, make_state(mesh, step), {"step": step}, None, value=value)
     saving.wait()
     assert {path.name for path in folder.iterdir()} == {"2", "4", "5"}
-    got, items = saving.restore_newest(targets_for(abstract_state(mesh)))
+    got, items = saving.restore(targets_for(abstract_state(mesh)))
     assert got == {"step": 5}
     assert_equal(as_state(items), make_state(mesh, 5))
     step, state = saving.restore_best(abstract_state(mesh))
@@ -167,7 +167,7 @@ def test_saving_a_step_again_replaces_it(opened, mesh, folder):
     for seed in (1, 2):
         saving.save(3, make_state(mesh, seed), {"seed": seed}, None, value=float(seed))
     saving.wait()
-    got, items = opened().restore_newest(targets_for(abstract_state(mesh)))
+    got, items = opened().restore(targets_for(abstract_state(mesh)))
     assert got == {"seed": 2}
     assert_equal(as_state(items), make_state(mesh, 2))
     assert [path.name for path in folder.iterdir()] == ["3"]
@@ -186,7 +186,7 @@ def test_a_replacement_that_was_killed(opened, mesh, folder, moment):
     elif moment == "during":
         (folder / "3" / "manifest.json").unlink()
         (folder / "3" / "position" / "metadata").write_text("")
-    assert opened().restore_newest(targets_for(abstract_state(mesh)))[0] == {"seed": 1}
+    assert opened().restore(targets_for(abstract_state(mesh)))[0] == {"seed": 1}
     assert [path.name for path in folder.iterdir()] == ["3"]
 
 
@@ -207,7 +207,7 @@ def test_the_state_may_be_donated_at_once(opened, mesh):
             state, _ = update(state, batch, packed)
     saving.wait()
     for step in reversed(range(6)):
-        _, items = opened().restore_newest(targets_for(abstract_state(mesh)))
+        _, items = opened().restore(targets_for(abstract_state(mesh)))
         assert_equal(as_state(items), wanted[step])
         shutil.rmtree(saving._folder / str(step))
 
@@ -254,7 +254,7 @@ def test_a_save_that_was_killed_is_as_if_it_had_not_begun(opened, mesh, folder):
     (folder / "1").rename(folder / "1.removed")
     said = []
     other = opened(log=said.append)
-    got, _ = other.restore_newest(targets_for(abstract_state(mesh)))
+    got, _ = other.restore(targets_for(abstract_state(mesh)))
     assert (got, said) == ({"step": 2}, [])
     other.save(3, make_state(mesh, 3), {"step": 3}, None)
     other.wait()
@@ -267,7 +267,7 @@ def test_the_very_first_save_was_killed(opened, mesh, folder):
     saving.wait()
     (folder / "1" / "manifest.json").unlink()
     (folder / "saving").write_text("1")
-    assert opened().restore_newest(targets_for(abstract_state(mesh))) is None
+    assert opened().restore(targets_for(abstract_state(mesh))) is None
 
 
 def test_a_broken_marker_removes_nothing(opened, mesh, folder):
@@ -276,7 +276,7 @@ def test_a_broken_marker_removes_nothing(opened, mesh, folder):
     saving.wait()
     for text in ("", ".", "../..", "x", "1"):
         (folder / "saving").write_text(text)
-        assert opened().restore_newest(targets_for(abstract_state(mesh))) is not None
+        assert opened().restore(targets_for(abstract_state(mesh))) is not None
 
 
 SMALL = {"x": np.arange(300, dtype=np.float32), "y": np.arange(5, dtype=np.int32)}
@@ -410,14 +410,14 @@ def test_damage_is_never_loaded_silently(three_checkpoints, folder, seed):
     opened = Checkpointer(folder, keep=3, log=said.append)
     if num_damaged == 3:
         with pytest.raises(ValueError, match=r"no checkpoint in .* can be read: ") as refusal:
-            opened.restore_newest(targets_for(SMALL_STATE))
+            opened.restore(targets_for(SMALL_STATE))
         for step, file in damaged.items():
             assert f"checkpoint {step}: {file}: " in str(refusal.value)
         assert contents(folder) == before
         opened.close()
         return
     best = 3 - num_damaged
-    position, items = opened.restore_newest(targets_for(SMALL_STATE))
+    position, items = opened.restore(targets_for(SMALL_STATE))
     assert position == {"step": best}
     assert_equal(as_state(items), small_state(best))
     *warnings, last = said
@@ -432,7 +432,7 @@ def test_damage_is_never_loaded_silently(three_checkpoints, folder, seed):
         opened.save(step, small_state(10 * step), {"step": step}, None)
     opened.close()
     opened = Checkpointer(folder, keep=3, log=said.append)
-    position, items = opened.restore_newest(targets_for(SMALL_STATE))
+    position, items = opened.restore(targets_for(SMALL_STATE))
     opened.close()
     assert position == {"step": 3}
     assert_equal(as_state(items), small_state(30))
@@ -444,7 +444,7 @@ def test_damage_found_twice_keeps_both(three_checkpoints, folder):
     for _ in range(2):
         (folder / "3" / "manifest.json").unlink()
         opened = Checkpointer(folder, keep=3)
-        opened.restore_newest(targets_for(SMALL_STATE))
+        opened.restore(targets_for(SMALL_STATE))
         opened.save(3, small_state(3), {"step": 3}, None)
         opened.close()
     assert {path.name for path in (folder / "damaged").iterdir()} == {"3", "3.1"}
@@ -457,7 +457,7 @@ def test_a_checkpoint_that_is_whole_but_cannot_be_restored(three_checkpoints, fo
     other = dataclasses.replace(SMALL_STATE, opt_state={"nu": SMALL_STATE.params})
     opened = Checkpointer(folder, keep=3)
     with pytest.raises(CheckpointError, match=r"checkpoint 3 in .* is as it was written, but rest"):
-        opened.restore_newest(targets_for(other))
+        opened.restore(targets_for(other))
     opened.close()
     assert {path.name for path in folder.iterdir()} == {"1", "2", "3"}
 

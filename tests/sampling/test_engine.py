@@ -86,7 +86,7 @@ def assert_scores_agree(trajectories, params, *, temperature):
 def same_samples(first, second, *, tolerance=0.0):
     """The trajectories agree in their tokens; where they do, their logprobs must too."""
     for a, b in zip(first, second, strict=True):
-        if a.full_input_ids != b.full_input_ids:
+        if a.token_ids.tolist() != b.token_ids.tolist():
             return False
         np.testing.assert_array_equal(a.loss_mask, b.loss_mask)
         np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=tolerance, rtol=0)
@@ -94,7 +94,7 @@ def same_samples(first, second, *, tolerance=0.0):
 
 
 def completions(trajectories):
-    return [tuple(t.full_input_ids[t.prompt_length :]) for t in trajectories]
+    return [tuple(t.token_ids.tolist()[t.prompt_length :]) for t in trajectories]
 
 
 LONG = dataclasses.replace(ROOMY, max_response_tokens=100, max_total_tokens=128)
@@ -193,7 +193,7 @@ def test_new_weights_forget_the_prompts_of_the_old():
     second = play(16, env, others, params=NEW)
     for trajectory in second:
         prompt = TOKENIZER.render_prompt(env.start([trajectory.task])[0])
-        assert trajectory.full_input_ids[: trajectory.prompt_length] == prompt
+        assert trajectory.token_ids.tolist()[: trajectory.prompt_length] == prompt
     assert [t.task.question for t in second] == [q for q in others for _ in range(3)]
     assert_scores_agree(second, NEW, temperature=1.0)
 

@@ -142,7 +142,7 @@ def test_stops_are_found_however_they_are_tokenized(players, query, ends):
         assert got.reward == 0.5 + 2.0
         assert got.reward_parts["exact_match"] == 1.0
         # The ids are the policy's own: all of the last token, though the text ends inside it.
-        assert got.full_input_ids == ids
+        assert got.token_ids.tolist() == ids
         assert got.loss_mask.tolist() == mask
         assert got.generated_text == first + found.text + last
 
@@ -187,7 +187,7 @@ def test_a_tag_that_is_cut_in_two_by_the_end_of_a_rollout_is_found():
             [group] = rollout(draws, CutShort(settings, None))
         [got] = group.trajectories
         assert [turn.text for turn in got.turns] == [first, last], chunks
-        assert got.full_input_ids == ids
+        assert got.token_ids.tolist() == ids
     assert cut[0]
     assert sum(cut) > 15  # with both tags, of several tokens each, and the search between them
     assert not cut[-1]
@@ -203,7 +203,7 @@ def test_each_turn_starts_afresh(player):
     ids, _ = teach(player, "<search>tower</search></", half, "search> and on</answer>")
     got = play_one(player, env)
     assert env.texts == ["<search>tower</search>", "search> and on</answer>"]
-    assert got.full_input_ids == ids
+    assert got.token_ids.tolist() == ids
 
 
 def test_an_end_of_turn_id_stays_in_the_ids_and_out_of_the_text(player):
@@ -211,7 +211,7 @@ def test_an_end_of_turn_id_stays_in_the_ids_and_out_of_the_text(player):
     got = play_one(player, search_env())
     assert [turn.text for turn in got.turns] == ["hello"]
     assert got.outcome == Outcome.MALFORMED
-    assert got.full_input_ids == ids
+    assert got.token_ids.tolist() == ids
     assert ids[-1] == player.tokenizer.eos_ids[0]
     assert got.loss_mask.tolist() == mask
     assert got.loss_mask[-1]
@@ -226,7 +226,7 @@ def test_an_environment_may_go_on_after_an_end_of_turn_id(player):
     ids, mask = teach(player, f"hello{END}", more, f"bye{END}")
     got = play_one(player, env)
     assert env.texts == ["hello", "bye"]
-    assert got.full_input_ids == ids
+    assert got.token_ids.tolist() == ids
     assert got.loss_mask.tolist() == mask
 
 
@@ -237,7 +237,7 @@ def test_a_turn_without_observation_goes_on_where_it_stopped(player):
     got = play_one(player, search_env())
     assert [turn.text for turn in got.turns] == ["oh</search>", "so <answer>Paris</answer>"]
     assert [turn.observation for turn in got.turns] == [None, None]
-    assert got.full_input_ids == ids
+    assert got.token_ids.tolist() == ids
     assert got.loss_mask.tolist() == mask
     assert player.engine.counts.prefilled_resume == before
 
@@ -303,12 +303,12 @@ def test_the_response_budget_counts_sampled_tokens_only(player):
     # The last token completes the answer and spends the budget: the stop counts.
     whole = play_one(player, search_env(), limits=with_limits(max_response_tokens=num_sampled))
     assert whole.outcome == Outcome.ANSWERED
-    assert whole.full_input_ids == ids
+    assert whole.token_ids.tolist() == ids
 
     short = play_one(player, search_env(), limits=with_limits(max_response_tokens=num_sampled - 1))
     assert short.outcome == Outcome.OUT_OF_BUDGET
     assert short.num_sampled == num_sampled - 1
-    assert short.full_input_ids == ids[:-1]
+    assert short.token_ids.tolist() == ids[:-1]
     assert [turn.text for turn in short.turns] == [FIRST, "<answer>Paris</answer"]
     assert short.reward_parts["answer"] > 0  # scored like any other: the partial answer is right
 
@@ -321,7 +321,7 @@ def test_a_search_with_the_last_token_of_the_budget_is_not_read(player):
     assert [(turn.text, turn.tool_call, turn.observation) for turn in got.turns] == [
         (FIRST, "the tower", None)
     ]
-    assert got.full_input_ids == ids[: mask.index(True) + num_first]
+    assert got.token_ids.tolist() == ids[: mask.index(True) + num_first]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 7])
@@ -336,7 +336,7 @@ def test_an_observation_is_cut_inside_its_tags(player, limit):
         for part in ("\n\n<information>", FOUND[:limit], "</information>\n\n")
         for token in player.tokenizer.encode(part)
     ]
-    assert got.full_input_ids[start : start + len(wanted)] == wanted
+    assert got.token_ids.tolist()[start : start + len(wanted)] == wanted
     assert not got.loss_mask[start : start + len(wanted)].any()
     assert got.loss_mask[start + len(wanted)]
 
@@ -359,7 +359,7 @@ def test_an_observation_is_cut_to_the_room_that_is_left(player):
     got = play_one(player, search_env(), limits=limits)
     assert got.outcome == Outcome.OUT_OF_BUDGET
     assert [turn.observation for turn in got.turns] == [None]
-    assert got.full_input_ids == ids
+    assert got.token_ids.tolist() == ids
 
 
 def test_a_prompt_that_is_too_long_is_refused_by_name(player):
@@ -402,7 +402,7 @@ def test_a_search_error_ends_the_episode_without_a_reward(player):
     assert scored == []
     assert got.turns[0].error == "the server is gone"
     assert got.turns[0].tool_call == "the tower"
-    assert got.full_input_ids == ids
+    assert got.token_ids.tolist() == ids
 
 
 def test_search_results_cannot_forge_tokens_or_tags(player):

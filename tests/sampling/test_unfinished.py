@@ -89,7 +89,7 @@ def test_what_goes_on_is_what_would_have_been_sampled(player, schedule):
         groups, count = by_steps(player, env, schedule, unfinished=unfinished)
         assert count > 1
         for a, b in zip(members(groups), whole, strict=True):
-            assert a.full_input_ids == b.full_input_ids
+            assert a.token_ids.tolist() == b.token_ids.tolist()
             assert [turn.text for turn in a.turns] == [turn.text for turn in b.turns]
             assert a.outcome == b.outcome
             np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=5e-5, rtol=0)
@@ -141,8 +141,8 @@ def test_an_evaluation_between_two_steps_leaves_them_alone_and_a_return_forgets_
     for group in whole:
         if group.task_id in found:
             got = found[group.task_id].trajectories
-            ids = [t.full_input_ids for t in group.trajectories]
-            assert [t.full_input_ids for t in got] == ids
+            ids = [t.token_ids.tolist() for t in group.trajectories]
+            assert [t.token_ids.tolist() for t in got] == ids
     # Behind a checkpoint the stage has another number: nothing is taken up, and nothing stays.
     back = rollout(DRAWS, sampling(0, 3, stage=5))
     assert sum(group is None for group in back) == 3

@@ -365,7 +365,7 @@ def test_a_method_without_states_has_none():
     assert Controllers.init(method_with()) == Controllers()
     assert Controllers().metrics() == {}
     assert Controllers().is_late
-    assert Controllers().level is None
+    assert Controllers().entropy_threshold is None
     assert Controllers().bucket("q0") == "hard"
 
 
@@ -464,7 +464,7 @@ def test_of_tasks_only_their_count_is_a_metric():
 def test_what_is_read_of_the_states():
     assert not MOVED.is_late
     assert dataclasses.replace(MOVED, gate=StageGate(is_late=True)).is_late
-    assert MOVED.level == 0.1 + 0.2
+    assert MOVED.entropy_threshold == 0.1 + 0.2
     assert [MOVED.bucket(task) for task in ("q0", "q1", "new")] == ["easy", "hard", "hard"]
 
 
@@ -496,7 +496,7 @@ def test_windows_and_the_first_threshold_by_hand():
     ]
     method = ares_method()
     controllers, windows = moved(first(method), group, method)
-    assert controllers.level == pytest.approx(PERCENTILE, abs=1e-6)
+    assert controllers.entropy_threshold == pytest.approx(PERCENTILE, abs=1e-6)
     one, low, high = windows
     np.testing.assert_allclose(one.values, [0, 0, *WINDOWS, 0, 0, 0, 0], atol=1e-6)
     np.testing.assert_array_equal(one.valid, [False] * 2 + [True] * 6 + [False] * 4)
@@ -513,9 +513,9 @@ def test_the_threshold_moves_before_it_is_used():
     method = ares_method()
     controllers = dataclasses.replace(first(method), threshold=EntropyThreshold(0.9))
     controllers, [window] = moved(controllers, [thinking(ENTROPIES)], method)
-    assert controllers.level == pytest.approx(0.99 * 0.9 + 0.01 * PERCENTILE, abs=1e-7)
+    assert controllers.entropy_threshold == pytest.approx(0.99 * 0.9 + 0.01 * PERCENTILE, abs=1e-7)
     assert window.count == 3
-    excess = sum(value - controllers.level for value in WINDOWS[:3])
+    excess = sum(value - controllers.entropy_threshold for value in WINDOWS[:3])
     assert window.excess == pytest.approx(excess, abs=1e-5)
 
 
@@ -525,7 +525,9 @@ def test_windows_pass_over_what_a_tool_wrote():
     places = np.flatnonzero(window.valid) - 2
     np.testing.assert_array_equal(places, [0, 1, 2, 3])
     np.testing.assert_allclose(window.values[places + 2], [0.825, 0.775, 0.6, 0.15], atol=1e-6)
-    assert controllers.level == pytest.approx(np.percentile([0.825, 0.775, 0.6, 0.15], 95))
+    assert controllers.entropy_threshold == pytest.approx(
+        np.percentile([0.825, 0.775, 0.6, 0.15], 95)
+    )
 
 
 def test_settings_of_the_threshold_are_the_configuration_s():
@@ -538,7 +540,7 @@ def test_settings_of_the_threshold_are_the_configuration_s():
     controllers = dataclasses.replace(first(method), threshold=EntropyThreshold(1.0))
     # Windows of two: 0.6, 1.5, 1.75, 1.0, 0.3, 0.05, 0.15, 0.25; their median is 0.45.
     controllers, [window] = moved(controllers, [thinking(ENTROPIES)], method)
-    assert controllers.level == pytest.approx(0.725, abs=1e-6)
+    assert controllers.entropy_threshold == pytest.approx(0.725, abs=1e-6)
     assert window.count == 3
 
 
@@ -546,7 +548,7 @@ def test_too_short_for_a_window_is_left_out_of_the_threshold():
     method = ares_method()
     group = [thinking([9.0] * 4), thinking(ENTROPIES, sample_index=1)]
     controllers, [short, _] = moved(first(method), group, method)
-    assert controllers.level == pytest.approx(PERCENTILE, abs=1e-6)
+    assert controllers.entropy_threshold == pytest.approx(PERCENTILE, abs=1e-6)
     assert short.count == short.excess == 0
     assert np.isnan(short.percentile)
 
@@ -555,7 +557,7 @@ def test_without_any_window_nothing_is_known():
     method = ares_method(**{"kl.coef": 0.1, "kl.second_chance": True})
     group = [thinking([9.0] * 4, right=True), thinking([1.0], sample_index=1)]
     controllers, windows = moved(first(method), group, method)
-    assert controllers.level is None
+    assert controllers.entropy_threshold is None
     assert [w.count for w in windows] == [0, 0]
     # Difficulties are known all the same; targets are not, and rewards stay what they were.
     assert controllers.buckets.buckets == {"t0": "medium"}

@@ -257,8 +257,8 @@ def _make_model(config: ConfigDict, log: Callable[[str], None]) -> tuple[Model, 
     if architecture.tower is not None:
         raise ValueError(
             f"config.model.path={config.model.path!r} is a model that reads images "
-            f"({type(architecture).__name__}), which records of trajectories do not hold; expected "
-            "a model of text."
+            f"({type(architecture).__name__}), of which records of trajectories hold the names "
+            "alone; expected a model of text."
         )
     if config.model.router.replay:
         raise ValueError(

@@ -35,6 +35,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.around import Around
 from jaxrl.models.hf_weights import Progress
 from jaxrl.models.parts import Declared, divide, join, only
+from jaxrl.runtime.sharding import param_shardings
 from jaxrl.types import Params
 
 ALL_LINEAR = "all-linear"
@@ -112,7 +113,7 @@ class Adapter(Around):
 
     def check(self) -> None:
         """Refuses an adapter in `path` that is not the one that is configured."""
-        from jaxrl.extras.lora import files
+        from jaxrl.extras.lora import files  # late: it imports this module
 
         if self.path:
             files.check_adapter(self.path, self)
@@ -124,12 +125,13 @@ class Adapter(Around):
         return files.load_base(folder, mesh, self, progress)
 
     def begin(self, mesh: Mesh, seed: int) -> Params:
-        """A new adapter, or that of `path`."""
+        """The adapter of `path`, or a new one, which changes nothing yet; one of its seed."""
         from jaxrl.extras.lora import files
 
         if self.path:
             return files.load_adapter(self.path, self, mesh)
-        return files.new_adapter(self, mesh, seed)
+        layouts = param_shardings(mesh, self.parts()[0])
+        return jax.jit(self.init, out_shardings=layouts)(jax.random.key(seed))
 
     def export(self, params: Params, parent: Path, source: str | Path) -> None:
         """Writes the adapter as PEFT has it, in `adapter`, and the merged model, in `export`."""

@@ -104,12 +104,6 @@ def _put(array: np.ndarray, layout: Sharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, layout, array.__getitem__)
 
 
-def new_adapter(adapter: Adapter, mesh: Mesh, seed: int) -> Params:
-    """An adapter that changes nothing yet, on the mesh; of a seed it is the same on any."""
-    layouts = sharding.param_shardings(mesh, adapter.parts()[0])
-    return jax.jit(adapter.init, out_shardings=layouts)(jax.random.key(seed))
-
-
 def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
     """The adapter of a folder that was checked, on the mesh."""
     stored = {tensor.name: tensor for tensor in open_file(Path(path) / TENSORS_FILE)}

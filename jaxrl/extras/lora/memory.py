@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.extras.lora.adapter import QUANTISED, TRAINED, Adapter
-from jaxrl.models.policy import no_tables
+from jaxrl.models.policy import entries_with_layers
 from jaxrl.runtime.plan.weights import PolicyWeights, cast_leaves, leaves, num_values
 from jaxrl.runtime.sharding import param_shardings
 
@@ -18,7 +18,7 @@ def policy_weights(adapter: Adapter, mesh: Any, dtype: np.dtype) -> PolicyWeight
     """The weights of a policy with an adapter, on one device."""
     own, others = adapter.parts()
     trained = num_values(own.abstract_params(), param_shardings(mesh, own))
-    base, inside = leaves(others, mesh), no_tables(adapter)
+    base, inside = leaves(others, mesh), entries_with_layers(adapter)
     floats = {
         path: (size, kind)
         for path, (size, kind) in base.items()

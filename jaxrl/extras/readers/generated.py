@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.readers.base import Reader, Record, present
+from jaxrl.readers.base import Reader, Record, one_line, present
 
 
 def reasoning_gym(
@@ -33,10 +33,9 @@ def reasoning_gym(
     try:
         made = gym.create_dataset(source, seed=seed, size=size, **settings)
     except (ValueError, TypeError, AssertionError) as error:
-        text = " ".join(str(error).split())[:300].rstrip(".")
         raise ValueError(
             f"{config_key} is {source!r} of reasoning-gym, with seed={seed}, size={size} and "
-            f"{settings!r}: {text or type(error).__name__}."
+            f"{settings!r}: {one_line(error) or type(error).__name__}."
         ) from error
     return _Generated(made, source)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.readers.base import Reader, Record, present
+from jaxrl.readers.base import Reader, Record, one_line, present
 
 
 def hugging_face(
@@ -38,8 +38,7 @@ def hugging_face(
     try:
         found = datasets.load_from_disk(str(folder))
     except Exception as error:  # Arrow's, its own and others, as the damage has it
-        text = " ".join(str(error).split())[:200].rstrip(".")
-        raise ValueError(f"{folder} cannot be read: {text}.") from error
+        raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
     name = str(folder)
     if isinstance(found, datasets.DatasetDict):
         if split not in found:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrl.readers.base import Held, Reader, Record, open_files, present
+from jaxrl.readers.base import Held, Reader, Record, one_line, open_files, present
 
 HELD_BYTES = 2**25
 """Bytes of decoded row groups that are held; the last one read is, however large."""
@@ -43,7 +43,7 @@ class _Parquet(Reader):
         try:
             self._file = pq.ParquetFile(self._held.file)
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path} cannot be read as Parquet: {_line(error)}.") from error
+            raise ValueError(f"{path} cannot be read as Parquet: {one_line(error)}.") from error
         meta = self._file.metadata
         self._ends = np.cumsum([meta.row_group(i).num_rows for i in range(meta.num_row_groups)])
         self._names = [name for name in self._file.schema_arrow.names if name not in dropped]
@@ -74,7 +74,7 @@ class _Parquet(Reader):
             table = self._file.read_row_group(group, columns=self._names)
         except (pa.ArrowException, OSError) as error:
             place = f"{self._held.path}, row group {group + 1}"
-            raise ValueError(f"{place} cannot be read: {_line(error)}.") from error
+            raise ValueError(f"{place} cannot be read: {one_line(error)}.") from error
         self._groups[group] = table
         while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > HELD_BYTES:
             self._groups.popitem(last=False)
@@ -82,7 +82,3 @@ class _Parquet(Reader):
 
     def place(self, index: int) -> str:
         return f"{self._held.path}:{index + 1}"
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200].rstrip(".")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.json_text import parse_json, read_object
-from jaxrl.readers.base import Reader, Record, present
+from jaxrl.readers.base import Reader, Record, one_line, present
 
 
 def tfds(source: str, split: str, config_key: str) -> Reader:
@@ -19,7 +19,7 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
     Args:
         source: the folder of one version of the data set.
         split: a split, or a part of one, as `train[:90%]`.
-        config_key: the configuration config_key that named the folder, for errors.
+        config_key: that names the folder, for errors.
 
     Raises:
         ValueError: the folder is no data set, of another format, damaged, without the split, or
@@ -47,7 +47,7 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
     try:
         builder = tensorflow_datasets.builder_from_directory(folder)
     except Exception as error:  # protobuf's, TFDS's own and others, as the damage has it
-        raise ValueError(f"{folder} cannot be read: {_one_line(error)}.") from error
+        raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
     # TFDS would decode it by itself, in any format that Pillow knows, of any size.
     if decoded := list(_decoded(builder.info.features, tensorflow_datasets.features)):
         raise ValueError(
@@ -59,9 +59,9 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
         examples: Any = () if is_empty else builder.as_data_source(split)
     except (KeyError, ValueError) as error:
         name = config_key.removesuffix(".source") + ".split"
-        raise ValueError(f"{name} is {split!r}, of {folder}: {_one_line(error)}") from error
+        raise ValueError(f"{name} is {split!r}, of {folder}: {one_line(error)}") from error
     except RuntimeError as error:
-        raise ValueError(f"{folder} cannot be read: {_one_line(error)}.") from error
+        raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
     if is_empty:
         raise ValueError(
             f"{folder} holds no example in {split!r}; {config_key} must name at least one."
@@ -94,7 +94,7 @@ class _Examples(Reader):
         try:
             found = self._examples.__getitems__(list(indices))
         except RuntimeError as error:
-            raise ValueError(f"{self._folder} cannot be read: {_one_line(error)}.") from error
+            raise ValueError(f"{self._folder} cannot be read: {one_line(error)}.") from error
         records = []
         for example, index in zip(found, indices, strict=True):
             place = self.place(index)
@@ -113,7 +113,3 @@ class _Examples(Reader):
 
     def place(self, index: int) -> str:
         return f"{self._folder} [{self._split}]:{index + 1}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")

@@ -155,10 +155,6 @@ class Filter:
         return np.flatnonzero(kept)
 
 
-CORRECT = {"right": 1, "wrong": 0, "unscored": -1}
-"""Values of the column `correct`, by name."""
-
-
 def index_file(path: Path, step: int, code: Callable[[str, str], int]) -> Block:
     """Streams a file of trajectories.
 

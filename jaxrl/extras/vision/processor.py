@@ -22,7 +22,7 @@ import numpy as np
 from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.envs.opening import TURNED, opened, orientation, reading, upright
 from jaxrl.envs.quiet import quiet_transformers
-from jaxrl.types import Group, Trajectory
+from jaxrl.types import Group
 
 FILE = "preprocessor_config.json"
 
@@ -152,12 +152,15 @@ class Processor:
             ValueError: a file holds another image than it did.
         """
         return [
-            dataclasses.replace(group, trajectories=tuple(map(self._restored, group.trajectories)))
+            dataclasses.replace(
+                group,
+                trajectories=tuple(
+                    dataclasses.replace(one, attachments=tuple(map(self, one.pictures)))
+                    for one in group.trajectories
+                ),
+            )
             for group in groups
         ]
-
-    def _restored(self, trajectory: Trajectory) -> Trajectory:
-        return dataclasses.replace(trajectory, attachments=tuple(map(self, trajectory.pictures)))
 
 
 class BlankProcessor(Processor):
@@ -168,7 +171,7 @@ class BlankProcessor(Processor):
     def __init__(self, processor: Processor):
         """Takes the settings of `processor`."""
         self._seen = processor
-        self.unit = processor.unit
+        self.unit, self.patch_values = processor.unit, processor.patch_values
 
     def num_tokens(self, picture: Picture) -> int:
         """See `Processor`."""

@@ -7,7 +7,6 @@ parameter tree has `patch`, stacked `blocks` and a `merger`; a file each (`visio
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -175,19 +174,19 @@ class VisionTower(Tower):
             )
         return h * w // self.unit
 
-    def image_runs(self, token_ids: np.ndarray, images: Sequence[Image]) -> list[np.ndarray]:
+    def runs(self, token_ids: np.ndarray, attachments: Sequence[Image]) -> list[np.ndarray]:
         """Finds the places of each image's tokens.
 
         Raises:
             ValueError: as many tokens as the images take are not there.
         """
         found = np.flatnonzero(np.asarray(token_ids) == self.token_id)
-        counts = [self.num_tokens(image) for image in images]
+        counts = [self.num_tokens(image) for image in attachments]
         if sum(counts) != len(found):
             raise ValueError(
                 f"a prompt or an observation has {len(found)} image tokens (id {self.token_id}); "
                 f"expected {sum(counts)} for its {len(counts)} images with grids "
-                f"{[image.grid for image in images]}."
+                f"{[image.grid for image in attachments]}."
             )
         runs = np.split(found, np.cumsum(counts)[:-1]) if counts else []
         if any(run[-1] - run[0] >= len(run) for run in runs):
@@ -197,8 +196,8 @@ class VisionTower(Tower):
             )
         return runs
 
-    def rotary_positions(
-        self, token_ids: np.ndarray, images: Sequence[Image], *, start: int = 0
+    def positions(
+        self, token_ids: np.ndarray, attachments: Sequence[Image], *, start: int = 0
     ) -> np.ndarray:
         """M-RoPE, section 2.1 of the source.
 
@@ -207,7 +206,7 @@ class VisionTower(Tower):
         """
         out = np.zeros((3, len(token_ids)), np.int32)
         behind, position = 0, start
-        for run, image in zip(self.image_runs(token_ids, images), images, strict=True):
+        for run, image in zip(self.runs(token_ids, attachments), attachments, strict=True):
             first, count = int(run[0]), len(run)
             out[:, behind:first] = np.arange(position, position + first - behind)
             position += first - behind
@@ -217,13 +216,7 @@ class VisionTower(Tower):
             position += max(h, w)
             behind = first + count
         out[:, behind:] = np.arange(position, position + len(token_ids) - behind)
-        return out
-
-    def positions(
-        self, token_ids: np.ndarray, attachments: Sequence[Image], *, start: int = 0
-    ) -> np.ndarray:
-        """`rotary_positions` by token."""
-        return self.rotary_positions(token_ids, attachments, start=start).T
+        return out.T
 
     # On the device.
 
@@ -279,7 +272,8 @@ class VisionTower(Tower):
             linears: names of layers with a bias, their inputs and outputs; a layer each of a stack.
             stacks: layers of the entries that are stacked.
         """
-        shapes = {**arrays, "patch/filter": self._filter}
+        filter_shape = (self.width, self.channels, self.temporal_patch, self.patch, self.patch)
+        shapes = {**arrays, "patch/filter": filter_shape}
         for name, inputs, outputs in linears:
             entry = name.split("/")[0]
             stack = (stacks[entry],) if entry in stacks else ()
@@ -288,10 +282,6 @@ class VisionTower(Tower):
         leaves = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in self.names}
         return unflatten_dict(leaves, sep="/")
 
-    @property
-    def _filter(self) -> tuple[int, ...]:
-        return (self.width, self.channels, self.temporal_patch, self.patch, self.patch)
-
     @abstractmethod
     def abstract_params(self) -> Params:
         """The parameters as `jax.ShapeDtypeStruct`s."""
@@ -299,11 +289,6 @@ class VisionTower(Tower):
     @abstractmethod
     def logical_axes(self) -> dict[str, Any]:
         """Inner widths over `tensor` where heads need not be apart, widths over `fsdp`."""
-
-    @property
-    def num_params(self) -> int:
-        """All numbers of the tower."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_params()))
 
 
 def refuse(problems: dict[str, bool], source: str) -> None:

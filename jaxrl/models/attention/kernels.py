@@ -48,8 +48,8 @@ class Kernels:
     ) -> Attend:
         """Attention of packed rows, over their tokens one after another; see `find_reads`.
 
-        With pieces each row is in so many, and of those that a device has the first ones of its
-        rows come first.
+        With pieces, each row is cut into `num_pieces`; a device holds the first pieces of all its
+        rows, then the second ones, and so on.
         """
         reads = find_reads(segment_ids, positions)
         R, T = segment_ids.shape

@@ -40,7 +40,7 @@ from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
 from jaxrl.models.beside import TokenArray
 from jaxrl.models.output import block_tokens, chunks_of
 from jaxrl.models.parts import Declared
-from jaxrl.models.policy import no_tables
+from jaxrl.models.policy import entries_with_layers
 from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16
 from jaxrl.runtime.plan.host import host_memory
 from jaxrl.runtime.plan.weights import PolicyWeights, num_values
@@ -1101,7 +1101,7 @@ class _Counts:
             )
         ]
         total, whole = num_values(params, train), num_values(params, decode)
-        inside = [name for name in params if name in no_tables(model)]
+        inside = [name for name in params if name in entries_with_layers(model)]
         return cls(
             params=total,
             tables=total - sum(num_values(params[name], train[name]) for name in inside),

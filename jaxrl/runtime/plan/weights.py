@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from jaxrl.method import frozen_of, policy_of
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.parts import Declared
-from jaxrl.models.policy import no_tables
+from jaxrl.models.policy import entries_with_layers
 from jaxrl.runtime.sharding import param_shardings
 
 
@@ -75,7 +75,9 @@ def _entries(
         trained=trained,
         base_bytes=4 * others,
         cast_bytes=sum(cast.values()),
-        cast_tables=sum(size for path, size in cast.items() if path[0] not in no_tables(model)),
+        cast_tables=sum(
+            size for path, size in cast.items() if path[0] not in entries_with_layers(model)
+        ),
     )
 
 

@@ -16,7 +16,6 @@ from jaxrl.extras.lora.files import (
     check_adapter,
     load_adapter,
     load_base,
-    new_adapter,
     save_adapter,
     save_merged,
 )
@@ -156,7 +155,7 @@ def test_an_int8_base_is_near_the_model_and_rounds_by_at_most_half_a_step():
 
 def test_a_new_adapter_changes_nothing_and_is_one_of_its_seed():
     adapter, _, base = loaded("lora_all_linear")
-    one, same, other = (new_adapter(adapter, MESH, seed) for seed in (1, 1, 2))
+    one, same, other = (adapter.begin(MESH, seed) for seed in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, one, same)
     a, b = (one["blocks"]["mlp"]["down"][name] for name in ("lora_a", "lora_b"))
     assert (a.shape, b.shape) == ((2, 72, 4), (2, 4, 40))
@@ -278,7 +277,7 @@ def test_an_adapter_names_no_layer_that_it_does_not_have(source, shared, tmp_pat
     """PEFT takes each module whose name ends as one of `target_modules`."""
     model = read_model(GOLDEN / source)
     adapter = Adapter(model=model, rank=2, alpha=4.0, targets=find_targets(model, ["all-linear"]))
-    save_adapter(new_adapter(adapter, MESH, seed=0), adapter, tmp_path, source=GOLDEN / source)
+    save_adapter(adapter.begin(MESH, seed=0), adapter, tmp_path, source=GOLDEN / source)
     check_adapter(tmp_path, adapter)
     named = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
     name, count = shared

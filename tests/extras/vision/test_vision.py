@@ -48,21 +48,21 @@ def test_positions_by_hand():
     config = golden()[0]
     image = Image(patches=np.zeros((16, config.tower.patch_values), np.float32), grid=(1, 4, 4))
     ids = np.array([1, 2, 3, *[config.tower.token_id] * 4, 4, 5])
-    found = config.tower.rotary_positions(ids, [image])
+    found = config.tower.positions(ids, [image]).T
     assert found.tolist() == [
         [0, 1, 2, 3, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 3, 4, 4, 5, 6],
         [0, 1, 2, 3, 4, 3, 4, 5, 6],
     ]
-    again = config.tower.rotary_positions(ids[3:], [image], start=3)
+    again = config.tower.positions(ids[3:], [image], start=3).T
     assert (again == found[:, 3:]).all()
-    assert config.tower.rotary_positions(ids[:3], []).tolist() == [[0, 1, 2]] * 3
+    assert config.tower.positions(ids[:3], []).T.tolist() == [[0, 1, 2]] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_positions_are_those_of_the_reference(name):
     config, _, wanted, images = golden(name)
-    found = config.tower.rotary_positions(wanted["token_ids"][0], images)
+    found = config.tower.positions(wanted["token_ids"][0], images).T
     np.testing.assert_array_equal(found, wanted["positions"][:, 0])
 
 
@@ -313,14 +313,14 @@ def test_images_that_do_not_fit_their_tokens(num_ids, images, why):
     config = golden()[0]
     ids = np.array([1, *[config.tower.token_id] * num_ids, 2])
     with pytest.raises(ValueError, match=why):
-        config.tower.rotary_positions(ids, images)
+        config.tower.positions(ids, images)
 
 
 def test_an_image_in_two_places_is_refused():
     config = golden()[0]
     ids = np.array([90, 90, 1, 90, 90])
     with pytest.raises(ValueError, match=r"not side by side; expected runs of \[4\]"):
-        config.tower.rotary_positions(ids, [image((1, 4, 4))])
+        config.tower.positions(ids, [image((1, 4, 4))])
 
 
 def test_equal_images_are_told_from_others():
