@@ -309,6 +309,10 @@ def _backward_keys_kernel(
 _attend.defvjp(_forward, _backward)
 
 
+MAX_ROWS = 128
+"""Rows of queries of a program that goes over pages: sums of more would not stay in registers."""
+
+
 def attend_pages(
     q: Float[Array, "B Q N H"],
     keys: Float[Array, "P K page H"],
@@ -320,27 +324,28 @@ def attend_pages(
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
     """Computes `reference.attend_pages`, reading no page beyond a block's highest limit.
 
-    A program has a block's queries of one key head, padded to as many rows as the chip multiplies
-    at least, and goes over the pages of the block's table one by one. Heads whose size is no power
-    of two are multiplied in parts that are; a copy of the pages, padded, would cost more.
+    A program has a block's queries of one key head, or `MAX_ROWS` of them, padded to as many rows
+    as the chip multiplies at least, and goes over the pages of the block's table one by one. Heads
+    whose size is no power of two are multiplied in parts that are; a copy of the pages, padded,
+    would cost more.
     """
     B, Q, N, H = q.shape
     P, K, page, _ = keys.shape
     merged, below = by_key_head(q, limits, K, pl.next_power_of_2(max(Q * N // K, 16)))
-    R = merged.shape[2]
-    pages = pl.BlockSpec((P, None, page, H), lambda b, k: (0, k, 0, 0))
-    queries = pl.BlockSpec((None, None, R, H), lambda b, k: (b, k, 0, 0))
+    rows = min(merged.shape[2], MAX_ROWS)
+    pages = pl.BlockSpec((P, None, page, H), lambda b, k, i: (0, k, 0, 0))
+    queries = pl.BlockSpec((None, None, rows, H), lambda b, k, i: (b, k, i, 0))
     out, lse = pl.pallas_call(
         partial(_pages_kernel, scale=H**-0.5 * math.log2(math.e)),
-        grid=(B, K),
+        grid=(B, K, merged.shape[2] // rows),
         in_specs=[
             queries,
             pages,
             pages,
-            pl.BlockSpec((None, tables.shape[1]), lambda b, k: (b, 0)),
-            pl.BlockSpec((None, R), lambda b, k: (b, 0)),
+            pl.BlockSpec((None, tables.shape[1]), lambda b, k, i: (b, 0)),
+            pl.BlockSpec((None, rows), lambda b, k, i: (b, i)),
         ],
-        out_specs=[queries, pl.BlockSpec((None, None, R), lambda b, k: (b, k, 0))],
+        out_specs=[queries, pl.BlockSpec((None, None, rows), lambda b, k, i: (b, k, i))],
         out_shape=[
             jax.ShapeDtypeStruct(merged.shape, jnp.float32),
             jax.ShapeDtypeStruct(merged.shape[:3], jnp.float32),
