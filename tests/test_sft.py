@@ -1,5 +1,6 @@
 import json
 import re
+from collections import Counter
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,11 +36,12 @@ class Replay:
     """An engine whose policy writes given turns, in chunks of three tokens."""
 
     most_pages, num_pages, device = 0, 1, None
-    is_stalled = overlaps = False
+    is_stalled = overlaps = is_busy = False
+    wait_cause = "tasks"
 
     def __init__(self, turns):
         self._turns = [list(turn) for turn in turns]
-        self.counts = Counts()
+        self.counts, self.waits = Counts(), Counter()
         self.clear()
 
     @property
