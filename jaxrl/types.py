@@ -30,16 +30,6 @@ class Draw:
     attempt: int = 0  # tries before this one to sample the same draw
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenStep:
-    """One sampled token."""
-
-    token_id: int
-    token_text: str
-    log_prob: float  # nats
-    position: int  # in the trajectory's ids, observations counted
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Divergence:
     """Divergence of the policy before the update from the reference, along one trajectory."""
