@@ -280,13 +280,13 @@ def reading_rows(bandwidth: float, flops: float) -> list[list[str]]:
     return rows
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Prints both tables."""
     parser = argparse.ArgumentParser(description="Steps and bytes of attention kernels.")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes/s, for reading")
     parser.add_argument("--flops", type=float, default=790e12, help="operations/s, for reading")
     parser.add_argument("--tpu_bandwidth", type=float, default=1.6e12, help="bytes/s, for decoding")
-    flags = parser.parse_args()
+    flags = parser.parse_args(argv)
     print(
         table(
             ["load", "model", "live pages", "rows x longest", "steps", "pages fetched over live",
