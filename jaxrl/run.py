@@ -395,7 +395,8 @@ def start_params(session: Session) -> Params:
             display.log(f"{one.operation}: {one.kernel} passes its check: {one.finding}")
         else:
             display.log(
-                f"warning: {one.operation}: {one.kernel} gives way to the next kernel: {one.finding}"
+                f"warning: {one.operation}: {one.kernel} gives way to the next kernel: "
+                f"{one.finding}"
             )
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
