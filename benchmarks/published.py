@@ -158,7 +158,8 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 def compilers() -> dict[str, str]:
     """Environment of a process that compiles for devices that are not there."""
-    found = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu"}
+    # The last line of a failure is then its error, not JAX's note on what it left out of the rest.
+    found = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
     if folder := os.environ.get("CUDA_PLUGIN_DIR"):
         own = Path(folder) / "nvidia" / "cuda_nvcc"
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={own}"
@@ -374,7 +375,7 @@ def report(results: Mapping[str, Any]) -> str:
                 rows.append(row_of(case, mesh, program, sizes, planned, step))
             if not one["programs"]:
                 last = one["said_last"].strip().splitlines() or [""]
-                rows.append([name, mesh, one["part"], one["ending"], last[-1][:120], *[""] * 7])
+                rows.append([name, mesh, one["part"], one["ending"], last[-1][:200], *[""] * 7])
         seconds = {part: step.calls[part] * step.floor(part, device)[0] for part in PROGRAMS}
         whole = sum(seconds.values())
         steps.append(
