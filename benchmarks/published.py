@@ -158,7 +158,8 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 def compilers() -> dict[str, str]:
     """Environment of a process that compiles for devices that are not there."""
-    found = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu"}
+    # The last line of a failure is then its error, not JAX's note on what it left out of the rest.
+    found = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
     if folder := os.environ.get("CUDA_PLUGIN_DIR"):
         own = Path(folder) / "nvidia" / "cuda_nvcc"
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={own}"
@@ -277,8 +278,7 @@ class Step:
         kernels, _ = decide(config.model.attention, target.platform, model.head_dim)
         shards = num_batch_shards(mesh) if SHARES_PROMPTS[kernels] else 0
         shape = batch_shape(config, "train", shards, own["context"], model)
-        length = rollout.max_total_tokens
-        chunk = most_chunk_tokens(config, target.platform)
+        length, chunk = rollout.max_total_tokens, most_chunk_tokens(config, target.platform)
         tokens = shape.micro_rows * shape.row_tokens / num_pieces(mesh)
         sampling = target.num_devices // own["tensor"]
         rows = rollout.num_rows // sampling
@@ -375,7 +375,7 @@ def report(results: Mapping[str, Any]) -> str:
                 rows.append(row_of(case, mesh, program, sizes, planned, step))
             if not one["programs"]:
                 last = one["said_last"].strip().splitlines() or [""]
-                rows.append([name, mesh, one["part"], one["ending"], last[-1][:120], *[""] * 7])
+                rows.append([name, mesh, one["part"], one["ending"], last[-1][:200], *[""] * 7])
         seconds = {part: step.calls[part] * step.floor(part, device)[0] for part in PROGRAMS}
         whole = sum(seconds.values())
         steps.append(

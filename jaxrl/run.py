@@ -391,8 +391,13 @@ def start_params(session: Session) -> Params:
     if shown := session.components.model.config.shown_kernels:
         display.log(shown)
     for one in verdicts_of(session.components):
-        way = "passes its check" if one.is_sound else "warning: gives way to the next kernel"
-        display.log(f"{one.operation}: {one.kernel} {way}: {one.finding}")
+        if one.is_sound:
+            display.log(f"{one.operation}: {one.kernel} passes its check: {one.finding}")
+        else:
+            display.log(
+                f"warning: {one.operation}: {one.kernel} gives way to the next kernel: "
+                f"{one.finding}"
+            )
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
     model = session.components.model

@@ -57,11 +57,12 @@ def test_a_run_goes_on_with_the_kernels_that_pass(tiny_world, tmp_path, monkeypa
         assert one == pytest.approx(plain, abs=1e-5)
 
     assert "attention: triton, in the sampler xla, where mosaic failed its check" in said
-    warnings = [line for line in said if "warning: gives way to the next kernel" in line]
-    assert [line.split(" warning")[0] for line in warnings] == [
-        "attention of the update: mosaic",
-        "attention of the sampler, decoding: mosaic",
-        "attention of the sampler, decoding: triton",
+    # A line that begins with `warning:` goes to standard error.
+    warnings = [line for line in said if "gives way to the next kernel" in line]
+    assert [line.split(" gives way")[0] for line in warnings] == [
+        "warning: attention of the update: mosaic",
+        "warning: attention of the sampler, decoding: mosaic",
+        "warning: attention of the sampler, decoding: triton",
     ]
     [start] = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert [one["is_sound"] for one in start["kernels"]] == [False, True, False, False]

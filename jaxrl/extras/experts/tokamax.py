@@ -49,7 +49,7 @@ def grouped_product(
     if rows.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
             f"experts got rows of {rows.dtype}, but tokamax's kernels multiply bfloat16 or "
-            "float16; set config.model.dtype to 'bfloat16', or config.model.experts to 'xla'."
+            "float16; set config.model.dtype to 'bfloat16'."
         )
     (A, D), F = rows.shape, weights.shape[2]
     rows = jnp.pad(rows, ((0, -A % ROWS), (0, -D % WIDTH)))
@@ -110,8 +110,8 @@ def _kernels() -> Any:
         import tokamax
     except ImportError as error:
         raise ImportError(
-            "experts by tokamax were asked for, but it is not installed; with Python 3.12 or "
-            "later run `pip install 'jaxrl[cuda]'`, or set config.model.experts to 'xla'."
+            "experts by tokamax need tokamax, which is not installed; with Python 3.12 or later "
+            "run `pip install 'jaxrl[cuda]'`."
         ) from error
     if tokamax.__version_info__ != VERSION:
         wanted = ".".join(map(str, VERSION))

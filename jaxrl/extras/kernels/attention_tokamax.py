@@ -59,7 +59,7 @@ def train(
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
             f"attention got queries of {q.dtype}, but tokamax's kernels multiply bfloat16 or "
-            "float16; set config.model.dtype to 'bfloat16', or config.model.attention to 'xla'."
+            "float16; set config.model.dtype to 'bfloat16'."
         )
     Q, H = q.shape[1], q.shape[3]
     q, k, v, reads = in_blocks(q, k, v, reads, BLOCK)
@@ -201,8 +201,8 @@ def _tokamax(module: str) -> Any:
         import tokamax
     except ImportError as error:
         raise ImportError(
-            "attention by tokamax was asked for, but it is not installed; with Python 3.12 or "
-            "later run `pip install 'jaxrl[cuda]'`, or set config.model.attention to 'xla'."
+            "attention by tokamax needs tokamax, which is not installed; with Python 3.12 or "
+            "later run `pip install 'jaxrl[cuda]'`."
         ) from error
     if tokamax.__version_info__ != VERSION:
         wanted = ".".join(map(str, VERSION))

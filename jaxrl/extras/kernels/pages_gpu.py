@@ -89,7 +89,7 @@ def _check(dtype: Any, head_dim: int, page: int) -> None:
         return
     raise ValueError(
         f"The Mosaic GPU kernel over pages was given {problem}. "
-        "Set config.model.dtype to 'bfloat16' or config.model.attention to 'xla'."
+        "Set config.model.dtype to 'bfloat16'."
     )
 
 
