@@ -369,7 +369,9 @@ def measured(work: Work, times: Times) -> Measured:
     times.put_into(rollout, device)
     with contextlib.suppress(Interrupted):
         play(rollout, work, calibration.STEP, should_stop=lambda: rollout.is_enough)
-    return rollout.measured()
+    found = rollout.measured()
+    assert found is not None
+    return found
 
 
 def chosen_for(work: Work, times: Times) -> Work:

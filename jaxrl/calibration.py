@@ -126,6 +126,7 @@ class Measuring(Rollout):
         """Arguments as of `Rollout`."""
         super().__init__(*arguments)
         self.calls_s: list[float] = []
+        self.begun: dict[Future[Any], float] = {}  # calls under way, or given up
         self.turns: list[int] = []  # tokens of each
         self.marks: list[tuple[int, float, float]] = []  # chunks, time and processor time
         self.samples: list[Sample] = []
@@ -133,23 +134,30 @@ class Measuring(Rollout):
     @property
     def is_enough(self) -> bool:
         """True once there is enough to choose by, or it took too long."""
-        count = self._engine.counts.chunks - (self.marks[0][0] if self.marks else 0)
+        # The engine counts all chunks it ever decoded, in an evaluation before say.
+        count = self._engine.counts.chunks - self.marks[0][0] if self.marks else 0
         has_all = min(len(self.turns), len(self.calls_s) * NUM_TURNS) >= NUM_TURNS
         return count >= (MIN_CHUNKS if has_all else MAX_CHUNKS)
 
-    def measured(self) -> Measured:
-        """What was seen so far."""
-        steps = np.diff(np.array(self.marks or [(0, 0.0, 0.0)] * 2), axis=0)
+    def measured(self) -> Measured | None:
+        """What was seen so far; None without two chunks."""
+        steps = np.diff(np.array(self.marks or [(0, 0.0, 0.0)]), axis=0)
         steps = steps[steps[:, 0] == 1]  # in which a chunk was dispatched
-        chunk_s, host_s = np.median(steps[:, 1:], axis=0) if len(steps) else (1.0, 0.0)
+        if not len(steps):
+            return None
+        chunk_s, host_s = np.median(steps[:, 1:], axis=0)
+        # A call that has no reply takes at least as long as it has been under way.
+        now = self.now()
+        under_way = [now - begun for begun in list(self.begun.values())]
+        calls_s = [*self.calls_s, *under_way]
         return Measured(
-            call_s=float(np.quantile(self.calls_s, 0.95)) if self.calls_s else 0.0,
+            call_s=float(np.quantile(calls_s, 0.95)) if calls_s else 0.0,
             chunk_s=float(chunk_s),
             host_s=float(host_s),
             # Where no turn ended in all these chunks, turns are longer than they.
             turn_tokens=float(np.median(self.turns or [MAX_CHUNKS])),
             chunk_tokens=self._engine.sampler.num_steps,
-            num_calls=len(self.calls_s),
+            num_calls=len(calls_s),
         )
 
     def _play(self, groups: Sequence[Sequence[Sample]], *rest: Any) -> None:
@@ -162,8 +170,10 @@ class Measuring(Rollout):
         return call
 
     def _time(self, replies: Future[Any]) -> None:
-        begun = self.now()
-        replies.add_done_callback(lambda _: self.calls_s.append(self.now() - begun))
+        self.begun[replies] = self.now()
+        replies.add_done_callback(
+            lambda ended: self.calls_s.append(self.now() - self.begun.pop(ended))
+        )
 
     def _append(
         self, samples: dict[int, Sample], events: Sequence[Event], version: int
@@ -208,7 +218,7 @@ class Calibration:
         progress, log = session.progress, session.display.log
         if self._chosen is None:
             path = session.workdir / FILE
-            found, saved = read(path), Chosen(**progress.schedule)
+            found, saved = read(path, self.longest), Chosen(**progress.schedule)
             record: dict[str, Any] = {}
             if found is None and saved != Chosen():
                 log(f"warning: {path} is missing; the checkpoint has it as {_shown(saved)}")
@@ -231,8 +241,8 @@ class Calibration:
             self.schedule.lag_chunks = own.observation_lag_chunks
         progress.schedule = dataclasses.asdict(self._chosen)
 
-    def _measure(self, session: Session, params: Params) -> tuple[Chosen, dict[str, Any]]:
-        """Plays the first tasks, and chooses by all processes' measurements."""
+    def _measure(self, session: Session, params: Params) -> tuple[Chosen | None, dict[str, Any]]:
+        """Plays the first tasks, and chooses by all processes' measurements; None without any."""
         session.compile_sampler()
         session.display.activity("measuring what a call of the environment and a chunk take")
         components, rollout = session.components, self.make()
@@ -262,14 +272,25 @@ class Calibration:
         self.engine.release()
         played = [trajectory_of(sample, {}) for sample in rollout.samples]
         ledger = Ledger.of(played, session.settings.ledger.prices)
-        own = (dataclasses.asdict(rollout.measured()), session.should_stop(), outage)
-        every, stops, outages = zip(*distributed.gather(own), strict=True)
+        found = rollout.measured()
+        own = (found and dataclasses.asdict(found), session.should_stop(), outage, ledger.to_json())
+        every, stops, outages, spent = zip(*distributed.gather(own), strict=True)
+        # Of all processes, which decide alike whether the run has spent what it may.
+        for one in map(Ledger.from_json, spent):
+            session.progress.ledger += one
+        if any(outages) or any(stops):
+            session.progress.num_broken_off += 1
         if any(outages):
             raise OutageError(next(filter(None, outages)))
         if any(stops):
             raise Interrupted("the run was asked to stop")
-        session.progress.ledger += ledger
-        measured = slowest([Measured(**one) for one in every])
+        if not any(every):
+            session.display.log(
+                "warning: no schedule could be measured, as hardly anything was sampled; this "
+                "start has the defaults, and the next one measures"
+            )
+            return None, {}
+        measured = slowest([Measured(**one) for one in every if one])
         chosen = choose(measured, self.given, longest=self.longest)
         session.display.log(
             f"schedule: a call of the environment takes {measured.call_s:.3f} s (95th percentile "
@@ -305,11 +326,11 @@ def _shown(chosen: Chosen) -> str:
     return ", ".join(f"config.rollout.{name}={value}" for name, value in values)
 
 
-def read(path: Path) -> Chosen | None:
+def read(path: Path, longest: int) -> Chosen | None:
     """Reads what was chosen, in all processes what the first one finds; None without a file.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: it holds something else, or chunks longer than `longest`.
     """
     found: Any = None
     error = ""
@@ -318,6 +339,8 @@ def read(path: Path) -> Chosen | None:
             found = {name: parse_json(path.read_bytes(), str(path))[name] for name in _NAMES}
             if not all(type(value) is int and value > 0 for value in found.values()):
                 raise ValueError(f"{found}; expected whole numbers above 0")
+            if found["chunk_tokens"] > longest:
+                raise ValueError(f"{found}; expected chunks of at most {longest} tokens")
         except (OSError, ValueError, KeyError, TypeError) as failure:
             error = str(failure) or type(failure).__name__
     found, error = distributed.from_main((found, error))

@@ -1,9 +1,12 @@
 """The schedule of a run, chosen once: by hand, by a clock of its own, and in runs."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,14 +17,15 @@ from benchmarks.schedule import Times, Work, chosen_for, idle_shares
 from jaxrl import calibration, run
 from jaxrl.calibration import Chosen, Measured, choose, slowest, telling
 from jaxrl.components import assemble, settings_of
-from jaxrl.envs.base import Observation, StepResult
+from jaxrl.envs.base import Observation, OutageError, StepResult, Task
 from jaxrl.logs.display import Display
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling.protocol import WAITS
 from jaxrl.sampling.rollout import Schedule
+from jaxrl.session import Progress
 from tests.helpers import tiny_params
 from tests.runs import killed, lasting, records, run_settings, saved_progress
-from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
+from tests.toys import ROOMY, SMALL, Player, ScriptedEnv, script, toy_tokenizer
 
 OPEN = Chosen()
 SEARCH = Measured(
@@ -154,7 +158,7 @@ def test_a_schedule_is_chosen_once_and_a_run_goes_on_by_it(tiny_world, tmp_path,
     said, parts = play(config, third)
     assert any("schedule.json is missing; the checkpoint has it as" in line for line in said)
     assert scheduled(parts) == other
-    assert calibration.read(third / "schedule.json") == Chosen(**other)
+    assert calibration.read(third / "schedule.json", longest=112) == Chosen(**other)
     assert lasting(third) == lasting(again)
 
     # One that says something else is followed, and told.
@@ -186,17 +190,36 @@ def test_on_a_cpu_and_where_all_is_given_nothing_is_measured(tiny_world):
     )
 
 
-@pytest.mark.usefixtures("quick_compilation")
-def test_what_a_rollout_takes_is_measured(monkeypatch):
+STOPS = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
+
+
+@pytest.fixture(scope="module")
+def player():
+    return Player(SMALL, toy_tokenizer(), STOPS, num_rows=8, chunk_tokens=2)
+
+
+@pytest.fixture
+def quick_to_measure(monkeypatch, quick_compilation):
     monkeypatch.setattr(calibration, "MIN_CHUNKS", 4)
     monkeypatch.setattr(calibration, "NUM_TURNS", 6)
-    stops = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
-    player = Player(SMALL, toy_tokenizer(), stops, num_rows=8, chunk_tokens=2)
-    note = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
-    env = ScriptedEnv(stops, script(note))
+
+
+def env_of(before):
+    """Observations without end, of calls that begin with this."""
+    env = ScriptedEnv(STOPS, script(NOTE))
     step = env.step
-    env.step = lambda episodes, texts: time.sleep(0.1) or step(episodes, texts)
+    env.step = lambda episodes, texts: before() or step(episodes, texts)
+    return env
+
+
+NOTE = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
+
+
+@pytest.mark.usefixtures("quick_to_measure")
+def test_what_a_rollout_takes_is_measured(player, monkeypatch):
+    env = env_of(lambda: time.sleep(0.1))
     player.engine.set_weights(tiny_params(SMALL, seed=11))
+    player.engine.counts.chunks += calibration.MAX_CHUNKS  # of an evaluation before
     made = []
 
     def measuring(*arguments):
@@ -221,6 +244,84 @@ def test_what_a_rollout_takes_is_measured(monkeypatch):
     assert 0 < found.host_s < found.chunk_s
     played = [calibration.trajectory_of(one, {}) for one in rollout.samples]
     assert sum(one.num_sampled for one in played) >= sum(rollout.turns)
+
+
+class Session:
+    """As much of a run as a calibration looks at."""
+
+    def __init__(self, player, env, tasks, workdir, **ways):
+        self.said, self.workdir, self.progress = [], workdir, Progress()
+        method = SimpleNamespace(group_size=4, tasks_per_step=2, temperature=1.0, top_p=1.0)
+        model = SimpleNamespace(whole=lambda params: params)
+        self.components = SimpleNamespace(
+            method=method, tasks=tasks, num_steps={"train": 2}, model=model
+        )
+        self.settings = SimpleNamespace(seed=0, ledger=SimpleNamespace(prices={}))
+        self.display = SimpleNamespace(log=self.said.append, activity=lambda text: None)
+        self.compile_sampler, self.should_stop = lambda: None, lambda: False
+        ways = Schedule(deterministic=False, **ways)
+        around = player.engine, env, player.tokenizer, player.automaton, ROOMY, ways
+        self.calibrate = calibration.Calibration(
+            engine=player.engine,
+            schedule=Schedule(),
+            given=OPEN,
+            make=lambda: calibration.Measuring(*around),
+            longest=ROOMY.max_total_tokens,
+        )
+
+
+TASKS = [Task(id=str(number), question="where?", answers=("here",)) for number in range(2)]
+
+
+@pytest.fixture
+def calibrated(player, tmp_path):
+    """What a calibration leaves in a run's folder, and the run."""
+
+    def play(before, tasks=TASKS, error=None, **ways):
+        session = Session(player, env_of(before), tasks, tmp_path, **ways)
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            session.calibrate(session, tiny_params(SMALL, seed=11), "train")
+        path = tmp_path / calibration.FILE
+        return session, json.loads(path.read_text())["measured"] if path.exists() else None
+
+    yield play
+    player.engine.set_chunk(2)
+
+
+@pytest.mark.usefixtures("quick_to_measure")
+def test_a_call_that_was_given_up_took_as_long(calibrated):
+    over = threading.Event()
+    _, measured = calibrated(over.wait, deadline_s=0.2)
+    over.set()
+    assert measured["num_calls"] >= 1
+    assert measured["call_s"] >= 0.2
+
+
+@pytest.mark.usefixtures("quick_to_measure")
+def test_what_was_measured_before_an_outage_is_in_the_ledger(calibrated):
+    def before():
+        raise OutageError("nobody answers")
+
+    session, measured = calibrated(before, error=OutageError)
+    assert measured is None
+    assert session.progress.ledger.sampled_tokens > 0
+    assert session.progress.num_broken_off == 1
+
+
+@pytest.mark.usefixtures("quick_to_measure")
+def test_where_nothing_was_sampled_nothing_is_kept(calibrated):
+    session, measured = calibrated(lambda: None, tasks=[])
+    assert measured is None
+    assert session.progress.schedule == {}
+    assert ["no schedule could be measured" in line for line in session.said] == [True]
+
+
+def test_a_file_of_longer_chunks_than_a_trajectory_is_refused(tmp_path):
+    path = tmp_path / calibration.FILE
+    path.write_text('{"chunk_tokens": 65, "observation_lag_chunks": 2}')
+    with pytest.raises(ValueError, match="expected chunks of at most 64 tokens"):
+        calibration.read(path, longest=64)
+    assert calibration.read(path, longest=65) == Chosen(chunk_tokens=65, observation_lag_chunks=2)
 
 
 class Accelerator:

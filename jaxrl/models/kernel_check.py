@@ -152,6 +152,8 @@ def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool
     least = LEAST_ERROR[jnp.dtype(trial.dtype).itemsize]
     errors = []
     for name, got, exact, usual in zip(trial.names, found, trial.exact, trial.usual, strict=True):
+        if got.shape != exact.shape:
+            return False, f"{name}: of shape {got.shape}, where XLA's is {exact.shape}"
         if not np.isfinite(got).all():
             return False, f"{name}: {np.sum(~np.isfinite(got))} of {got.size} are not finite"
         (error, worst), (rounding, worst_rounding) = _errors(got, exact), _errors(usual, exact)

@@ -101,6 +101,19 @@ def test_the_kernels_of_accelerators_pass_in_the_interpreter(dtype):
         assert found.name == name, found.verdicts
 
 
+def test_a_kernel_whose_outputs_have_another_shape_gives_way():
+    def flat(*arguments):
+        out, lse = XLA.attend_pages(*arguments)
+        return out.reshape(*out.shape[:2], -1), lse
+
+    made, reference = trial("attend_pages", jnp.float32)
+    found = first_sound(lambda _: [made], {"flat": lambda: flat}, reference)
+    assert found.name == "xla"
+    assert found.verdicts[0].finding == (
+        "outputs: of shape (8, 16, 256), where XLA's is (8, 16, 8, 32)"
+    )
+
+
 def test_products_of_either_loop_pass():
     made, reference = trial("product", jnp.bfloat16)
     assert first_sound(lambda _: [made], {"loop": lambda: grouped_product}, reference)
