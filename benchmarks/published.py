@@ -38,6 +38,7 @@ from ml_collections import ConfigDict
 
 from benchmarks import common, floors, memory
 from benchmarks.claims_report import table
+from jaxrl.environment import most_chunk_tokens
 from jaxrl.method import batch_shape
 from jaxrl.models.attention.choice import decide
 from jaxrl.models.attention.kernels import SHARES_PROMPTS
@@ -276,7 +277,7 @@ class Step:
         kernels, _ = decide(config.model.attention, target.platform, model.head_dim)
         shards = num_batch_shards(mesh) if SHARES_PROMPTS[kernels] else 0
         shape = batch_shape(config, "train", shards, own["context"], model)
-        length, chunk = rollout.max_total_tokens, rollout.chunk_tokens
+        length, chunk = rollout.max_total_tokens, most_chunk_tokens(config, target.platform)
         tokens = shape.micro_rows * shape.row_tokens / num_pieces(mesh)
         sampling = target.num_devices // own["tensor"]
         rows = rollout.num_rows // sampling
