@@ -114,6 +114,29 @@ def test_a_kernel_whose_outputs_have_another_shape_gives_way():
     )
 
 
+# Factors of outputs, and what is added to the log-sum-exp, by how many keys a query reads.
+FEW = {
+    "outputs behind the first page": lambda limits: (jnp.where(limits > 16, 1.01, 1), 0),
+    "the weight of a single key": lambda limits: (1, jnp.where(limits == 1, 1.0, 0)),
+    "weights up to a page": lambda limits: (1, jnp.where(limits <= 16, 0.02, 0)),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_what_is_wrong_with_some_queries_alone_is_found(name):
+    def attend(*arguments):
+        out, lse = XLA.attend_pages(*arguments)
+        factor, added = FEW[name](arguments[-1][:, :, None])
+        return out * jnp.asarray(factor)[..., None], lse + added
+
+    for num_queries in (1, 16):
+        made = trials.of_pages(
+            8, 2, 32, jnp.bfloat16, DEVICE, page_tokens=16, num_queries=num_queries
+        )
+        found = first_sound(lambda _, one=made: [one], {"bad": lambda: attend}, XLA.attend_pages)
+        assert [one.is_sound for one in found.verdicts] == [False], found.verdicts
+
+
 def test_products_of_either_loop_pass():
     made, reference = trial("product", jnp.bfloat16)
     assert first_sound(lambda _: [made], {"loop": lambda: grouped_product}, reference)

@@ -31,4 +31,5 @@ def last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
     of_next = (jnp.take_along_axis(x, following, axis=1) for x in (shared_starts, shared_ends))
     next_start, next_end = of_next
     is_shared = (ends < T) & (next_start == starts) & (places < next_end)
-    return jnp.where(is_shared, next_after((starts == places) & (shared_starts >= T)), ends)
+    # Where nothing is shared, the end is 0 in padded and in moved rows too.
+    return jnp.where(is_shared, next_after((starts == places) & (shared_ends == 0)), ends)

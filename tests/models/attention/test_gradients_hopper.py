@@ -10,15 +10,23 @@ import pytest
 
 from jaxrl.extras.kernels import gradients_hopper as hopper
 from jaxrl.models.attention.kernels import find_reads
+from jaxrl.models.attention.reference import in_blocks
 from tests.models.attention.brute import random_rows
 
 BLOCK, TILE = hopper.BLOCK, hopper.TILE
 
 
-def packed(rng, num_tokens, shares_prompts):
+def packed(rng, num_queries, num_tokens, shares_prompts):
+    """Rows padded to whole tiles: what each token reads, for kernels and by pairs, and how."""
     segment_ids, positions, reads = random_rows(rng, 2, num_tokens, shares_prompts=shares_prompts)
-    np.einsum("rtt->rt", reads)[segment_ids == 0] = True  # padding reads itself
-    return find_reads(jnp.asarray(segment_ids), jnp.asarray(positions)), reads
+    given = find_reads(jnp.asarray(segment_ids), jnp.asarray(positions))
+    x = jnp.zeros((2, num_tokens, 1, 1))
+    q, k, _, given = in_blocks(x[:, -num_queries:], x, x, given, TILE)
+    behind = q.shape[1] - num_queries
+    before = k.shape[1] - num_tokens - behind
+    reads = np.pad(reads, ((0, 0), *[(before, behind)] * 2))
+    np.einsum("rtt->rt", reads)[~reads.any(axis=2)] = True  # padding reads itself
+    return given, reads[:, -q.shape[1] :], settings(q.shape[1], k.shape[1])
 
 
 def settings(num_queries, num_tokens):
@@ -33,7 +41,7 @@ def by_block(reads, rows, columns):
     return blocks.any(axis=(2, 4)), blocks.all(axis=(2, 4))
 
 
-SIZES = [(512, 512), (256, 640), (128, 128)]
+SIZES = [(512, 512), (256, 640), (128, 128), (300, 300), (140, 300)]
 
 
 @pytest.mark.parametrize("shares_prompts", [True, False])
@@ -42,8 +50,8 @@ def test_queries_go_once_over_each_key_block_that_they_read(
     num_queries, num_tokens, shares_prompts
 ):
     for seed in range(5):
-        given, reads = packed(np.random.default_rng(seed), num_tokens, shares_prompts)
-        how, reads = settings(num_queries, num_tokens), reads[:, -num_queries:]
+        rng = np.random.default_rng(seed)
+        given, reads, how = packed(rng, num_queries, num_tokens, shares_prompts)
         blocks, whole = (np.asarray(x) for x in hopper._blocks_of_keys(given, how))
         is_any, _ = by_block(reads, TILE, BLOCK)
         _, is_all = by_block(reads, BLOCK, BLOCK)
@@ -66,14 +74,14 @@ def test_queries_go_once_over_each_key_block_that_they_read(
 @pytest.mark.parametrize(("num_queries", "num_tokens"), SIZES)
 def test_keys_go_over_all_query_blocks_that_read_them(num_queries, num_tokens, shares_prompts):
     for seed in range(5):
-        given, reads = packed(np.random.default_rng(seed), num_tokens, shares_prompts)
-        how, reads = settings(num_queries, num_tokens), reads[:, -num_queries:]
+        rng = np.random.default_rng(seed)
+        given, reads, how = packed(rng, num_queries, num_tokens, shares_prompts)
         blocks, whole = (np.asarray(x) for x in hopper._blocks_of_queries(given, how))
         is_any, is_all = by_block(reads, BLOCK, BLOCK)
         for row, tile in np.ndindex(blocks.shape[:2]):
             first, count = blocks[row, tile]
             assert count > 0
-            assert first + count <= num_queries // BLOCK
+            assert first + count <= how.num_queries // BLOCK
             for key_block in range(tile * TILE // BLOCK, (tile + 1) * TILE // BLOCK):
                 readers = {*np.flatnonzero(is_any[row, :, key_block])}
                 assert readers <= {*range(first, first + count)}
