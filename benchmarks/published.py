@@ -19,9 +19,7 @@ XLA for GPUs then chooses tiles and algorithms without trying them, as a run wit
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -33,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 from jax.experimental import topologies
@@ -197,35 +196,28 @@ USED = re.compile(r"Used (\d+(?:\.\d+)?)G of \d+(?:\.\d+)?G hbm")
 
 def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
     """Compiles the programs of a part: bytes of one device, and seconds, by program."""
-    target = case.target
     config, model = case.made(num_layers)
+    devices = devices_of(case, part)
     found: dict[str, Any] = {}
-    programs = memory.programs_of(config, model, target, devices_of(case, part), part)
-    for name, (lower, beside) in programs.items():
-        started = time.perf_counter()
-        with cross_compiling():
+    # tokamax chooses how to lower a kernel by JAX's default device, which is this machine's.
+    with mock.patch("jax.extend.backend.get_default_device", return_value=devices[0]):
+        programs = memory.programs_of(config, model, case.target, devices, part)
+        for name, (lower, beside) in programs.items():
+            started = time.perf_counter()
             lowered = lower()
-        seconds = time.perf_counter() - started
-        found[name] = {"beside": beside, "lower_s": seconds}
-        started = time.perf_counter()
-        try:
-            sizes = memory.compiled(lowered, target.platform)
-        except jax.errors.JaxRuntimeError as error:
-            found[name]["refused"] = str(error)[:2000]
-            if used := USED.search(str(error)):
-                found[name]["total"] = int(float(used[1]) * GIB)
-        else:
-            found[name] |= dataclasses.asdict(sizes)
-        found[name]["compile_s"] = time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            found[name] = {"beside": beside, "lower_s": seconds}
+            started = time.perf_counter()
+            try:
+                sizes = memory.compiled(lowered, case.target.platform)
+            except jax.errors.JaxRuntimeError as error:
+                found[name]["refused"] = str(error)[:2000]
+                if used := USED.search(str(error)):
+                    found[name]["total"] = int(float(used[1]) * GIB)
+            else:
+                found[name] |= dataclasses.asdict(sizes)
+            found[name]["compile_s"] = time.perf_counter() - started
     return found
-
-
-def cross_compiling() -> contextlib.AbstractContextManager[Any]:
-    """Tells tokamax, where it is installed, that the devices are not there."""
-    if importlib.util.find_spec("tokamax") is None:
-        return contextlib.nullcontext()
-    config: Any = importlib.import_module("tokamax").config
-    return config.cross_compile(True)
 
 
 def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
