@@ -199,8 +199,11 @@ def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
     config, model = case.made(num_layers)
     devices = devices_of(case, part)
     found: dict[str, Any] = {}
-    # tokamax chooses how to lower a kernel by JAX's default device, which is this machine's.
-    with mock.patch("jax.extend.backend.get_default_device", return_value=devices[0]):
+    # Kernels of tokamax and JAX look at the machine's devices for how they are lowered.
+    with (
+        mock.patch("jax.extend.backend.get_default_device", return_value=devices[0]),
+        mock.patch("jax.devices", return_value=devices),
+    ):
         programs = memory.programs_of(config, model, case.target, devices, part)
         for name, (lower, beside) in programs.items():
             started = time.perf_counter()
