@@ -339,7 +339,9 @@ def test_agreement_of_experts_notices_a_row_of_another_group(monkeypatch, tmp_pa
         return products.grouped_product(rows, weights, sizes.at[0].add(1).at[-1].add(-1))
 
     monkeypatch.setattr(choice, "grouped_product", wrong)
+    choice._checked.cache_clear()
     assert agreement.main(flags) == 1
+    choice._checked.cache_clear()
 
 
 def test_operations_of_a_program_by_their_layer_and_pass():

@@ -596,7 +596,7 @@ class TestEpisodes:
         assert turn.images == (picture, picture)
         assert [i.num_patches for i in sample.attachments] == [24, 24, 24]
         assert sample.token_ids.count(looking_tokenizer().image_id) == 18
-        assert len(sample.loss_mask) == len(sample.token_ids)
+        assert sample.turn_starts[-1] == len(sample.token_ids)
 
     def test_images_of_results_stand_in_the_templates_turn(self, processor, tmp_path):
         picture = Picture(data=encoded(drawn(seed=5)))

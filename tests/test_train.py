@@ -104,7 +104,9 @@ def test_what_an_interrupted_collection_has_cost_is_counted():
     changes = {"rollout.tasks_per_step": 2, "rollout.group_size": 2, "filter.name": "varied"}
     config, progress = settings(**changes, **{"ledger.prices": {"search": 0.5}}), Progress()
     parts = types.SimpleNamespace(
-        method=method_of(config), rollout=rollout, engine=types.SimpleNamespace(counts=Counts())
+        method=method_of(config),
+        rollout=rollout,
+        engine=types.SimpleNamespace(counts=Counts(), waits={}),
     )
     session = types.SimpleNamespace(
         settings=settings_of(config),
