@@ -858,7 +858,7 @@ class Rollout(EpisodePlayer):
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:
             check_stop(should_stop)
-            if sampling.unfinished and sum(map(_is_open, groups)) <= sampling.unfinished:
+            if sum(map(_is_open, groups)) <= sampling.unfinished:
                 return
             ended = [sample.episode.outcome is not None for sample in samples.values()]
             progress(sum(ended), len(ended))
