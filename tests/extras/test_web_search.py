@@ -221,7 +221,7 @@ def test_a_key_that_is_missing_is_named(provider, monkeypatch):
     monkeypatch.setenv(variable, " ")
     with pytest.raises(ValueError, match=f"the environment variable {variable}, which config"):
         WebSearch(provider)
-    monkeypatch.setenv("OTHER_KEY", "other")
+    monkeypatch.setenv("OTHER_KEY", "another-0123")
     WebSearch(provider, key_env="OTHER_KEY")
     monkeypatch.setenv("OTHER_KEY", "schlüssel")
     with pytest.raises(ValueError, match=r"OTHER_KEY, .* holds characters") as raised:
