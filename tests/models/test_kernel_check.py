@@ -102,15 +102,15 @@ def test_the_kernels_of_accelerators_pass_in_the_interpreter(dtype):
 
 
 def test_a_kernel_whose_outputs_have_another_shape_gives_way():
-    def flat(*arguments):
+    def short(*arguments):
         out, lse = XLA.attend_pages(*arguments)
-        return out.reshape(*out.shape[:2], -1), lse
+        return out[..., :1], lse
 
     made, reference = trial("attend_pages", jnp.float32)
-    found = first_sound(lambda _: [made], {"flat": lambda: flat}, reference)
+    found = first_sound(lambda _: [made], {"short": lambda: short}, reference)
     assert found.name == "xla"
     assert found.verdicts[0].finding == (
-        "outputs: of shape (8, 16, 256), where XLA's is (8, 16, 8, 32)"
+        "outputs: of shape (8, 16, 8, 1), where XLA's is (8, 16, 8, 32)"
     )
 
 
