@@ -165,7 +165,7 @@ class Part:
 
     @property
     def weights(self) -> Weights:
-        """Of the whole model."""
+        """Weights of the whole model."""
         return Weights.of(self.model)
 
     @property
@@ -200,7 +200,7 @@ class Part:
         return added([of_all, of_experts])
 
     def tokens_sent(self, tokens: float, *, sums: float = 2, back: bool = False) -> Stage:
-        """What devices send each other of `tokens` on a device.
+        """Stage in which devices send each other what `tokens` on a device take.
 
         Along `tensor` results are added up: of attention and of the MLP in each layer, of the table
         of ids, and backwards, in float32, of the output layer. Along `expert` a layer's tokens are

@@ -29,7 +29,7 @@ NUM_ROWS = 256
 
 
 class Model(NamedTuple):
-    """What of a model the cost of attention depends on; its weights are bfloat16."""
+    """Sizes of a model on which the cost of attention depends; its weights are bfloat16."""
 
     num_layers: int
     num_heads: int
@@ -86,7 +86,7 @@ LOADS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
 
 
 class Cost(NamedTuple):
-    """Of one layer."""
+    """Parameters of one layer."""
 
     steps: int  # of the grid
     fetched: int  # bytes of pages
@@ -184,7 +184,7 @@ Read = tuple[int, int]
 
 
 def searches(rng: np.random.Generator) -> list[Read]:
-    """What rows read between two chunks: 32 observations of 30 to 500 tokens, and two prompts."""
+    """Tokens that rows read between two chunks: 32 observations of 30 to 500, and two prompts."""
     observations = zip(rng.integers(300, 4000, 32), rng.integers(30, 501, 32), strict=True)
     return [*((int(past), int(count)) for past, count in observations), *prompts(rng)[:2]]
 

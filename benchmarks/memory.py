@@ -307,7 +307,7 @@ class Compiled:
 
     @property
     def temporaries(self) -> int:
-        """What is there beside the arguments."""
+        """Bytes beside the arguments."""
         return self.total - self.arguments
 
 

@@ -154,7 +154,7 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-"""What XLA's compiler asks of a GPU, in the text form of its `GpuTargetConfigProto`."""
+"""Description of a GPU for XLA's compiler, the text form of its `GpuTargetConfigProto`."""
 
 
 def compilers() -> dict[str, str]:
@@ -191,7 +191,7 @@ def devices_of(case: Case, part: str) -> list[Any]:
 
 
 USED = re.compile(r"Used (\d+(?:\.\d+)?)G of \d+(?:\.\d+)?G hbm")
-"""Where a TPU's compiler says how much it would need, in GiB."""
+"""Finds how much a TPU's compiler says that it would need, in GiB."""
 
 
 def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class Step:
 
 
 PROGRAMS = ("update", "optimizer", "score", "weights", "reading", "decode")
-"""What a step runs; `weights` hands them to the sampler."""
+"""Programs of a step; `weights` hands them to the sampler."""
 
 
 def _gib(size: float | None) -> str:

@@ -363,7 +363,7 @@ class Times:
 
 
 def measured(work: Work, times: Times) -> Measured:
-    """What the calibration of a run sees, which plays by the default chunks."""
+    """Times that the calibration of a run sees, which plays by the default chunks."""
     work = dataclasses.replace(work, chunk_tokens=16, lag_chunks=0)
     rollout, device = make(work, step_s=times.step_s, kind=MeasuringByTheClock)
     times.put_into(rollout, device)

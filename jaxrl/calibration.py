@@ -140,7 +140,7 @@ class Measuring(Rollout):
         return count >= (MIN_CHUNKS if has_all else MAX_CHUNKS)
 
     def measured(self) -> Measured | None:
-        """What was seen so far; None without two chunks."""
+        """Times seen so far; None without two chunks."""
         steps = np.diff(np.array(self.marks or [(0, 0.0, 0.0)]), axis=0)
         steps = steps[steps[:, 0] == 1]  # in which a chunk was dispatched
         if not len(steps):

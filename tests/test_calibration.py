@@ -275,7 +275,7 @@ TASKS = [Task(id=str(number), question="where?", answers=("here",)) for number i
 
 @pytest.fixture
 def calibrated(player, tmp_path):
-    """What a calibration leaves in a run's folder, and the run."""
+    """Files that a calibration leaves in a run's folder, and the run."""
 
     def play(before, tasks=TASKS, error=None, **ways):
         session = Session(player, env_of(before), tasks, tmp_path, **ways)

@@ -21,7 +21,7 @@ BROKEN = "tests.models.attention.broken"
 
 @pytest.fixture
 def broken_kernels(monkeypatch):
-    """Of a CPU: in the update the first is wrong by a hundredth; in the sampler both fail."""
+    """Kernels of a CPU: in the update the first is a hundredth off; in the sampler both fail."""
     of_update = {"mosaic": f"{BROKEN}:train_off_by_a_hundredth",
                  "triton": f"{BROKEN}:train_nothing_is_wrong"}  # fmt: skip
     of_sampler = {"mosaic": f"{BROKEN}:attend_pages_one_is_not_a_number",

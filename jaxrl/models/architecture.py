@@ -72,7 +72,7 @@ class Fused:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found about a kernel before it was used.
+    """Finding about a kernel before it was used.
 
     Attributes:
         operation: that it computes.
@@ -163,7 +163,7 @@ class Architecture(ABC):
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """What was found about the kernels of `on_mesh` before they were used."""
+        """Findings about the kernels of `on_mesh` before they were used."""
         return ()
 
     @property

@@ -65,13 +65,13 @@ class Trial:
 
     @functools.cached_property
     def exact(self) -> list[np.ndarray]:
-        """What XLA computes in float32."""
+        """Results of XLA in float32."""
         with jax.default_matmul_precision("highest"):
             return self.results(self.reference, widens=True)
 
     @functools.cached_property
     def usual(self) -> list[np.ndarray]:
-        """What XLA computes in the run's dtype, whose rounding any kernel may have."""
+        """Results of XLA in the run's dtype, whose rounding any kernel may have."""
         return self.results(self.reference)
 
 

@@ -100,7 +100,7 @@ def environment(components: Components) -> dict[str, Any]:
 
 
 def verdicts_of(components: Components) -> tuple[Verdict, ...]:
-    """What was found about kernels before the run: those of attention, then the architecture's."""
+    """Findings about kernels before the run: those of attention, then the architecture's."""
     if components.external:
         return ()
     return *components.model.attention.verdicts, *components.model.config.verdicts

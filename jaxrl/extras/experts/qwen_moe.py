@@ -231,7 +231,7 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """What was found about the experts' kernels."""
+        """Findings about the experts' kernels."""
         return self.experts.verdicts
 
     @property

@@ -133,7 +133,7 @@ def attend_pages(
 
 
 class Steps(NamedTuple):
-    """What a step knows of its pages, from before the first one."""
+    """Pages of each step, known from before the first one."""
 
     tables: Any  # int32 [B, M]
     num_pages: Any  # int32 [B], live ones of each block

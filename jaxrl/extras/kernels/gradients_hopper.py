@@ -34,7 +34,7 @@ STAGES = 2
 """Blocks on their way to the chip and on it."""
 
 ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
-"""How the threads of a warp group hold a number for each row or column of a product."""
+"""Layouts by which threads of a warp group hold a number a row or column of a product."""
 
 
 load: Any = mosaic.load
@@ -107,7 +107,7 @@ def gradients(
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """What the kernels know before they are compiled."""
+    """Settings of the kernels, known before they are compiled."""
 
     scale: float
     first: int  # place of the first query among the keys, a multiple of `TILE`
@@ -116,7 +116,7 @@ class How:
 
 
 def _transforms(dtype: Any) -> tuple[Any, ...]:
-    """How the matrix units want arrays on the chip: lines of 128 bytes, eight of them a tile."""
+    """Layout on the chip for its matrix units: lines of 128 bytes, eight of them a tile."""
     return (
         mosaic.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
         mosaic.SwizzleTransform(128),

@@ -22,7 +22,7 @@ def off_by_a_hundredth(out):
 
 
 def one_vector_is_another(out):
-    """Of thousands: all of them together are hardly off."""
+    """One of thousands: all of them together are hardly off."""
     return out.at[tuple(size // 3 for size in out.shape[:-1])].multiply(-1)
 
 
@@ -61,7 +61,7 @@ BREAKS = {
     "does_not_compile": "ValueError: Only interpret mode is supported on CPU backend.",
     "runs_out_of_memory": r"RESOURCE_EXHAUSTED: Out of memory",
 }
-"""What is found about each; of kernels without a gradient the fourth has none to be wrong."""
+"""Finding about each; of kernels without a gradient the fourth has none to be wrong."""
 
 
 def train(how):

@@ -1,4 +1,4 @@
-"""What accelerators' kernels fetch follows what rows have, counted from the kernels' own grids."""
+"""Accelerators' kernels fetch what rows have, counted from the kernels' own grids."""
 
 import jax.numpy as jnp
 import numpy as np
