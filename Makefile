@@ -80,8 +80,9 @@ ifeq ($(NEWEST_PYTHON),)
 	@echo "no Python newer than $$($(PYTHON) --version) was found: the newest JAX is not tested"
 else
 	$(MAKE) --no-print-directory PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST) setup
-	$(NEWEST)/bin/python -c 'import tokamax' 2>/dev/null || \
-	  $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check tokamax==0.0.17
+	@$(NEWEST)/bin/python -c 'import tokamax' 2>/dev/null || \
+	  $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check tokamax==0.0.17 || \
+	  echo "tokamax 0.0.17 cannot be installed: tests of its kernels are skipped"
 	$(NEWEST)/bin/python -c 'import flax, jax, sys; print("Python %d.%d, jax" % sys.version_info[:2], jax.__version__, "flax", flax.__version__)'
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch" \
 	  tests/models/attention tests/extras/experts/test_products.py tests/extras/experts/test_gpu.py tests/extras/experts/test_tokamax.py \
