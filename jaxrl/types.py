@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -28,6 +28,16 @@ class Draw:
     task: Task
     stream_index: int
     attempt: int = 0  # tries before this one to sample the same draw
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStep:
+    """One sampled token."""
+
+    token_id: int
+    token_text: str
+    log_prob: float  # nats
+    position: int  # in the trajectory's ids, observations counted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -233,6 +243,34 @@ class Trajectory:
         """The template's opener, and everything after the prompt, observations included."""
         written = "".join(turn.text + (turn.observation or "") for turn in self.turns)
         return self.opener + written
+
+    def token_steps(self, token_text: Callable[[int], str]) -> list[TokenStep]:
+        """Every sampled token by itself.
+
+        The last token of a turn is whole here; `generated_text` ends at the stop string within it.
+
+        Args:
+            token_text: the text of one id.
+        """
+        return [
+            TokenStep(
+                token_id=int(self.token_ids[position]),
+                token_text=token_text(int(self.token_ids[position])),
+                log_prob=float(self.rollout_logprobs[position]),
+                position=position,
+            )
+            for position in self.generated_positions
+        ]
+
+    @property
+    def full_input_ids(self) -> list[int]:
+        """Prompt, sampled and inserted ids, in order, context by context."""
+        return [int(token) for token in self.token_ids]
+
+    @property
+    def generated_positions(self) -> list[int]:
+        """Places of the sampled tokens in `full_input_ids`."""
+        return [int(position) for position in np.flatnonzero(self.loss_mask)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,16 @@ from jaxrl.types import Columns, Group, GroupStats, members, with_fields
 from tests.episodes import FAILED, grouped, make_failure, make_trajectory, strayed, wavering
 
 
+def test_token_steps_are_the_sampled_tokens():
+    trajectory = make_trajectory(length=5)
+    steps = trajectory.token_steps(lambda token: f"<{token}>")
+    assert [step.position for step in steps] == [2, 3, 4] == trajectory.generated_positions
+    ids = trajectory.full_input_ids
+    assert [step.token_id for step in steps] == ids[2:]
+    assert [step.token_text for step in steps] == [f"<{token}>" for token in ids[2:]]
+    assert [step.log_prob for step in steps] == [-1.0] * 3
+
+
 def right(**fields):
     return dataclasses.replace(make_trajectory(**fields), is_correct=True)
 

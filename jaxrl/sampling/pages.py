@@ -60,6 +60,10 @@ class PagePool:
                 del self._num_users[page]
                 heapq.heappush(self._free, page)
 
+    def num_users(self, page: int) -> int:
+        """Rows that share a page; 0: it is free."""
+        return self._num_users.get(page, 0)
+
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
     """Pages that hold so many tokens."""

@@ -46,7 +46,7 @@ def test_a_pool_against_sets(operations):
             pool.give_up(rows.pop(number % len(rows)))
         used = [page for row in rows for page in row]
         assert pool.num_free == 12 - len(set(used)) >= 12 - pool.most_used
-        assert all(pool._num_users.get(page, 0) == used.count(page) for page in range(12))
+        assert all(pool.num_users(page) == used.count(page) for page in range(12))
     for row in rows:
         pool.give_up(row)
     assert pool.num_free == 12
@@ -80,7 +80,7 @@ def check_books(engine):
     kept = [page for prefix in shard.prefixes.values() for page in prefix.kept]
     pool = shard.pool
     for page, of_page in users.items():
-        assert pool._num_users.get(page, 0) == len(of_page) + kept.count(page)
+        assert pool.num_users(page) == len(of_page) + kept.count(page)
         if len(of_page) > 1:
             assert all(is_full for _, is_full in of_page)
             assert len({row.prefix.prompt for row, _ in of_page}) == 1
