@@ -9,6 +9,7 @@ passes is the run's.
 from __future__ import annotations
 
 import functools
+import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,3 +187,31 @@ def _expect_sound_device(trial: Trial, failure: Exception) -> None:
             "to compute anything; start again with config.model.attention and config.model.experts "
             "set to 'xla'."
         ) from error
+
+
+TOKAMAX = "0.0.17"
+"""The version of tokamax whose parts are used: masks, backward kernels and settings are not public.
+
+pyproject.toml names the same.
+"""
+
+
+@functools.cache
+def tokamax_part(module: str) -> Any:
+    """Imports a module of tokamax's operations; the first takes 4 seconds of a processor.
+
+    Raises:
+        ImportError: tokamax is not installed, or in another version.
+    """
+    try:
+        import tokamax
+    except ImportError as error:
+        raise ImportError(
+            "tokamax is not installed; with Python 3.12 or later run `pip install 'jaxrl[cuda]'`."
+        ) from error
+    if tokamax.__version__ != TOKAMAX:
+        raise ImportError(
+            f"tokamax {tokamax.__version__} is installed, but parts of {TOKAMAX} are used that are "
+            f"not public; run `pip install tokamax=={TOKAMAX}`."
+        )
+    return importlib.import_module(f"tokamax._src.ops.{module}")

@@ -6,16 +6,14 @@ times as long as a Triton kernel does, by the timings that tokamax 0.0.17 brings
 
 from __future__ import annotations
 
-import importlib
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-VERSION = (0, 0, 17)
-"""The version of tokamax whose parts are used here; its settings of kernels are not public."""
+from jaxrl.models.kernel_check import tokamax_part
 
 ROWS = 8
 """Rows are padded to multiples, as they are copied to the chip by so many."""
@@ -44,10 +42,10 @@ def grouped_product(
 
     Raises:
         ImportError: tokamax is not installed, or in another version.
-        NotImplementedError: these are not 16-bit floats, which the kernels multiply.
+        ValueError: these are not 16-bit floats, which the kernels multiply.
     """
     if rows.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
+        raise ValueError(
             f"experts got rows of {rows.dtype}, but tokamax's kernels multiply bfloat16 or "
             "float16; set config.model.dtype to 'bfloat16'."
         )
@@ -77,7 +75,9 @@ def _of_rows(
             rows, weights, sizes, numbers, preferred_element_type=jnp.float32
         )
         return found.astype(rows.dtype)
-    multiply = _kernels().PallasMosaicGpuRaggedDot(config=_settings(len(rows) // len(weights)))
+    multiply = tokamax_part("ragged_dot.pallas_mosaic_gpu").PallasMosaicGpuRaggedDot(
+        config=_settings(len(rows) // len(weights))
+    )
     product: jax.Array = multiply(
         rows, weights, group_sizes=sizes, ragged_dot_dimension_numbers=numbers
     )
@@ -89,7 +89,7 @@ def _settings(rows_of_group: int) -> Any:
 
     A program goes over tiles where groups have rows enough to fill some. Few rows have one each.
     """
-    kernels = _kernels()
+    kernels = tokamax_part("ragged_dot.pallas_mosaic_gpu")
     has_tiles = rows_of_group >= 128
     return kernels.Config(
         block_m=128 if has_tiles else 64,
@@ -101,25 +101,6 @@ def _settings(rows_of_group: int) -> Any:
         grid_minor_dim=kernels.common.MatmulDimension.N,
         grid_tile_width=8,
     )
-
-
-@cache
-def _kernels() -> Any:
-    """The module of tokamax's kernels; 4 seconds of a processor the first time."""
-    try:
-        import tokamax
-    except ImportError as error:
-        raise ImportError(
-            "experts by tokamax need tokamax, which is not installed; with Python 3.12 or later "
-            "run `pip install 'jaxrl[cuda]'`."
-        ) from error
-    if tokamax.__version_info__ != VERSION:
-        wanted = ".".join(map(str, VERSION))
-        raise ImportError(
-            f"tokamax {tokamax.__version__} is installed, but experts use parts of {wanted} that "
-            f"are not public; run `pip install tokamax=={wanted}`."
-        )
-    return importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_gpu")
 
 
 def _of_weights(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.attention.reference import in_blocks
-
-VERSION = (0, 0, 17)
-"""The version of tokamax whose parts are used here: masks and backward kernels are not public."""
+from jaxrl.models.kernel_check import tokamax_part
 
 BLOCK = 128
 """Tokens are padded to multiples: a kernel's two warp groups have 64 each, and check no bounds."""
@@ -54,10 +51,10 @@ def train(
 
     Raises:
         ImportError: tokamax is not installed, or in another version.
-        NotImplementedError: these are not 16-bit floats, which the kernels multiply.
+        ValueError: these are not 16-bit floats, which the kernels multiply.
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
+        raise ValueError(
             f"attention got queries of {q.dtype}, but tokamax's kernels multiply bfloat16 or "
             "float16; set config.model.dtype to 'bfloat16'."
         )
@@ -157,7 +154,7 @@ class Tokamax:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys
     ) -> tuple[jax.Array, jax.Array]:
         """As `Dense.forward`."""
-        attention = _tokamax("pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
+        attention = tokamax_part("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         settings = self._settings(q, k, keys)
         config = attention.bind(q, k, v, return_residuals=True, **settings).heuristics_config
         attention = attention.replace(config=config)
@@ -169,7 +166,7 @@ class Tokamax:
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         """As `Dense.backward`, over all blocks before the diagonal, or over all."""
-        attention = _tokamax("pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
+        attention = tokamax_part("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         bound = attention.bind(q, k, v, **self._settings(q, k, keys))
         settings = {key: x for key, x in bound.kwargs.items() if key != "return_residuals"}
         # A softmax whose highest score is the log-sum-exp has a sum of 1.
@@ -181,36 +178,17 @@ class Tokamax:
 
     def is_hopper(self) -> bool:
         """True if the devices are, whose matrix units `gradients_hopper` is written for."""
-        return bool(_tokamax("pallas_mosaic_gpu").gpu_utils.is_sm90())
+        return bool(tokamax_part("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
     def _settings(self, q: jax.Array, k: jax.Array, keys: Keys) -> dict[str, Any]:
         """Scale and mask; one that is causal leaves out blocks behind the diagonal."""
         is_causal = keys.end is None and q.shape[1] == k.shape[1]
-        mask = _tokamax("base").Mask(
+        mask = tokamax_part("attention.base").Mask(
             is_causal=is_causal,
             k_start=keys.start[:, None],
             k_end=None if is_causal else _ends(keys, k.shape[1])[:, None],
         )
         return {"mask": mask, "logits_scale": self.scale}
-
-
-@cache
-def _tokamax(module: str) -> Any:
-    """A module of tokamax's attention; 4 seconds of a processor the first time."""
-    try:
-        import tokamax
-    except ImportError as error:
-        raise ImportError(
-            "attention by tokamax needs tokamax, which is not installed; with Python 3.12 or "
-            "later run `pip install 'jaxrl[cuda]'`."
-        ) from error
-    if tokamax.__version_info__ != VERSION:
-        wanted = ".".join(map(str, VERSION))
-        raise ImportError(
-            f"tokamax {tokamax.__version__} is installed, but attention reads parts of {wanted} "
-            f"that are not public; run `pip install tokamax=={wanted}`."
-        )
-    return importlib.import_module(f"tokamax._src.ops.attention.{module}")
 
 
 def _ranges(q: jax.Array, reads: jax.Array, shares_prompts: bool) -> list[Keys]:

@@ -14,6 +14,7 @@ import pytest
 
 from jaxrl.extras.experts import tokamax as ours
 from jaxrl.extras.experts.products import grouped_product
+from jaxrl.models.kernel_check import tokamax_part
 from tests.extras.experts.brute import brute_force
 from tests.programs import for_gpu, lowered_for_gpu, pretend_hopper
 
@@ -64,12 +65,12 @@ def test_rows_beyond_and_empty_groups_have_no_part(case):
 
 def test_float32_is_refused():
     rows, weights, sizes, _ = operands(*CASES[0])
-    with pytest.raises(NotImplementedError, match=r"float32, but .* set config\.model\.dtype to"):
+    with pytest.raises(ValueError, match=r"float32, but .* set config\.model\.dtype to"):
         ours.grouped_product(rows.astype(jnp.float32), weights, sizes)
 
 
 def test_without_tokamax_the_error_says_what_to_install(monkeypatch):
-    ours._kernels.cache_clear()
+    tokamax_part.cache_clear()
     monkeypatch.setitem(sys.modules, "tokamax", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxrl\[cuda\]'`\.(\n|$)"):
         ours.grouped_product(*operands(*CASES[0])[:3])

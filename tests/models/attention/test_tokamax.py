@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.extras.kernels import attention_tokamax
 from jaxrl.extras.kernels.attention_tokamax import Dense, Keys, Tokamax, train
 from jaxrl.models.attention.kernels import find_reads
+from jaxrl.models.kernel_check import TOKAMAX, tokamax_part
+from tests.helpers import ROOT
 from tests.models.attention.brute import brute_force, random_inputs, random_rows
 from tests.programs import for_gpu, lowered_for_gpu, pretend_hopper
 
@@ -63,12 +64,12 @@ def test_two_ranges_merged_equal_brute_force(shape, num_kv_heads, num_queries, s
 
 def test_float32_is_refused():
     x = jnp.ones((1, 8, 2, 64))
-    with pytest.raises(NotImplementedError, match=r"float32, but .* set config\.model\.dtype to"):
+    with pytest.raises(ValueError, match=r"float32, but .* set config\.model\.dtype to"):
         train(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
 
 
 def test_without_tokamax_the_error_says_what_to_install(monkeypatch):
-    attention_tokamax._tokamax.cache_clear()
+    tokamax_part.cache_clear()
     monkeypatch.setitem(sys.modules, "tokamax", None)
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
     with pytest.raises(ImportError, match=r"pip install 'jaxrl\[cuda\]'`\.(\n|$)"):
@@ -76,13 +77,18 @@ def test_without_tokamax_the_error_says_what_to_install(monkeypatch):
 
 
 def test_another_version_is_refused(monkeypatch):
-    attention_tokamax._tokamax.cache_clear()
-    other = type("tokamax", (), {"__version__": "0.0.18", "__version_info__": (0, 0, 18)})
+    tokamax_part.cache_clear()
+    other = type("tokamax", (), {"__version__": "0.0.18"})
     monkeypatch.setitem(sys.modules, "tokamax", other)
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
     with pytest.raises(ImportError, match=r"tokamax 0\.0\.18 is installed.* tokamax==0\.0\.17"):
         train(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
-    attention_tokamax._tokamax.cache_clear()
+    tokamax_part.cache_clear()
+
+
+def test_one_version_is_installed_and_tested():
+    for name in ("pyproject.toml", "Makefile"):
+        assert re.findall(r"tokamax==([\d.]+)", (ROOT / name).read_text()) == [TOKAMAX]
 
 
 @pytest.mark.parametrize("which", ["own", "shared", "own of the last"])
