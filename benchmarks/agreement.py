@@ -1,24 +1,29 @@
 r"""Checks that this device computes what it should, in a minute: kernels and a small model.
 
-    python -m benchmarks.agreement --part=kernels|experts|model [--json=FILE] [--shapes=6]
+    python -m benchmarks.agreement --part=checks|kernels|experts|model [--json=FILE] [--shapes=6]
+        [--kernels triton xla]
 
-`kernels`: the platform's attention, forward and backward over packed rows and over the sampler's
-pages, on random shapes against brute force in float64 on the host, which reads the inputs as they
-are rounded. `experts`: the same of products with experts, the platform's and XLA's, in groups of
-random sizes. `model`: a greedy rollout of a small float32 model and the gradient of an update, on
-this device against the CPU; products are not rounded to TF32. Samples may differ where two tokens
-are equally likely; log-probabilities are compared as far as tokens are the same.
+`checks`: the check that a run makes at its start, of each of the platform's kernels, with the heads
+of published models. `kernels`: attention by the platform's kernels and by XLA, forward and backward
+over packed rows and over the sampler's pages, on random shapes against brute force in float64 on
+the host, which reads the inputs as they are rounded. `experts`: the same of products with experts,
+in groups of random sizes. `model`: a greedy rollout of a small float32 model and the gradient of an
+update, on this device against the CPU; products are not rounded to TF32. Samples may differ where
+two tokens are equally likely; log-probabilities are compared as far as tokens are the same.
 
-The exit status is 1 where a figure is beyond its bound.
+The exit status is 1 where a figure is beyond its bound, or a preferred kernel fails its check.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +34,14 @@ import numpy as np
 
 from benchmarks import common, rollout, update
 from jaxrl.config import default_config
-from jaxrl.extras.experts.choice import choose
+from jaxrl.extras.experts import choice as experts_choice
 from jaxrl.extras.experts.products import Product
 from jaxrl.method import method_of
-from jaxrl.models.attention.kernels import Kernels, find_reads
+from jaxrl.models.attention import choice as attention_choice
+from jaxrl.models.attention import trials
+from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, find_reads
+from jaxrl.models.attention.reference import XLA
+from jaxrl.models.kernel_check import Trial, first_sound
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
@@ -51,14 +60,69 @@ from tests.models.attention.brute import (
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 """Differences that kernels may have, over the largest value: their sums are float32."""
 
-HEADS = ((16, 8, 128), (32, 8, 128), (14, 2, 64), (4, 2, 64))
-"""Query heads, key heads and head size of Qwen3-0.6B, Qwen3-4B, Qwen2.5-0.5B and the small one."""
+DTYPES = ("float32", "bfloat16")
+
+TAKES = {"mosaic_gpu": ("bfloat16",)}
+"""Dtypes of kernels that do not take both: the chip's matrix units would round float32."""
+
+HEADS = ((16, 8, 128), (28, 4, 128), (14, 2, 64), (4, 2, 64))
+"""Query heads, key heads and head size of Qwen3-0.6B, Qwen2.5-7B, Qwen2.5-0.5B and a small one."""
 
 GROUPED = ((1, 8, 64), (32, 96, 512), (48, 128, 768))
 """Numbers of groups, widths, and widths of what comes out."""
 
-TRIED = ("auto", "xla")
-"""Products with experts, as `config.model.experts` names them."""
+CHECKED = ((16, 8, 128), (32, 8, 128), (28, 4, 128), (40, 8, 128), (14, 2, 64), (4, 2, 16))
+"""Like `HEADS`, for the check of a run's start: Qwen3-4B's and Qwen2.5-32B's too."""
+
+WIDTHS = ((2048, 768), (64, 48))
+"""Widths of a model and of its experts: of Qwen3-30B-A3B, and of a small one."""
+
+
+def kernels_of(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """What to import of the platform's kernels, by name, the preferred first."""
+    return dict(table.get(jax.devices()[0].platform, {}))
+
+
+def check_choices() -> tuple[dict[str, Any], bool]:
+    """What the check of a run's start says of each kernel, and whether the preferred ones pass."""
+    device = jax.devices()[0]
+    tables = attention_choice.TRAIN, attention_choice.PAGES, experts_choice.KERNELS
+    cases: list[tuple[str, bool, str, Callable[[], list[Trial]]]] = []
+    for table, dtype in itertools.product(tables, DTYPES[::-1]):
+        kernels, kind = kernels_of(table), jnp.dtype(dtype)
+        for name, sizes in itertools.product(
+            kernels, WIDTHS if table is experts_choice.KERNELS else CHECKED
+        ):
+            if dtype not in TAKES.get(name, DTYPES):
+                continue
+            is_preferred = name == next(iter(kernels))
+            make = partial(_trials, table, name, sizes, kind, device)
+            cases.append((kernels[name], is_preferred, f"{sizes}, {dtype}", make))
+
+    def examine(case: tuple[str, bool, str, Callable[[], list[Trial]]]) -> bool:
+        path, is_preferred, label, make = case
+        # A line of its own for each kernel, so that the next one is tried as well.
+        line = {path: partial(pkgutil.resolve_name, path)}
+        for verdict in first_sound(lambda _: make(), line, XLA.train).verdicts:
+            text = f"{'passes' if verdict.is_sound else 'FAILS'}: {verdict.finding}"
+            found[f"{path}, {verdict.operation}, {label}"] = text
+            print(f"  {path}, {verdict.operation}, {label} {text}", flush=True)
+        return verdict.is_sound or not is_preferred
+
+    found: dict[str, Any] = {}
+    with ThreadPoolExecutor(8) as pool:
+        return found, all(list(pool.map(examine, cases)))
+
+
+def _trials(
+    table: Any, name: str, sizes: tuple[int, ...], dtype: Any, device: jax.Device
+) -> list[Trial]:
+    if table is experts_choice.KERNELS:
+        return [experts_choice.trial_of(*sizes, dtype, device)]
+    if table is attention_choice.TRAIN:
+        return [trials.of_train(*sizes, dtype, device, shares_prompts=SHARES_PROMPTS[name])]
+    make = partial(trials.of_pages, *sizes, dtype, device, page_tokens=PAGE_TOKENS[name])
+    return [make(num_queries=count) for count in (1, 64)]
 
 
 def far(got: Any, wanted: np.ndarray) -> float:
@@ -112,19 +176,22 @@ def pages_distance(
     return {"out": far(out, wanted), "lse": far(np.asarray(lse)[reads], wanted_lse[reads])}
 
 
-def check_kernels(num_shapes: int) -> tuple[dict[str, Any], bool]:
+def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
     """The largest distances by kernel and dtype, and whether all are within their bounds."""
     mesh, worst = common.one_device(), {}
-    rng = np.random.default_rng(0)
-    for index in range(num_shapes):
-        heads, dtype = HEADS[index // 2 % len(HEADS)], ("float32", "bfloat16")[index % 2]
-        small = common.MODELS["small"]
-        kernels = common.kernels(dataclasses.replace(small, head_dim=heads[2]), mesh)
-        for name, measure in (("train", train_distance), ("pages", pages_distance)):
-            label = f"{kernels.name} {name}, {dtype}"
-            found, before = measure(kernels, rng, heads, dtype), worst.setdefault(label, {})
-            for part, value in found.items():
-                before[part] = max(before.get(part, 0.0), value)
+    for name in names or [*kernels_of(attention_choice.TRAIN), "xla"]:
+        rng, dtypes = np.random.default_rng(0), TAKES.get(name, DTYPES)
+        for index in range(num_shapes):
+            heads, dtype = HEADS[index // 2 % len(HEADS)], dtypes[index % len(dtypes)]
+            sizes = dataclasses.replace(common.MODELS["small"], head_dim=heads[2])
+            kernels = attention_choice.choose(name, mesh, sizes.config)
+            for what, measure in (("train", train_distance), ("pages", pages_distance)):
+                label = f"{kernels.name} {what}, {dtype}"
+                with jax.default_matmul_precision("highest"):
+                    found = measure(kernels, rng, heads, dtype)
+                before = worst.setdefault(label, {})
+                for part, value in found.items():
+                    before[part] = max(before.get(part, 0.0), value)
     return {"num_shapes": num_shapes, **worst}, within_bounds(worst)
 
 
@@ -161,13 +228,14 @@ def experts_distance(product: Product, rng: np.random.Generator, dtype: str) -> 
     return {name: far(one[:end], other[:end]) for name, one, other, end in found}
 
 
-def check_experts(num_shapes: int) -> tuple[dict[str, Any], bool]:
+def check_experts(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
     """The largest distances by products and dtype, and whether all are within their bounds."""
-    rng, worst = np.random.default_rng(0), {}
-    mesh = common.one_device()
-    for index in range(num_shapes):
-        dtype = ("float32", "bfloat16")[index % 2]
-        for experts in {one.name: one for one in map(partial(choose, mesh=mesh), TRIED)}.values():
+    worst: dict[str, dict[str, float]] = {}
+    for name in names or [*kernels_of(experts_choice.KERNELS), "xla"]:
+        rng, dtypes = np.random.default_rng(0), TAKES.get(name, DTYPES)
+        experts = experts_choice.choose(name, common.one_device())
+        for index in range(num_shapes):
+            dtype = dtypes[index % len(dtypes)]
             before = worst.setdefault(f"{experts.name}, {dtype}", {})
             for part, value in experts_distance(experts.product, rng, dtype).items():
                 before[part] = max(before.get(part, 0.0), value)
@@ -273,15 +341,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("kernels", "experts", "model"), default="kernels")
+    parts = ("checks", "kernels", "experts", "model")
+    parser.add_argument("--part", choices=parts, default="kernels")
     parser.add_argument("--shapes", type=int, default=6, help="random ones, of kernels and experts")
+    parser.add_argument("--kernels", nargs="*", default=[], help="names (default: the platform's)")
     parser.add_argument("--json", type=Path, help="file for the figures")
     flags = parser.parse_args(argv)
-    if flags.part == "model":
+    if flags.part == "checks":
+        figures, is_near = check_choices()
+    elif flags.part == "model":
         figures, is_near = check_model()
     else:
         check = check_kernels if flags.part == "kernels" else check_experts
-        figures, is_near = check(flags.shapes)
+        figures, is_near = check(flags.shapes, flags.kernels)
     record = {"benchmark": f"agreement_{flags.part}", **figures, "is_near": is_near}
     for label, value in record.items():
         print(f"  {label:<30}{value}")

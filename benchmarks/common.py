@@ -283,7 +283,7 @@ def random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:
 
 def kernels(model: ModelSizes, mesh: Mesh) -> Kernels:
     """The attention that a run with default settings has there."""
-    return choose("auto", mesh, model.config)
+    return choose("auto", mesh, model.config, check_dtype=model.dtype)
 
 
 def mfu(operations: float, seconds: float, hardware: Hardware) -> float | None:

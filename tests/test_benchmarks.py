@@ -324,7 +324,7 @@ def test_agreement_notices_a_wrong_kernel(monkeypatch, capsys):
         return out * 1.01, lse
 
     kernels = dataclasses.replace(XLA, attend_pages=wrong)
-    monkeypatch.setattr(common, "kernels", lambda *_: kernels)
+    monkeypatch.setattr(agreement.attention_choice, "choose", lambda *_: kernels)
     assert agreement.main(["--part=kernels", "--shapes=1"]) == 1
     assert "is_near                       False" in capsys.readouterr().out
 

@@ -201,13 +201,14 @@ def tokamax_part(module: str) -> Any:
     """Imports a module of tokamax's operations; the first takes 4 seconds of a processor.
 
     Raises:
-        ImportError: tokamax is not installed, or in another version.
+        ImportError: tokamax, or what it imports, is not installed, or it has another version.
     """
     try:
         import tokamax
     except ImportError as error:
         raise ImportError(
-            "tokamax is not installed; with Python 3.12 or later run `pip install 'jaxrl[cuda]'`."
+            f"tokamax cannot be imported ({error}); with Python 3.12 or later run `pip install "
+            "'jaxrl[cuda]'`."
         ) from error
     if tokamax.__version__ != TOKAMAX:
         raise ImportError(

@@ -31,8 +31,8 @@ def work_of(limits, num_heads):
 def spans(work, num_heads):
     """All spans of each program, as the kernel goes over them."""
     found = []
-    for program, (matrix, head, start, num_spans, num_units, _) in enumerate(work.programs):
-        place, own = (matrix, head, start, num_units), []
+    for program, (matrix, head, start, num_spans, num_pages, _) in enumerate(work.programs):
+        place, own = (matrix, head, start, num_pages), []
         for _ in range(num_spans):
             span, place = next_span(place, program, work.pages, work.following, num_heads)
             own.append(type(span)(*map(int, span)))
@@ -42,7 +42,7 @@ def spans(work, num_heads):
 
 
 def test_three_rows_among_four_programs_by_hand(monkeypatch):
-    # Two key heads: rows of 3, 0 and 2 pages have 6, 0 and 4 units, so shares are 2, 3, 2 and 3.
+    # Two key heads: rows of 3, 0 and 2 pages have 8, 0 and 6 units, so shares are 3, 4, 3 and 4.
     monkeypatch.setattr(pages_gpu, "PROGRAMS", 4)
     work = work_of(np.array([130, 0, 128]), 2)
     assert work.pages.tolist() == [3, 0, 2]
@@ -55,6 +55,17 @@ def test_three_rows_among_four_programs_by_hand(monkeypatch):
     assert second == [(0, 0, 2, 1, 8), (0, 1, 0, 2, 9)]
     assert third == [(0, 1, 2, 1, 10), (2, 0, 0, 1, 11)]
     assert fourth == [(2, 0, 1, 1, 12), (2, 1, 0, 2, 5)]
+
+
+def test_a_program_to_which_only_the_beginning_of_a_key_head_falls_leaves_it(monkeypatch):
+    # Shares are 4, 5 and 5: the second program's last unit is the beginning of the second row.
+    monkeypatch.setattr(pages_gpu, "PROGRAMS", 3)
+    work = work_of(np.array([130, 0, 128]), 2)
+    assert work.programs[:, 4].tolist() == [3, 3, 4]
+    assert work.programs[:, 5].tolist() == [0, 1, 2]
+    first, second, third = spans(work, 2)
+    assert (first, second) == ([(0, 0, 0, 3, 0)], [(0, 1, 0, 3, 1)])
+    assert third == [(2, 0, 0, 2, 4), (2, 1, 0, 2, 5)]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -89,11 +100,14 @@ def test_bytes_and_steps_are_near_what_live_pages_need_and_all_multiprocessors_h
     limits, num_heads = LOADS[name][0].astype(np.int32), LOADS[name][1]
     rows, H = 8, 128  # up to 8 queries a key head
     own = spans(work_of(limits, num_heads), num_heads)
-    units = np.array([sum(span.count for span in one) for one in own])
+    pages = np.array([sum(span.count for span in one) for one in own])
     live = num_heads * sum(-(-limits // PAGE))
-    assert units.sum() == live
-    assert (units > 0).sum() == PROGRAMS >= 132
-    assert PROGRAMS * units.max() <= 1.2 * live
+    assert pages.sum() == live
+    assert (pages > 0).sum() == PROGRAMS >= 132
+    assert PROGRAMS * pages.max() <= 1.2 * live
+    # A span's beginning and end take as long as a page.
+    costs = pages + [len(one) for one in own]
+    assert PROGRAMS * costs.max() <= 1.2 * costs.sum()
     # A span reads queries and writes a result; the merge reads the parts and writes all results.
     page_bytes, result = 2 * PAGE * H * 2, rows * (H + 1) * 4
     slots = [span.slot for one in own for span in one]
@@ -101,7 +115,7 @@ def test_bytes_and_steps_are_near_what_live_pages_need_and_all_multiprocessors_h
     moved = live * page_bytes + len(slots) * (rows * H * 2 + 256 + result)
     moved += (parts + 2 * len(limits) * num_heads) * result
     needed = live * page_bytes + len(limits) * num_heads * (rows * H * 2 + result)
-    print(f"{name}: units {live}, most {units.max()}, spans {len(slots)}, {moved / needed:.3f}")
+    print(f"{name}: pages {live}, most {pages.max()}, spans {len(slots)}, {moved / needed:.3f}")
     assert moved <= 1.2 * needed
 
 
