@@ -22,8 +22,7 @@ import itertools
 import json
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from jaxrl.models.attention import choice as attention_choice
 from jaxrl.models.attention import trials
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, find_reads
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.kernel_check import Trial, first_sound
+from jaxrl.models.kernel_check import Trial, first_sound, takes
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
@@ -61,9 +60,6 @@ BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 """Differences that kernels may have, over the largest value: their sums are float32."""
 
 DTYPES = ("float32", "bfloat16")
-
-TAKES = {"mosaic_gpu": ("bfloat16",)}
-"""Dtypes of kernels that do not take both: the chip's matrix units would round float32."""
 
 HEADS = ((16, 8, 128), (28, 4, 128), (14, 2, 64), (4, 2, 64))
 """Query heads, key heads and head size of Qwen3-0.6B, Qwen2.5-7B, Qwen2.5-0.5B and a small one."""
@@ -85,44 +81,33 @@ def kernels_of(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 def check_choices() -> tuple[dict[str, Any], bool]:
     """What the check of a run's start says of each kernel, and whether the preferred ones pass."""
-    device = jax.devices()[0]
+    device, found, is_sound = jax.devices()[0], dict[str, Any](), True
     tables = attention_choice.TRAIN, attention_choice.PAGES, experts_choice.KERNELS
-    cases: list[tuple[str, bool, str, Callable[[], list[Trial]]]] = []
     for table, dtype in itertools.product(tables, DTYPES[::-1]):
-        kernels, kind = kernels_of(table), jnp.dtype(dtype)
-        for name, sizes in itertools.product(
-            kernels, WIDTHS if table is experts_choice.KERNELS else CHECKED
+        line = [name for name in kernels_of(table) if takes(name, dtype)]
+        for sizes, name in itertools.product(
+            WIDTHS if table is experts_choice.KERNELS else CHECKED, line
         ):
-            if dtype not in TAKES.get(name, DTYPES):
-                continue
-            is_preferred = name == next(iter(kernels))
-            make = partial(_trials, table, name, sizes, kind, device)
-            cases.append((kernels[name], is_preferred, f"{sizes}, {dtype}", make))
-
-    def examine(case: tuple[str, bool, str, Callable[[], list[Trial]]]) -> bool:
-        path, is_preferred, label, make = case
-        # A line of its own for each kernel, so that the next one is tried as well.
-        line = {path: partial(pkgutil.resolve_name, path)}
-        for verdict in first_sound(lambda _: make(), line, XLA.train).verdicts:
-            text = f"{'passes' if verdict.is_sound else 'FAILS'}: {verdict.finding}"
-            found[f"{path}, {verdict.operation}, {label}"] = text
-            print(f"  {path}, {verdict.operation}, {label} {text}", flush=True)
-        return verdict.is_sound or not is_preferred
-
-    found: dict[str, Any] = {}
-    with ThreadPoolExecutor(8) as pool:
-        return found, all(list(pool.map(examine, cases)))
+            make = partial(_trials, table, sizes=sizes, dtype=jnp.dtype(dtype), device=device)
+            # A line of its own for each kernel, so that the next one is tried as well.
+            load = {name: partial(pkgutil.resolve_name, kernels_of(table)[name])}
+            for verdict in first_sound(make, load, XLA.train).verdicts:
+                label = f"{verdict.operation}, {name}, {sizes}, {dtype}"
+                found[label] = f"{'passes' if verdict.is_sound else 'FAILS'}: {verdict.finding}"
+                print(f"  {label} {found[label]}", flush=True)
+                is_sound &= verdict.is_sound or name != line[0]
+    return found, is_sound
 
 
 def _trials(
-    table: Any, name: str, sizes: tuple[int, ...], dtype: Any, device: jax.Device
+    table: Any, name: str, *, sizes: tuple[int, ...], dtype: Any, device: jax.Device
 ) -> list[Trial]:
     if table is experts_choice.KERNELS:
         return [experts_choice.trial_of(*sizes, dtype, device)]
     if table is attention_choice.TRAIN:
         return [trials.of_train(*sizes, dtype, device, shares_prompts=SHARES_PROMPTS[name])]
-    make = partial(trials.of_pages, *sizes, dtype, device, page_tokens=PAGE_TOKENS[name])
-    return [make(num_queries=count) for count in (1, 64)]
+    of_pages = partial(trials.of_pages, *sizes, dtype, device, page_tokens=PAGE_TOKENS[name])
+    return [of_pages(num_queries=count) for count in (1, 64)]
 
 
 def far(got: Any, wanted: np.ndarray) -> float:
@@ -180,7 +165,7 @@ def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
     """The largest distances by kernel and dtype, and whether all are within their bounds."""
     mesh, worst = common.one_device(), {}
     for name in names or [*kernels_of(attention_choice.TRAIN), "xla"]:
-        rng, dtypes = np.random.default_rng(0), TAKES.get(name, DTYPES)
+        rng, dtypes = np.random.default_rng(0), [one for one in DTYPES if takes(name, one)]
         for index in range(num_shapes):
             heads, dtype = HEADS[index // 2 % len(HEADS)], dtypes[index % len(dtypes)]
             sizes = dataclasses.replace(common.MODELS["small"], head_dim=heads[2])
@@ -232,7 +217,7 @@ def check_experts(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
     """The largest distances by products and dtype, and whether all are within their bounds."""
     worst: dict[str, dict[str, float]] = {}
     for name in names or [*kernels_of(experts_choice.KERNELS), "xla"]:
-        rng, dtypes = np.random.default_rng(0), TAKES.get(name, DTYPES)
+        rng, dtypes = np.random.default_rng(0), [one for one in DTYPES if takes(name, one)]
         experts = experts_choice.choose(name, common.one_device())
         for index in range(num_shapes):
             dtype = dtypes[index % len(dtypes)]

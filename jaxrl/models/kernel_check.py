@@ -8,10 +8,13 @@ passes is the run's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +33,18 @@ LEAST_ERROR = {2: 0.005, 4: 0.001}
 
 LEAST_WORST = 0.05
 """Like `LEAST_ERROR`, of the worst vector."""
+
+LATE_S = 120.0
+"""Seconds after which a check that still runs is told: nobody can stop a kernel that hangs."""
+
+UNTUNED: dict[str, str | bool] = {
+    "xla_gpu_autotune_level": "0",
+    "xla_gpu_enable_triton_gemm": False,
+}
+"""Options for XLA, which else compiles and times tens of tilings for each product on a GPU."""
+
+HALF_ALONE = ("mosaic_gpu",)
+"""Kernels that multiply 16-bit floats alone, by name: a Hopper chip would round others."""
 
 
 @dataclass(kw_only=True)
@@ -61,7 +76,8 @@ class Trial:
         for x in self.arrays:
             rounded = jax.device_put(x.astype(self.dtype) if _is_wide(x) else x, self.device)
             placed.append(rounded.astype(jnp.float32) if widens and _is_wide(x) else rounded)
-        found = jax.jit(partial(self.run, function))(*placed)
+        program = jax.jit(partial(self.run, function)).lower(*placed)
+        found = program.compile(compiler_options=UNTUNED)(*placed)
         return [np.asarray(x, np.float64) for x in found]
 
     @functools.cached_property
@@ -74,6 +90,11 @@ class Trial:
     def usual(self) -> list[np.ndarray]:
         """Results of XLA in the run's dtype, whose rounding any kernel may have."""
         return self.results(self.reference)
+
+
+def takes(kernel: str, dtype: DTypeLike | None) -> bool:
+    """True if a kernel of this name multiplies numbers of a dtype; None: of some."""
+    return dtype is None or kernel not in HALF_ALONE or jnp.dtype(dtype).itemsize == 2
 
 
 def _is_wide(x: np.ndarray) -> bool:
@@ -119,7 +140,8 @@ def first_sound(
     verdicts: list[Verdict] = []
     for name, load in line.items():
         for trial in make_trials(name):
-            is_sound, finding = _examine(trial, load)
+            with _told_when_late(trial, name):
+                is_sound, finding = _examine(trial, load)
             if distributed.anywhere(not is_sound) and is_sound:
                 is_sound, finding = False, "fails in another process of this run"
             verdict = Verdict(
@@ -137,6 +159,26 @@ def first_sound(
                 "the next kernel that passes, or to 'xla'."
             )
     return Choice(name="xla", function=reference, verdicts=tuple(verdicts))
+
+
+@contextlib.contextmanager
+def _told_when_late(trial: Trial, kernel: str) -> Iterator[None]:
+    def tell() -> None:
+        print(
+            f"warning: {trial.operation}: the check of {kernel} still runs after {LATE_S:.0f} s. "
+            "A kernel that hangs cannot be stopped: if this goes on, end the run and set "
+            "config.model.attention or config.model.experts to 'xla'.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    timer = threading.Timer(LATE_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:

@@ -1,6 +1,7 @@
 """Kernels before a run: sound ones pass, broken ones of each kind give way to the next."""
 
 import re
+import time
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jaxrl.extras.experts.choice import trial_of
 from jaxrl.extras.experts.products import grouped_product, grouped_product_of_known_length
 from jaxrl.extras.kernels import attention_gpu, attention_tpu
+from jaxrl.models import kernel_check
 from jaxrl.models.attention import trials
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.kernel_check import first_sound
@@ -99,6 +101,27 @@ def test_the_kernels_of_accelerators_pass_in_the_interpreter(dtype):
     for name, load in line.items():
         found = first_sound(lambda _: [made], {name: load}, reference)
         assert found.name == name, found.verdicts
+
+
+def test_a_kernel_that_hangs_is_told(monkeypatch, capsys):
+    def slow(*arguments):
+        def wait(out):
+            time.sleep(0.6)
+            return out
+
+        out, lse = XLA.attend_pages(*arguments)
+        return jax.pure_callback(wait, jax.typeof(out), out), lse
+
+    monkeypatch.setattr(kernel_check, "LATE_S", 0.3)
+    made, reference = trial("attend_pages", jnp.float32)
+    first_sound(lambda _: [made], {"slow": lambda: slow}, reference)
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "warning: attention of the sampler, reading: the check of slow still runs after 0 s."
+    )
+    monkeypatch.setattr(kernel_check, "LATE_S", 100.0)
+    first_sound(lambda _: [made], {"slow": lambda: slow}, reference)
+    assert not capsys.readouterr().err
 
 
 def test_a_kernel_whose_outputs_have_another_shape_gives_way():

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.extras.experts.dispatch import Experts
 from jaxrl.extras.experts.products import grouped_product, grouped_product_of_known_length
-from jaxrl.models.kernel_check import Choice, Trial, first_sound
+from jaxrl.models.kernel_check import Choice, Trial, first_sound, takes
 from jaxrl.runtime.sharding import PIECES
 
 KERNELS = {
@@ -50,8 +50,8 @@ def choose(
         ValueError: the key names kernels that do not run on these devices, or that fail the check.
     """
     device = mesh.local_devices[0]  # those of other processes are checked there
-    first, reason = decide(name, device.platform)
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
+    first, reason = decide(name, device.platform, dtype)
     chosen = _checked(name, device, width, expert_width, dtype)
     return Experts(
         name=chosen.name,
@@ -67,7 +67,7 @@ def choose(
 def _checked(name: str, device: jax.Device, width: int, expert_width: int, dtype: Any) -> Choice:
     """The products, checked once for all meshes of a process."""
     kernels = KERNELS.get(device.platform, {})
-    line = {"auto": list(kernels), "xla": []}.get(name, [name])
+    line = {"auto": [one for one in kernels if takes(one, dtype)], "xla": []}.get(name, [name])
     # A GPU's host would wait for the devices to learn the length of a loop.
     on_gpu = device.platform == "gpu"
     return first_sound(
@@ -114,19 +114,25 @@ def trial_of(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device
     )
 
 
-def decide(name: str, platform: str) -> tuple[str, str]:
+def decide(name: str, platform: str, dtype: DTypeLike | None = None) -> tuple[str, str]:
     """Picks the products `config.model.experts` stands for, never `auto`, and tells why.
 
     Raises:
-        ValueError: names the key where they do not run on the devices.
+        ValueError: names the key where they do not run on the devices, or not in this dtype.
     """
     own = KERNELS.get(platform, {})
     if name == "auto":
-        return (*own, "xla")[0], f"since the devices are {platform}s"
+        line = (one for one in own if takes(one, dtype))
+        return (*line, "xla")[0], f"since the devices are {platform}s"
     if name != "xla" and name not in own:
         places = " and ".join(f"{place}s" for place in KERNELS if name in KERNELS[place])
         raise ValueError(
             f"config.model.experts is {name!r}, whose kernels are for {places}, but the devices "
             f"are {platform}s; set it to 'auto' or 'xla'."
+        )
+    if not takes(name, dtype):
+        raise ValueError(
+            f"config.model.experts is {name!r}, whose kernels multiply 16-bit floats, but "
+            f"config.model.dtype is {dtype}; set the first to 'auto' or the second to 'bfloat16'."
         )
     return name, "as config.model.experts says"

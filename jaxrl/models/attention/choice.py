@@ -17,7 +17,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention import trials
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, Train
 from jaxrl.models.attention.reference import XLA, moved_reads
-from jaxrl.models.kernel_check import Choice, Trial, first_sound
+from jaxrl.models.kernel_check import Choice, Trial, first_sound, takes
 from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 
 TRAIN = {
@@ -58,13 +58,13 @@ def choose(
         ValueError: the key names kernels that do not run on these devices, or that fail the check.
     """
     device = mesh.local_devices[0]  # those of other processes are checked there
-    first, reason = decide(name, device.platform, model.head_dim)
+    dtype = None if check_dtype is None else jnp.dtype(check_dtype)
+    first, reason = decide(name, device.platform, model.head_dim, dtype)
     heads = (
         max(model.num_heads // mesh.shape["tensor"], 1),
         max(model.num_kv_heads // mesh.shape["tensor"], 1),
         model.head_dim,
     )
-    dtype = None if check_dtype is None else jnp.dtype(check_dtype)
     of_update, of_sampler = _checked(name, device, heads, dtype)
     train = of_update.function
     if of_update.name != "xla" or mesh.shape[CONTEXT] > 1:
@@ -87,7 +87,7 @@ def _checked(
     name: str, device: jax.Device, heads: tuple[int, int, int], dtype: Any
 ) -> tuple[Choice, Choice]:
     """The kernels of the update and of the sampler, checked once for all meshes of a process."""
-    line = _line(name, device.platform, heads[2])
+    line = _line(name, device.platform, heads[2], dtype)
     named_by = "" if name == "auto" else "config.model.attention"
 
     def of_update(name: str) -> list[Trial]:
@@ -115,22 +115,34 @@ def copies_past(name: str, platform: str) -> bool:
     return name == "xla" and platform == "cpu"
 
 
-def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:
+def decide(
+    name: str, platform: str, head_dim: int, dtype: DTypeLike | None = None
+) -> tuple[str, str]:
     """Picks the kernels `config.model.attention` stands for, never `auto`, and tells why.
+
+    Args:
+        name: of the configuration.
+        platform: of the devices.
+        head_dim: of the model.
+        dtype: that is multiplied; None: one that all kernels take.
 
     Raises:
         ValueError: names the key where these kernels do not run on the devices, or not with heads
-            of this size.
+            of this size or this dtype.
     """
     is_narrow = head_dim <= MAX_HEAD_DIM
     own = TRAIN.get(platform, {})
     if name == "auto":
         if own and not is_narrow:
             return "xla", f"since heads of {head_dim} are too wide for {next(iter(own))}"
-        return (*own, "xla")[0], f"since the devices are {platform}s"
+        return (*_line(name, platform, head_dim, dtype), "xla")[0], (
+            f"since the devices are {platform}s"
+        )
     if name != "xla" and name not in own:
         places = " and ".join(f"{place}s" for place in TRAIN if name in TRAIN[place])
         problem = f"kernels are for {places}, but the devices are {platform}s"
+    elif name != "xla" and not takes(name, dtype):
+        problem = f"kernels multiply 16-bit floats, but config.model.dtype is {dtype}"
     elif name != "xla" and not is_narrow:
         problem = f"kernels take heads of at most {MAX_HEAD_DIM}, but the model's are {head_dim}"
     else:
@@ -140,11 +152,12 @@ def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:
     )
 
 
-def _line(name: str, platform: str, head_dim: int) -> list[str]:
+def _line(name: str, platform: str, head_dim: int, dtype: DTypeLike | None) -> list[str]:
     """Kernels to be tried before XLA, the preferred first."""
     if name != "auto":
         return [name] if name != "xla" else []
-    return list(TRAIN.get(platform, {})) if head_dim <= MAX_HEAD_DIM else []
+    line = TRAIN.get(platform, {}) if head_dim <= MAX_HEAD_DIM else {}
+    return [one for one in line if takes(one, dtype)]
 
 
 def on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:

@@ -965,7 +965,13 @@ def _given_pages(config: ConfigDict, target: Target, full: int, page_bytes: int)
 
 def page_tokens(config: ConfigDict, model: Architecture, target: Target) -> int:
     """Tokens of a page of the kernels that are tried first."""
-    return PAGE_TOKENS[decide(config.model.attention, target.platform, model.head_dim)[0]]
+    return PAGE_TOKENS[_kernels(config, model, target)]
+
+
+def _kernels(config: ConfigDict, model: Architecture, target: Target) -> str:
+    """Name of the attention kernels that are tried first."""
+    own = config.model
+    return decide(own.attention, target.platform, model.head_dim, own.dtype)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -985,7 +991,7 @@ class _Sampler:
         terms, rollout = ModelTerms(model, mesh), config.rollout
         chunk_tokens = most_chunk_tokens(config, target.platform)
         dtype = jnp.dtype(config.model.dtype)
-        kernels, _ = decide(config.model.attention, target.platform, model.head_dim)
+        kernels = _kernels(config, model, target)
         rows = rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
         page = page_tokens(config, model, target)
         table_pages = pages_for(context_tokens(config), page)
@@ -1209,7 +1215,7 @@ def _num_moments(trained: Declared, mesh: Any) -> int:
 def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) -> BatchShape:
     """Shapes of a stage's mini-batches, sft or train."""
     mesh = target_mesh(config, model, target)
-    name, _ = decide(config.model.attention, target.platform, model.head_dim)
+    name = _kernels(config, model, target)
     shards = num_batch_shards(mesh) if SHARES_PROMPTS[name] else 0
     return batch_shape(config, stage, shards, mesh.shape["context"], model)
 

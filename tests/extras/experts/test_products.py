@@ -108,6 +108,9 @@ def test_the_choice_and_its_reason():
     assert decide("auto", "tpu") == ("megablox", "since the devices are tpus")
     assert decide("auto", "gpu") == ("mosaic_gpu", "since the devices are gpus")
     assert decide("auto", "cpu") == ("xla", "since the devices are cpus")
+    assert decide("auto", "gpu", "float32")[0] == "triton"
+    with pytest.raises(ValueError, match="'mosaic_gpu', whose kernels multiply 16-bit floats, but"):
+        decide("mosaic_gpu", "gpu", "float32")
     assert decide("xla", "tpu")[0] == "xla"
     with pytest.raises(
         ValueError, match=r"model\.experts is 'megablox', .* devices are cpus; set it"

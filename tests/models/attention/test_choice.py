@@ -1,6 +1,7 @@
 """Which kernels a run gets, and what is refused."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxrl.config import ATTENTION
@@ -24,6 +25,16 @@ def test_each_platform_has_its_own(name, platform):
     assert decide("xla", platform, 320) == ("xla", "as config.model.attention says")
     wide = f"since heads of 320 are too wide for {name}"
     assert decide("auto", platform, 320) == ("xla", wide)
+
+
+def test_kernels_for_16_bits_are_not_tried_with_float32():
+    assert decide("auto", "gpu", 128, jnp.float32) == ("triton", "since the devices are gpus")
+    assert decide("auto", "gpu", 128, "bfloat16")[0] == "mosaic_gpu"
+    with pytest.raises(
+        ValueError,
+        match=r"kernels multiply 16-bit floats, but config\.model\.dtype is float32",
+    ):
+        decide("mosaic_gpu", "gpu", 128, jnp.dtype("float32"))
 
 
 def test_what_does_not_run_here_is_refused():
