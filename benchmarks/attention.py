@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks import common
 from benchmarks.claims_report import table
 from benchmarks.kernel_cost import LOADS, tables_of
-from jaxrl.models.attention.choice import PAGES, TRAIN, choose
+from jaxrl.models.attention.choice import TRAIN, choose
 from jaxrl.models.attention.kernels import PAGE_TOKENS, find_reads
 
 HEADS = {
@@ -81,7 +81,8 @@ def packed(lengths: Sequence[tuple[int, int]], num_rows: int) -> tuple[np.ndarra
     ids = np.concatenate([np.full(length, i + 1) for i, (length, _) in enumerate(lengths)])
     positions = np.concatenate([first + np.arange(length) for length, first in lengths])
     pairs = num_rows * int((positions + 1).sum())
-    return (*(np.tile(x.astype(np.int32), (num_rows, 1)) for x in (ids, positions)), pairs)
+    ids, positions = (np.tile(x.astype(np.int32), (num_rows, 1)) for x in (ids, positions))
+    return ids, positions, pairs
 
 
 class Case(NamedTuple):
@@ -206,17 +207,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--preset", choices=sorted(SIZES), default="cpu", help="sizes")
     parser.add_argument("--models", nargs="+", choices=sorted(HEADS), default=["small"])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--kernels", nargs="+", default=own, help="names (default: the platform's)")
+    names = dict.fromkeys([*own, *(name for line in TRAIN.values() for name in line), "cudnn"])
+    parser.add_argument("--kernels", nargs="+", choices=names, default=own, help="those here")
     parser.add_argument("--repetitions", type=int, default=10, help="calls of a timed round")
     parser.add_argument("--json", type=Path, help="file for the figures")
     flags = parser.parse_args(argv)
     sizes, cases = SIZES[flags.preset], list[Case]()
     for model in flags.models:
         for name in flags.cases:
-            for kernel in flags.kernels:
+            for kernel in (one for one in flags.kernels if one in own):
                 if name == "update":
                     cases += update_cases(kernel, model, sizes)
-                elif kernel in {*PAGES.get(platform, {}), "xla"}:
+                elif kernel != "cudnn":
                     cases += page_cases(name, kernel, model, sizes)
     with ThreadPoolExecutor(8) as pool:
         programs = list(pool.map(Case.compiled, cases))

@@ -5,8 +5,9 @@ r"""Everything that one H200 can tell in nine minutes, compilation included.
 
 Whether it computes rightly comes first, then how fast. Each part is a process of its own with a
 limit of time, so that one which fails or hangs loses only itself; what a part leaves of its time
-goes to the later ones. After each part `DIR/results.json` and `DIR/table.md` are written anew, and
-`DIR/log.txt` has what all of them printed.
+goes to the later ones. Parts that time nothing run beside each other, since most of their time is
+the host's; those that do are alone. After each part `DIR/results.json` and `DIR/table.md` are
+written anew, and `DIR/log.txt` has what all of them printed.
 
 Beside jax, flax, optax and transformers it needs jaxtyping, ml_collections, rich, PyYAML,
 absl-py, tokenizers, jinja2 and matplotlib; `first_step` needs tantivy. No part needs torch.
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,49 +51,62 @@ class Part:
     flags: str
     tiny: str  # further flags of the preset `cpu`, in place of `flags`
     share_s: float  # of the nine minutes
+    is_timed: bool = True  # needs the device for itself
 
 
 PARTS = (
     Part(
-        name="kernels", module="agreement", flags="--part=kernels --shapes=8",
-        tiny="--part=kernels --shapes=2", share_s=70,
+        name="checks", module="agreement", flags="--part=checks", tiny="--part=checks",
+        share_s=30, is_timed=False,
+    ),
+    Part(
+        name="kernels", module="agreement", flags="--part=kernels --shapes=4",
+        tiny="--part=kernels --shapes=2", share_s=30, is_timed=False,
     ),
     Part(
         name="experts", module="agreement", flags="--part=experts --shapes=4",
-        tiny="--part=experts --shapes=2", share_s=35,
+        tiny="--part=experts --shapes=2", share_s=30, is_timed=False,
     ),
-    Part(name="model", module="agreement", flags="--part=model", tiny="--part=model", share_s=80),
+    Part(
+        name="model", module="agreement", flags="--part=model", tiny="--part=model",
+        share_s=30, is_timed=False,
+    ),
+    Part(
+        name="attention", module="attention",
+        flags="--preset=h200 --models qwen2.5-7b --kernels mosaic_gpu triton cudnn",
+        tiny="--models small --repetitions=1", share_s=60,
+    ),
     Part(
         name="rollout_0.6b", module="rollout",
         flags="--preset=h200 --model=qwen3-0.6b --warm_up=1 --repetitions=2",
-        tiny=f"{TINY} {EVEN} --warm_up=1 --repetitions=1", share_s=95,
+        tiny=f"{TINY} {EVEN} --warm_up=1 --repetitions=1", share_s=70,
     ),
     Part(
         name="update_4b", module="update",
         flags="--preset=h200 --model=qwen3-4b --spread=0 --new_tokens=1536 --row_tokens=2048 "
         "--micro_rows=4 --warm_up=1 --repetitions=3",
-        tiny=f"{TINY} {TRAINED} --warm_up=1 --repetitions=1", share_s=100,
+        tiny=f"{TINY} {TRAINED} --warm_up=1 --repetitions=1", share_s=80,
     ),
     Part(
         name="experts_30b", module="experts",
         flags="--tokens=4096 --width=2048 --inner=768 --chosen=8 --experts 128 --dtype=bfloat16 "
-        "--products triton xla ragged_dot --rounds=10",
-        tiny="--tokens=64 --width=32 --inner=48 --experts 8 --rounds=2", share_s=45,
+        "--products mosaic_gpu triton xla --rounds=10",
+        tiny="--tokens=64 --width=32 --inner=48 --experts 8 --rounds=2", share_s=40,
     ),
     Part(
         name="rollout_4b", module="rollout",
         flags="--preset=h200 --model=qwen3-4b --warm_up=1 --repetitions=1",
-        tiny=f"{TINY} {EVEN} --warm_up=1 --repetitions=1", share_s=105,
+        tiny=f"{TINY} {EVEN} --warm_up=1 --repetitions=1", share_s=85,
     ),
     Part(
         name="first_step", module="step",
         flags="--preset=h200 --model=qwen3-0.6b --warm_up=0 --repetitions=1",
         tiny=f"{TINY} {EPISODES} --observation_tokens=8 --latency_ms=1 --warm_up=0 "
         "--repetitions=1",
-        share_s=90,
+        share_s=85,
     ),
 )  # fmt: skip
-"""In the order in which they run."""
+"""In the order in which they run; the first ones, which time nothing, together."""
 
 
 def command(part: Part, preset: str, record: Path) -> list[str]:
@@ -101,19 +116,18 @@ def command(part: Part, preset: str, record: Path) -> list[str]:
     return [sys.executable, "-m", module, *flags.split(), f"--json={record}"]
 
 
-def run_part(part: Part, preset: str, record: Path, log: Path, limit_s: float) -> dict[str, Any]:
-    """Runs a part until its end or its limit; its record, and how it ended."""
+def run_part(part: Part, preset: str, record: Path, limit_s: float) -> dict[str, Any]:
+    """Runs a part until its end or its limit; its record, how it ended, and what it printed."""
     platforms = {"h200": "cuda,cpu", "cpu": "cpu"}[preset]
     environment = os.environ | {
         "JAX_PLATFORMS": platforms,
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": str(part.is_timed).lower(),
         "PYTHONUNBUFFERED": "1",
     }
     words, started = command(part, preset, record), time.monotonic()
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"\n$ {shlex.join(words[1:])}\n")
-        file.flush()
-        begins = file.tell()
+    log = record.with_suffix(".log")
+    with log.open("w", encoding="utf-8") as file:
         # A session of its own, so that what it started ends with it.
         process = subprocess.Popen(
             words, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -129,10 +143,9 @@ def run_part(part: Part, preset: str, record: Path, log: Path, limit_s: float) -
             process.wait()
     found = {"ending": ending, "seconds": time.monotonic() - started}
     found["command"] = "python " + shlex.join(words[1:-1])
+    found["printed"] = log.read_bytes().decode("utf-8", "replace")
     if record.exists():
         found["record"] = json.loads(record.read_text(encoding="utf-8"))
-    else:
-        found["said_last"] = log.read_bytes()[begins:].decode("utf-8", "replace")[-2000:]
     return found
 
 
@@ -152,9 +165,9 @@ FIGURES = {
     "ms_per_update": "{:,.0f}",
     "mfu": "{:.1%}",
     "mfu_computed": "{:.1%}",
+    "mosaic_gpu_ms": "{:.2f}",
     "triton_ms": "{:.2f}",
     "xla_ms": "{:.2f}",
-    "ragged_dot_ms": "{:.2f}",
     "first_step_s": "{:.1f}",
     "step_s": "{:.2f}",
     "rollout_s": "{:.2f}",
@@ -177,6 +190,9 @@ def shown(record: dict[str, Any]) -> str:
         value = value["median"] if isinstance(value, dict) else value
         if value is not None:
             texts.append(f"{name} {form.format(value)}")
+    for one in record.get("figures", ()):
+        about = f"{one['case']}, {one['load']}, {one['kernel']}"
+        texts.append(f"{about}: {one['us']:,.0f} us, {one['rate']:,.0f} {one['unit']}")
     return ", ".join(texts)
 
 
@@ -216,18 +232,32 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     ends = time.monotonic() + flags.budget_s
     unit_s = flags.budget_s / sum(part.share_s for part in chosen)
-    with tempfile.TemporaryDirectory() as folder:
-        for index, part in enumerate(chosen):
-            later_s = sum(other.share_s for other in chosen[index + 1 :]) * unit_s
+    together = [part for part in chosen if not part.is_timed]
+    rounds = [together] * bool(together) + [[part] for part in chosen if part.is_timed]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        while rounds:
+            parts = rounds.pop(0)
+            later_s = sum(part.share_s for later in rounds for part in later) * unit_s
             limit_s = ends - time.monotonic() - later_s
-            record = Path(folder) / f"{part.name}.json"
-            found = run_part(part, flags.preset, record, flags.out / "log.txt", limit_s)
-            results[part.name] = found
-            text = json.dumps(results, indent=2) + "\n"
-            (flags.out / "results.json").write_text(text, encoding="utf-8")
-            (flags.out / "table.md").write_text(report(results), encoding="utf-8")
-            about = shown(found.get("record", {})) or found.get("said_last", "")
-            print(f"{part.name}: {found['ending']}, {found['seconds']:.0f} s: {about}", flush=True)
+            running = {
+                part.name: pool.submit(
+                    run_part, part, flags.preset, Path(folder) / f"{part.name}.json", limit_s
+                )
+                for part in parts
+            }
+            for name, future in running.items():
+                found = future.result()
+                printed = found.pop("printed")
+                with (flags.out / "log.txt").open("a", encoding="utf-8") as file:
+                    file.write(f"\n$ {found['command']}\n{printed}")
+                if "record" not in found:
+                    found["said_last"] = printed[-2000:]
+                results[name] = found
+                text = json.dumps(results, indent=2) + "\n"
+                (flags.out / "results.json").write_text(text, encoding="utf-8")
+                (flags.out / "table.md").write_text(report(results), encoding="utf-8")
+                about = shown(found.get("record", {})) or found.get("said_last", "")
+                print(f"{name}: {found['ending']}, {found['seconds']:.0f} s: {about}", flush=True)
     return results
 
 

@@ -13,6 +13,7 @@ from absl.testing import flagsaver
 
 from benchmarks import (
     agreement,
+    attention,
     common,
     endpoint,
     experts,
@@ -310,6 +311,20 @@ def test_scaling_tells_what_a_failed_process_said():
         scaling.run_job(1, 1, ["--row_tokens=many"])
 
 
+def test_attention_times_each_case_and_counts_what_is_read(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    attention.main(["--repetitions=1", f"--json={path}"])
+    figures = json.loads(path.read_text())["figures"]
+    loads = {(one["case"], one["load"]) for one in figures}
+    assert len(loads) == len(figures) == 6 + 4 + 2
+    assert all(one["rate"] > 0 and one["kernel"] == "xla" for one in figures)
+    # A prompt of 4 that 2 segments of 3 and 1 tokens continue: 10 pairs, then 5 + 6 + 7 and 5.
+    ids, positions, pairs = attention.packed([(4, 0), (3, 4), (1, 4)], 2)
+    assert ids[1].tolist() == [1, 1, 1, 1, 2, 2, 2, 3]
+    assert positions[1].tolist() == [0, 1, 2, 3, 4, 5, 6, 4]
+    assert pairs == 2 * (10 + 18 + 5)
+
+
 def test_agreement_of_kernels(tmp_path):
     path = tmp_path / "record.json"
     assert agreement.main(["--part=kernels", "--shapes=2", f"--json={path}"]) == 0
@@ -435,6 +450,7 @@ def test_a_part_that_fails_or_hangs_loses_only_itself(tmp_path, monkeypatch, cap
         h200.Part(name=name, module="", flags=name, tiny=name, share_s=1)
         for name in ("hangs", "fails", "works")
     ]
+    parts[0] = dataclasses.replace(parts[0], is_timed=False)
     monkeypatch.setattr(h200, "PARTS", parts)
     monkeypatch.setattr(
         h200,
@@ -459,10 +475,17 @@ def test_parts_have_flags_that_their_programs_know(preset, monkeypatch, tmp_path
         words = h200.command(part, preset, tmp_path / "record.json")
         flags = words[3:]
         if part.module == "agreement":
-            monkeypatch.setattr(agreement, "check_kernels", lambda shapes: ({}, shapes > 1))
-            monkeypatch.setattr(agreement, "check_experts", lambda shapes: ({}, shapes > 1))
+            monkeypatch.setattr(agreement, "check_choices", lambda: ({}, True))
+            monkeypatch.setattr(agreement, "check_kernels", lambda shapes, names: ({}, shapes > 1))
+            monkeypatch.setattr(agreement, "check_experts", lambda shapes, names: ({}, shapes > 1))
             monkeypatch.setattr(agreement, "check_model", lambda: ({}, True))
             assert agreement.main(flags) == 0
+            continue
+        if part.module == "attention":
+            monkeypatch.setattr(attention, "update_cases", lambda *_: [])
+            monkeypatch.setattr(attention, "page_cases", lambda *_: [])
+            record = attention.main([*flags, "--json", str(tmp_path / "attention.json")])
+            assert record["preset"] == preset
             continue
         if part.module == "experts":
             monkeypatch.setattr(experts, "compile_all", lambda flags: {})
