@@ -33,6 +33,11 @@ TILE = GROUPS * BLOCK
 STAGES = 2
 """Blocks on their way to the chip and on it."""
 
+GRID = ("tile", "row", "head")
+"""Axes of the grids, the last one the fastest. Programs start in this order, a multiprocessor has
+one at a time, and what they go over differs by tile: those that go over most have to start first,
+the last tiles of queries and the first ones of keys."""
+
 ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
 """Layouts by which threads of a warp group hold a number a row or column of a product."""
 
@@ -75,14 +80,14 @@ def gradients(
     given = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
     call = partial(
         mosaic.kernel,
-        grid_names=("row", "head", "tile"),
+        grid_names=GRID,
         num_threads=GROUPS + 1,
         thread_name="group",
         compiler_params=mosaic.CompilerParams(approx_math=True),
     )
     of_queries = call(
         partial(_queries_kernel, how=how),
-        grid=(R, N, Q // TILE),
+        grid=(Q // TILE, R, N),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=[
             _on_chip(q),
@@ -93,7 +98,7 @@ def gradients(
     )(*given, *_blocks_of_keys(reads, how))
     of_keys, of_values = call(
         partial(_keys_kernel, how=how),
-        grid=(R, K, T // TILE),
+        grid=(T // TILE, R, K),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
         scratch_types=[
             _on_chip(k),
@@ -188,7 +193,8 @@ def _queries_kernel(
     reads_ref: Any, blocks_ref: Any, whole_ref: Any, out_ref: Any, own_q: Any, own_gradient: Any,
     arrived: Any, *, how: How,
 ) -> None:  # fmt: skip
-    row, head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
+    place, row, head = (jax.lax.axis_index(name) for name in GRID)
+    tile = how.num_queries // TILE - 1 - place
     group = jax.lax.axis_index("group")
     key_head = jax.lax.div(head, jnp.int32(how.groups))
     shared, num_shared, own, count = (blocks_ref[row, tile, i] for i in range(4))
@@ -269,7 +275,7 @@ def _keys_kernel(
     reads_ref: Any, blocks_ref: Any, whole_ref: Any, of_keys_ref: Any, of_values_ref: Any,
     own_k: Any, own_v: Any, arrived: Any, *, how: How,
 ) -> None:  # fmt: skip
-    row, key_head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
+    tile, row, key_head = (jax.lax.axis_index(name) for name in GRID)
     group = jax.lax.axis_index("group")
     first, count = blocks_ref[row, tile, 0], blocks_ref[row, tile, 1]
     key = tile * TILE + group * BLOCK

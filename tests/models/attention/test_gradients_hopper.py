@@ -4,6 +4,8 @@ The kernels themselves multiply what is in registers, which JAX's interpreter of
 know yet. They are lowered in `test_tokamax.py`.
 """
 
+import heapq
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -116,3 +118,37 @@ def test_readers_of_a_shared_prompt_are_its_own():
     blocks, _ = hopper._blocks_of_keys(given, settings(512, 512))
     # Of the third segment: two blocks of the prompt, from block 0 on, then two of its own.
     assert blocks[0, 3].tolist() == [0, 2, 6, 4]
+
+
+def last_end(costs, num_processors=132):
+    """When the last of the programs ends, which start in this order as processors become free."""
+    ends = [0.0] * num_processors
+    for cost in costs:
+        heapq.heapreplace(ends, ends[0] + cost)
+    return max(ends)
+
+
+PACKED = {
+    # Lengths of a row's segments, each with how much of the prompt before it continues.
+    "one": [(4096, 0)],
+    "a shared prompt": [(1536, 0), *[(1024, 512)] * 6],
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_programs_with_the_longest_loops_start_first(name):
+    lengths = PACKED[name]
+    assert hopper.GRID == ("tile", "row", "head")
+    ids = np.concatenate([np.full(length, i + 1) for i, (length, _) in enumerate(lengths)])
+    positions = np.concatenate([first + np.arange(length) for length, first in lengths])
+    given = find_reads(*(jnp.tile(jnp.asarray(x), (2, 1)) for x in (ids, positions)))
+    how = settings(len(ids), len(ids))
+    heads, key_heads = 16, 8
+    keys = 2 * np.asarray(hopper._blocks_of_queries(given, how)[0])[..., 1].T
+    queries = np.asarray(hopper._blocks_of_keys(given, how)[0])[..., 3].T[::-1]
+    for costs, count in ((keys, key_heads), (queries, heads)):
+        new, old = np.repeat(costs, count), np.tile(costs.T[:, None], (1, count, 1)).ravel()
+        assert sorted(new) == sorted(old)
+        least = max(new.sum() / 132, new.max())
+        print(f"{name}: {last_end(old) / least:.2f} by heads, {last_end(new) / least:.2f} by tiles")
+        assert last_end(new) <= 1.05 * least
