@@ -10,7 +10,7 @@ NEWEST := .venv-newest
 JOBS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup quickstart perfect-start looking seeking real vocabularies try-vocabularies test test-newest test-slow parity check bench clean
+.PHONY: setup quickstart perfect-start looking seeking real vocabularies try-vocabularies test test-newest test-tpu test-slow parity check bench clean
 
 setup: $(STAMP)
 
@@ -91,6 +91,19 @@ else
 	  tests/test_runs.py::test_training_works tests/test_runs.py::test_a_restart_changes_nothing
 endif
 
+# What TPUs' own compiler says to their kernels and programs; it needs no TPU. It lies in a folder of
+# its own, where only these tests find it.
+test-tpu: $(STAMP)
+	@[ -d data/libtpu/$(VENV)/libtpu ] || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target=data/libtpu/$(VENV) \
+	  "$$($(BIN)/python -c 'from importlib.metadata import requires; print(next(one.split(";")[0] for one in requires("jax") if one.startswith("libtpu")))')" || \
+	  echo "libtpu cannot be installed: nothing is compiled for TPUs"
+	! [ -d data/libtpu/$(VENV)/libtpu ] || LIBTPU_DIR=$(CURDIR)/data/libtpu/$(VENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow \
+	  tests/models/attention/test_lowering.py tests/test_export.py
+ifneq ($(NEWEST_PYTHON),)
+	$(MAKE) --no-print-directory PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST) test-tpu
+endif
+
 # Slow tests and the comparison with torch run what users run, without the flags of tests/conftest.py.
 test-slow: $(STAMP)
 	XLA_FLAGS= $(BIN)/python -m pytest -m slow
@@ -123,4 +136,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf $(VENV) $(NEWEST) runs data/quickstart data/looking data/seeking data/real .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) runs data/quickstart data/looking data/seeking data/real data/libtpu .pytest_cache .mypy_cache .ruff_cache
