@@ -50,7 +50,7 @@ def make_engine(model: common.ModelSizes, policy: Any, work: Even) -> Engine:
         chunk_tokens=work.chunk_tokens,
         dtype=jnp.dtype(model.dtype),
         kernels=common.kernels(model, mesh),
-        scan_layers=scans(True, mesh.devices.flat[0].platform),
+        scan_layers=scans(True, mesh.devices.flat[0].platform, has_adapter=True),
         kinds=(next_token.PLAIN,),
     )
     engine.row_sizes = engine.row_sizes[-1:]

@@ -241,15 +241,18 @@ def sampler_programs(
     mesh, num_rows = sharding.make_mesh(**sizes, devices=devices), rollout.num_rows
     num_rows //= target.num_processes
     kernels = choose(config.model.attention, mesh, model)
+    policy = architecture_of(config, model)
     sampler = Sampler(
-        config=architecture_of(config, model).on_mesh(mesh, experts=config.model.experts),
+        config=policy.on_mesh(mesh, experts=config.model.experts),
         mesh=mesh,
         kernels=kernels,
         num_tokens=model.vocab_size,
         num_steps=most_chunk_tokens(config, target.platform),
         num_rows=num_rows,
         dtype=dtype,
-        scan_layers=scans(config.model.scan_layers, target.platform),
+        scan_layers=scans(
+            config.model.scan_layers, target.platform, has_adapter=policy.around is not None
+        ),
     )
     declared = sampler.config
     shards = sharding.num_pieces(mesh)

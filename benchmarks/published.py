@@ -281,8 +281,8 @@ class Step:
         device = floors.DEVICES[case.device]
         train = floors.Part(model=model, mesh=dict(mesh.shape), device=device)
         sample = floors.Part(model=model, mesh=own, device=device)
-        own = config.model
-        kernels, _ = decide(own.attention, target.platform, model.head_dim, own.dtype)
+        named, dtype = config.model.attention, config.model.dtype
+        kernels, _ = decide(named, target.platform, model.head_dim, dtype)
         shards = num_batch_shards(mesh) if SHARES_PROMPTS[kernels] else 0
         shape = batch_shape(config, "train", shards, own["context"], model)
         length, chunk = rollout.max_total_tokens, most_chunk_tokens(config, target.platform)

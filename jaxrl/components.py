@@ -778,7 +778,11 @@ def make_engine(
         kernels=kernels,
         records=records_arrays(config),
         train_mesh=mesh,
-        scan_layers=scans(config.model.scan_layers, sampling.devices.flat[0].platform),
+        scan_layers=scans(
+            config.model.scan_layers,
+            sampling.devices.flat[0].platform,
+            has_adapter=policy.around is not None,
+        ),
         kinds=draw_kinds(config),
     )
     if engine.recorded:

@@ -257,7 +257,7 @@ KEYS: dict[str, Key] = {
         one_of=("none", "dots", "names", "full", "offload"), restart=FREE),
     "model.scan_layers": Key(True, "Compile one layer for all. False compiles each, which takes "
         "longer; a CPU then keeps all of them, whatever `remat` says. The sampler compiles each on "
-        "a CPU in any case.", restart=FREE),
+        "a CPU in any case, and on a GPU where there is no adapter.", restart=FREE),
     "model.vision.train": Key(True, "Train what reads images too, in a model that does; else it is "
         "frozen."),
     "model.logits_chunk_tokens": Key(2048, "Tokens whose logits the update holds in memory at a "

@@ -552,13 +552,15 @@ def unpacked(packed: Packed) -> Report:
     )
 
 
-def scans(scan_layers: bool, platform: str) -> bool:
+def scans(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
     """True if the sampler goes through layers in a loop, as `config.model.scan_layers` has it.
 
-    Not on a CPU: there a loop copies the weights of a layer before it multiplies with them, which
-    took a fifth of the time, and layers apart compile in seconds.
+    XLA copies the weights of a layer before a loop multiplies with them, which on a CPU took a
+    fifth of the time and on a GPU fetches them three times in each step; layers apart compile in
+    seconds there. But below an adapter a loop reads the trainer's own arrays, which are in memory
+    once then, and on a GPU that counts for more.
     """
-    return scan_layers and platform != "cpu"
+    return scan_layers and (platform == "tpu" or (platform == "gpu" and has_adapter))
 
 
 def _write_chunk(

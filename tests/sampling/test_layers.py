@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxrl.sampling import decode
 from tests.programs import CONFIG, sampler_programs
 
 PAGES = 4096
@@ -52,3 +53,12 @@ def test_the_cache_is_written_where_it_lies(name, scan_layers):
     cache = 2 * 4 * PAGES * 2 * 16 * 16 * 4
     assert sizes.alias_size_in_bytes >= cache
     assert sizes.temp_size_in_bytes < cache / 50  # not even one layer's keys
+
+
+def test_a_loop_over_layers_only_where_it_costs_no_copies_of_weights_or_spares_some():
+    loops = {(platform, has): decode.scans(True, platform, has_adapter=has)
+             for platform in ("cpu", "gpu", "tpu") for has in (False, True)}  # fmt: skip
+    assert {one for one, loop in loops.items() if loop} == {
+        ("gpu", True), ("tpu", False), ("tpu", True)
+    }  # fmt: skip
+    assert not decode.scans(False, "tpu", has_adapter=True)
