@@ -34,9 +34,12 @@ STAGES = 2
 """Blocks on their way to the chip and on it."""
 
 GRID = ("tile", "row", "head")
-"""Axes of the grids, the last one the fastest. Programs start in this order, a multiprocessor has
-one at a time, and what they go over differs by tile: those that go over most have to start first,
-the last tiles of queries and the first ones of keys."""
+"""Axes of the grids, the last one the fastest.
+
+Programs start in this order, a multiprocessor has one at a time, and what they go over differs by
+tile. The last queries of a segment go over most keys, and its first keys over most queries: these
+start first, but for what stands late in a row of several segments.
+"""
 
 ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
 """Layouts by which threads of a warp group hold a number a row or column of a product."""

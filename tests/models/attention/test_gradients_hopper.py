@@ -145,9 +145,12 @@ def test_programs_with_the_longest_loops_start_first(name):
     how = settings(len(ids), len(ids))
     heads, key_heads = 16, 8
     keys = 2 * np.asarray(hopper._blocks_of_queries(given, how)[0])[..., 1].T
-    queries = np.asarray(hopper._blocks_of_keys(given, how)[0])[..., 3].T[::-1]
-    for costs, count in ((keys, key_heads), (queries, heads)):
-        new, old = np.repeat(costs, count), np.tile(costs.T[:, None], (1, count, 1)).ravel()
+    queries = np.asarray(hopper._blocks_of_keys(given, how)[0])[..., 3].T
+    for costs, count, place in ((keys, key_heads, 1), (queries, heads, -1)):
+        new, old = (
+            np.repeat(costs[::place], count),
+            np.tile(costs.T[:, None], (1, count, 1)).ravel(),
+        )
         assert sorted(new) == sorted(old)
         least = max(new.sum() / 132, new.max())
         print(f"{name}: {last_end(old) / least:.2f} by heads, {last_end(new) / least:.2f} by tiles")
