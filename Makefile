@@ -1,4 +1,5 @@
 # Two commands do everything from a bare clone: `make quickstart` and `make test`.
+SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -94,14 +95,17 @@ endif
 # What TPUs' own compiler says to their kernels and programs; it needs no TPU. It lies in a folder of
 # its own, where only these tests find it.
 test-tpu: $(STAMP)
-	@[ -d data/libtpu/$(VENV)/libtpu ] || \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target=data/libtpu/$(VENV) \
-	  "$$($(BIN)/python -c 'from importlib.metadata import requires; print(next(one.split(";")[0] for one in requires("jax") if one.startswith("libtpu")))')" || \
-	  echo "libtpu cannot be installed: nothing is compiled for TPUs"
-	! [ -d data/libtpu/$(VENV)/libtpu ] || LIBTPU_DIR=$(CURDIR)/data/libtpu/$(VENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow \
+	@wanted="$$($(BIN)/python -c 'from importlib.metadata import requires; print(next(one.split(";")[0] for one in requires("jax") if one.startswith("libtpu")))')"; \
+	folder="data/libtpu/$(notdir $(VENV))-$${wanted//[^0-9.]/}"; \
+	if ! [ -e "$$folder/installed" ]; then \
+	  rm -rf "$$folder"; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target="$$folder" "$$wanted" && \
+	  touch "$$folder/installed" || { echo "libtpu cannot be installed: nothing is compiled for TPUs"; exit 0; }; \
+	fi; \
+	LIBTPU_DIR="$(CURDIR)/$$folder" $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow \
 	  tests/models/attention/test_lowering.py tests/test_export.py
 ifneq ($(NEWEST_PYTHON),)
-	$(MAKE) --no-print-directory PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST) test-tpu
+	$(MAKE) --no-print-directory PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST) NEWEST_PYTHON= test-tpu
 endif
 
 # Slow tests and the comparison with torch run what users run, without the flags of tests/conftest.py.

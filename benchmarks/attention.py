@@ -6,10 +6,10 @@ r"""Times of the attention kernels alone, beside what the device could do.
 One layer's attention of each kernel, with bfloat16 heads of published models:
 
 - `update`: two rows of 4,096 tokens, forward, and forward with backward: one segment a row
-  ("whole"; `cudnn` is JAX's, for this case alone), segments of 1,024 ("cut"), and seven segments
-  of 512 that continue a prompt of 512 ("shared"). TFLOP/s count the pairs of tokens that are read,
-  two products forward and five more backward; the scores that a backward kernel computes again are
-  one of these.
+  ("whole"; `cudnn` is JAX's, for this case alone), segments of 1,024 ("cut"), and one of 1,024
+  with six of 512 that continue its first 512 ("shared"). TFLOP/s count the pairs of tokens that are
+  read, two products forward and five more backward; the scores that a backward kernel computes
+  again are one of these.
 - `decoding`: the loads of `kernel_cost`, a query a row. GB/s count the live pages.
 - `reading`: 2,048 tokens in blocks of 64, of 32 observations behind 2,000 tokens each, and of a
   prompt behind 6,144.
@@ -220,6 +220,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     cases += update_cases(kernel, model, sizes)
                 elif kernel != "cudnn":
                     cases += page_cases(name, kernel, model, sizes)
+    if not cases:
+        parser.error(f"none of these kernels is for {platform}s; there are {', '.join(own)}")
     with ThreadPoolExecutor(8) as pool:
         programs = list(pool.map(Case.compiled, cases))
     rows: list[list[str]] = []
@@ -240,11 +242,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             work / seconds / (1e12 if is_update else 1e9),
             "TFLOP/s" if is_update else "GB/s",
         )
-        rows.append([*names, f"{us:,.0f}", f"{rate:,.0f} {unit}"])
+        rows.append([*names, f"{us:,.0f}", f"{rate:,.{0 if rate >= 10 else 3}f} {unit}"])
         found = dict(zip(("model", "case", "load", "kernel"), names, strict=True))
         figures.append(found | {"us": us, "rate": rate, "unit": unit})
         print(" | ".join(rows[-1]), flush=True)
     print(table(["model", "case", "load", "kernel", "us a layer", "rate"], rows))
+    if not figures:
+        raise SystemExit("nothing ran")
     record = {"benchmark": "attention", "preset": flags.preset, "figures": figures}
     if flags.json:
         flags.json.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,19 +56,19 @@ class Part:
 PARTS = (
     Part(
         name="checks", module="agreement", flags="--part=checks", tiny="--part=checks",
-        share_s=30, is_timed=False,
+        share_s=45, is_timed=False,
     ),
     Part(
         name="kernels", module="agreement", flags="--part=kernels --shapes=4",
-        tiny="--part=kernels --shapes=2", share_s=30, is_timed=False,
+        tiny="--part=kernels --shapes=2", share_s=45, is_timed=False,
     ),
     Part(
         name="experts", module="agreement", flags="--part=experts --shapes=4",
-        tiny="--part=experts --shapes=2", share_s=30, is_timed=False,
+        tiny="--part=experts --shapes=2", share_s=45, is_timed=False,
     ),
     Part(
         name="model", module="agreement", flags="--part=model", tiny="--part=model",
-        share_s=30, is_timed=False,
+        share_s=45, is_timed=False,
     ),
     Part(
         name="attention", module="attention",
@@ -116,37 +115,55 @@ def command(part: Part, preset: str, record: Path) -> list[str]:
     return [sys.executable, "-m", module, *flags.split(), f"--json={record}"]
 
 
-def run_part(part: Part, preset: str, record: Path, limit_s: float) -> dict[str, Any]:
-    """Runs a part until its end or its limit; its record, how it ended, and what it printed."""
-    platforms = {"h200": "cuda,cpu", "cpu": "cpu"}[preset]
+@dataclass(kw_only=True)
+class Run:
+    """A part's process, a session of its own so that what it starts ends with it."""
+
+    words: list[str]
+    process: subprocess.Popen[bytes]
+    record: Path
+    started: float
+
+    def end(self, code: int | None) -> dict[str, Any]:
+        """Ends the process; its record, how it ended, and what it printed. None: at its limit."""
+        self.kill()
+        seconds = time.monotonic() - self.started
+        found: dict[str, Any] = {"ending": f"ended with {code}", "seconds": seconds}
+        found["command"] = "python " + shlex.join(self.words[1:-1])
+        found["printed"] = self.record.with_suffix(".log").read_text("utf-8", "replace")
+        try:
+            figures = json.loads(self.record.read_text(encoding="utf-8"))
+            found["record"], found["shown"] = figures, shown(figures)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            found |= {"said_last": found["printed"][-2000:], "no_record": repr(error)}
+            found.pop("record", None)
+        if code is None:
+            found["ending"] = f"stopped after {seconds:.0f} s"
+        elif code == 0:
+            found["ending"] = "done" if "record" in found else "ended without a record"
+        return found
+
+    def kill(self) -> None:
+        """Ends the process and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def start(part: Part, preset: str, record: Path) -> Run:
+    """Starts the process of a part."""
     environment = os.environ | {
-        "JAX_PLATFORMS": platforms,
+        "JAX_PLATFORMS": {"h200": "cuda,cpu", "cpu": "cpu"}[preset],
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
         "XLA_PYTHON_CLIENT_PREALLOCATE": str(part.is_timed).lower(),
         "PYTHONUNBUFFERED": "1",
     }
     words, started = command(part, preset, record), time.monotonic()
-    log = record.with_suffix(".log")
-    with log.open("w", encoding="utf-8") as file:
-        # A session of its own, so that what it started ends with it.
+    with record.with_suffix(".log").open("wb") as file:
         process = subprocess.Popen(
             words, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-        try:
-            code = process.wait(timeout=max(limit_s, 1.0))
-            ending = "done" if code == 0 else f"ended with {code}"
-        except subprocess.TimeoutExpired:
-            ending = f"stopped after {limit_s:.0f} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    found = {"ending": ending, "seconds": time.monotonic() - started}
-    found["command"] = "python " + shlex.join(words[1:-1])
-    found["printed"] = log.read_bytes().decode("utf-8", "replace")
-    if record.exists():
-        found["record"] = json.loads(record.read_text(encoding="utf-8"))
-    return found
+    return Run(words=words, process=process, record=record, started=started)
 
 
 FIGURES = {
@@ -193,7 +210,7 @@ def shown(record: dict[str, Any]) -> str:
     for one in record.get("figures", ()):
         about = f"{one['case']}, {one['load']}, {one['kernel']}"
         texts.append(f"{about}: {one['us']:,.0f} us, {one['rate']:,.0f} {one['unit']}")
-    return ", ".join(texts)
+    return ("; " if "figures" in record else ", ").join(texts)
 
 
 def report(results: dict[str, Any]) -> str:
@@ -234,33 +251,41 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     unit_s = flags.budget_s / sum(part.share_s for part in chosen)
     together = [part for part in chosen if not part.is_timed]
     rounds = [together] * bool(together) + [[part] for part in chosen if part.is_timed]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-        while rounds:
-            parts = rounds.pop(0)
-            later_s = sum(part.share_s for later in rounds for part in later) * unit_s
-            limit_s = ends - time.monotonic() - later_s
-            running = {
-                part.name: pool.submit(
-                    run_part, part, flags.preset, Path(folder) / f"{part.name}.json", limit_s
-                )
-                for part in parts
-            }
-            for name, future in running.items():
-                found = future.result()
-                printed = found.pop("printed")
-                with (flags.out / "log.txt").open("a", encoding="utf-8") as file:
-                    file.write(f"\n$ {found['command']}\n{printed}")
-                if "record" not in found:
-                    found["said_last"] = printed[-2000:]
-                results[name] = found
-                text = json.dumps(results, indent=2) + "\n"
-                (flags.out / "results.json").write_text(text, encoding="utf-8")
-                (flags.out / "table.md").write_text(report(results), encoding="utf-8")
-                about = shown(found.get("record", {})) or found.get("said_last", "")
-                print(f"{name}: {found['ending']}, {found['seconds']:.0f} s: {about}", flush=True)
+
+    def keep(name: str, found: dict[str, Any]) -> None:
+        with (flags.out / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"\n$ {found['command']}\n{found.pop('printed')}")
+        about = found.pop("shown", None) or found.get("said_last", "")
+        results[name] = found
+        text = json.dumps(results, indent=2) + "\n"
+        (flags.out / "results.json").write_text(text, encoding="utf-8")
+        (flags.out / "table.md").write_text(report(results), encoding="utf-8")
+        print(f"{name}: {found['ending']}, {found['seconds']:.0f} s: {about}", flush=True)
+
+    running: dict[str, Run] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while rounds:
+                parts = rounds.pop(0)
+                later_s = sum(part.share_s for later in rounds for part in later) * unit_s
+                limit = max(ends - later_s, time.monotonic() + 1.0)
+                for part in parts:
+                    running[part.name] = start(
+                        part, flags.preset, Path(folder) / f"{part.name}.json"
+                    )
+                while running:
+                    for name, run in list(running.items()):
+                        code = run.process.poll()
+                        if code is not None or time.monotonic() > limit:
+                            keep(name, running.pop(name).end(code))
+                    time.sleep(0.05)
+        finally:
+            for run in running.values():
+                run.kill()
     return results
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its parts end with it
     results = main()
     sys.exit(any(one["ending"] != "done" for one in results.values()))

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import signal
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import jax
@@ -35,7 +38,7 @@ from jaxrl.extras.experts import choice, products
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
-from tests.helpers import NUM_TOKENS, TINY_MOE
+from tests.helpers import NUM_TOKENS, ROOT, TINY_MOE
 from tests.toys import one_device_mesh
 from tests.vision import golden
 
@@ -439,6 +442,9 @@ if kind == "hangs":
     time.sleep(60)
 if kind == "fails":
     sys.exit("something broke")
+if kind == "halves":
+    pathlib.Path(record).write_text('{"mfu": 0.')
+    sys.exit()
 pathlib.Path(record).write_text(json.dumps({"mfu": 0.5, "tokens_per_s": {"median": 1234.0}}))
 """
 
@@ -448,7 +454,7 @@ def test_a_part_that_fails_or_hangs_loses_only_itself(tmp_path, monkeypatch, cap
     script.write_text(SCRIPT)
     parts = [
         h200.Part(name=name, module="", flags=name, tiny=name, share_s=1)
-        for name in ("hangs", "fails", "works")
+        for name in ("hangs", "fails", "halves", "works")
     ]
     parts[0] = dataclasses.replace(parts[0], is_timed=False)
     monkeypatch.setattr(h200, "PARTS", parts)
@@ -457,20 +463,49 @@ def test_a_part_that_fails_or_hangs_loses_only_itself(tmp_path, monkeypatch, cap
         "command",
         lambda part, preset, record: [sys.executable, str(script), part.tiny, f"--json={record}"],
     )
-    results = h200.main(["--preset=cpu", f"--out={tmp_path / 'out'}", "--budget_s=15"])
+    results = h200.main(["--preset=cpu", f"--out={tmp_path / 'out'}", "--budget_s=20"])
     assert results == json.loads((tmp_path / "out/results.json").read_text())
     assert results["hangs"]["ending"] == "stopped after 5 s"
     assert results["fails"]["ending"] == "ended with 1"
     assert "something broke" in results["fails"]["said_last"]
     assert "hangs" not in results["fails"]["said_last"]
+    assert results["halves"]["ending"] == "ended without a record"
     assert results["works"]["record"]["mfu"] == 0.5
     page = (tmp_path / "out/table.md").read_text()
     assert "| works | done | 0 | tokens_per_s 1,234, mfu 50.0% |" in page
     assert "said by hangs" in (tmp_path / "out/log.txt").read_text()
 
 
+def test_an_interrupt_ends_all_parts_and_keeps_those_that_ended(tmp_path):
+    """Also where they run beside each other; what is left of them would hold the device."""
+    script = tmp_path / "part.py"
+    script.write_text(SCRIPT)
+    code = f"""
+import sys
+import time
+from benchmarks import h200
+make = lambda name: h200.Part(
+    name=name, module="", flags=name, tiny=name, share_s=9, is_timed=False
+)
+h200.PARTS = [make("hangs"), make("works")]
+h200.command = lambda part, _, record: [
+    sys.executable, {str(script)!r}, part.tiny, f"--json={{record}}"
+]
+h200.main(["--preset=cpu", "--out={tmp_path / "out"}"])
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    results = tmp_path / "out/results.json"
+    while not results.exists():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) != 0
+    assert [*json.loads(results.read_text())] == ["works"]
+    found = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True)
+    assert not found.stdout
+
+
 @pytest.mark.parametrize("preset", ["cpu", "h200"])
-def test_parts_have_flags_that_their_programs_know(preset, monkeypatch, tmp_path):
+def test_parts_have_flags_that_their_programs_know(preset, monkeypatch, tmp_path, capsys):
     for part in h200.PARTS:
         words = h200.command(part, preset, tmp_path / "record.json")
         flags = words[3:]
@@ -484,8 +519,9 @@ def test_parts_have_flags_that_their_programs_know(preset, monkeypatch, tmp_path
         if part.module == "attention":
             monkeypatch.setattr(attention, "update_cases", lambda *_: [])
             monkeypatch.setattr(attention, "page_cases", lambda *_: [])
-            record = attention.main([*flags, "--json", str(tmp_path / "attention.json")])
-            assert record["preset"] == preset
+            with pytest.raises(SystemExit):
+                attention.main(flags)
+            assert "none of these kernels is for cpus" in capsys.readouterr().err
             continue
         if part.module == "experts":
             monkeypatch.setattr(experts, "compile_all", lambda flags: {})

@@ -14,7 +14,7 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,8 +93,14 @@ class Trial:
 
 
 def takes(kernel: str, dtype: DTypeLike | None) -> bool:
-    """True if a kernel of this name multiplies numbers of a dtype; None: of some."""
+    """True if a kernel of this name multiplies numbers of a dtype; None: one that all take."""
     return dtype is None or kernel not in HALF_ALONE or jnp.dtype(dtype).itemsize == 2
+
+
+def excluded(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
+    """A clause that names kernels which are not tried with a dtype; empty without any."""
+    names = [one for one in kernels if not takes(one, dtype)]
+    return f" and {' and '.join(names)} is for bfloat16" if names else ""
 
 
 def _is_wide(x: np.ndarray) -> bool:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.extras.experts.dispatch import Experts
 from jaxrl.extras.experts.products import grouped_product, grouped_product_of_known_length
-from jaxrl.models.kernel_check import Choice, Trial, first_sound, takes
+from jaxrl.models.kernel_check import Choice, Trial, excluded, first_sound, takes
 from jaxrl.runtime.sharding import PIECES
 
 KERNELS = {
@@ -123,7 +123,7 @@ def decide(name: str, platform: str, dtype: DTypeLike | None = None) -> tuple[st
     own = KERNELS.get(platform, {})
     if name == "auto":
         line = (one for one in own if takes(one, dtype))
-        return (*line, "xla")[0], f"since the devices are {platform}s"
+        return (*line, "xla")[0], f"since the devices are {platform}s{excluded(own, dtype)}"
     if name != "xla" and name not in own:
         places = " and ".join(f"{place}s" for place in KERNELS if name in KERNELS[place])
         raise ValueError(
@@ -133,6 +133,6 @@ def decide(name: str, platform: str, dtype: DTypeLike | None = None) -> tuple[st
     if not takes(name, dtype):
         raise ValueError(
             f"config.model.experts is {name!r}, whose kernels multiply 16-bit floats, but "
-            f"config.model.dtype is {dtype}; set the first to 'auto' or the second to 'bfloat16'."
+            f"config.model.dtype is '{dtype}'; set the first to 'auto' or 'xla'."
         )
     return name, "as config.model.experts says"

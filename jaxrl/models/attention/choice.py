@@ -17,7 +17,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention import trials
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, Train
 from jaxrl.models.attention.reference import XLA, moved_reads
-from jaxrl.models.kernel_check import Choice, Trial, first_sound, takes
+from jaxrl.models.kernel_check import Choice, Trial, excluded, first_sound, takes
 from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 
 TRAIN = {
@@ -135,14 +135,13 @@ def decide(
     if name == "auto":
         if own and not is_narrow:
             return "xla", f"since heads of {head_dim} are too wide for {next(iter(own))}"
-        return (*_line(name, platform, head_dim, dtype), "xla")[0], (
-            f"since the devices are {platform}s"
-        )
+        first = (*_line(name, platform, head_dim, dtype), "xla")[0]
+        return first, f"since the devices are {platform}s{excluded(own, dtype)}"
     if name != "xla" and name not in own:
         places = " and ".join(f"{place}s" for place in TRAIN if name in TRAIN[place])
         problem = f"kernels are for {places}, but the devices are {platform}s"
     elif name != "xla" and not takes(name, dtype):
-        problem = f"kernels multiply 16-bit floats, but config.model.dtype is {dtype}"
+        problem = f"kernels multiply 16-bit floats, but config.model.dtype is '{dtype}'"
     elif name != "xla" and not is_narrow:
         problem = f"kernels take heads of at most {MAX_HEAD_DIM}, but the model's are {head_dim}"
     else:

@@ -28,11 +28,13 @@ def test_each_platform_has_its_own(name, platform):
 
 
 def test_kernels_for_16_bits_are_not_tried_with_float32():
-    assert decide("auto", "gpu", 128, jnp.float32) == ("triton", "since the devices are gpus")
+    assert decide("auto", "gpu", 128, jnp.float32) == (
+        "triton", "since the devices are gpus and mosaic_gpu is for bfloat16"
+    )  # fmt: skip
     assert decide("auto", "gpu", 128, "bfloat16")[0] == "mosaic_gpu"
     with pytest.raises(
         ValueError,
-        match=r"kernels multiply 16-bit floats, but config\.model\.dtype is float32",
+        match=r"kernels multiply 16-bit floats, but config\.model\.dtype is 'float32'",
     ):
         decide("mosaic_gpu", "gpu", 128, jnp.dtype("float32"))
 
