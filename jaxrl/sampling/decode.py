@@ -540,7 +540,8 @@ def append_block(platform: str) -> int:
 
 def unpacked(packed: Packed) -> Report:
     """The report of a chunk, in views of what has reached the host."""
-    values, steps = packed.values, (packed.values.shape[1] - 2) // 3
+    values = np.asarray(packed.values)
+    steps = (values.shape[1] - 2) // 3
     logprobs, entropies = values[:, steps:-2].view(np.float32).reshape(-1, 2, steps).swapaxes(0, 1)
     return Report(
         token_ids=values[:, :steps],
@@ -548,7 +549,7 @@ def unpacked(packed: Packed) -> Report:
         entropies=entropies,
         status=values[:, -2],
         stop_state=values[:, -1],
-        recorded=packed.recorded,
+        recorded={name: np.asarray(array) for name, array in packed.recorded.items()},
     )
 
 

@@ -767,14 +767,15 @@ class Engine:
         """
         for shard in self._shards:
             for row in shard.short_of_pages:
-                while shard.lacks_pages(row):
+                missing = shard.missing(row)
+                while row.saved is None and missing > shard.pool.num_free:
                     if shard.drop_kept():
                         continue
                     if self._in_flight:  # its rows still write to their pages
                         return False
                     self._preempt(shard, shard.resident[-1])
                 if row.saved is None:
-                    shard.grow(row)
+                    row.pages += shard.pool.take(missing)
         return True
 
     def _preempt(self, shard: Shard, row: Row) -> None:
@@ -913,9 +914,11 @@ class Engine:
         self._copy_prefixes()
         kind = self._kind_for(running)
         num_rows = _fit(max(len(rows) for rows in running), self._row_sizes_of(kind))
-        cached = max(row.length + row.in_flight for rows in running for row in rows)
-        read = min(pages_for(cached, self.page_tokens), self._table_pages)
-        past_pages = _fit(read, self.past_sizes)
+        past_pages = self.past_sizes[-1]
+        if len(self.past_sizes) > 1:
+            cached = max(row.length + row.in_flight for rows in running for row in rows)
+            read = min(pages_for(cached, self.page_tokens), self._table_pages)
+            past_pages = _fit(read, self.past_sizes)
         chunk, members = self._host_rows(running, num_rows)
         self._cache, self._state, report = self._decode(
             self._weights,
@@ -928,7 +931,8 @@ class Engine:
             past_pages,
             variant=(num_rows, kind, past_pages),
         )
-        jax.tree.map(lambda x: x.copy_to_host_async(), report)
+        for array in (report.values, *report.recorded.values()):
+            array.copy_to_host_async()
         self._in_flight.append(_Chunk(self.counts.chunks, members, report))
         self.counts.chunks += 1
         self.counts.row_steps += num_rows * self.num_shards * self.sampler.num_steps
@@ -1118,40 +1122,33 @@ class Engine:
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""
-        report = decode.unpacked(jax.device_get(chunk.report))
-        token_ids, logprobs, entropies = report.token_ids, report.logprobs, report.entropies
+        report = decode.unpacked(chunk.report)
+        num_steps, token_ids = self.sampler.num_steps, report.token_ids
         num_sampled = (token_ids >= 0).sum(axis=1)
         last_ids = token_ids[np.arange(len(token_ids)), num_sampled - 1].tolist()
         stop_states, statuses = report.stop_state.tolist(), report.status.tolist()
+        # Views of rows, which come sooner together.
+        by_row = list(zip(token_ids, report.logprobs, report.entropies, strict=True))
         counts, events = num_sampled.tolist(), []
         for request, index in sorted(chunk.rows):
             if not (count := counts[index]):
                 continue  # it stopped in an earlier chunk, and may be gone
-            row, status = self._rows[request], statuses[index]
+            row, status, arrays = self._rows[request], statuses[index], by_row[index]
             row.pending, row.stop_state = last_ids[index], stop_states[index]
             row.length += count
             row.budget -= count
-            row.in_flight -= self.sampler.num_steps
+            row.in_flight -= num_steps
             if status != decode.RUNNING:
                 row.is_waiting, row.in_flight = True, 0
-            event = Event(
-                request,
-                chunk.number,
-                token_ids[index, :count],
-                logprobs[index, :count],
-                entropies[index, :count],
-                status,
-                _recorded(row, report, index, count),
-            )
-            events.append(event)
-            self.counts.sampled += count
+                arrays = [array[:count] for array in arrays]
+            recorded = _recorded(row, report, index, count) if report.recorded else _NOTHING
+            events.append(Event(request, chunk.number, *arrays, status, recorded))
+        self.counts.sampled += sum(counts)
         return events
 
 
 def _recorded(row: Row, report: decode.Report, index: int, count: int) -> Mapping[str, np.ndarray]:
     """The arrays of what a row has read since its last event, which its books then forget."""
-    if not report.recorded:
-        return _NOTHING
     before = [read.arrays for read in row.reads]
     row.reads = []
     return {

@@ -858,10 +858,11 @@ class Rollout(EpisodePlayer):
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:
             check_stop(should_stop)
-            if sum(map(_is_open, groups)) <= sampling.unfinished:
+            groups = [group for group in groups if _is_open(group)]
+            if len(groups) <= sampling.unfinished:
                 return
-            ended = [sample.episode.outcome is not None for sample in samples.values()]
-            progress(sum(ended), len(ended))
+            open_ones = [sample.episode.outcome for sample in samples.values()].count(None)
+            progress(len(samples) - open_ones, len(samples))
             for call in self._due(calls, should_stop):
                 self._await([call], should_stop)
                 calls.remove(call)
@@ -1081,20 +1082,26 @@ def _checked_reply(reply: Any) -> StepResult:
     error = reply.error
     if reply.outcome == Outcome.ENVIRONMENT_ERROR:
         error = error or "the environment gives no reason"
-    return dataclasses.replace(
+    return _changed(
         reply,
         observation=reply.observation and _writable_fields(reply.observation),
         tool_call=reply.tool_call and writable(reply.tool_call),
         tool=reply.tool and writable(reply.tool),
         latency_s=latency_s,
         error=error and writable(error)[:MAX_ERROR],
-        records=tuple(map(_writable_record, reply.records)),
+        records=reply.records and tuple(map(_writable_record, reply.records)),
     )
+
+
+def _changed(one: Any, **values: Any) -> Any:
+    """A dataclass with other values; itself where they are its own, as nearly always."""
+    is_same = all(getattr(one, name) is value for name, value in values.items())
+    return one if is_same else dataclasses.replace(one, **values)
 
 
 def _writable_record(record: CallRecord) -> CallRecord:
     error = record.error and writable(record.error)[:MAX_ERROR]
-    return dataclasses.replace(record, call=writable(record.call), error=error)
+    return _changed(record, call=writable(record.call), error=error)
 
 
 def _check_inserted(observation: Observation | ToolResults | None) -> None:
@@ -1137,7 +1144,7 @@ def _writable_fields(observation: Observation | ToolResults) -> Observation | To
     if isinstance(observation, ToolResults):
         bodies = tuple(map(writable, observation.bodies))
         return dataclasses.replace(observation, bodies=bodies)
-    return dataclasses.replace(
+    return _changed(
         observation,
         prefix=writable(observation.prefix),
         body=writable(observation.body),
@@ -1192,16 +1199,20 @@ def _check_chat(messages: Iterable[Any]) -> None:
 def trajectory_of(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajectory:
     """The trajectory of a sample as it stands, with its recorded arrays."""
     reward, length = sample.reward, len(sample.token_ids)
-    edges, versions = np.zeros(length + 1, np.int32), np.full(length, -1, np.int32)
+    loss_mask, versions = np.zeros(length, bool), np.full(length, -1, np.int32)
     logprobs, entropies = np.zeros((2, length), np.float32)
-    edges[[one.start for one in sample.sampled]] += 1
-    edges[[one.start + len(one.logprobs) for one in sample.sampled]] -= 1
-    loss_mask = np.cumsum(edges)[:length].astype(bool)
     if sample.sampled:
-        logprobs[loss_mask] = np.concatenate([one.logprobs for one in sample.sampled])
-        entropies[loss_mask] = np.concatenate([one.entropies for one in sample.sampled])
-    for one in sample.sampled:
-        versions[one.start : one.start + len(one.logprobs)] = one.versions
+        starts, *numbers, of_spans = map(list, zip(*sample.sampled, strict=True))
+        counts, edges = list(map(len, numbers[0])), np.zeros(length + 1, np.int8)
+        edges[starts] += 1
+        edges[np.add(starts, counts)] -= 1
+        loss_mask = np.cumsum(edges[:-1], dtype=np.int8).view(bool)
+        logprobs[loss_mask], entropies[loss_mask] = map(np.concatenate, numbers)
+        if {*map(type, of_spans)} == {int}:
+            versions[loss_mask] = np.repeat(of_spans, counts)
+        else:  # some have one for each of their tokens
+            for start, count, one in zip(starts, counts, of_spans, strict=True):
+                versions[start : start + count] = one
     scored: dict[str, Any] = {}
     if reward is not None:
         scored = {

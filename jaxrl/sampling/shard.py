@@ -153,8 +153,8 @@ class Shard:
         )
         return list(islice(running, self._num_rows))
 
-    def _missing(self, row: Row) -> int:
-        """Pages that it needs beside its own for the next chunk; none if it waits."""
+    def missing(self, row: Row) -> int:
+        """Pages that a row needs beside its own for the next chunk; none if it waits."""
         longest = row.length if row.is_waiting else row.longest(self._num_steps)
         return max(pages_for(longest, self._page_tokens) - len(row.pages), 0)
 
@@ -168,14 +168,6 @@ class Shard:
             if row.length + len(row.unread) + min(row.in_flight + steps, row.budget)
             > len(row.pages) * page_tokens
         ]
-
-    def lacks_pages(self, row: Row) -> bool:
-        """Returns True if a row with pages needs more for the next chunk than are free."""
-        return row.saved is None and self._missing(row) > self.pool.num_free
-
-    def grow(self, row: Row) -> None:
-        """Takes the pages that a row needs for the next chunk."""
-        row.pages += self.pool.take(self._missing(row))
 
     def give_up(self, row: Row) -> None:
         """Frees the pages of a row but for those that others share."""
@@ -222,11 +214,11 @@ class Shard:
         if row is None:
             return None
         shared = len(row.prefix.shared) if row.prefix.rows else 0
-        return row if self._missing(row) - shared <= self.pool.num_free else None
+        return row if self.missing(row) - shared <= self.pool.num_free else None
 
     def take_back(self, row: Row) -> int:
         """Gives a row pages again; returns how many of the first still hold their content."""
-        prefix, missing = row.prefix, self._missing(row)
+        prefix, missing = row.prefix, self.missing(row)
         num_shared = len(prefix.shared)
         num_there = num_shared if prefix.rows else 0
         if prefix.rows:
@@ -282,7 +274,7 @@ class Shard:
         elif not is_new:
             self.pool.share(prefix.shared)
             row.pages = list(prefix.shared)
-        self.grow(row)
+        row.pages += self.pool.take(self.missing(row))
         if is_new:
             prefix.shared = row.pages[:num_full]
         elif rest and prefix.rows:
