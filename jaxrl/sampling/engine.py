@@ -121,7 +121,7 @@ class _Piece(NamedTuple):
     row: Row
     start: int  # position of the first one
     num_tokens: int  # n
-    token_ids: np.ndarray  # int32 [Q], of which n count
+    token_ids: list[int]  # n
     token_arrays: dict[str, np.ndarray]  # [n, ...] of `Tower.arrays`; {} without a tower
 
 
@@ -361,6 +361,10 @@ class Engine:
         self._rows: dict[int, Row] = {}  # of all shards, by request
         self._queue: deque[tuple[int, Request]] = deque()
         self._in_flight: deque[_Chunk] = deque()
+        # Keys and tables of pages of all rows, by their slots; slot 0 is nobody's.
+        self._slots: list[int] = []
+        self._keys = np.zeros((1, 2), np.uint32)
+        self._tables = np.full((1, self._table_pages), self.num_pages, np.int32)
         self._shards = [
             Shard(
                 index,
@@ -652,6 +656,7 @@ class Engine:
     def finish(self, request: int) -> None:
         """Gives up the pages of a stopped request."""
         row = self._rows.pop(request)
+        self._slots.append(row.slot)
         self._shards[row.shard].finish(row, self._next_prompt)
         if self.is_idle:
             self._in_flight.clear()  # in which every row had stopped before
@@ -775,8 +780,15 @@ class Engine:
                         return False
                     self._preempt(shard, shard.resident[-1])
                 if row.saved is None:
+                    first = len(row.pages)
                     row.pages += shard.pool.take(missing)
+                    self._tables[row.slot, first : len(row.pages)] = row.pages[first:]
         return True
+
+    def _write_table(self, row: Row) -> None:
+        """Writes the pages of a row in order as the programs read them."""
+        self._tables[row.slot] = self.num_pages
+        self._tables[row.slot, : len(row.pages)] = row.pages
 
     def _preempt(self, shard: Shard, row: Row) -> None:
         """Gives up a row's pages, their content saved on the host."""
@@ -791,6 +803,7 @@ class Engine:
         for shard in self._shards:
             while row := shard.next_back():
                 first, end = shard.take_back(row), pages_for(row.length, self.page_tokens)
+                self._write_table(row)
                 targets = row.pages[first:end]
                 self._exchange(shard.index, targets=targets, saved=row.saved, first=first)
                 row.saved = None
@@ -820,9 +833,17 @@ class Engine:
         while (shard := self._free_shard(loads)) is not None:
             loads[shard] = (loads[shard] or 0) + 1
             number, request = self._queue.popleft()
+            if not self._slots:
+                size = len(self._keys)
+                self._slots = list(range(size, 2 * size))
+                self._keys = np.tile(self._keys, (2, 1))
+                self._tables = np.tile(self._tables, (2, 1))
+            slot = self._slots.pop()
             row = self._shards[shard].admit(
-                number, request.prompt, key=request.sample_key, budget=request.budget
+                number, request.prompt, slot=slot, budget=request.budget
             )
+            self._keys[slot] = request.sample_key
+            self._write_table(row)
             row.stop_state = request.stop_state
             is_read = not row.unread  # by another row: of what is placed the offset alone is wanted
             self._place(row, request.prompt_ids, request.attachments, 0)
@@ -945,9 +966,7 @@ class Engine:
         total, num_steps = self.num_shards * num_rows, self.sampler.num_steps
         ints = np.zeros((5, total), np.int32)
         ints[0] = -1
-        active = np.zeros(total, bool)
-        tables = np.full((total, self._table_pages), self.num_pages, np.int32)
-        keys = np.zeros((total, 2), np.uint32)
+        active, slots = np.zeros(total, bool), np.zeros(total, np.int32)
         offset = None if self._tower is None else np.zeros(total, np.int32)
         members = []
         for shard, rows in enumerate(running):
@@ -963,10 +982,9 @@ class Engine:
                 ]
             ).T
             active[here] = True
-            keys[here] = [row.key for row in rows]
+            slots[here] = [row.slot for row in rows]
             if offset is not None:
                 offset[here] = [row.offset for row in rows]
-            tables[here] = [self._table(row) for row in rows]
             for index, row in enumerate(rows):
                 row.in_flight += num_steps
                 row.index = index
@@ -975,17 +993,9 @@ class Engine:
         state = State(
             pending=pending, length=length, budget=budget, stop_state=stop_state, active=active
         )
+        tables, keys = self._tables[slots], self._keys[slots]
         given = Rows(source=source, state=state, tables=tables, keys=keys, offset=offset)
         return given, members
-
-    def _table(self, row: Row) -> np.ndarray:
-        """The pages of a row in order as the programs read them, int32 [M]; changed later."""
-        if row.table is None:
-            row.table, row.num_tabled = np.full(self._table_pages, self.num_pages, np.int32), 0
-        if row.num_tabled < len(row.pages):
-            row.table[row.num_tabled : len(row.pages)] = row.pages[row.num_tabled :]
-            row.num_tabled = len(row.pages)
-        return row.table
 
     def _read_tokens(self, running: list[list[Row]]) -> None:
         """Reads what rows have to read before they are decoded, in pieces of `Sampler.block`.
@@ -1048,20 +1058,18 @@ class Engine:
     def _pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[_Piece]:
         """Cuts up what a row has to read, and counts it as read; `units` are of its attachments."""
         count, arrays, block = len(row.unread), {}, self.sampler.block
-        tokens = np.zeros(-(-count // block) * block, np.int32)
-        tokens[:count] = row.unread
         if self._tower is not None:
             arrays = {n: one.filled(count) for n, one in self._tower.arrays.items()}
             arrays |= row.unread_arrays
             if row.unread_attachments:
                 found = np.concatenate([next(units) for _ in row.unread_attachments])
-                arrays[UNITS][tokens[:count] == self._tower.token_id] = found
+                arrays[UNITS][np.equal(row.unread, self._tower.token_id)] = found
         pieces = [
             _Piece(
                 row,
                 row.length + start,
                 min(count - start, block),
-                tokens[start : start + block],
+                row.unread[start : start + block],
                 {n: x[start : start + block] for n, x in arrays.items()} if arrays else {},
             )
             for start in range(0, count, block)
@@ -1092,8 +1100,7 @@ class Engine:
         num_blocks, block = num_tokens // self.sampler.block, self.sampler.block
         total = self.num_shards * num_blocks
         token_ids = np.zeros((total, block), np.int32)
-        start, counts = np.zeros((2, total), np.int32)
-        tables = np.full((total, self._table_pages), self.num_pages, np.int32)
+        start, counts, slots = np.zeros((3, total), np.int32)
         declared = self._tower.arrays if self._tower is not None else {}
         token_arrays = {name: one.filled(total, block) for name, one in declared.items()}
         members: list[tuple[_Piece, int]] = []
@@ -1103,10 +1110,11 @@ class Engine:
                 continue
             first = shard * num_blocks
             here = slice(first, first + len(taken))
-            token_ids[here] = [piece.token_ids for piece in taken]
             start[here] = [piece.start for piece in taken]
             counts[here] = [piece.num_tokens for piece in taken]
-            tables[here] = [self._table(piece.row) for piece in taken]
+            slots[here] = [piece.row.slot for piece in taken]
+            is_read = np.arange(block) < counts[here, None]
+            token_ids[here][is_read] = [id for piece in taken for id in piece.token_ids]
             members += zip(taken, range(first, first + len(taken)), strict=True)
             for index, piece in enumerate(taken, start=first):
                 for name, values in piece.token_arrays.items():
@@ -1115,7 +1123,7 @@ class Engine:
             token_ids=token_ids,
             start=start,
             counts=counts,
-            tables=tables,
+            tables=self._tables[slots],
             token_arrays=token_arrays,
         )
         return blocks, members

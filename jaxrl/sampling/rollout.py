@@ -170,7 +170,11 @@ class Sample:
 
     def append_sampled(self, event: Event, version: int) -> None:
         """Appends what the engine sampled with weights of a version."""
-        self.append(event.token_ids.tolist(), event.logprobs, event.entropies, version)
+        token_ids = event.token_ids.tolist()
+        span = Span(len(self.token_ids), event.logprobs, event.entropies, version)
+        self.sampled.append(span)
+        self.token_ids += token_ids
+        self.num_sampled += len(token_ids)
         if event.recorded:
             self.recorded[-1].append(event.recorded)
 

@@ -70,7 +70,7 @@ class Row:
     """A request that was admitted."""
 
     request: int
-    key: np.ndarray
+    slot: int  # of its key and table among those of all rows
     shard: int
     prefix: Prefix
     pending: int  # the token that is not in the cache yet
@@ -82,9 +82,6 @@ class Row:
     unread_arrays: dict[str, np.ndarray] = field(default_factory=dict)  # [n, ...], with a tower
     offset: int = 0  # of the position of the pending token and those after it
     pages: list[int] = field(default_factory=list)
-    # int32 [M], its first `num_tabled` pages as programs read them; None: to be made anew.
-    table: np.ndarray | None = None
-    num_tabled: int = 0
     saved: Any = None  # the content of its pages, of each layer, while they are another's
     in_flight: int = 0  # steps dispatched for it whose reports were not read
     index: int = -1  # in the last chunk dispatched for it
@@ -172,7 +169,7 @@ class Shard:
     def give_up(self, row: Row) -> None:
         """Frees the pages of a row but for those that others share."""
         self.pool.give_up(row.pages)
-        row.pages, row.table = [], None
+        row.pages = []
         prefix = row.prefix
         del prefix.rows[row.request]
         if not prefix.rows and not prefix.kept and self._is_known(prefix):
@@ -251,7 +248,7 @@ class Shard:
         has_pages = pages_for(longest, self._page_tokens) - there <= self.pool.num_free
         return (prefix is None, load, self.index) if has_pages else None
 
-    def admit(self, request: int, prompt: Prompt, *, key: np.ndarray, budget: int) -> Row:
+    def admit(self, request: int, prompt: Prompt, *, slot: int, budget: int) -> Row:
         """A row for a request, which has to read its prompt unless another one has."""
         prefix = self.prefixes.get(prompt)
         is_new = prefix is None
@@ -259,7 +256,7 @@ class Shard:
             prefix = self.prefixes[prompt] = Prefix(prompt)
         row = Row(
             request=request,
-            key=key,
+            slot=slot,
             shard=self.index,
             prefix=prefix,
             pending=prompt.ids[-1],
