@@ -133,13 +133,15 @@ class StartError(ValueError):
     """The environment could not open an episode of a task."""
 
 
-class Span(NamedTuple):
-    """Tokens that were sampled one after another."""
+@dataclass(slots=True)
+class Span:
+    """Tokens that were sampled one after another; the arrays of each append, in their order."""
 
     start: int  # place of the first one
-    logprobs: np.ndarray  # float32 [n], nats
-    entropies: np.ndarray  # float32 [n], nats
+    end: int  # behind the last one
     versions: int | Sequence[int]  # of the weights, one for all or one for each
+    logprobs: list[np.ndarray] = field(default_factory=list)  # float32, nats
+    entropies: list[np.ndarray] = field(default_factory=list)  # float32, nats
 
 
 @dataclass(kw_only=True)
@@ -170,11 +172,7 @@ class Sample:
 
     def append_sampled(self, event: Event, version: int) -> None:
         """Appends what the engine sampled with weights of a version."""
-        token_ids = event.token_ids.tolist()
-        span = Span(len(self.token_ids), event.logprobs, event.entropies, version)
-        self.sampled.append(span)
-        self.token_ids += token_ids
-        self.num_sampled += len(token_ids)
+        self.append(event.token_ids.tolist(), event.logprobs, event.entropies, version)
         if event.recorded:
             self.recorded[-1].append(event.recorded)
 
@@ -190,11 +188,26 @@ class Sample:
         entropies: np.ndarray,
         versions: int | Sequence[int],
     ) -> None:
-        """Appends what a model wrote; arrays as in `Span`."""
+        """Appends what a model wrote.
+
+        Args:
+            token_ids: n of them.
+            logprobs: float32 [n], nats.
+            entropies: float32 [n], nats.
+            versions: see `Span`.
+        """
         if not token_ids:
             return
-        self.sampled.append(Span(len(self.token_ids), logprobs, entropies, versions))
+        start = len(self.token_ids)
+        span = self.sampled[-1] if self.sampled else None
+        follows = span is not None and span.end == start and span.versions == versions
+        if span is None or not follows or not isinstance(versions, int):
+            span = Span(start, start, versions)
+            self.sampled.append(span)
+        span.logprobs.append(logprobs)
+        span.entropies.append(entropies)
         self.token_ids.extend(token_ids)
+        span.end = len(self.token_ids)
         self.num_sampled += len(token_ids)
 
     def append_observation(self, token_ids: Sequence[int]) -> None:
@@ -268,6 +281,7 @@ def encode_observation(
     observation: Observation,
     *,
     max_body_tokens: int,
+    room: int | None = None,
     image_tokens: Sequence[int] = (),
 ) -> tuple[list[int], str]:
     """Ids of an observation whose body is cut to fit inside its tags, and its text as inserted.
@@ -276,20 +290,25 @@ def encode_observation(
         tokenizer: with the chat template, which writes images.
         observation: as it came.
         max_body_tokens: of its text.
+        room: tokens of all of it; None: as many as it takes. Tags and images are written anyway.
         image_tokens: of each of its images, which stand between text and suffix.
     """
+    before, after = _tag_ids(tokenizer, observation.prefix), _tag_ids(tokenizer, observation.suffix)
+    images = [tokenizer.render_image(count) for count in image_tokens]
+    if room is not None:
+        room -= len(before) + len(after) + sum(len(ids) for ids, _ in images)
+        max_body_tokens = max(min(max_body_tokens, room), 0)
     # One more than may stay: a body may be megabytes, of which no more is looked at.
     body = tokenizer.encode_start(observation.body, max_body_tokens + 1)
     shown = observation.body
     if len(body) > max_body_tokens:
         body = body[:max_body_tokens]
         shown = tokenizer.decode(body)
-    images = [tokenizer.render_image(count) for count in image_tokens]
     return [
-        *_tag_ids(tokenizer, observation.prefix),
+        *before,
         *body,
         *(id for ids, _ in images for id in ids),
-        *_tag_ids(tokenizer, observation.suffix),
+        *after,
     ], "".join([observation.prefix, shown, *(text for _, text in images), observation.suffix])
 
 
@@ -671,12 +690,12 @@ class EpisodePlayer:
                 image_tokens=[self._tokens(self._see(some)) for some in observation.images],
             )
         tokens = self._tokens(self._see(observation.images))
-        tags = (_tag_ids(self._tokenizer, tag) for tag in (observation.prefix, observation.suffix))
-        images = (self._tokenizer.render_image(count)[0] for count in tokens)
-        room = self._room(sample) - sum(map(len, (*tags, *images)))
-        limit = max(min(self._limits.max_observation_tokens - sum(tokens), room), 0)
         return encode_observation(
-            self._tokenizer, observation, max_body_tokens=limit, image_tokens=tokens
+            self._tokenizer,
+            observation,
+            max_body_tokens=self._limits.max_observation_tokens - sum(tokens),
+            room=self._room(sample),
+            image_tokens=tokens,
         )
 
     def _end(self, sample: Sample, turn: Turn, outcome: Outcome) -> None:
@@ -1205,18 +1224,12 @@ def trajectory_of(sample: Sample, recorded: Mapping[str, TokenArray]) -> Traject
     reward, length = sample.reward, len(sample.token_ids)
     loss_mask, versions = np.zeros(length, bool), np.full(length, -1, np.int32)
     logprobs, entropies = np.zeros((2, length), np.float32)
+    for span in sample.sampled:
+        loss_mask[span.start : span.end] = True
+        versions[span.start : span.end] = span.versions
     if sample.sampled:
-        starts, *numbers, of_spans = map(list, zip(*sample.sampled, strict=True))
-        counts, edges = list(map(len, numbers[0])), np.zeros(length + 1, np.int8)
-        edges[starts] += 1
-        edges[np.add(starts, counts)] -= 1
-        loss_mask = np.cumsum(edges[:-1], dtype=np.int8).view(bool)
-        logprobs[loss_mask], entropies[loss_mask] = map(np.concatenate, numbers)
-        if {*map(type, of_spans)} == {int}:
-            versions[loss_mask] = np.repeat(of_spans, counts)
-        else:  # some have one for each of their tokens
-            for start, count, one in zip(starts, counts, of_spans, strict=True):
-                versions[start : start + count] = one
+        logprobs[loss_mask] = np.concatenate([x for one in sample.sampled for x in one.logprobs])
+        entropies[loss_mask] = np.concatenate([x for one in sample.sampled for x in one.entropies])
     scored: dict[str, Any] = {}
     if reward is not None:
         scored = {

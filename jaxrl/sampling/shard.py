@@ -65,7 +65,7 @@ class Prefix:
         return len(self.prompt.ids) - 1
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, slots=True)
 class Row:
     """A request that was admitted."""
 
@@ -157,13 +157,12 @@ class Shard:
 
     @property
     def short_of_pages(self) -> list[Row]:
-        """The rows of the next chunk that need more pages for it."""
+        """The rows of the next chunk that need more pages for it, if their budgets are so large."""
         steps, page_tokens = self._num_steps, self._page_tokens
         return [
             row
             for row in self.to_decode
-            if row.length + len(row.unread) + min(row.in_flight + steps, row.budget)
-            > len(row.pages) * page_tokens
+            if row.length + len(row.unread) + row.in_flight + steps > len(row.pages) * page_tokens
         ]
 
     def give_up(self, row: Row) -> None:
