@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -166,7 +166,7 @@ class Sampler:
         values = (1 + self.config.tower.num_added) * self.config.width
         return self._by_row(jnp.zeros((num_pieces(self.mesh), num_units, values), self.dtype))
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Tokens of a row that are read side by side."""
         return append_block(self.mesh.devices.flat[0].platform)

@@ -21,7 +21,7 @@ import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ class Request:
     attachments: tuple[Attachment, ...] = ()
     stop_state: int = 0
 
-    @property
+    @cached_property
     def prompt(self) -> Prompt:
         """Ids and attachments."""
         return Prompt(self.prompt_ids, self.attachments)
@@ -1141,16 +1141,19 @@ class Engine:
         for request, index in sorted(chunk.rows):
             if not (count := counts[index]):
                 continue  # it stopped in an earlier chunk, and may be gone
-            row, status, arrays = self._rows[request], statuses[index], by_row[index]
+            row, status = self._rows[request], statuses[index]
+            ids, logprobs, entropies = by_row[index]
             row.pending, row.stop_state = last_ids[index], stop_states[index]
             row.length += count
             row.budget -= count
             row.in_flight -= num_steps
             if status != decode.RUNNING:
                 row.is_waiting, row.in_flight = True, 0
-                arrays = [array[:count] for array in arrays]
+                ids, logprobs, entropies = ids[:count], logprobs[:count], entropies[:count]
             recorded = _recorded(row, report, index, count) if report.recorded else _NOTHING
-            events.append(Event(request, chunk.number, *arrays, status, recorded))
+            events.append(
+                Event(request, chunk.number, ids, logprobs, entropies, status, recorded)
+            )
         self.counts.sampled += sum(counts)
         return events
 

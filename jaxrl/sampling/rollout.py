@@ -144,7 +144,7 @@ class Span:
     entropies: list[np.ndarray] = field(default_factory=list)  # float32, nats
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Sample:
     """A trajectory while it grows."""
 
@@ -1061,7 +1061,10 @@ def keys_of(draws: Sequence[Draw], sampling: Sampling, device: Any) -> np.ndarra
 
 def _is_open(group: Sequence[Sample]) -> bool:
     """True while some episode of a group has not ended."""
-    return any(sample.episode.outcome is None for sample in group)
+    for sample in group:  # one generator for each group of each chunk took longer than the rest
+        if sample.episode.outcome is None:
+            return True
+    return False
 
 
 def check_stop(should_stop: Callable[[], bool]) -> None:
