@@ -1151,9 +1151,7 @@ class Engine:
                 row.is_waiting, row.in_flight = True, 0
                 ids, logprobs, entropies = ids[:count], logprobs[:count], entropies[:count]
             recorded = _recorded(row, report, index, count) if report.recorded else _NOTHING
-            events.append(
-                Event(request, chunk.number, ids, logprobs, entropies, status, recorded)
-            )
+            events.append(Event(request, chunk.number, ids, logprobs, entropies, status, recorded))
         self.counts.sampled += sum(counts)
         return events
 

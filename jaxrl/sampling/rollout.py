@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -1061,10 +1061,7 @@ def keys_of(draws: Sequence[Draw], sampling: Sampling, device: Any) -> np.ndarra
 
 def _is_open(group: Sequence[Sample]) -> bool:
     """True while some episode of a group has not ended."""
-    for sample in group:  # one generator for each group of each chunk took longer than the rest
-        if sample.episode.outcome is None:
-            return True
-    return False
+    return any(sample.episode.outcome is None for sample in group)
 
 
 def check_stop(should_stop: Callable[[], bool]) -> None:
