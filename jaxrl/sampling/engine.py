@@ -1152,7 +1152,7 @@ class Engine:
                 ids, logprobs, entropies = ids[:count], logprobs[:count], entropies[:count]
             recorded = _recorded(row, report, index, count) if report.recorded else _NOTHING
             events.append(Event(request, chunk.number, ids, logprobs, entropies, status, recorded))
-        self.counts.sampled += sum(counts)
+            self.counts.sampled += count
         return events
 
 
