@@ -27,6 +27,8 @@ def writable(text: str) -> str:
 
     Text of a server, a library or a file name may hold such halves, and no file takes them.
     """
+    if type(text) is str and text.isascii():
+        return text
     return text.encode("utf-8", "jaxrl.replaced").decode("utf-8")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -166,7 +166,7 @@ class Sampler:
         values = (1 + self.config.tower.num_added) * self.config.width
         return self._by_row(jnp.zeros((num_pieces(self.mesh), num_units, values), self.dtype))
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Tokens of a row that are read side by side."""
         return append_block(self.mesh.devices.flat[0].platform)
@@ -540,7 +540,8 @@ def append_block(platform: str) -> int:
 
 def unpacked(packed: Packed) -> Report:
     """The report of a chunk, in views of what has reached the host."""
-    values, steps = packed.values, (packed.values.shape[1] - 2) // 3
+    values = np.asarray(packed.values)
+    steps = (values.shape[1] - 2) // 3
     logprobs, entropies = values[:, steps:-2].view(np.float32).reshape(-1, 2, steps).swapaxes(0, 1)
     return Report(
         token_ids=values[:, :steps],
@@ -548,7 +549,7 @@ def unpacked(packed: Packed) -> Report:
         entropies=entropies,
         status=values[:, -2],
         stop_state=values[:, -1],
-        recorded=packed.recorded,
+        recorded={name: np.asarray(array) for name, array in packed.recorded.items()},
     )
 
 

@@ -21,7 +21,7 @@ import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ class Request:
     attachments: tuple[Attachment, ...] = ()
     stop_state: int = 0
 
-    @property
+    @cached_property
     def prompt(self) -> Prompt:
         """Ids and attachments."""
         return Prompt(self.prompt_ids, self.attachments)
@@ -121,7 +121,7 @@ class _Piece(NamedTuple):
     row: Row
     start: int  # position of the first one
     num_tokens: int  # n
-    token_ids: np.ndarray  # int32 [Q], of which n count
+    token_ids: list[int]  # n
     token_arrays: dict[str, np.ndarray]  # [n, ...] of `Tower.arrays`; {} without a tower
 
 
@@ -361,6 +361,10 @@ class Engine:
         self._rows: dict[int, Row] = {}  # of all shards, by request
         self._queue: deque[tuple[int, Request]] = deque()
         self._in_flight: deque[_Chunk] = deque()
+        # Keys and tables of pages of all rows, by their slots; slot 0 is nobody's.
+        self._slots: list[int] = []
+        self._keys = np.zeros((1, 2), np.uint32)
+        self._tables = np.full((1, self._table_pages), self.num_pages, np.int32)
         self._shards = [
             Shard(
                 index,
@@ -652,6 +656,7 @@ class Engine:
     def finish(self, request: int) -> None:
         """Gives up the pages of a stopped request."""
         row = self._rows.pop(request)
+        self._slots.append(row.slot)
         self._shards[row.shard].finish(row, self._next_prompt)
         if self.is_idle:
             self._in_flight.clear()  # in which every row had stopped before
@@ -767,15 +772,23 @@ class Engine:
         """
         for shard in self._shards:
             for row in shard.short_of_pages:
-                while shard.lacks_pages(row):
+                missing = shard.missing(row)
+                while row.saved is None and missing > shard.pool.num_free:
                     if shard.drop_kept():
                         continue
                     if self._in_flight:  # its rows still write to their pages
                         return False
                     self._preempt(shard, shard.resident[-1])
                 if row.saved is None:
-                    shard.grow(row)
+                    first = len(row.pages)
+                    row.pages += shard.pool.take(missing)
+                    self._tables[row.slot, first : len(row.pages)] = row.pages[first:]
         return True
+
+    def _write_table(self, row: Row) -> None:
+        """Writes the pages of a row in order as the programs read them."""
+        self._tables[row.slot] = self.num_pages
+        self._tables[row.slot, : len(row.pages)] = row.pages
 
     def _preempt(self, shard: Shard, row: Row) -> None:
         """Gives up a row's pages, their content saved on the host."""
@@ -790,6 +803,7 @@ class Engine:
         for shard in self._shards:
             while row := shard.next_back():
                 first, end = shard.take_back(row), pages_for(row.length, self.page_tokens)
+                self._write_table(row)
                 targets = row.pages[first:end]
                 self._exchange(shard.index, targets=targets, saved=row.saved, first=first)
                 row.saved = None
@@ -819,9 +833,17 @@ class Engine:
         while (shard := self._free_shard(loads)) is not None:
             loads[shard] = (loads[shard] or 0) + 1
             number, request = self._queue.popleft()
+            if not self._slots:
+                size = len(self._keys)
+                self._slots = list(range(size, 2 * size))
+                self._keys = np.tile(self._keys, (2, 1))
+                self._tables = np.tile(self._tables, (2, 1))
+            slot = self._slots.pop()
             row = self._shards[shard].admit(
-                number, request.prompt, key=request.sample_key, budget=request.budget
+                number, request.prompt, slot=slot, budget=request.budget
             )
+            self._keys[slot] = request.sample_key
+            self._write_table(row)
             row.stop_state = request.stop_state
             is_read = not row.unread  # by another row: of what is placed the offset alone is wanted
             self._place(row, request.prompt_ids, request.attachments, 0)
@@ -913,9 +935,11 @@ class Engine:
         self._copy_prefixes()
         kind = self._kind_for(running)
         num_rows = _fit(max(len(rows) for rows in running), self._row_sizes_of(kind))
-        cached = max(row.length + row.in_flight for rows in running for row in rows)
-        read = min(pages_for(cached, self.page_tokens), self._table_pages)
-        past_pages = _fit(read, self.past_sizes)
+        past_pages = self.past_sizes[-1]
+        if len(self.past_sizes) > 1:
+            cached = max(row.length + row.in_flight for rows in running for row in rows)
+            read = min(pages_for(cached, self.page_tokens), self._table_pages)
+            past_pages = _fit(read, self.past_sizes)
         chunk, members = self._host_rows(running, num_rows)
         self._cache, self._state, report = self._decode(
             self._weights,
@@ -928,7 +952,8 @@ class Engine:
             past_pages,
             variant=(num_rows, kind, past_pages),
         )
-        jax.tree.map(lambda x: x.copy_to_host_async(), report)
+        for array in (report.values, *report.recorded.values()):
+            array.copy_to_host_async()
         self._in_flight.append(_Chunk(self.counts.chunks, members, report))
         self.counts.chunks += 1
         self.counts.row_steps += num_rows * self.num_shards * self.sampler.num_steps
@@ -941,9 +966,7 @@ class Engine:
         total, num_steps = self.num_shards * num_rows, self.sampler.num_steps
         ints = np.zeros((5, total), np.int32)
         ints[0] = -1
-        active = np.zeros(total, bool)
-        tables = np.full((total, self._table_pages), self.num_pages, np.int32)
-        keys = np.zeros((total, 2), np.uint32)
+        active, slots = np.zeros(total, bool), np.zeros(total, np.int32)
         offset = None if self._tower is None else np.zeros(total, np.int32)
         members = []
         for shard, rows in enumerate(running):
@@ -959,10 +982,9 @@ class Engine:
                 ]
             ).T
             active[here] = True
-            keys[here] = [row.key for row in rows]
+            slots[here] = [row.slot for row in rows]
             if offset is not None:
                 offset[here] = [row.offset for row in rows]
-            tables[here] = [self._table(row) for row in rows]
             for index, row in enumerate(rows):
                 row.in_flight += num_steps
                 row.index = index
@@ -971,17 +993,9 @@ class Engine:
         state = State(
             pending=pending, length=length, budget=budget, stop_state=stop_state, active=active
         )
+        tables, keys = self._tables[slots], self._keys[slots]
         given = Rows(source=source, state=state, tables=tables, keys=keys, offset=offset)
         return given, members
-
-    def _table(self, row: Row) -> np.ndarray:
-        """The pages of a row in order as the programs read them, int32 [M]; changed later."""
-        if row.table is None:
-            row.table, row.num_tabled = np.full(self._table_pages, self.num_pages, np.int32), 0
-        if row.num_tabled < len(row.pages):
-            row.table[row.num_tabled : len(row.pages)] = row.pages[row.num_tabled :]
-            row.num_tabled = len(row.pages)
-        return row.table
 
     def _read_tokens(self, running: list[list[Row]]) -> None:
         """Reads what rows have to read before they are decoded, in pieces of `Sampler.block`.
@@ -1044,20 +1058,18 @@ class Engine:
     def _pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[_Piece]:
         """Cuts up what a row has to read, and counts it as read; `units` are of its attachments."""
         count, arrays, block = len(row.unread), {}, self.sampler.block
-        tokens = np.zeros(-(-count // block) * block, np.int32)
-        tokens[:count] = row.unread
         if self._tower is not None:
             arrays = {n: one.filled(count) for n, one in self._tower.arrays.items()}
             arrays |= row.unread_arrays
             if row.unread_attachments:
                 found = np.concatenate([next(units) for _ in row.unread_attachments])
-                arrays[UNITS][tokens[:count] == self._tower.token_id] = found
+                arrays[UNITS][np.equal(row.unread, self._tower.token_id)] = found
         pieces = [
             _Piece(
                 row,
                 row.length + start,
                 min(count - start, block),
-                tokens[start : start + block],
+                row.unread[start : start + block],
                 {n: x[start : start + block] for n, x in arrays.items()} if arrays else {},
             )
             for start in range(0, count, block)
@@ -1088,8 +1100,7 @@ class Engine:
         num_blocks, block = num_tokens // self.sampler.block, self.sampler.block
         total = self.num_shards * num_blocks
         token_ids = np.zeros((total, block), np.int32)
-        start, counts = np.zeros((2, total), np.int32)
-        tables = np.full((total, self._table_pages), self.num_pages, np.int32)
+        start, counts, slots = np.zeros((3, total), np.int32)
         declared = self._tower.arrays if self._tower is not None else {}
         token_arrays = {name: one.filled(total, block) for name, one in declared.items()}
         members: list[tuple[_Piece, int]] = []
@@ -1099,10 +1110,11 @@ class Engine:
                 continue
             first = shard * num_blocks
             here = slice(first, first + len(taken))
-            token_ids[here] = [piece.token_ids for piece in taken]
             start[here] = [piece.start for piece in taken]
             counts[here] = [piece.num_tokens for piece in taken]
-            tables[here] = [self._table(piece.row) for piece in taken]
+            slots[here] = [piece.row.slot for piece in taken]
+            is_read = np.arange(block) < counts[here, None]
+            token_ids[here][is_read] = [id for piece in taken for id in piece.token_ids]
             members += zip(taken, range(first, first + len(taken)), strict=True)
             for index, piece in enumerate(taken, start=first):
                 for name, values in piece.token_arrays.items():
@@ -1111,47 +1123,41 @@ class Engine:
             token_ids=token_ids,
             start=start,
             counts=counts,
-            tables=tables,
+            tables=self._tables[slots],
             token_arrays=token_arrays,
         )
         return blocks, members
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""
-        report = decode.unpacked(jax.device_get(chunk.report))
-        token_ids, logprobs, entropies = report.token_ids, report.logprobs, report.entropies
+        report = decode.unpacked(chunk.report)
+        num_steps, token_ids = self.sampler.num_steps, report.token_ids
         num_sampled = (token_ids >= 0).sum(axis=1)
         last_ids = token_ids[np.arange(len(token_ids)), num_sampled - 1].tolist()
         stop_states, statuses = report.stop_state.tolist(), report.status.tolist()
+        # Views of rows, which come sooner together.
+        by_row = list(zip(token_ids, report.logprobs, report.entropies, strict=True))
         counts, events = num_sampled.tolist(), []
         for request, index in sorted(chunk.rows):
             if not (count := counts[index]):
                 continue  # it stopped in an earlier chunk, and may be gone
             row, status = self._rows[request], statuses[index]
+            ids, logprobs, entropies = by_row[index]
             row.pending, row.stop_state = last_ids[index], stop_states[index]
             row.length += count
             row.budget -= count
-            row.in_flight -= self.sampler.num_steps
+            row.in_flight -= num_steps
             if status != decode.RUNNING:
                 row.is_waiting, row.in_flight = True, 0
-            event = Event(
-                request,
-                chunk.number,
-                token_ids[index, :count],
-                logprobs[index, :count],
-                entropies[index, :count],
-                status,
-                _recorded(row, report, index, count),
-            )
-            events.append(event)
+                ids, logprobs, entropies = ids[:count], logprobs[:count], entropies[:count]
+            recorded = _recorded(row, report, index, count) if report.recorded else _NOTHING
+            events.append(Event(request, chunk.number, ids, logprobs, entropies, status, recorded))
             self.counts.sampled += count
         return events
 
 
 def _recorded(row: Row, report: decode.Report, index: int, count: int) -> Mapping[str, np.ndarray]:
     """The arrays of what a row has read since its last event, which its books then forget."""
-    if not report.recorded:
-        return _NOTHING
     before = [read.arrays for read in row.reads]
     row.reads = []
     return {

@@ -22,7 +22,7 @@ class PagePool:
         self.num_pages = num_pages
         self.most_used = 0
         self._free = list(range(num_pages))  # a heap
-        self._num_users: dict[int, int] = {}
+        self._num_users = [0] * num_pages
 
     @property
     def num_free(self) -> int:
@@ -43,8 +43,9 @@ class PagePool:
                 "free. This is a bug in jaxrl: room is made before pages are taken."
             )
         pages = [heapq.heappop(self._free) for _ in range(count)]
-        self._num_users.update(dict.fromkeys(pages, 1))
-        self.most_used = max(self.most_used, len(self._num_users))
+        for page in pages:
+            self._num_users[page] = 1
+        self.most_used = max(self.most_used, self.num_pages - len(self._free))
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -57,12 +58,11 @@ class PagePool:
         for page in pages:
             self._num_users[page] -= 1
             if not self._num_users[page]:
-                del self._num_users[page]
                 heapq.heappush(self._free, page)
 
     def num_users(self, page: int) -> int:
         """Rows that share a page; 0: it is free."""
-        return self._num_users.get(page, 0)
+        return self._num_users[page]
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:

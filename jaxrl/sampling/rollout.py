@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -133,16 +133,18 @@ class StartError(ValueError):
     """The environment could not open an episode of a task."""
 
 
-class Span(NamedTuple):
-    """Tokens that were sampled one after another."""
+@dataclass(slots=True)
+class Span:
+    """Tokens that were sampled one after another; the arrays of each append, in their order."""
 
     start: int  # place of the first one
-    logprobs: np.ndarray  # float32 [n], nats
-    entropies: np.ndarray  # float32 [n], nats
+    end: int  # behind the last one
     versions: int | Sequence[int]  # of the weights, one for all or one for each
+    logprobs: list[np.ndarray] = field(default_factory=list)  # float32, nats
+    entropies: list[np.ndarray] = field(default_factory=list)  # float32, nats
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Sample:
     """A trajectory while it grows."""
 
@@ -186,11 +188,26 @@ class Sample:
         entropies: np.ndarray,
         versions: int | Sequence[int],
     ) -> None:
-        """Appends what a model wrote; arrays as in `Span`."""
+        """Appends what a model wrote.
+
+        Args:
+            token_ids: n of them.
+            logprobs: float32 [n], nats.
+            entropies: float32 [n], nats.
+            versions: see `Span`.
+        """
         if not token_ids:
             return
-        self.sampled.append(Span(len(self.token_ids), logprobs, entropies, versions))
+        start = len(self.token_ids)
+        span = self.sampled[-1] if self.sampled else None
+        follows = span is not None and span.end == start and span.versions == versions
+        if span is None or not follows or not isinstance(versions, int):
+            span = Span(start, start, versions)
+            self.sampled.append(span)
+        span.logprobs.append(logprobs)
+        span.entropies.append(entropies)
         self.token_ids.extend(token_ids)
+        span.end = len(self.token_ids)
         self.num_sampled += len(token_ids)
 
     def append_observation(self, token_ids: Sequence[int]) -> None:
@@ -264,6 +281,7 @@ def encode_observation(
     observation: Observation,
     *,
     max_body_tokens: int,
+    room: int | None = None,
     image_tokens: Sequence[int] = (),
 ) -> tuple[list[int], str]:
     """Ids of an observation whose body is cut to fit inside its tags, and its text as inserted.
@@ -272,20 +290,25 @@ def encode_observation(
         tokenizer: with the chat template, which writes images.
         observation: as it came.
         max_body_tokens: of its text.
+        room: tokens of all of it; None: as many as it takes. Tags and images are written anyway.
         image_tokens: of each of its images, which stand between text and suffix.
     """
+    before, after = _tag_ids(tokenizer, observation.prefix), _tag_ids(tokenizer, observation.suffix)
+    images = [tokenizer.render_image(count) for count in image_tokens]
+    if room is not None:
+        room -= len(before) + len(after) + sum(len(ids) for ids, _ in images)
+        max_body_tokens = max(min(max_body_tokens, room), 0)
     # One more than may stay: a body may be megabytes, of which no more is looked at.
     body = tokenizer.encode_start(observation.body, max_body_tokens + 1)
     shown = observation.body
     if len(body) > max_body_tokens:
         body = body[:max_body_tokens]
         shown = tokenizer.decode(body)
-    images = [tokenizer.render_image(count) for count in image_tokens]
     return [
-        *_tag_ids(tokenizer, observation.prefix),
+        *before,
         *body,
         *(id for ids, _ in images for id in ids),
-        *_tag_ids(tokenizer, observation.suffix),
+        *after,
     ], "".join([observation.prefix, shown, *(text for _, text in images), observation.suffix])
 
 
@@ -667,12 +690,12 @@ class EpisodePlayer:
                 image_tokens=[self._tokens(self._see(some)) for some in observation.images],
             )
         tokens = self._tokens(self._see(observation.images))
-        tags = (_tag_ids(self._tokenizer, tag) for tag in (observation.prefix, observation.suffix))
-        images = (self._tokenizer.render_image(count)[0] for count in tokens)
-        room = self._room(sample) - sum(map(len, (*tags, *images)))
-        limit = max(min(self._limits.max_observation_tokens - sum(tokens), room), 0)
         return encode_observation(
-            self._tokenizer, observation, max_body_tokens=limit, image_tokens=tokens
+            self._tokenizer,
+            observation,
+            max_body_tokens=self._limits.max_observation_tokens - sum(tokens),
+            room=self._room(sample),
+            image_tokens=tokens,
         )
 
     def _end(self, sample: Sample, turn: Turn, outcome: Outcome) -> None:
@@ -858,10 +881,11 @@ class Rollout(EpisodePlayer):
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:
             check_stop(should_stop)
-            if sum(map(_is_open, groups)) <= sampling.unfinished:
+            groups = [group for group in groups if _is_open(group)]
+            if len(groups) <= sampling.unfinished:
                 return
-            ended = [sample.episode.outcome is not None for sample in samples.values()]
-            progress(sum(ended), len(ended))
+            open_ones = [sample.episode.outcome for sample in samples.values()].count(None)
+            progress(len(samples) - open_ones, len(samples))
             for call in self._due(calls, should_stop):
                 self._await([call], should_stop)
                 calls.remove(call)
@@ -1081,20 +1105,26 @@ def _checked_reply(reply: Any) -> StepResult:
     error = reply.error
     if reply.outcome == Outcome.ENVIRONMENT_ERROR:
         error = error or "the environment gives no reason"
-    return dataclasses.replace(
+    return _changed(
         reply,
         observation=reply.observation and _writable_fields(reply.observation),
         tool_call=reply.tool_call and writable(reply.tool_call),
         tool=reply.tool and writable(reply.tool),
         latency_s=latency_s,
         error=error and writable(error)[:MAX_ERROR],
-        records=tuple(map(_writable_record, reply.records)),
+        records=reply.records and tuple(map(_writable_record, reply.records)),
     )
+
+
+def _changed(one: Any, **values: Any) -> Any:
+    """A dataclass with other values; itself where they are its own, as nearly always."""
+    is_same = all(getattr(one, name) is value for name, value in values.items())
+    return one if is_same else dataclasses.replace(one, **values)
 
 
 def _writable_record(record: CallRecord) -> CallRecord:
     error = record.error and writable(record.error)[:MAX_ERROR]
-    return dataclasses.replace(record, call=writable(record.call), error=error)
+    return _changed(record, call=writable(record.call), error=error)
 
 
 def _check_inserted(observation: Observation | ToolResults | None) -> None:
@@ -1137,7 +1167,7 @@ def _writable_fields(observation: Observation | ToolResults) -> Observation | To
     if isinstance(observation, ToolResults):
         bodies = tuple(map(writable, observation.bodies))
         return dataclasses.replace(observation, bodies=bodies)
-    return dataclasses.replace(
+    return _changed(
         observation,
         prefix=writable(observation.prefix),
         body=writable(observation.body),
@@ -1192,16 +1222,14 @@ def _check_chat(messages: Iterable[Any]) -> None:
 def trajectory_of(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajectory:
     """The trajectory of a sample as it stands, with its recorded arrays."""
     reward, length = sample.reward, len(sample.token_ids)
-    edges, versions = np.zeros(length + 1, np.int32), np.full(length, -1, np.int32)
+    loss_mask, versions = np.zeros(length, bool), np.full(length, -1, np.int32)
     logprobs, entropies = np.zeros((2, length), np.float32)
-    edges[[one.start for one in sample.sampled]] += 1
-    edges[[one.start + len(one.logprobs) for one in sample.sampled]] -= 1
-    loss_mask = np.cumsum(edges)[:length].astype(bool)
+    for span in sample.sampled:
+        loss_mask[span.start : span.end] = True
+        versions[span.start : span.end] = span.versions
     if sample.sampled:
-        logprobs[loss_mask] = np.concatenate([one.logprobs for one in sample.sampled])
-        entropies[loss_mask] = np.concatenate([one.entropies for one in sample.sampled])
-    for one in sample.sampled:
-        versions[one.start : one.start + len(one.logprobs)] = one.versions
+        logprobs[loss_mask] = np.concatenate([x for one in sample.sampled for x in one.logprobs])
+        entropies[loss_mask] = np.concatenate([x for one in sample.sampled for x in one.entropies])
     scored: dict[str, Any] = {}
     if reward is not None:
         scored = {

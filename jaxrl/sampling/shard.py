@@ -65,12 +65,12 @@ class Prefix:
         return len(self.prompt.ids) - 1
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, slots=True)
 class Row:
     """A request that was admitted."""
 
     request: int
-    key: np.ndarray
+    slot: int  # of its key and table among those of all rows
     shard: int
     prefix: Prefix
     pending: int  # the token that is not in the cache yet
@@ -82,9 +82,6 @@ class Row:
     unread_arrays: dict[str, np.ndarray] = field(default_factory=dict)  # [n, ...], with a tower
     offset: int = 0  # of the position of the pending token and those after it
     pages: list[int] = field(default_factory=list)
-    # int32 [M], its first `num_tabled` pages as programs read them; None: to be made anew.
-    table: np.ndarray | None = None
-    num_tabled: int = 0
     saved: Any = None  # the content of its pages, of each layer, while they are another's
     in_flight: int = 0  # steps dispatched for it whose reports were not read
     index: int = -1  # in the last chunk dispatched for it
@@ -153,34 +150,25 @@ class Shard:
         )
         return list(islice(running, self._num_rows))
 
-    def _missing(self, row: Row) -> int:
-        """Pages that it needs beside its own for the next chunk; none if it waits."""
+    def missing(self, row: Row) -> int:
+        """Pages that a row needs beside its own for the next chunk; none if it waits."""
         longest = row.length if row.is_waiting else row.longest(self._num_steps)
         return max(pages_for(longest, self._page_tokens) - len(row.pages), 0)
 
     @property
     def short_of_pages(self) -> list[Row]:
-        """The rows of the next chunk that need more pages for it."""
+        """The rows of the next chunk that need more pages for it, if their budgets are so large."""
         steps, page_tokens = self._num_steps, self._page_tokens
         return [
             row
             for row in self.to_decode
-            if row.length + len(row.unread) + min(row.in_flight + steps, row.budget)
-            > len(row.pages) * page_tokens
+            if row.length + len(row.unread) + row.in_flight + steps > len(row.pages) * page_tokens
         ]
-
-    def lacks_pages(self, row: Row) -> bool:
-        """Returns True if a row with pages needs more for the next chunk than are free."""
-        return row.saved is None and self._missing(row) > self.pool.num_free
-
-    def grow(self, row: Row) -> None:
-        """Takes the pages that a row needs for the next chunk."""
-        row.pages += self.pool.take(self._missing(row))
 
     def give_up(self, row: Row) -> None:
         """Frees the pages of a row but for those that others share."""
         self.pool.give_up(row.pages)
-        row.pages, row.table = [], None
+        row.pages = []
         prefix = row.prefix
         del prefix.rows[row.request]
         if not prefix.rows and not prefix.kept and self._is_known(prefix):
@@ -222,11 +210,11 @@ class Shard:
         if row is None:
             return None
         shared = len(row.prefix.shared) if row.prefix.rows else 0
-        return row if self._missing(row) - shared <= self.pool.num_free else None
+        return row if self.missing(row) - shared <= self.pool.num_free else None
 
     def take_back(self, row: Row) -> int:
         """Gives a row pages again; returns how many of the first still hold their content."""
-        prefix, missing = row.prefix, self._missing(row)
+        prefix, missing = row.prefix, self.missing(row)
         num_shared = len(prefix.shared)
         num_there = num_shared if prefix.rows else 0
         if prefix.rows:
@@ -259,7 +247,7 @@ class Shard:
         has_pages = pages_for(longest, self._page_tokens) - there <= self.pool.num_free
         return (prefix is None, load, self.index) if has_pages else None
 
-    def admit(self, request: int, prompt: Prompt, *, key: np.ndarray, budget: int) -> Row:
+    def admit(self, request: int, prompt: Prompt, *, slot: int, budget: int) -> Row:
         """A row for a request, which has to read its prompt unless another one has."""
         prefix = self.prefixes.get(prompt)
         is_new = prefix is None
@@ -267,7 +255,7 @@ class Shard:
             prefix = self.prefixes[prompt] = Prefix(prompt)
         row = Row(
             request=request,
-            key=key,
+            slot=slot,
             shard=self.index,
             prefix=prefix,
             pending=prompt.ids[-1],
@@ -282,7 +270,7 @@ class Shard:
         elif not is_new:
             self.pool.share(prefix.shared)
             row.pages = list(prefix.shared)
-        self.grow(row)
+        row.pages += self.pool.take(self.missing(row))
         if is_new:
             prefix.shared = row.pages[:num_full]
         elif rest and prefix.rows:

@@ -63,6 +63,21 @@ def test_a_trajectory_is_made_of_spans():
     assert sample.num_sampled == 4
 
 
+def test_a_span_goes_on_where_the_same_weights_sample_on():
+    episode = SimpleNamespace(task=None, opener="", turns=[], outcome=Outcome.ANSWERED)
+    sample = Sample(episode=episode, sample_index=0, attempt=0, token_ids=[1], prompt_length=1)
+    sample.append_prompt()
+    own = [5, 6]
+    for number, versions in enumerate((3, 3, own, own, 4)):
+        numbers = np.float32([number, number + 0.5])
+        sample.append([7, 8], numbers, -numbers, versions)
+    assert [(one.start, one.end) for one in sample.sampled] == [(1, 5), (5, 7), (7, 9), (9, 11)]
+    got = trajectory_of(sample, {})
+    assert got.policy_versions.tolist() == [-1, 3, 3, 3, 3, 5, 6, 5, 6, 4, 4]
+    assert got.rollout_logprobs.tolist() == [0, 0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5]
+    np.testing.assert_array_equal(got.rollout_entropies, -got.rollout_logprobs)
+
+
 class SlowEnv(ScriptedEnv):
     """An observation and the end; each call takes a while."""
 

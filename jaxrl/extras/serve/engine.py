@@ -91,7 +91,7 @@ class ServedEngine(Engine):
             way: likewise.
         """
         self.resume([(request, tokens, budget)])
-        self._rows[request].key, self._ways[request] = sample_key, way
+        self._keys[self._rows[request].slot], self._ways[request] = sample_key, way
 
     @property
     def num_rows(self) -> int:
