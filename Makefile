@@ -86,7 +86,8 @@ else
 	  echo "tokamax 0.0.17 cannot be installed: tests of its kernels are skipped"
 	$(NEWEST)/bin/python -c 'import flax, jax, sys; print("Python %d.%d, jax" % sys.version_info[:2], jax.__version__, "flax", flax.__version__)'
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch" \
-	  tests/models/attention tests/extras/experts/test_products.py tests/extras/experts/test_gpu.py tests/extras/experts/test_tokamax.py \
+	  tests/models/attention tests/models/test_kernel_check.py tests/extras/experts/test_products.py tests/extras/experts/test_gpu.py \
+	  tests/extras/experts/test_tokamax.py \
 	  tests/runtime/test_compilation.py \
 	  tests/runtime/test_program_cache.py tests/runtime/test_sharding.py tests/test_export.py \
 	  tests/test_runs.py::test_training_works tests/test_runs.py::test_a_restart_changes_nothing
