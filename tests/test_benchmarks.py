@@ -481,9 +481,9 @@ def test_an_interrupt_ends_all_parts_and_keeps_those_that_ended(tmp_path):
     script = tmp_path / "part.py"
     script.write_text(SCRIPT)
     code = f"""
-import sys
-import time
+import signal, sys
 from benchmarks import h200
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 make = lambda name: h200.Part(
     name=name, module="", flags=name, tiny=name, share_s=9, is_timed=False
 )
