@@ -557,7 +557,7 @@ def scans(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
     """True if the sampler goes through layers in a loop, as `config.model.scan_layers` has it.
 
     XLA copies the weights of a layer before a loop multiplies with them, which on a CPU took a
-    fifth of the time and on a GPU fetches them three times in each step; layers apart compile in
+    fifth of the time and on a GPU moves them three times in each step; layers apart compile in
     seconds there. But below an adapter a loop reads the trainer's own arrays, which are in memory
     once then, and on a GPU that counts for more.
     """
