@@ -1,5 +1,4 @@
 # Two commands do everything from a bare clone: `make quickstart` and `make test`.
-SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -97,7 +96,7 @@ endif
 # its own, where only these tests find it.
 test-tpu: $(STAMP)
 	@wanted="$$($(BIN)/python -c 'from importlib.metadata import requires; print(next(one.split(";")[0] for one in requires("jax") if one.startswith("libtpu")))')"; \
-	folder="data/libtpu/$(notdir $(VENV))-$${wanted//[^0-9.]/}"; \
+	folder="data/libtpu/$(notdir $(VENV))-$$(echo "$$wanted" | tr -dc 0-9.)"; \
 	if ! [ -e "$$folder/installed" ]; then \
 	  rm -rf "$$folder"; \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target="$$folder" "$$wanted" && \

@@ -12,7 +12,7 @@ update, on this device against the CPU; products are not rounded to TF32. Sample
 two tokens are equally likely; log-probabilities are compared as far as tokens are the same.
 
 The exit status is 1 where a figure is beyond its bound, or no kernel of a line passes its check. A
-kernel that cannot run here is told, and ends with 1 only where `--kernels` names it.
+kernel that cannot run here is reported, and counts as wrong only where `--kernels` names it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -197,7 +196,7 @@ def worst_of(
 ) -> tuple[dict[str, Any], bool]:
     """The largest distances of each case, and whether all are within their bounds.
 
-    A kernel that cannot run here is told, and wrong only where it was asked for.
+    A kernel that cannot run here is reported, and counts as wrong only where it was asked for.
 
     Args:
         distances: distances by part, of each shape of a case.
@@ -382,8 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for label, value in record.items():
         print(f"  {label:<30}{value}")
     if flags.json:
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        common.write_json(flags.json, record)
     return 0 if is_near else 1
 
 

@@ -21,7 +21,6 @@ with pages of its own, so that nothing comes from a cache.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -251,8 +250,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise SystemExit("nothing ran")
     record = {"benchmark": "attention", "preset": flags.preset, "figures": figures}
     if flags.json:
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        common.write_json(flags.json, record)
     return record
 
 

@@ -30,6 +30,7 @@ from jaxrl.models.attention.choice import choose
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.decoder import init_params
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.runtime.files import written_whole
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.sampling.protocol import Counts
 from jaxrl.types import Params
@@ -382,6 +383,12 @@ def _bool(text: str) -> bool:
 _flag_types: dict[type, Callable[[str], Any]] = {int: int, str: str, float: float, bool: _bool}
 
 
+def write_json(path: Path, record: Any) -> None:
+    """Writes a record whole or not at all; folders are made."""
+    with written_whole(path) as file:
+        file.write(json.dumps(record, indent=2) + "\n")
+
+
 def finish(
     name: str,
     flags: argparse.Namespace,
@@ -408,8 +415,7 @@ def finish(
         "peak_bytes_of": whose,
     }
     path = flags.json or Path("runs/bench") / f"{name}_{flags.preset}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(path, record)
     model_name = f"preset {flags.preset}, {flags.model}"
     place = f"{record['device']}, {record['processor']}"
     print(f"{name}, {model_name}, {place}, jax {jax.__version__}")

@@ -10,7 +10,6 @@ python -m benchmarks.dense --passages=1000,10000,100000 --encoder=configs/models
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import common
 from jaxrl.extras.dense.encoders import EmbeddingModel, encode_rows, needed_params, read_encoder
 from jaxrl.extras.dense.passages import DTYPES, Passages, device_bytes
 
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for rows, taken in record["encoder"].items():
             print(f"| {rows} | {1e3 * taken:.1f} ms |")
     if given.json:
-        given.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        common.write_json(given.json, record)
     return record
 
 

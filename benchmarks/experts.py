@@ -12,7 +12,6 @@ the machine lengthen less. The products of this platform and those of XLA are co
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -144,8 +143,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         },
     }
     if flags.json:
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        common.write_json(flags.json, record)
     return record
 
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims_report import table
+from jaxrl.runtime.files import written_whole
 
 TINY = (
     "--num_layers=1 --width=32 --num_heads=2 --num_kv_heads=1 --head_dim=16 --mlp_width=48 "
@@ -257,9 +258,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             file.write(f"\n$ {found['command']}\n{found.pop('printed')}")
         about = found.pop("shown", None) or found.get("said_last", "")
         results[name] = found
-        text = json.dumps(results, indent=2) + "\n"
-        (flags.out / "results.json").write_text(text, encoding="utf-8")
-        (flags.out / "table.md").write_text(report(results), encoding="utf-8")
+        files = {"results.json": json.dumps(results, indent=2) + "\n", "table.md": report(results)}
+        for file_name, text in files.items():
+            with written_whole(flags.out / file_name) as file:
+                file.write(text)
         print(f"{name}: {found['ending']}, {found['seconds']:.0f} s: {about}", flush=True)
 
     running: dict[str, Run] = {}

@@ -10,7 +10,6 @@ counts, and the time of handing the weights over, which a run needs once a step.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -110,9 +109,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         rate, handing = figures["tokens_per_s"], figures["hand_over_ms"]
         print(f"{name:12} {rate:10,.0f} tokens/s, {handing:8.1f} ms to hand over")
     if flags.json:
-        file = Path(flags.json)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({**vars(flags), "figures": found}, indent=1) + "\n")
+        common.write_json(Path(flags.json), {**vars(flags), "figures": found})
     return found
 
 

@@ -33,6 +33,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import common
 from jaxrl.config import default_config
 from jaxrl.environment import most_chunk_tokens
 from jaxrl.method import batch_shape, method_of, optimizer_of
@@ -539,7 +540,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append({**labels, "program": part, "plan": planned, "compiler": compiled})
             table.add_row(*labels.values(), part, *sizes, f"{seconds:.0f}")
             if flags.json:
-                Path(flags.json).write_text(json.dumps(rows) + "\n", encoding="utf-8")
+                common.write_json(Path(flags.json), rows)
     Console(width=100).print(table)
 
 

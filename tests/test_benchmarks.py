@@ -496,6 +496,7 @@ h200.main(["--preset=cpu", "--out={tmp_path / "out"}"])
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     results = tmp_path / "out/results.json"
     while not results.exists():
+        assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=10) != 0

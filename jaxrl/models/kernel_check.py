@@ -35,7 +35,7 @@ LEAST_WORST = 0.05
 """Like `LEAST_ERROR`, of the worst vector."""
 
 LATE_S = 120.0
-"""Seconds after which a check that still runs is told: nobody can stop a kernel that hangs."""
+"""Seconds after which a warning says that a check still runs: a kernel that hangs has no end."""
 
 UNTUNED: dict[str, str | bool] = {
     "xla_gpu_autotune_level": "0",

@@ -103,7 +103,7 @@ def test_the_kernels_of_accelerators_pass_in_the_interpreter(dtype):
         assert found.name == name, found.verdicts
 
 
-def test_a_kernel_that_hangs_is_told(monkeypatch, capsys):
+def test_a_kernel_that_hangs_is_reported(monkeypatch, capsys):
     def slow(*arguments):
         def wait(out):
             time.sleep(0.6)
@@ -115,8 +115,7 @@ def test_a_kernel_that_hangs_is_told(monkeypatch, capsys):
     monkeypatch.setattr(kernel_check, "LATE_S", 0.3)
     made, reference = trial("attend_pages", jnp.float32)
     first_sound(lambda _: [made], {"slow": lambda: slow}, reference)
-    told = capsys.readouterr().err
-    assert told.startswith(
+    assert capsys.readouterr().err.startswith(
         "warning: attention of the sampler, reading: the check of slow still runs after 0 s."
     )
     monkeypatch.setattr(kernel_check, "LATE_S", 100.0)
