@@ -252,7 +252,9 @@ def roll_back(session: Session, decision: RollBack) -> None:
     number = progress.watched.num_roll_backs + 1
     line = {"number": number, "sign": decision.sign, "from_step": decision.from_step}
     line |= {"to_step": decision.to_step, "lr_scale": decision.lr_scale}
-    line |= {"ledger": progress.ledger.to_json(), "num_broken_off": progress.num_broken_off}
+    # Groups sampled ahead are given up too.
+    spent = progress.ledger + (progress.pending.ledger if progress.pending else Ledger())
+    line |= {"ledger": spent.to_json(), "num_broken_off": progress.num_broken_off}
     if distributed.is_main():
         rolling_back.write_down(session.workdir, line)
     distributed.meet()
@@ -361,7 +363,7 @@ def gone_back(progress: Progress, decision: Mapping[str, Any], checkpointer: Che
     """Puts into the progress of an earlier checkpoint what a decision to go back changes."""
     changed = {"lr_scale": decision["lr_scale"], "num_roll_backs": decision["number"]}
     progress.watched = dataclasses.replace(progress.watched, acting=(), **changed)
-    # What the steps that were given up have cost is spent, and groups sampled ahead are given up.
+    # What the steps and groups that were given up have cost is spent.
     progress.ledger = Ledger.from_json(decision["ledger"])
     progress.num_broken_off = decision["num_broken_off"]
     progress.pending = None

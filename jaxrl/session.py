@@ -231,6 +231,7 @@ class Session:
     state: TrainState | None = None  # as progress says, in the middle of a stage that trains
     ref_params: Params | None = None  # the reference of the train stage's KL term
     saved: Progress | None = None  # where the newest checkpoint stands
+    uncounted: Ledger = field(default_factory=Ledger)  # of the step under way, until it is done
     make_notes: Callable[..., TakeNotes] | None = None  # None without `log.tokens`
 
     def begin(self, stage: str) -> bool:
@@ -289,19 +290,24 @@ class Session:
         metrics, _ = self.run_suites(self, "train", suites)
         return metrics
 
-    def check_budget(self, uncounted: Ledger | None = None) -> None:
+    def check_budget(self, also: Ledger | None = None) -> None:
         """Ends the run where it has spent what it may, also on the groups of the next step.
 
         Args:
-            uncounted: what was spent beside what the progress counts.
+            also: what was spent beside what the progress and `uncounted` have.
 
         Raises:
             BudgetSpentError: see `ledger.check_budget`.
         """
         pending, limits = self.progress.pending, self.settings.ledger
         spent = self.progress.ledger + (pending.ledger if pending else Ledger())
-        spent += uncounted or Ledger()
+        spent += self.uncounted + (also or Ledger())
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
+
+    def count_lost(self, spent: Ledger) -> None:
+        """Counts what groups have cost that are lost: they are sampled again, but paid twice."""
+        self.progress.ledger += Ledger(usage=spent.usage)
+        self.progress.num_broken_off += spent != Ledger()
 
     @property
     def is_last_step(self) -> bool:
@@ -348,6 +354,8 @@ class Session:
     def save_progress(self) -> None:
         """Saves a stage that ends before its time, unless that is done."""
         self.display.stop()
+        self.count_lost(self.uncounted)
+        self.uncounted = Ledger()
         if self.progress.stage_step > 0 and self.progress != self.saved:
             self.save()
         self.display.activity("waiting for the checkpoint to be on the disk")

@@ -154,6 +154,7 @@ def train(session: Session, params: Params) -> Params:
         progress.controllers, progress.leftover = moved, collected.leftover
         progress.unfinished = collected.unfinished
         progress.pending, progress.ledger = pending, progress.ledger + collected.ledger
+        session.uncounted = Ledger()
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken, progress.value = collected.num_tasks_taken, None
         progress.num_learned += has_learned(update_metrics) and stage.settings.lr > 0
@@ -208,9 +209,6 @@ def train(session: Session, params: Params) -> Params:
     return session.end(state)
 
 
-NOTHING = Ledger()
-
-
 @dataclass(kw_only=True)
 class Collector:
     """Collects what a step trains on: at its start or, by `rollout.ahead`, during the one before.
@@ -224,7 +222,6 @@ class Collector:
     stream: Stream[Task]
     measure: Measure
     failure: Exception | None = None  # for which nothing could be collected ahead
-    spent: Ledger = NOTHING  # by the collection under way
 
     def take(self, policy_version: int) -> Collected:
         """Collects what the step that begins trains on."""
@@ -234,6 +231,7 @@ class Collector:
         collected = progress.pending
         if collected is None:
             collected = self._collect(progress, policy_version, session.should_stop)
+            session.uncounted = collected.ledger
         # Nothing is sampled here, where a rollout would notice the request.
         elif distributed.anywhere(session.should_stop()):
             raise Interrupted("the run was asked to stop between two steps")
@@ -259,10 +257,8 @@ class Collector:
             unfinished=collected.unfinished,
             controllers=controllers,
         )
-        # Not in the progress yet, unless they were pending.
-        under_way = NOTHING if self.session.progress.pending else collected.ledger
         try:
-            return self._collect(progress, policy_version, lambda: False, uncounted=under_way)
+            return self._collect(progress, policy_version, lambda: False)
         except ENDING as error:
             self.failure = error  # told once the step under way is done and saved
             return None
@@ -279,16 +275,11 @@ class Collector:
         progress: Progress,
         policy_version: int,
         should_stop: Callable[[], bool],
-        uncounted: Ledger = NOTHING,
     ) -> Collected:
-        """Collects the groups of a step from where the progress stands, with its metrics.
-
-        `uncounted` is what the session's progress does not have in its ledger yet.
-        """
+        """Collects the groups of a step from where the progress stands, with its metrics."""
         session, engine = self.session, self.session.components.engine
-        before = dataclasses.replace(engine.counts)
+        before, spent = dataclasses.replace(engine.counts), Ledger()
         engine.waits.clear()
-        self.spent = NOTHING
         roll_out = rollout_at(
             session,
             progress.step,
@@ -298,10 +289,11 @@ class Collector:
         )
 
         def sample_and_pay(draws: Sequence[Draw]) -> Sequence[Group | None]:
-            session.check_budget(uncounted + self.spent)  # of the batches before
+            nonlocal spent
+            session.check_budget(spent)  # of the batches before
             groups = roll_out(draws)
             found = [group for group in groups if group is not None]
-            self.spent += Ledger.of(members(found), session.settings.ledger.prices)
+            spent += Ledger.of(members(found), session.settings.ledger.prices)
             return groups
 
         try:
@@ -319,14 +311,12 @@ class Collector:
                 failures=session.failures,
             )
         except (*ENDING, Interrupted):
-            # The groups are lost and sampled again, but what they cost is spent.
-            session.progress.ledger += Ledger(usage=self.spent.usage)
-            session.progress.num_broken_off += self.spent != NOTHING
+            session.count_lost(spent)
             raise
         metrics = collected.metrics | engine_metrics(engine, before)
         metrics |= wait_metrics(engine) | self.stream.metrics(collected.num_tasks_taken)
         engine.clear()  # each counts its pages from the first
-        return dataclasses.replace(collected, metrics=metrics, ledger=self.spent)
+        return dataclasses.replace(collected, metrics=metrics, ledger=spent)
 
 
 def rollout_at(

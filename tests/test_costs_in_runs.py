@@ -1,5 +1,6 @@
 """What runs spend is counted, and ends them; where answers come from, in a run's evaluation."""
 
+import dataclasses
 import functools
 import json
 import operator
@@ -18,7 +19,7 @@ from jaxrl.envs.random_search import RandomSearch
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.runtime.checkpoint import steps_in
-from jaxrl.runtime.stopping import EXIT_BUDGET_SPENT
+from jaxrl.runtime.stopping import EXIT_BUDGET_SPENT, Interrupted
 from jaxrl.training.ledger import BudgetSpentError, Ledger
 from tests.runs import (
     SIZES,
@@ -234,6 +235,42 @@ def test_a_step_that_draws_on_is_ended_and_what_it_cost_is_counted(
     assert progress.ledger.usage.attempts["search"] >= 60
     # What was lost is sampled again: the counts of what the policy asked for repeat.
     assert progress.ledger.num_calls["search"] == first["ledger/total/calls/search"]
+
+
+class StopsAtItsSecond:
+    """Updates that are interrupted where a start that goes on would compile its first one."""
+
+    def __init__(self, update):
+        self._update, self._calls = update, iter(range(9))
+
+    def __call__(self, *arguments):
+        if next(self._calls) == 1:
+            raise Interrupted("the run was asked to stop")
+        return self._update(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self._update, name)
+
+
+def test_a_step_that_is_stopped_behind_its_rollout_counts_what_that_cost(
+    tiny_world, source, tmp_path
+):
+    config = configured(tiny_world, source, **{"eval.suites": (), "stages": ("train",)})
+    parts = assemble(config)
+    stage = parts.stages["train"]
+    stopping = {"train": dataclasses.replace(stage, update=StopsAtItsSecond(stage.update))}
+    with pytest.raises(Interrupted):
+        play(config, tmp_path / "run", dataclasses.replace(parts, stages=stopping))
+    [_, first] = records(tmp_path / "run")
+    attempts, calls = "perf/ledger/total/attempts/search", "ledger/total/calls/search"
+    progress, _ = saved_progress(parts, tmp_path / "run")
+    lost = progress.ledger.usage.attempts["search"] - first[attempts]
+    play(config, tmp_path / "run", parts)
+    *_, last = records(tmp_path / "run")
+    # What was lost is drawn again: it is asked for once, and paid twice.
+    assert lost == last["perf/search/attempts"] > 0
+    assert last[calls] == first[calls] + last["ledger/calls/search"]
+    assert last[attempts] == first[attempts] + 2 * lost
 
 
 @pytest.mark.slow(instead="test_restarts.py::test_patience_ends_a_run_with_its_best_weights")

@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import types
+from functools import partial
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from jaxrl.logs.display import Display
 from jaxrl.method import batch_shape, method_of
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling.protocol import Counts
-from jaxrl.session import Progress
+from jaxrl.session import Progress, Session
 from jaxrl.train import Collector, show_step, update_gate
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
@@ -117,6 +118,7 @@ def test_what_an_interrupted_collection_has_cost_is_counted():
         check_budget=lambda _: None,
         should_stop=lambda: False,
     )
+    session.count_lost = partial(Session.count_lost, session)
     collector = Collector(session=session, stream=NumberedTasks(), measure=list)
     saved = dataclasses.replace(progress)
     with pytest.raises(Interrupted):

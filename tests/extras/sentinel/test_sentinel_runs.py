@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import types
 
 import pytest
 
@@ -16,8 +17,9 @@ from jaxrl.runtime import rolling_back
 from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, steps_in
 from jaxrl.runtime.stopping import Best
 from jaxrl.session import Progress
+from jaxrl.training.collect import Collected
 from jaxrl.training.ledger import Ledger
-from jaxrl.training.watch import Sign, UnsoundError
+from jaxrl.training.watch import RollBack, Sign, UnsoundError
 from tests.runs import (
     assert_same_weights,
     base_config,
@@ -158,6 +160,26 @@ def test_what_was_given_up_is_spent_all_the_same(plain, gone_back):
     spent, back = ([r[name] for r in records(folder)] for folder in (plain, gone_back))
     assert back[:3] == spent[:3]
     assert back[3:] == [spent[5] + size * n for n in range(1, 5)]
+
+
+def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
+    ahead = Collected(
+        **{"groups": [], "leftover": [], "num_tasks_taken": 0, "tried": [], "metrics": {}},
+        ledger=Ledger(num_trajectories=2, num_calls={"search": 3}),
+    )
+    before = Ledger(num_trajectories=8, num_calls={"search": 4})
+    session = types.SimpleNamespace(
+        progress=Progress(ledger=before, pending=ahead),
+        workdir=tmp_path,
+        components=types.SimpleNamespace(engine=types.SimpleNamespace(release=lambda: None)),
+        display=Display(),
+    )
+    runs.roll_back(session, RollBack(sign="bad", from_step=7, to_step=5, lr_scale=0.5))
+    progress = Progress(ledger=Ledger(num_trajectories=6), pending=ahead)  # of a checkpoint
+    [decision] = rolling_back.read(tmp_path)
+    runs.gone_back(progress, decision, Values({5: 0.5}))
+    assert progress.ledger == Ledger(num_trajectories=10, num_calls={"search": 7})
+    assert progress.pending is None
 
 
 def copy_of(run, tmp_path, *, steps):
