@@ -9,24 +9,12 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from jaxrl.config import KEYS
 from jaxrl.own_code import arguments_of, failure_text, is_own, own_module
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A combination of keys that is refused, or warned of."""
-
-    key: str  # what to change
-    is_broken: Callable[[ConfigDict], bool]
-    expected: str  # instead, and why
 
 
 def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any:

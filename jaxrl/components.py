@@ -236,11 +236,11 @@ def assemble(
 
 def settings_of(config: ConfigDict) -> Settings:
     """Freezes the part of a checked configuration that the stages read."""
-    evaluation, replies = config.eval, config.policy.openai
+    evaluation, endpoint = config.eval, config.policy.get(config.policy.name)
     sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
     values, found = config.to_dict(), config.to_dict()  # of which the second is cut
-    depends_on = {name: found[name] for name in sections}
-    del depends_on["images"]["cache_mib"]
+    depends_on = {name: found[name] for name in sections if name in found}
+    depends_on.get("images", {}).pop("cache_mib", None)
     if config.policy.name != OWN_MODEL:
         depends_on["policy"] = found["policy"]
         for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
@@ -267,7 +267,7 @@ def settings_of(config: ConfigDict) -> Settings:
         architecture=config.model.architecture,
         trajectories=config.log.trajectories,
         tokens=config.log.tokens,
-        kept_replies=replies.replay_folder if replies.replay == "record" else None,
+        kept_replies=endpoint.replay_folder if endpoint and endpoint.replay == "record" else None,
         wandb_project=config.log.wandb_project,
         values=values,
     )
@@ -284,7 +284,7 @@ def _make_processor(
     if tokenizer.image_id is None:
         return None
     processor: Any = pkgutil.resolve_name(PROCESSOR)(
-        model_folder(config.model.path), **config.images
+        model_folder(config.model.path), **config.get("images", {})
     )
     made = processor.patch_values, processor.unit
     if model.tower and made != (wanted := (model.tower.patch_values, model.tower.unit)):
@@ -646,17 +646,18 @@ def _make_plain_search(config: ConfigDict, show: Callable[[str], None]) -> Tool:
     corpus = config.search[searched].corpus if searched else ""
     total = functools.cache(lambda: num_lines(Path(corpus)))  # counted where an index is built
     building = f"building the index of {corpus}, documents"
-    settings = dict(config.search.settings)
-    if not is_own(name):
-        section = config.search.get(name)
-        settings = dict(section.to_dict()) if section else {}
+    sections = {
+        key: dict(section.to_dict())
+        for key, section in config.search.items()
+        if isinstance(section, ConfigDict)
+    }
+    settings = dict(config.search.settings) if is_own(name) else sections.get(name, {})
     return made(
         "search.settings" if is_own(name) else f"search.{name}",
         engine,
         settings,
         progress=lambda count: show(f"{building} {count:,}/{total():,}"),
-        local=config.search.local.to_dict(),
-        dense=config.search.dense.to_dict(),
+        **sections,
     )
 
 
@@ -682,6 +683,7 @@ def _make_random_search(config: ConfigDict, search: ResilientSearch) -> Tool:
 def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) -> Env:
     """The environment, given what it asks for by the names of its parameters."""
     prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
+    own = config.env.get(config.env.name)  # the section of one of ours
     env: Env = made(
         "env.settings",
         environment.environment(config),
@@ -690,7 +692,7 @@ def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) ->
         tools=tools,
         prompt=Prompt(**prompt),
         protocol=toolbox.protocol(config),
-        agents=config.env.agents.to_dict(),
+        **({config.env.name: own.to_dict()} if own else {}),
         max_turns=config.rollout.max_turns,
         max_calls=config.rollout.max_calls,
         correct_by=toolbox.correct_by(config),

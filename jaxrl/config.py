@@ -1,40 +1,47 @@
 """Every configuration key, once: default, meaning, what it takes, and what a restart may change.
 
 Checks of single values, `default_config()`, what a restart compares and the tables of
-docs/configuration.md come from `KEYS`. Rules between keys stand beside the feature that needs them
-(`method.py`, `environment.py`, `config_checks.py`).
+docs/configuration.md come from `KEYS`. Those of an optional capability stand in its folder, and
+rules between keys beside the feature that needs them (`method.py`, `environment.py`,
+`config_checks.py`, `extras/*/keys.py`).
 """
 
 from __future__ import annotations
 
 import json
-import re
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.envs.calls import MAX_S
 from jaxrl.envs.json_text import read_object
+from jaxrl.keys import (
+    DTYPES,
+    EVALUATION,
+    FREE,
+    REPLAY,
+    RESULTS,
+    TRAINING,
+    Key,
+    are_texts,
+    brought_by,
+    is_finite,
+)
 from jaxrl.settings import STAGES
 
-FREE = "free"
-"""A restart may change it: results stay the same, to rounding."""
-EVALUATION = "evaluation"
-"""A restart may change it unless evaluations steer training: it decides what they measure."""
-TRAINING = "training"
-"""Another value makes another experiment, but an evaluation alone may change it."""
-RESULTS = "results"
-"""Another value makes another experiment."""
+BROUGHT = {
+    folder: brought_by(folder)
+    for folder in (
+        *("dense", "endpoints", "lora", "mcp", "opensearch", "sandbox", "sentinel", "serve"),
+        *("stability", "symbolic_math", "vision", "web_search"),
+    )
+}
+"""Keys and rules of the optional capabilities that have some, by their folder in `extras/`."""
 
-DTYPES = ("float32", "bfloat16")
 EXPERTS = ("auto", "xla", "mosaic_gpu", "triton", "megablox")
 ATTENTION = ("auto", "xla", "mosaic_gpu", "triton", "mosaic")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
-REPLAY = ("off", "record", "only")
 OWN_MODEL = "model"
 SUITES = ("sampled", "greedy", "empty_search", "random_search", "blank_images")
 
@@ -46,100 +53,6 @@ LAG_CHUNKS = 2
 
 MIN_TEMPERATURE = 1e-3
 """Less draws the most likely token all but always, and far less makes logits infinite."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key: what is known of it by itself."""
-
-    default: Any
-    meaning: str  # with its unit; Markdown
-    _: KW_ONLY
-    restart: str = RESULTS
-    above: float | None = None  # bounds of a number
-    at_least: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    one_of: tuple[Any, ...] = ()  # choices; a name that a table holds is checked beside the table
-    some_of: tuple[str, ...] = ()  # choices for the entries of a tuple
-    is_valid: Callable[[Any], bool] | None = None  # what else holds of it
-    expected: str = ""  # told with a refusal; "": as the fields above say
-    example: Any = None  # value of a mapping whose names are not ours, for messages
-    is_nested: bool = False  # the values of such a mapping may be lists and mappings
-    group: str = ""  # of entry points, whose names it takes too
-
-    def check(self, name: str, value: Any) -> None:
-        """Refuses a value of another type, out of range or none of the choices.
-
-        Beyond ml_collections, which takes None for anything and a bool for a number.
-
-        Raises:
-            ValueError: says what the key holds and what is expected.
-        """
-        is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
-        if isinstance(self.default, float):
-            if not is_finite(value):
-                refuse(name, value, "a finite number")
-        elif type(value) is not type(self.default):
-            expected = f"a value of type {type(self.default).__name__}, as {self.default!r}"
-            refuse(name, value, expected)
-        if self.one_of and value not in self.one_of:
-            names = ", ".join(str(one) or repr(one) for one in self.one_of)
-            refuse(name, value, self.expected or f"one of {names}")
-        if self.some_of and not all(one in self.some_of for one in value):
-            refuse(name, value, f"a tuple out of {self.some_of}")
-        if is_number and not self._is_in_range(value):
-            refuse(name, value, self.expected or f"a number {self.range()}")
-        if name.endswith("_s") and is_number and value > MAX_S:
-            refuse(name, value, f"at most {MAX_S:g} seconds, which are 31 years")
-        if isinstance(self.default, dict):
-            self._check_mapping(name, value)
-        if self.is_valid is not None and not self.is_valid(value):
-            refuse(name, value, self.expected)
-        if name.startswith("prompt.") and re.search("[\\ud800-\\udfff]", str(value)):
-            refuse(name, value, "text in UTF-8")
-
-    def _is_in_range(self, value: float) -> bool:
-        return (
-            (self.above is None or value > self.above)
-            and (self.at_least is None or value >= self.at_least)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    def range(self) -> str:
-        """The bounds of a number in words; "" where there are none."""
-        bounds = {
-            "above": self.above, "of at least": self.at_least, "of at most": self.at_most,
-            "below": self.below,
-        }  # fmt: skip
-        return " and ".join(f"{w} {bound}" for w, bound in bounds.items() if bound is not None)
-
-    def _check_mapping(self, name: str, value: dict[Any, Any]) -> None:
-        for inner, one in value.items():
-            if not isinstance(inner, str) or not _is_plain(one, is_flat=not self.is_nested):
-                kinds = "true, false, a number or a text each"
-                kinds += ", or lists of these" * self.is_nested
-                refuse(name, value, f"names with {kinds}, as {{'name': {self.example!r}}}")
-
-
-def is_finite(value: Any) -> bool:
-    """Return True for a number that a float can hold; bool is none."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
-
-
-def _is_plain(value: Any, *, is_flat: bool) -> bool:
-    """Return True for values such as JSON has, which can be read back."""
-    if isinstance(value, dict) and not is_flat:
-        return all(isinstance(k, str) and _is_plain(v, is_flat=False) for k, v in value.items())
-    if isinstance(value, list | tuple) and not is_flat:
-        return all(_is_plain(one, is_flat=False) for one in value)
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def _are_texts(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(one, str) and one for one in values)
 
 
 def _are_messages(values: tuple[Any, ...]) -> bool:
@@ -168,7 +81,8 @@ def _optimizer(section: str) -> dict[str, Key]:
         f"{section}.warmup_steps": Key(0, "Steps in which the rate rises to its peak; the first "
             "has 1 / `warmup_steps` of it.", at_least=0, restart=TRAINING),
         f"{section}.schedule": Key("constant", "Learning rate after the warm-up: `constant`, "
-            "`linear`, `cosine`, or one of your own by its dotted name.", restart=TRAINING),
+            "`linear`, `cosine`, or one of your own by its dotted name.", names_code=True,
+            restart=TRAINING),
         f"{section}.final_lr_fraction": Key(0.0, "Share of the peak at which `linear` and `cosine` "
             "end.", at_least=0, at_most=1, restart=TRAINING),
         f"{section}.weight_decay": Key(0.01, "Decoupled weight decay of every parameter.",
@@ -230,7 +144,7 @@ KEYS: dict[str, Key] = {
     "model.path": Key("", "Local folder in Hugging Face's format, or a `.gguf` file (extra "
         "`gguf`)."),
     "model.architecture": Key("", "Name of the architecture, or dotted name of its class. Empty: "
-        "by `model_type` of `config.json`.", group="jaxrl.architectures"),
+        "by `model_type` of `config.json`.", group="jaxrl.architectures", names_code=True),
     "model.dtype": Key("float32", "Dtype of activations, matrix products and KV cache; weights "
         "that are trained stay float32.", one_of=DTYPES),
     "model.head_dtype": Key("", "Dtype of the output layer's operands, hidden states and table, in "
@@ -238,7 +152,7 @@ KEYS: dict[str, Key] = {
         "are float32 in any case.", one_of=("", "float32")),
     "model.eos_tokens": Key((), "Texts of further tokens that end a message, as `('<|im_end|>',)`, "
         "beside `eos_token` of `tokenizer_config.json` and `eos_token_id` of "
-        "`generation_config.json`.", is_valid=_are_texts,
+        "`generation_config.json`.", is_valid=are_texts,
         expected="a tuple of texts, as ('<|im_end|>',)"),
     "model.attention": Key("auto", "Attention kernels: `xla`, everywhere; `mosaic_gpu`, on Hopper "
         "GPUs; `triton`, on GPUs; `mosaic`, on TPUs; `auto`: the first of the platform's that pass "
@@ -262,63 +176,14 @@ KEYS: dict[str, Key] = {
         "frozen."),
     "model.logits_chunk_tokens": Key(2048, "Tokens whose logits the update holds in memory at a "
         "time.", above=0, restart=FREE),
-    "model.lora.rank": Key(0, "Rank of an adapter, which alone is trained. 0: none; all weights "
-        "are.", at_least=0),
-    "model.lora.alpha": Key(32.0, "The adapter's output is multiplied with `alpha / rank`.",
-        above=0),
-    "model.lora.rslora": Key(False, "Multiply with `alpha / sqrt(rank)` instead (rsLoRA)."),
-    "model.lora.targets": Key(("all-linear",), "Layers with an adapter: `all-linear`, or names as "
-        "`q`, `attention/q` or, as Hugging Face has them, `q_proj`.", is_valid=_are_texts,
-        expected="a tuple of texts, as ('all-linear',)"),
-    "model.lora.base_dtype": Key("float32", "Dtype of the frozen weights: `float32`, `bfloat16`, "
-        "or `int8` with a scale for each output of a linear layer, all else in `model.dtype`.",
-        one_of=(*DTYPES, "int8")),
-    "model.lora.sampler": Key("separate", "Weights of the sampler. `separate`: base and adapter, "
-        "as the update has them; `merged`: their sum, a copy of the layers that have an adapter, "
-        "with fewer products a token.", one_of=("separate", "merged")),
-    "model.lora.path": Key("", "Folder of an adapter in PEFT's format to go on with, of the same "
-        "rank, alpha and targets. Empty: a new one, which changes nothing at first."),
-    "images.min_pixels": Key(0, "Pixels to which a smaller image is enlarged. 0: as "
-        "`preprocessor_config.json` has it.", at_least=0),
-    "images.max_pixels": Key(0, "Pixels to which a larger image is reduced. 0: as "
-        "`preprocessor_config.json` has it.", at_least=0),
-    "images.cache_mib": Key(256.0, "MiB of images, cut into patches, that stay in memory; the last "
-        "used ones.", at_least=0, restart=FREE),
+    **BROUGHT["lora"].section("model.lora"),
+    **BROUGHT["vision"].section("images"),
     # --------------------------------------------------------------------------- policy
     "policy.name": Key(OWN_MODEL, "Who writes. `model`: that of `model.path`; `openai`: one behind "
         "an OpenAI-compatible endpoint, which is evaluated and not trained; of `model.path`, "
         "`config.json`, tokenizer and image processor are read then.",
         one_of=(OWN_MODEL, "openai")),
-    "policy.openai.url": Key("", "Address up to `/chat/completions`, as "
-        "`http://localhost:8000/v1`."),
-    "policy.openai.model": Key("", "Name of the model there."),
-    "policy.openai.key_env": Key("", "Environment variable that holds the key. Empty: no key is "
-        "sent."),
-    "policy.openai.max_concurrent": Key(16, "Episodes played side by side, and so requests in "
-        "flight, at most.", above=0),
-    "policy.openai.deadline_s": Key(120.0, "Seconds of a request, to the last byte of its answer.",
-        above=0),
-    "policy.openai.retries": Key(3, "Further tries of a request that fails while others are "
-        "answered; then its episode ends as an environment error. While none is answered, tries do "
-        "not count.", at_least=0),
-    "policy.openai.backoff_s": Key(1.0, "Seconds before the first of them, doubled from try to try "
-        "up to 30. A server's `Retry-After` counts for all requests.", at_least=0),
-    "policy.openai.outage_deadline_s": Key(300.0, "Seconds without any answer, after which "
-        "episodes end as environment errors.", above=0),
-    "policy.openai.continues_message": Key(False, "False: what the environment says is the next "
-        "message of the user. True: the model's message goes on behind it, as servers of vLLM and "
-        "SGLang can (`continue_final_message`)."),
-    "policy.openai.options": Key({}, "Further fields of a request, as `{'reasoning_effort': "
-        "'low'}`; None leaves one of ours out.", example="low", is_nested=True),
-    "policy.openai.prompt_price": Key(0.0, "Price of a million tokens that the endpoint reads, in "
-        "the unit of `ledger.prices`.", at_least=0),
-    "policy.openai.completion_price": Key(0.0, "Price of a million tokens that it writes.",
-        at_least=0),
-    "policy.openai.replay": Key("record", "`record`: answers are kept on disk, and what is there "
-        "is not asked again; `only`: these alone answer, without the endpoint; `off`: neither.",
-        one_of=REPLAY),
-    "policy.openai.replay_folder": Key("", "Folder of the recording. Empty: `replies/` in the "
-        "workdir."),
+    **BROUGHT["endpoints"].section("policy.openai"),
     # ----------------------------------------------------------------------------- mesh
     "mesh.data": Key(-1, "Devices over which rows are split, weights copied. -1: all that are "
         "left.", restart=FREE),
@@ -346,49 +211,22 @@ KEYS: dict[str, Key] = {
     "env.name": Key("search", "`search`: questions answered with a search engine; `math`: problems "
         "solved in one turn; `agents`: tasks given to programs that ask the model over HTTP (extra "
         "`serve`); or one of your own by its dotted name, as `my_env.MyEnv`.",
-        group="jaxrl.environments"),
+        group="jaxrl.environments", names_code=True),
     "env.settings": Key({}, "Keyword arguments of an environment of your own.", example=1,
         is_nested=True),
     "env.step_deadline_s": Key(600.0, "Seconds after which a call of the environment is given up, "
         "its episodes environment errors. 0: never.", at_least=0, restart=FREE),
-    "env.agents.function": Key("", "Plays an episode: `module.function`, `path/file.py:function`, "
-        "or `verifiers`. Empty: `command` does."),
-    "env.agents.command": Key((), "Words of a program in its place, started for each episode.",
-        is_valid=lambda v: all(isinstance(one, str) and one for one in v),
-        expected="a tuple of words, as ('python', 'my_agent.py')"),
-    "env.agents.python": Key("", "Interpreter of the function, as `agent/bin/python`; empty: the "
-        "run's own."),
-    "env.agents.settings": Key({}, "Further keyword arguments of the function.", example=1,
-        is_nested=True),
-    "env.agents.processes": Key(1, "Processes among which its episodes are divided.", above=0,
-        restart=FREE),
-    "env.agents.max_concurrent": Key(0, "Episodes side by side. 0: `rollout.num_rows`.",
-        at_least=0, restart=FREE),
-    "env.agents.deadline_s": Key(600.0, "Seconds of an episode, without those in which nothing is "
-        "sampled; then it is an environment error.", above=0, restart=FREE),
-    "env.agents.host": Key("127.0.0.1", "Address at which the model answers them; of this machine, "
-        "and one that agents elsewhere can reach.", restart=FREE),
-    "env.agents.port": Key(0, "Its port. 0: any that is free.", at_least=0, at_most=65535,
-        restart=FREE),
+    **BROUGHT["serve"].section("env.agents"),
     "env.search.protocol": Key("search_r1", "`search_r1` (`<information>`), `bapo` (`<result>`, "
         "`\\boxed{}`), `qwen` (the model's own tool calls, as its chat template has them), or a "
-        "dotted name."),
+        "dotted name.", names_code=True),
     "env.search.tools": Key((), "Tools beside the search engine: `python`, a sandbox (extra "
         "`python-tool`), or dotted names of classes and of functions (extra `tools`).",
         group="jaxrl.tools"),
-    "env.search.mcp": Key((), "MCP servers (extra `mcp`) whose tools are offered: `{'command': "
-        "('python', 'server.py')}` or `{'url': 'http://localhost:8000/mcp'}`. `'env': ('MY_KEY',)` "
-        "beside a command and `'headers': {'Authorization': 'MY_KEY'}` beside a url name "
-        "environment variables."),
+    **BROUGHT["mcp"].section("env.search.mcp"),
     "env.search.tool_deadline_s": Key(60.0, "Seconds for a call of a function or an MCP server.",
         above=0),
-    "env.search.python.sandbox": Key("monty", "`monty`: an interpreter of much of Python (extra "
-        "`python-tool`); `bubblewrap`: all of it, in a sandbox of the system's; `subprocess`: a "
-        "process that may read and write what the run may; or a dotted name."),
-    "env.search.python.timeout_s": Key(5.0, "Seconds of one snippet.", above=0),
-    "env.search.python.memory_mib": Key(64.0, "MiB of one snippet; packages as NumPy need about "
-        "1024.", above=0),
-    "env.search.python.max_output": Key(100_000, "Bytes that a snippet may print.", above=0),
+    **BROUGHT["sandbox"].section("env.search.python"),
     "env.search.search_r1.format_reward": Key(0.5, "Pay of a response that keeps to the protocol."),
     "env.search.search_r1.format_failure": Key(-1.0, "Pay of one that does not."),
     "env.search.search_r1.answer_reward": Key(1.0, "Pay of an answer close to the truth."),
@@ -403,7 +241,7 @@ KEYS: dict[str, Key] = {
         "port; `web`: a provider of web searches; `opensearch`: an index of OpenSearch or "
         "Elasticsearch; `dense`: vectors of an encoder; `hybrid`: `local` and `dense`, fused; "
         "`empty`: finds nothing; `none`: there is no such tool, with `env.search.protocol='qwen'`; "
-        "or a dotted name.", group="jaxrl.engines"),
+        "or a dotted name.", group="jaxrl.engines", names_code=True),
     "search.settings": Key({}, "Keyword arguments of an engine of your own.", example=1,
         is_nested=True),
     # What stands around any engine, in this order; docs/environments.md has the whole.
@@ -436,11 +274,11 @@ KEYS: dict[str, Key] = {
         one_of=REPLAY, restart=FREE),
     "search.replay_folder": Key("", "Folder of the recording. Empty: `searches/` in the workdir.",
         restart=FREE),
-    "search.local.corpus": Key("", "JSONL of documents: `id`, `title`, `text`."),
+    "search.local.corpus": Key("", "JSONL of documents: `id`, `title`, `text`.", required="a path"),
     "search.local.index": Key("", "Folder of the index. Empty: beside the corpus."),
     "search.local.topk": Key(3, "Documents that a query returns.", above=0),
     "search.http.url": Key("", "Address of the server, as `http://127.0.0.1:8000/retrieve`.",
-        restart=FREE),
+        required="the address of a server, as http://127.0.0.1:8000", restart=FREE),
     "search.http.protocol": Key("search_r1", "`search_r1` or `flashrag`."),
     "search.http.topk": Key(3, "Documents that a query returns.", above=0),
     "search.http.key_env": Key("", "Environment variable that holds a bearer's key. Empty: none is "
@@ -451,69 +289,10 @@ KEYS: dict[str, Key] = {
     "search.http.batch_size": Key(64, "Queries in a request at most.", above=0, restart=FREE),
     "search.http.max_response_mib": Key(64.0, "MiB of an answer at most; a larger one is a "
         "failure.", above=0, restart=FREE),
-    "search.web.provider": Key("serper", "`serper`, `brave`, `tavily` or `searxng`."),
-    "search.web.url": Key("", "Address of a service of your own, as a SearXNG. Empty: the "
-        "provider's.", restart=FREE),
-    "search.web.topk": Key(3, "Results that a query returns.", above=0),
-    "search.web.key_env": Key("", "Environment variable that holds the key. Empty: "
-        "`SERPER_API_KEY`, `BRAVE_API_KEY`, `TAVILY_API_KEY`, and none for `searxng`.",
-        restart=FREE),
-    "search.web.timeout_s": Key(30.0, "Seconds of a request, to the last byte of its answer.",
-        above=0, restart=FREE),
-    "search.web.connections": Key(8, "Requests in flight at most.", above=0, restart=FREE),
-    "search.web.max_response_mib": Key(16.0, "MiB of an answer at most; a larger one is a failure.",
-        above=0, restart=FREE),
-    "search.opensearch.url": Key("", "Address of the cluster, as `https://search:9200`.",
-        restart=FREE),
-    "search.opensearch.index": Key("", "Name of the index, or an alias."),
-    "search.opensearch.fields": Key(("title", "text"), "Fields of a document: title and text, or "
-        "its text alone."),
-    "search.opensearch.topk": Key(3, "Documents that a query returns.", above=0),
-    "search.opensearch.auth": Key("", "`basic:VARIABLE`, `api_key:VARIABLE` or `bearer:VARIABLE`, "
-        "with the environment variable that holds `user:password`, the encoded key, or the token. "
-        "Empty: none.", restart=FREE),
-    "search.opensearch.timeout_s": Key(30.0, "Seconds of a request, to the last byte of its "
-        "answer.", above=0, restart=FREE),
-    "search.opensearch.connections": Key(8, "Requests in flight at most.", above=0, restart=FREE),
-    "search.opensearch.batch_size": Key(64, "Queries in a request at most.", above=0, restart=FREE),
-    "search.dense.corpus": Key("", "JSONL of documents: `id`, `title`, `text`."),
-    "search.dense.encoder": Key("", "Local folder in Hugging Face's format: BERT (E5, BGE) or "
-        "Qwen3-Embedding."),
-    "search.dense.index": Key("", "Folder of the vectors. Empty: a folder `index` beside the "
-        "corpus."),
-    "search.dense.embeddings": Key("", "Vectors made elsewhere, in the order of the corpus: `.npy` "
-        "[N, D], or a FAISS flat index (extra `faiss`). Empty: the encoder makes them."),
-    "search.dense.topk": Key(3, "Documents that a query returns.", above=0),
-    "search.dense.dtype": Key("float32", "Dtype of the vectors on the devices: `float32`, "
-        "`bfloat16`, or `int8` with a scale for each vector. The best candidates are scored again "
-        "by the vectors in the file.", one_of=(*DTYPES, "int8")),
-    "search.dense.file_dtype": Key("float32", "Dtype of the vectors in the file; `bfloat16` has "
-        "half the size.", one_of=DTYPES),
-    "search.dense.devices": Key("run", "`run`: those of each process, which split the passages; "
-        "`cpu`: the host's.", one_of=("run", "cpu")),
-    "search.dense.candidates": Key(100, "Documents of a query that are scored again, at least.",
-        above=0),
-    "search.dense.query_rows": Key(16, "Queries searched at once.", above=0),
-    "search.dense.pooling": Key("", "How hidden states become a vector: `mean`, `first` (token) or "
-        "`last`. Empty: as the encoder's folder says.", one_of=("", "mean", "first", "last")),
-    "search.dense.query_prefix": Key("auto", "Text before a query, as `query: ` (E5) or `Instruct: "
-        "<task>\\nQuery:` (Qwen3-Embedding). `auto`: as the encoder's folder says, and "
-        "Qwen3-Embedding's own where it says nothing."),
-    "search.dense.passage_prefix": Key("auto", "Text before a document, as `passage: ` (E5). "
-        "`auto`: likewise."),
-    "search.dense.max_tokens": Key(512, "Tokens of a text at most, prefix included; the rest is "
-        "cut off.", above=0),
-    "search.dense.encoder_dtype": Key("float32", "Dtype of the encoder's weights and activations.",
-        one_of=DTYPES),
-    "search.dense.batch_tokens": Key(16_384, "Tokens of documents that each device encodes at "
-        "once, padding included.", above=0),
-    "search.dense.query_batch_tokens": Key(256, "Tokens of queries that each device encodes at "
-        "once.", above=0),
-    "search.hybrid.topk": Key(3, "Documents that a query returns, of `search.local` and "
-        "`search.dense`.", above=0),
-    "search.hybrid.k": Key(60.0, "A document scores the sum of 1 / (`k` + rank) over both engines: "
-        "the larger `k`, the less the first ranks count before those behind them.", at_least=0),
-    "search.hybrid.candidates": Key(100, "Documents of each engine that are fused.", above=0),
+    **BROUGHT["web_search"].section("search.web"),
+    **BROUGHT["opensearch"].section("search.opensearch"),
+    **BROUGHT["dense"].section("search.dense"),
+    **BROUGHT["dense"].section("search.hybrid"),
     # --------------------------------------------------------------------------- reward
     "reward.weights": Key({"exact_match": 1.0}, "Weights of the environment's reward parts and of "
         "further ones: `math_verify`, which compares final answers as mathematics (extra `math`); "
@@ -534,11 +313,7 @@ KEYS: dict[str, Key] = {
         "{'url': 'http://judge:8000/v1', 'model': 'judge', 'prompt': '..{response}..'}}`; "
         "`jaxrl/extras/endpoints/judges.py` has all settings.", example={}, is_nested=True,
         is_valid=_are_mappings, expected="names with mappings, as {'name': {'setting': 50}}"),
-    "reward.math_verify.deadline_s": Key(5.0, "Seconds of computing that a comparison may take; an "
-        "answer that takes more is not equal.", above=0),
-    "reward.math_verify.memory_mib": Key(1024, "MiB of each worker; likewise.", above=0),
-    "reward.math_verify.workers": Key(2, "Processes that compare, of each process of the run.",
-        above=0, restart=FREE),
+    **BROUGHT["symbolic_math"].section("reward.math_verify"),
     # -------------------------------------------------------------------------- shaping
     "shaping.overlong_buffer": Key(0, "Tokens before the limit over which the penalty grows. 0: "
         "off.", at_least=0, restart=TRAINING),
@@ -645,7 +420,7 @@ KEYS: dict[str, Key] = {
     # --------------------------------------------------------------------------- filter
     "filter.name": Key("none", "`none`; `varied`: groups whose metric differs (dynamic sampling); "
         "`accuracy_range`: groups whose mean accuracy lies in a range (online filtering); or one "
-        "of your own by its dotted name.", restart=TRAINING),
+        "of your own by its dotted name.", restart=TRAINING, names_code=True),
     "filter.settings": Key({}, "Keyword arguments of a filter of your own.", example=1,
         restart=TRAINING),
     "filter.varied.metric": Key("acc", "`acc`: correct or not; `score`: reward before shaping; "
@@ -658,7 +433,7 @@ KEYS: dict[str, Key] = {
     "filter.trajectories": Key("none", "Which trajectories of these groups have a loss: "
         "`void_turns` leaves out those with a turn that neither calls nor answers; or a function "
         "of one's own by its dotted name. They count in the statistics of their group.",
-        restart=TRAINING),
+        restart=TRAINING, names_code=True),
     "filter.tasks_per_batch": Key(0, "Tasks drawn at a time until enough groups are kept. 0: "
         "`rollout.tasks_per_step`.", at_least=0, restart=TRAINING),
     "filter.max_batches": Key(10, "Batches of one step, after which the run gives up. 0: never.",
@@ -680,7 +455,7 @@ KEYS: dict[str, Key] = {
     "advantage.name": Key("grpo", "`grpo`, `rloo`, `reinforce_plus_plus`, `pass_at_k`, and of the "
         "last `pass_at_k_combination`, `pass_at_k_exceeding`, `pass_at_k_full_sampling`, "
         "`pass_at_k_bootstrap`, `pass_at_k_entropy_guided`; or one of your own by its dotted name, "
-        "as `my_estimator.estimate`.", restart=TRAINING),
+        "as `my_estimator.estimate`.", restart=TRAINING, names_code=True),
     "advantage.settings": Key({}, "Keyword arguments of an estimator of your own.", example=1,
         restart=TRAINING),
     "advantage.by_turn": Key(False, "True: a turn's tokens carry what is earned from that turn on, "
@@ -704,7 +479,7 @@ KEYS: dict[str, Key] = {
         "step 0 and steps rising, k at least 1, or ()", restart=TRAINING),
     # ----------------------------------------------------------------------------- loss
     "loss.name": Key("clip", "`clip`, `gspo`, `cispo` or `dppo`; or one of your own by its dotted "
-        "name.", restart=TRAINING),
+        "name.", restart=TRAINING, names_code=True),
     "loss.settings": Key({}, "Keyword arguments of a loss of your own.", example=1,
         restart=TRAINING),
     "loss.clip_low": Key(0.2, "The ratio's floor is 1 - `clip_low`. GSPO was published with 3e-4, "
@@ -716,34 +491,23 @@ KEYS: dict[str, Key] = {
     "loss.clip.dual_clip": Key(0.0, "Bound of the loss at negative advantages, above 1. 0: none.",
         is_valid=lambda v: v == 0 or v > 1, expected="a number above 1, or 0 for no bound",
         restart=TRAINING),
-    "loss.dppo.divergence": Key("tv", "`tv`: difference of probabilities; `kl`: nats.",
-        one_of=("tv", "kl"), restart=TRAINING),
-    "loss.dppo.anchor": Key("old", "Divergence from the policy before the update, `old`, or from "
-        "the sampler, `rollout`.", one_of=("old", "rollout"), restart=TRAINING),
-    "loss.dppo.cap": Key(20.0, "Largest ratio by which a token's gradient is weighed.", above=0,
-        restart=TRAINING),
+    **BROUGHT["stability"].section("loss.dppo"),
     "loss.term.name": Key("none", "A loss that is added: `llds`, which keeps up the likelihood of "
         "tokens without a negative advantage; or one of your own by its dotted name.",
-        restart=TRAINING),
+        restart=TRAINING, names_code=True),
     "loss.term.coef": Key(0.2, "Its coefficient.", above=0, restart=TRAINING),
     "loss.term.settings": Key({}, "Keyword arguments of one of your own.", example=1,
         restart=TRAINING),
-    "loss.term.llds.level": Key("action", "What has to have lost likelihood as a whole: an "
-        "`action`, which is a turn, or the `response`.", one_of=("action", "response"),
-        restart=TRAINING),
-    "loss.term.llds.margin": Key(1e-5, "Nats that a token, and the action, must have lost. "
-        "The default is for rounding in float32; bfloat16 rounds more.", at_least=0,
-        restart=TRAINING),
+    **BROUGHT["stability"].section("loss.term.llds"),
     "loss.gate.name": Key("none", "Which tokens have a policy loss: `off_policy` leaves out wrong "
         "trajectories that the policy has moved away from; or one of your own by its dotted name.",
-        restart=TRAINING),
+        restart=TRAINING, names_code=True),
     "loss.gate.settings": Key({}, "Keyword arguments of one of your own.", example=1,
         restart=TRAINING),
-    "loss.gate.off_policy.delta": Key(0.5, "Nats a token, sampler less policy, from which on.",
-        at_least=0, restart=TRAINING),
+    **BROUGHT["stability"].section("loss.gate.off_policy"),
     "loss.aggregation": Key("token-mean", "`token-mean`, `seq-mean-token-mean`, "
         "`seq-mean-token-sum` or `seq-mean-token-sum-norm`; or one of your own by its dotted name.",
-        restart=TRAINING),
+        restart=TRAINING, names_code=True),
     "loss.entropy_coef": Key(0.0, "Coefficient of a bonus on the entropy of the sampled tokens' "
         "distributions.", restart=TRAINING),
     "loss.mask_observations": Key(True, "False also trains on what the search engine wrote.",
@@ -763,7 +527,7 @@ KEYS: dict[str, Key] = {
     "kl.coef": Key(0.0, "Weight of the KL term, where controlled its first value. 0: no term.",
         at_least=0, restart=TRAINING),
     "kl.estimator": Key("k3", "`k1`, `k2`, `k3`, `abs`, with `+` for the gradient of `k2`; or one "
-        "of your own by its dotted name.", restart=TRAINING),
+        "of your own by its dotted name.", restart=TRAINING, names_code=True),
     "kl.anchor": Key("ref", "`ref`: the policy at the start of the stage; `old`: before the "
         "update.", one_of=("ref", "old"), restart=TRAINING),
     "kl.place": Key("loss", "`loss`, or `reward`: taken off the trajectory's reward.",
@@ -827,7 +591,8 @@ KEYS: dict[str, Key] = {
         "this.", at_least=0, restart=EVALUATION),
     # --------------------------------------------------------------------------- watch
     "watch.name": Key("none", "What looks at each step of the stage `train` for signs of collapse: "
-        "`none`; `sentinel`; or a function of your own by its dotted name.", restart=FREE),
+        "`none`; `sentinel`; or a function of your own by its dotted name.", names_code=True,
+        restart=FREE),
     "watch.settings": Key({}, "Keyword arguments of one of your own.", example=1, restart=FREE),
     "watch.action": Key("warn", "What follows from a sign: `warn`; `lower_lr`; `roll_back` to the "
         "last checkpoint that was sound, with other draws and a lower learning rate; `stop`, with "
@@ -841,12 +606,7 @@ KEYS: dict[str, Key] = {
         "each time.", above=0, at_most=1, restart=FREE),
     "watch.max_roll_backs": Key(3, "Returns to a checkpoint after which the next sign that asks "
         "for one ends the run.", at_least=0, restart=FREE),
-    "watch.sentinel.reward_fall": Key(0.5, "Share of the best mean reward, counted from the lowest "
-        "reward, that has to be lost.", above=0, at_most=1, restart=FREE),
-    "watch.sentinel.share": Key(0.5, "Share of responses that are malformed, void, cut off, alike "
-        "or going round in circles.", above=0, at_most=1, restart=FREE),
-    "watch.sentinel.gap": Key(0.05, "Mean difference of sampler and trainer, nats a token, that is "
-        "too much whatever was usual.", above=0, restart=FREE),
+    **BROUGHT["sentinel"].section("watch.sentinel"),
     "watch.stall_s": Key(600.0, "Seconds without any progress after which the run prints what it "
         "waits for and where its threads are; then again after twice as long. 0: never.",
         at_least=0, restart=FREE),
@@ -902,11 +662,6 @@ MAPPINGS = {key: entry.example for key, entry in KEYS.items() if isinstance(entr
 """Keys whose values are mappings with names that are not ours, and a value as an example."""
 
 _WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPINGS}
-
-
-def refuse(key: str, value: Any, expected: str) -> None:
-    """Raises a ValueError that says what a key holds and what was expected."""
-    raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
 
 def flat_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -7,11 +7,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl import environment, method
-from jaxrl.choices import Rule, check_settings
-from jaxrl.config import KEYS, OWN_MODEL, SUITES, flatten, refuse
-from jaxrl.environment import context_tokens, corpus_section, has_contexts, searches
+from jaxrl.choices import check_settings
+from jaxrl.config import BROUGHT, KEYS, OWN_MODEL, SUITES, flatten
+from jaxrl.environment import CORPORA, context_tokens, corpus_section, has_contexts, searches
 from jaxrl.envs.payment import REWARD_PARTS
 from jaxrl.envs.rewards import check_weights
+from jaxrl.keys import Rule, refuse
 from jaxrl.method import (
     aggregation_of,
     beside_loss,
@@ -86,8 +87,8 @@ def check_objectives(config: ConfigDict) -> None:
 
 def _pays_tokens(config: ConfigDict) -> bool:
     """True where a model behind an endpoint is paid."""
-    openai, is_asked = config.policy.openai, config.policy.name != OWN_MODEL
-    return bool(is_asked and (openai.prompt_price or openai.completion_price))
+    endpoint = config.policy.get(config.policy.name)
+    return bool(endpoint and (endpoint.prompt_price or endpoint.completion_price))
 
 
 RULES = (
@@ -119,29 +120,14 @@ RULES = (
         lambda c: c.model.head_dtype == c.model.dtype,
         "'' where it is model.dtype: the output layer is computed in that anyway",
     ),
-    # An adapter.
-    Rule(
-        "model.lora.path",
-        lambda c: c.model.lora.path and not c.model.lora.rank,
-        "'' where model.lora.rank is 0: without a rank there is no adapter",
-    ),
-    Rule(
-        "model.lora.targets",
-        lambda c: c.model.lora.rank and not c.model.lora.targets,
-        "at least one layer, as ('all-linear',)",
-    ),
-    # Images and devices.
-    Rule(
-        "images.max_pixels",
-        lambda c: 0 < c.images.max_pixels < c.images.min_pixels,
-        "at least images.min_pixels, or 0",
-    ),
+    # Devices.
     Rule(
         "mesh.rollout_devices",
         lambda c: c.mesh.rollout_devices > 0 and c.rollout.ahead == 0,
         "0 without rollout.ahead=1: devices that sample and those that train would wait for each "
         "other",
     ),
+    *(rule for one in BROUGHT.values() for rule in one.rules),
     *environment.RULES,
     *method.RULES,
 )
@@ -169,15 +155,7 @@ def _value(config: ConfigDict, key: str) -> Any:
 
 
 WARNINGS = (
-    Rule(
-        "loss.dppo.anchor",
-        lambda c: (
-            c.loss.name == "dppo"
-            and c.loss.dppo.anchor == "old"
-            and c.optimizer.num_minibatches * c.optimizer.num_epochs == 1
-        ),
-        "'rollout' with one update a batch: before the first one no token has moved",
-    ),
+    *(rule for one in BROUGHT.values() for rule in one.warnings),
     Rule(
         "loss.clip_low",
         lambda c: c.loss.name == "clip" and not 0.1 <= c.loss.clip_low <= 0.3,
@@ -225,7 +203,7 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
     check_objectives(config)
     check_rules(config)
     _check_sizes(config)
-    _check_paths(config, needs_data)
+    _check_required(config, needs_data)
 
 
 def _check_contexts(config: ConfigDict) -> None:
@@ -325,47 +303,41 @@ def _check_best_metric(config: ConfigDict) -> None:
         )
 
 
-def _check_paths(config: ConfigDict, needs_data: bool) -> None:
-    needed = {"model.path": (config.model.path, True)}
-    data = {
-        "sft.source": (config.sft.source, "sft" in config.stages),
-        "search.local.corpus": (config.search.local.corpus, corpus_section(config) == "local"),
-        "search.dense.corpus": (config.search.dense.corpus, corpus_section(config) == "dense"),
-    }
-    is_dense = corpus_section(config) == "dense"
-    needed["search.dense.encoder"] = (config.search.dense.encoder, is_dense)
-    for key, (value, is_needed) in {**needed, **(data if needs_data else {})}.items():
-        if is_needed and not value:
-            demonstrations = (
-                "a JSONL file of chats (docs/data.md), which the stage 'sft' learns from; or leave "
-                "'sft' out of config.stages"
-            )
-            refuse(key, value, demonstrations if key == "sft.source" else "a path")
+def _check_required(config: ConfigDict, needs_data: bool) -> None:
+    """Refuses empty texts in sections that the run reads, and addresses that are none."""
+    if not config.model.path:
+        refuse("model.path", "", "a path")
+    if needs_data and "sft" in config.stages and not config.sft.source:
+        refuse(
+            "sft.source",
+            "",
+            "a JSONL file of chats (docs/data.md), which the stage 'sft' learns from; or leave "
+            "'sft' out of config.stages",
+        )
+    sections = {f"policy.{config.policy.name}"}
+    engine = config.search.engine
     if searches(config):
-        _check_server(config)
-    if config.policy.name != OWN_MODEL:
-        expected = {"url": "the address of an endpoint, as http://127.0.0.1:8000/v1"}
-        for key, what in (expected | {"model": "the name of a model there"}).items():
-            if not config.policy.openai[key]:
-                refuse(f"policy.openai.{key}", config.policy.openai[key], what)
+        # An engine with a corpus may be replaced by a recording.
+        section = corpus_section(config) if engine in CORPORA else engine
+        sections.add(f"search.{section}")
+        _check_address(config, section)
+    given = flatten(config)
+    for name, key in KEYS.items():
+        section, _, last = name.rpartition(".")
+        is_asked = section in sections and (needs_data or last != "corpus")
+        if key.required and is_asked and not given[name]:
+            refuse(name, given[name], key.required)
     readers = {"train": {"train"}, "eval": {"train", "evaluate"}}
     for kind, stages in readers.items():
         if needs_data and stages & set(config.stages):
             check_sources(config, kind)
 
 
-def _check_server(config: ConfigDict) -> None:
-    """Refuses an engine that asks a server without saying which; the engine checks the rest."""
-    engine, search = config.search.engine, config.search
-    expected = "the address of a server, as http://127.0.0.1:8000"
-    if engine in ("http", "opensearch") and not search[engine].url:
-        refuse(f"search.{engine}.url", search[engine].url, expected)
-    if engine in ("http", "opensearch", "web") and search[engine].url:
+def _check_address(config: ConfigDict, engine: str) -> None:
+    """Refuses what is no address of an engine's server."""
+    section = config.search.get(engine)
+    if section and section.get("url"):
         from jaxrl.envs.json_http import check_url  # which loads a client of HTTP
 
-        keys_from = f"config.search.{engine}.{'auth' if engine == 'opensearch' else 'key_env'}"
-        check_url(f"search.{engine}.url", search[engine].url, keys_from=keys_from)
-    if engine == "opensearch" and not search.opensearch.index:
-        refuse("search.opensearch.index", search.opensearch.index, "the name of an index")
-    if engine == "web" and search.web.provider == "searxng" and not search.web.url:
-        refuse("search.web.url", search.web.url, expected)
+        keys_from = f"config.search.{engine}.{'auth' if 'auth' in section else 'key_env'}"
+        check_url(f"search.{engine}.url", section.url, keys_from=keys_from)

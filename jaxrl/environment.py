@@ -6,9 +6,10 @@ import inspect
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import Rule, check_texts, chosen
+from jaxrl.choices import check_texts, chosen
 from jaxrl.config import CHUNK_TOKENS
 from jaxrl.envs.base import ENVS, Env
+from jaxrl.keys import Rule
 from jaxrl.own_code import is_own
 
 NO_ENGINE = "none"
@@ -68,6 +69,12 @@ def max_image_tokens(config: ConfigDict) -> int:
     rollout = config.rollout
     most = rollout.max_total_tokens if has_tools(config) else rollout.max_prompt_tokens
     return int(min(rollout.max_image_tokens or most, most))
+
+
+def adapter_of(config: ConfigDict) -> ConfigDict | None:
+    """The section of the adapter that alone is trained; None without one."""
+    section = config.model.get("lora")
+    return section if section and section.rank else None
 
 
 def has_contexts(config: ConfigDict) -> bool:

@@ -388,7 +388,7 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
 def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = False) -> None:
     """Refuses to go on with what another configuration began."""
     for key, name in (("model.path", "export"), ("model.lora.path", "adapter")):
-        if (workdir / name).resolve() == Path(config[key]).resolve():
+        if key in configuration.KEYS and (workdir / name).resolve() == Path(config[key]).resolve():
             raise ValueError(
                 f"config.{key}={config[key]!r} is where --workdir={workdir} exports to; "
                 "set --workdir to another folder."

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import Rule, check_arrays, check_settings, chosen, settings_of, subsection
-from jaxrl.environment import has_tools, max_image_tokens, overlong_limit
+from jaxrl.choices import check_arrays, check_settings, chosen, settings_of, subsection
+from jaxrl.environment import adapter_of, has_tools, max_image_tokens, overlong_limit
+from jaxrl.keys import Rule
 from jaxrl.own_code import Chosen, is_own
 from jaxrl.training.settings import (
     has_gate,
@@ -315,7 +316,7 @@ def records_arrays(config: ConfigDict) -> bool:
 
 def frozen_of(config: ConfigDict) -> tuple[str, ...]:
     """Entries of the parameters that are not trained, where there is no adapter."""
-    return () if config.model.vision.train or config.model.lora.rank else ("vision",)
+    return () if config.model.vision.train or adapter_of(config) else ("vision",)
 
 
 def policy_of(config: ConfigDict, model: Architecture) -> Architecture:
@@ -327,16 +328,17 @@ def policy_of(config: ConfigDict, model: Architecture) -> Architecture:
     """
     if config.model.head_dtype:
         model = model.with_head(config.model.head_dtype)
-    lora = config.model.lora
-    if not lora.rank:
+    adapter = adapter_of(config)
+    if adapter is None:
         return model
-    around = pkgutil.resolve_name(LORA)
-    policy: Architecture = around(lora.to_dict(), model, config.model.dtype)
+    policy: Architecture = pkgutil.resolve_name(ADAPTER)(
+        adapter.to_dict(), model, config.model.dtype
+    )
     return policy
 
 
-LORA = "jaxrl.extras.lora:around"
-"""Makes the architecture around a model of `config.model.lora`."""
+ADAPTER = "jaxrl.extras.lora.adapter:around"
+"""Makes the architecture around a model that `environment.adapter_of` asks for."""
 
 
 def _is_never_overlong(config: ConfigDict) -> bool:
@@ -492,16 +494,6 @@ RULES = (
         lambda c: c.loss.correction.level == "geometric" and c.loss.correction.mode != "reject",
         "'reject' with loss.correction.level='geometric': a mean is a measure of the gap and no "
         "importance weight",
-    ),
-    Rule(
-        "loss.term.name",
-        lambda c: (
-            "train" in c.stages
-            and c.loss.term.name == "llds"
-            and c.optimizer.num_minibatches * c.optimizer.num_epochs == 1
-        ),
-        "'none' with one update a batch (optimizer.num_minibatches=1, optimizer.num_epochs=1): no "
-        "likelihood is lost before the first one, so the term is exactly 0",
     ),
     Rule(
         "loss.correction.low",

@@ -22,9 +22,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.choices import chosen, made
-from jaxrl.config import refuse
 from jaxrl.data import parse_task
 from jaxrl.envs.base import Task
+from jaxrl.keys import refuse
 from jaxrl.own_code import OwnCodeError, failure_text, is_own
 from jaxrl.readers.base import (
     READERS,

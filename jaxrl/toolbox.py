@@ -61,7 +61,7 @@ def tools(config: ConfigDict) -> list[Offer]:
 
 def _offer(config: ConfigDict, name: str) -> Offer:
     key = "env.search.tools"
-    if name == "python":
+    if name == "python" and name in config.env.search:
         return _python(config.env.search.python)
     found = chosen(key, name, TOOLS, wanted="my_tool.Calculator")
     if inspect.isfunction(found):
@@ -77,10 +77,11 @@ def mcp_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
     Raises:
         ValueError: a server cannot be reached, or is configured by what there is not.
     """
-    if not config.env.search.mcp:
+    servers = config.env.search.get("mcp")
+    if not servers:
         return []
-    offered: Any = pkgutil.resolve_name("jaxrl.extras.mcp:offered_tools")
-    found: list[Tool] = offered(config.env.search.mcp, config.env.search.tool_deadline_s, log)
+    offered: Any = pkgutil.resolve_name("jaxrl.extras.mcp.servers:offered_tools")
+    found: list[Tool] = offered(servers, config.env.search.tool_deadline_s, log)
     return found
 
 
@@ -130,17 +131,19 @@ def check_tools(config: ConfigDict) -> None:
         ValueError: says which.
     """
     key, names = "env.search.tools", config.env.search.tools
-    if config.env.search.mcp:
-        pkgutil.resolve_name("jaxrl.extras.mcp:check_servers")(config.env.search.mcp)
-    if config.env.search.python.sandbox not in SANDBOXES:  # whether or not `python` is offered
-        _python(config.env.search.python)
+    servers = config.env.search.get("mcp")
+    if servers:
+        pkgutil.resolve_name("jaxrl.extras.mcp.servers:check_servers")(servers)
+    python = config.env.search.get("python")
+    if python and python.sandbox not in SANDBOXES:  # whether or not `python` is offered
+        _python(python)
     found = tools(config)
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"config.{key} names {twice[0]!r} twice; expected each tool once.")
     if issubclass(environment(config), SearchEnv):
         engines = [] if config.search.engine == NO_ENGINE else ["search"]
-        if config.env.search.mcp and not engines and not found:
+        if servers and not engines and not found:
             return  # the servers say what they are called
         if not (engines or protocol(config)(()).in_template):
             raise ValueError(

@@ -8,7 +8,8 @@ A comment before a table says of which keys or sections it is: `<!-- keys: model
 import re
 from pathlib import Path
 
-from jaxrl.config import KEYS, RESULTS, Key
+from jaxrl.config import KEYS
+from jaxrl.keys import RESULTS, Key
 
 PAGE = Path(__file__).parents[1] / "docs/configuration.md"
 HEAD = "| key | default | range | restart | meaning |\n|---|---|---|---|---|\n"

@@ -1,12 +1,14 @@
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from configs import ares_looking, debug_tiny, looking, quickstart, seeking
 from jaxrl import config as configuration
-from jaxrl.config import DTYPES, EVALUATION, FREE, KEYS, RESULTS, TRAINING, default_config, flatten
+from jaxrl.config import KEYS, default_config, flatten
 from jaxrl.config_checks import validate
+from jaxrl.keys import DTYPES, EVALUATION, FREE, RESULTS, TRAINING, Brought, brought_by
 from jaxrl.tasks import FIELDS
 from jaxrl.training.controllers import BUCKETS
 
@@ -289,3 +291,21 @@ def test_the_best_metric_is_one_that_is_written(config, name, changes, is_writte
             validate(config)
         _, offered = str(refused.value).split(" writes, as ")
         assert name not in offered.split(";")[0].split(" or ")
+
+
+def test_each_capability_with_keys_brings_its_own():
+    folders = Path(configuration.__file__).parent.glob("extras/*/keys.py")
+    assert {path.parent.name for path in folders} == {*configuration.BROUGHT}
+    brought = [key for one in configuration.BROUGHT.values() for key in one.keys]
+    assert len(brought) == len({*brought})
+    assert {*brought} < {*KEYS}
+
+
+def test_a_module_that_another_needs_is_not_taken_for_a_removed_folder(monkeypatch, tmp_path):
+    (tmp_path / "keys.py").write_text("import not_installed_here\n")
+    monkeypatch.setattr("jaxrl.extras.mcp.__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "jaxrl.extras.mcp.keys")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
+        brought_by("mcp")
+    (tmp_path / "keys.py").unlink()
+    assert brought_by("mcp") == Brought()

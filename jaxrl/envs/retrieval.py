@@ -147,8 +147,8 @@ ENGINES: Mapping[str, str | type[SearchEngine]] = {
     "http": "jaxrl.envs.http_retriever.HttpRetriever",
     "dense": "jaxrl.extras.dense.engine.DenseSearch",
     "hybrid": "jaxrl.extras.dense.hybrid.HybridSearch",
-    "web": "jaxrl.extras.web_search.WebSearch",
-    "opensearch": "jaxrl.extras.opensearch.OpenSearchRetriever",
+    "web": "jaxrl.extras.web_search.engine.WebSearch",
+    "opensearch": "jaxrl.extras.opensearch.engine.OpenSearchRetriever",
     "empty": EmptySearch,
 }
 """Search engines that a configuration can name; text says where one is."""

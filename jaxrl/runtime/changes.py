@@ -10,7 +10,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.config import EVALUATION, FREE, KEYS, RESULTS, flatten
+from jaxrl.config import KEYS, flatten
+from jaxrl.environment import adapter_of
+from jaxrl.keys import EVALUATION, FREE, RESULTS
 from jaxrl.runtime.history import Begun, plain
 from jaxrl.training.settings import has_gate
 
@@ -39,8 +41,8 @@ def check_fixed(workdir: Path, begun: Begun, config: ConfigDict) -> None:
     """
     began, now = begun.config, plain(flatten(config))
     # Its checkpoints hold what is trained, and no more.
-    is_adapter = bool(config.model.lora.rank)
-    fixed = ["model.lora.rank", "model.lora.targets" if is_adapter else "model.vision.train"]
+    trained = "model.lora.targets" if adapter_of(config) else "model.vision.train"
+    fixed = [key for key in ("model.lora.rank", trained) if key in now]
     if "train" in config.stages:
         fixed.append("kl.anchor")
         if began.get("kl.coef") == 0:

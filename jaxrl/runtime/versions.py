@@ -21,7 +21,7 @@ import jax
 from ml_collections import ConfigDict
 
 import jaxrl
-from jaxrl.config import flatten
+from jaxrl.config import KEYS, flatten
 from jaxrl.environment import CORPORA, corpus_section
 from jaxrl.envs.corpus import corpus_digest, index_folder
 from jaxrl.envs.json_text import parse_json
@@ -140,9 +140,9 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
     """
     found = _model_digests("model.path", Path(model_folder(config.model.path)))
-    adapter = Path(config.model.lora.path) / ADAPTER_FILE
-    if config.model.lora.path and adapter.is_file():
-        found[f"model.lora.path/{ADAPTER_FILE}"] = _digest(adapter)
+    adapter = config.model.get("lora")
+    if adapter and adapter.path and (file := Path(adapter.path) / ADAPTER_FILE).is_file():
+        found[f"model.lora.path/{ADAPTER_FILE}"] = _digest(file)
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
         found["sft.source"] = _data_digest(demonstrations)
@@ -192,7 +192,7 @@ def _model_digests(key: str, model: Path) -> dict[str, str]:
 def _own_code(config: ConfigDict) -> dict[str, Path]:
     """The files that dotted names stand for, by key; what these import is not seen."""
     flat = flatten(config)
-    names = {key: flat[key] for key in NAMING}
+    names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
     names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
     names |= {f"reward.weights.{name}": name for name in config.reward.weights}
     for kind in _kinds(config):
@@ -222,7 +222,7 @@ def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) 
     settings = {f"config.{key}": repr(value) for key, value in flatten(config).items()}
     settings["--workdir"] = repr(str(workdir.resolve()))
     for engine in ("local", "dense"):  # made of the corpus, each host may have its own
-        del settings[f"config.search.{engine}.index"]
+        settings.pop(f"config.search.{engine}.index", None)
     found = differences(gather([settings, {f"config.{k}": v for k, v in contents.items()}]))
     if found:
         rest = len(found) - MAX_DIFFERENCES
@@ -232,14 +232,6 @@ def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) 
             "Start all of them with the same command and the same files."
         )
 
-
-NAMING = (
-    *("env.name", "advantage.name", "loss.name", "filter.name", "loss.aggregation"),
-    *("loss.term.name", "loss.gate.name", "filter.trajectories", "watch.name"),
-    *("kl.estimator", "optimizer.schedule", "sft.optimizer.schedule", "search.engine"),
-    *("env.search.protocol", "env.search.python.sandbox", "model.architecture"),
-)
-"""Keys whose value may be the dotted name of a function of one's own."""
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """File of weights in a folder as PEFT writes it."""

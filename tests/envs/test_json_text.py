@@ -18,7 +18,7 @@ OWN = {
     # What this process has just written itself, or a process that it has started.
     *(
         "envs/functions.py",
-        "extras/mcp/__init__.py",
+        "extras/mcp/servers.py",
         "extras/endpoints/policy.py",
         "runtime/history.py",
     ),

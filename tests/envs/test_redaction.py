@@ -29,8 +29,8 @@ from jaxrl.envs.tools import Tool, run_one, run_together
 from jaxrl.extras.endpoints.completions import Completions
 from jaxrl.extras.endpoints.judges import Endpoint as JudgeEndpoint
 from jaxrl.extras.endpoints.judges import JudgeSettings
-from jaxrl.extras.opensearch import OpenSearchRetriever
-from jaxrl.extras.web_search import WebSearch
+from jaxrl.extras.opensearch.engine import OpenSearchRetriever
+from jaxrl.extras.web_search.engine import WebSearch
 from tests.servers import Reply, served
 
 KEY = "sk-Ab9/x+\"Q\\=z&7w<mnop>'Z"

@@ -20,7 +20,7 @@ from jaxrl.envs.functions import FunctionTool
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.serve_retriever import make_engine
-from jaxrl.extras.mcp import McpServer
+from jaxrl.extras.mcp.servers import McpServer
 from jaxrl.logs.display import Display
 from jaxrl.method import kl_estimator_of
 from jaxrl.objectives.advantages import ESTIMATORS

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.retrieval import Document, Hit
-from jaxrl.extras.opensearch import MAX_WORDS, OpenSearchRetriever
+from jaxrl.extras.opensearch.engine import MAX_WORDS, OpenSearchRetriever
 from tests.servers import Reply, served, words
 
 DOCUMENTS = [

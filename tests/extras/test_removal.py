@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from jaxrl.config import BROUGHT, flat_json
 from tests.helpers import ROOT
 from tests.runs import METHOD_SIZES, records
 
@@ -70,6 +71,10 @@ def trains_two_steps(folder, world, compilation):
 def test_without_any_extra_a_text_run_trains(tiny_world, tmp_path, quick_compilation):
     told = trains_two_steps(without(tmp_path, *EXTRAS), tiny_world, quick_compilation)
     assert "no report: No module named 'jaxrl.report'" in told
+    # Their keys went with them.
+    written = flat_json(tmp_path / "run" / "config.json")
+    left = {key for one in BROUGHT.values() for key in one.keys} & {*written}
+    assert (left, "model.path" in written) == (set(), True)
 
 
 @pytest.mark.slow(instead="extras/test_removal.py::test_without_any_extra_a_text_run_trains")

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl.envs.base import Episode, Finished, Reward, Task
 from jaxrl.envs.worker_pool import WorkerLostError, WorkerPool
-from jaxrl.extras.symbolic_math import MAX_CHARACTERS, MathVerify
+from jaxrl.extras.symbolic_math.part import MAX_CHARACTERS, MathVerify
 
 EQUAL = [
     (r"\sqrt{4}", "2"),
@@ -144,7 +144,7 @@ def test_a_worker_that_cannot_begin_is_our_failure():
 def test_no_process_outlives_the_one_that_started_it():
     program = (
         "import os\n"
-        "from jaxrl.extras.symbolic_math import MathVerify\n"
+        "from jaxrl.extras.symbolic_math.part import MathVerify\n"
         "math = MathVerify(deadline_s=30.0, memory_mib=1024, workers=1)\n"
         "math.is_equal(r'\\sqrt{4}', ('2',))\n"
         "print(math.pool._all[0].pid, flush=True)\n"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jaxrl.config import to_json
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.retrieval import Document, Hit
-from jaxrl.extras.web_search import PROVIDERS, WebSearch
+from jaxrl.extras.web_search.engine import PROVIDERS, WebSearch
 from tests.servers import Reply, served
 
 KEY = "k3y-of-a-test"

@@ -19,7 +19,7 @@ An int8 base has its linear layers as `kernel` int8 [L, in, out] and `kernel_sca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -298,3 +298,27 @@ def modules_of(model: Architecture, layer: str) -> list[str]:
     """The HF modules of a layer, in the order of its leading axis."""
     numbers = model.stacks.get(layer.split("/")[1]) or range(model.num_layers)
     return [module_of(model, layer).format(number) for number in numbers]
+
+
+def around(keys: Mapping[str, Any], model: Architecture, dtype: str) -> Adapter:
+    """The model with the adapter that the section `model.lora` asks for.
+
+    Args:
+        keys: of the section.
+        model: that has none.
+        dtype: `model.dtype`.
+
+    Raises:
+        ValueError: `model.lora.targets` names no layer of the model.
+    """
+    return Adapter(
+        model=model,
+        rank=keys["rank"],
+        alpha=keys["alpha"],
+        targets=find_targets(model, keys["targets"]),
+        is_rank_stabilised=keys["rslora"],
+        base_dtype=keys["base_dtype"],
+        other_dtype=dtype,
+        is_merged=keys["sampler"] == "merged",
+        path=keys["path"],
+    )

@@ -23,7 +23,7 @@ from jaxrl.envs.images import Picture, images_behind
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import CallError, run_one
-from jaxrl.extras.mcp import McpServer, McpTool
+from jaxrl.extras.mcp.servers import McpServer, McpTool
 from jaxrl.extras.mcp.transport import MAX_TOLD
 
 SERVER = Path(__file__).with_name("mcp_server.py")

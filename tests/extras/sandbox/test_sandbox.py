@@ -24,9 +24,9 @@ from jaxrl import toolbox
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.monty import MontyTool
 from jaxrl.envs.tools import run_one
-from jaxrl.extras import sandbox
-from jaxrl.extras.sandbox import BubblewrapTool, SubprocessTool
 from jaxrl.extras.sandbox import child as sandbox_child
+from jaxrl.extras.sandbox import tools as sandbox
+from jaxrl.extras.sandbox.tools import BubblewrapTool, SubprocessTool
 
 LIMITS = {"timeout_s": 10.0, "max_memory": 96 * 2**20, "max_output": 20_000}
 KINDS = {"monty": MontyTool, "bubblewrap": BubblewrapTool, "subprocess": SubprocessTool}
@@ -515,7 +515,7 @@ def test_a_library_that_nobody_may_read_is_refused_by_name(as_root, monkeypatch)
 def test_a_sandbox_dies_with_the_process_that_started_it(tools, tmp_path):
     tools("bubblewrap")
     code = (
-        "from jaxrl.extras.sandbox import BubblewrapTool\n"
+        "from jaxrl.extras.sandbox.tools import BubblewrapTool\n"
         "tool = BubblewrapTool(timeout_s=60)\nprint('made', flush=True)\n"
         "tool.run('import time\\ntime.sleep(30)')"
     )

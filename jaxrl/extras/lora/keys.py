@@ -1,0 +1,38 @@
+"""Keys of an adapter."""
+
+from jaxrl.keys import DTYPES, Key, Rule, are_texts
+
+# fmt: off
+KEYS = {
+    "model.lora.rank": Key(0, "Rank of an adapter, which alone is trained. 0: none; all weights "
+        "are.", at_least=0),
+    "model.lora.alpha": Key(32.0, "The adapter's output is multiplied with `alpha / rank`.",
+        above=0),
+    "model.lora.rslora": Key(False, "Multiply with `alpha / sqrt(rank)` instead (rsLoRA)."),
+    "model.lora.targets": Key(("all-linear",), "Layers with an adapter: `all-linear`, or names as "
+        "`q`, `attention/q` or, as Hugging Face has them, `q_proj`.", is_valid=are_texts,
+        expected="a tuple of texts, as ('all-linear',)"),
+    "model.lora.base_dtype": Key("float32", "Dtype of the frozen weights: `float32`, `bfloat16`, "
+        "or `int8` with a scale for each output of a linear layer, all else in `model.dtype`.",
+        one_of=(*DTYPES, "int8")),
+    "model.lora.sampler": Key("separate", "Weights of the sampler. `separate`: base and adapter, "
+        "as the update has them; `merged`: their sum, a copy of the layers that have an adapter, "
+        "with fewer products a token.", one_of=("separate", "merged")),
+    "model.lora.path": Key("", "Folder of an adapter in PEFT's format to go on with, of the same "
+        "rank, alpha and targets. Empty: a new one, which changes nothing at first."),
+}
+# fmt: on
+
+RULES = (
+    Rule(
+        "model.lora.path",
+        lambda c: c.model.lora.path and not c.model.lora.rank,
+        "'' where model.lora.rank is 0: without a rank there is no adapter",
+    ),
+    Rule(
+        "model.lora.targets",
+        lambda c: c.model.lora.rank and not c.model.lora.targets,
+        "at least one layer, as ('all-linear',)",
+    ),
+)
+"""Combinations of keys that an adapter refuses."""

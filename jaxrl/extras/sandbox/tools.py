@@ -1,0 +1,321 @@
+"""Full Python for a model's code, in a process of its own for each snippet.
+
+`BubblewrapTool` is for code that nobody has read. `SubprocessTool` is weaker.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from jaxrl.envs.base import ToolError
+from jaxrl.envs.child_process import Child, SilentError
+from jaxrl.envs.tools import MAX_ERROR, PYTHON_DESCRIPTION, Tool
+from jaxrl.extras.sandbox.child import FAILED, READY
+
+CHILD = Path(__file__).with_name("child.py")
+
+TIMEOUT = "TimeoutError: time limit exceeded"
+MEMORY = "MemoryError: limit exceeded"
+_CRASH = "SystemError: the interpreter crashed"
+
+_ENVIRONMENT = {
+    **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MPLBACKEND": "agg"},
+    # Libraries of matrices would begin as many threads as there are cores.
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+"""All of the environment that code sees."""
+
+NOBODY = 65534
+"""The user and group that code has in bubblewrap."""
+
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+
+_CLONE_NEWUSER = 0x10000000
+
+_ENDING_S = 5.0
+"""Seconds in which a process that was killed is gone."""
+
+
+class ProcessTool(Tool):
+    """Runs each snippet afresh in one process, under limits of time, memory and output.
+
+    A filter of system calls, set before the code is read, refuses further processes and threads,
+    sockets, and signals to others. The environment, open files and standard input are empty.
+    """
+
+    name = "python"
+    blank = "No output"
+    argument = "code"
+    description = PYTHON_DESCRIPTION
+    max_threads = 8
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 5.0,
+        max_memory: int = 64 * 2**20,
+        max_output: int = 100_000,
+    ) -> None:
+        """Runs a snippet, to see whether that works here.
+
+        Args:
+            timeout_s: of one snippet.
+            max_memory: bytes of address space of a snippet, and of the files it writes.
+            max_output: bytes that a snippet may print.
+
+        Raises:
+            ValueError: it does not work; says why.
+        """
+        self._timeout_s, self._max_memory, self._max_output = timeout_s, max_memory, max_output
+        try:
+            found = self.run("print(6 * 7)")
+        except ToolError as error:
+            raise ValueError(f"{error}. {self.remedy}") from error
+        if found != "42":
+            raise ValueError(f"the sandbox answers print(6 * 7) with {found!r}. {self.remedy}")
+
+    @property
+    @abc.abstractmethod
+    def remedy(self) -> str:
+        """Advice where it does not work."""
+
+    @abc.abstractmethod
+    def command(self, program: list[str], scratch: str) -> list[str]:
+        """The command that runs a program of Python in the sandbox.
+
+        Args:
+            program: what follows the interpreter, with `CHILD` as it is called inside.
+            scratch: a folder, removed afterwards.
+        """
+
+    def files(self) -> tuple[int, ...]:
+        """Open files that the command refers to by number."""
+        return ()
+
+    @property
+    @abc.abstractmethod
+    def child(self) -> str:
+        """The path of `CHILD` inside."""
+
+    def run(self, code: str, /) -> str:
+        """Runs code: what it printed, or the type and text of its error.
+
+        A process that is killed may have been so from outside, as the system does when memory runs
+        out, so its code runs again in what is left of its time. Where it is killed again, it is the
+        code's doing.
+        """
+        ends = time.monotonic() + self._timeout_s
+        try:
+            for is_second in (False, True):
+                answer = self._run_once(code, ends, is_second)
+                if answer is not None:
+                    return answer
+        except OSError as error:
+            raise ToolError(f"the Python sandbox failed: {error}") from error
+        return _CRASH
+
+    def _run_once(self, code: str, ends: float, is_second: bool) -> str | None:
+        """The answer; None where the process was killed."""
+        scratch = tempfile.mkdtemp(prefix="jaxrl-sandbox-")
+        try:
+            with tempfile.TemporaryFile() as source:
+                source.write(code.encode("utf-8", "surrogatepass"))
+                source.seek(0)
+                program = ["-I", self.child, json.dumps(self._limits())]
+                child = Child(
+                    self.command(program, scratch),
+                    what="the process",
+                    most=self._max_output,
+                    stdin=source,
+                    stderr=subprocess.PIPE,
+                    env=_ENVIRONMENT,
+                    cwd=scratch,
+                    pass_fds=self.files(),
+                )
+            with child:
+                return self._answer(child, ends, is_second)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _limits(self) -> dict[str, int]:
+        return {
+            **{"AS": self._max_memory, "FSIZE": self._max_memory, "CORE": 0, "NPROC": 0},
+            **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
+        }
+
+    def _answer(self, child: Child, ends: float, is_second: bool) -> str | None:
+        ended = self._await_end(child, ends)
+        status = child.wait(_ENDING_S)
+        if ended == "late" and is_second:  # maybe before it began: little time was left
+            return TIMEOUT
+        ready, _, error = child.reported.partition(READY)
+        if ready or not child.reported.startswith(READY):
+            if ended == "late":
+                raise ToolError("the Python sandbox failed: it did not start in time")
+            told = child.reported.decode("utf-8", "replace").strip() or f"status {status}"
+            raise ToolError(f"the Python sandbox failed: {told[:MAX_ERROR]}")
+        if ended:
+            return TIMEOUT if ended == "late" else MEMORY
+        text = child.printed.decode("utf-8", "replace")
+        if status == 0:
+            return text.strip("\n") or self.blank
+        if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            return None
+        if status != FAILED:
+            return _CRASH
+        message = error.decode("utf-8", "replace").rstrip()
+        message = message if len(message) <= MAX_ERROR else message[:MAX_ERROR] + " .."
+        return MEMORY if message.startswith("MemoryError") else message or "SystemError"
+
+    def _await_end(self, child: Child, ends: float) -> str:
+        """Awaits an end; says why it was killed: "late", "much" (was printed), "" if it was not.
+
+        Args:
+            child: that runs.
+            ends: when it is killed, on the clock `time.monotonic`.
+        """
+        ended = "much"
+        try:
+            if not child.read(
+                lambda: len(child.printed) > self._max_output, ends - time.monotonic()
+            ):
+                # Both streams may be closed long before the end.
+                child.wait(max(ends - time.monotonic(), 0))
+                return ""
+        except SilentError:
+            ended = "late"
+        child.kill()
+        with contextlib.suppress(SilentError):
+            child.read(lambda: False, _ENDING_S)
+        return ended
+
+
+def _owns_devices() -> bool:
+    """Return True for root, but not for a user whom a container merely calls so."""
+    return os.geteuid() == 0 and os.stat(os.devnull).st_uid == 0
+
+
+@functools.cache
+def _root_namespace() -> int:
+    """Make a user namespace that holds root and `NOBODY`; return it as an open file.
+
+    bwrap alone maps one user into its namespace. For root this would be root, who owns the host's
+    devices and programs whatever the user is called inside.
+
+    Raises:
+        OSError: root may not do so here.
+    """
+    program = (
+        "import ctypes, json, os\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        f"failed = libc.unshare({_CLONE_NEWUSER})\n"
+        "print(json.dumps({'failed': failed and os.strerror(ctypes.get_errno())}), flush=True)\n"
+        "os.read(0, 1)"
+    )
+    command = [sys.executable, "-I", "-S", "-c", program]
+    with Child(command, what="what makes a user namespace", stderr=None) as child:
+        if failed := child.hear()["failed"]:
+            raise OSError(f"root may not make a user namespace: {failed}")
+        try:
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{child.pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+        except OSError as error:
+            raise OSError(f"root may not map users into a namespace: {error.strerror}") from error
+        return os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY)
+
+
+class BubblewrapTool(ProcessTool):
+    """Python inside bubblewrap (https://github.com/containers/bubblewrap).
+
+    Code sees the system's programs and libraries and this interpreter with its packages, all of
+    them read-only, and a scratch folder in memory that ends with it. It has no network, no other
+    processes, and no rights. Root's code runs as `NOBODY`, outside as well as inside: root sets the
+    sandbox up, makes its devices read-only, and is given up before the code is read.
+    """
+
+    child = "/sandbox_child.py"
+    _remedy = (
+        "bubblewrap needs its program bwrap and user namespaces (a container may forbid them, and "
+        "so may the sysctls kernel.unprivileged_userns_clone and "
+        "kernel.apparmor_restrict_unprivileged_userns); allow them, or set "
+        "config.env.search.python.sandbox='monty'"
+    )
+    _remedy_of_root = (
+        ". As root it also needs the capabilities CAP_SETUID, CAP_SETGID and CAP_SETFCAP, the user "
+        f"{NOBODY}, and libraries that this user may read; or start the run as another user"
+    )
+
+    @property
+    def remedy(self) -> str:
+        """See `ProcessTool`."""
+        return self._remedy + self._remedy_of_root * _owns_devices()
+
+    def files(self) -> tuple[int, ...]:
+        """See `ProcessTool`."""
+        return (_root_namespace(),) if _owns_devices() else ()
+
+    def command(self, program: list[str], scratch: str) -> list[str]:
+        """See `ProcessTool`."""
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise ToolError("the Python sandbox failed: there is no program bwrap")
+        places = ["--ro-bind", "/usr", "/usr"]
+        for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+            if os.path.islink(path):
+                places += ["--symlink", os.readlink(path), path]
+            elif os.path.isdir(path):
+                places += ["--ro-bind", path, path]
+        for path in dict.fromkeys((sys.base_prefix, sys.prefix)):
+            if not path.startswith("/usr"):
+                # Folders on the way to a bind would be open to root alone.
+                places += ["--dir", os.path.dirname(path), "--ro-bind", path, path]
+        places += ["--dir", "/dev"]
+        for path in _DEVICES:
+            places += ["--dev-bind", path, path]
+        if _owns_devices():
+            # The child makes the devices read-only, since bwrap's own read-only binds hold none
+            # that can be opened, and becomes another user.
+            user = ["--userns", str(_root_namespace())]
+            for right in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):
+                user += ["--cap-add", right]
+            program = [*program, json.dumps({"user": NOBODY, "devices": _DEVICES})]
+        else:
+            user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+        return [
+            *(bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
+            *("--unshare-cgroup-try", "--die-with-parent", "--new-session"),
+            *("--hostname", "sandbox", "--cap-drop", "ALL", *user),
+            *("--clearenv", *(x for item in _ENVIRONMENT.items() for x in ("--setenv", *item))),
+            *places,
+            *("--ro-bind", str(CHILD), self.child),
+            *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
+            *("--perms", "1777", "--size", str(self._max_memory), "--tmpfs", "/tmp"),
+            *("--remount-ro", "/"),
+            *("--chdir", "/tmp", "--", sys.executable, *program),
+        ]
+
+
+class SubprocessTool(ProcessTool):
+    """Python as a plain process: for code that is trusted not to mean harm.
+
+    It reads, and writes, whatever the user of this process may; as root, the whole machine. The
+    limits stand, which root may raise again, and the filter of system calls.
+    """
+
+    child = str(CHILD)
+    remedy = "it needs Linux on x86_64 or aarch64; set config.env.search.python.sandbox='monty'"
+
+    def command(self, program: list[str], scratch: str) -> list[str]:
+        """See `ProcessTool`."""
+        return [sys.executable, *program]

@@ -1,0 +1,23 @@
+"""Keys of images."""
+
+from jaxrl.keys import FREE, Key, Rule
+
+# fmt: off
+KEYS = {
+    "images.min_pixels": Key(0, "Pixels to which a smaller image is enlarged. 0: as "
+        "`preprocessor_config.json` has it.", at_least=0),
+    "images.max_pixels": Key(0, "Pixels to which a larger image is reduced. 0: as "
+        "`preprocessor_config.json` has it.", at_least=0),
+    "images.cache_mib": Key(256.0, "MiB of images, cut into patches, that stay in memory; the last "
+        "used ones.", at_least=0, restart=FREE),
+}
+# fmt: on
+
+RULES = (
+    Rule(
+        "images.max_pixels",
+        lambda c: 0 < c.images.max_pixels < c.images.min_pixels,
+        "at least images.min_pixels, or 0",
+    ),
+)
+"""Combinations of keys that are refused."""

@@ -1,0 +1,34 @@
+"""Keys of web search."""
+
+from typing import Any
+
+from jaxrl.keys import FREE, Key, Rule
+
+# fmt: off
+KEYS = {
+    "search.web.provider": Key("serper", "`serper`, `brave`, `tavily` or `searxng`."),
+    "search.web.url": Key("", "Address of a service of your own, as a SearXNG. Empty: the "
+        "provider's.", restart=FREE),
+    "search.web.topk": Key(3, "Results that a query returns.", above=0),
+    "search.web.key_env": Key("", "Environment variable that holds the key. Empty: "
+        "`SERPER_API_KEY`, `BRAVE_API_KEY`, `TAVILY_API_KEY`, and none for `searxng`.",
+        restart=FREE),
+    "search.web.timeout_s": Key(30.0, "Seconds of a request, to the last byte of its answer.",
+        above=0, restart=FREE),
+    "search.web.connections": Key(8, "Requests in flight at most.", above=0, restart=FREE),
+    "search.web.max_response_mib": Key(16.0, "MiB of an answer at most; a larger one is a failure.",
+        above=0, restart=FREE),
+}
+# fmt: on
+
+
+def _lacks_url(config: Any) -> bool:
+    from jaxrl.environment import searches  # late: it imports this module
+
+    web = config.search.web
+    is_own = config.search.engine == "web" and web.provider == "searxng"
+    return bool(is_own and not web.url and searches(config))
+
+
+RULES = (Rule("search.web.url", _lacks_url, "the address of a server, as http://127.0.0.1:8000"),)
+"""Combinations of keys that are refused."""
