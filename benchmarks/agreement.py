@@ -174,7 +174,7 @@ def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
         for index in range(num_shapes):
             heads = HEADS[index % len(HEADS)]
             sizes = dataclasses.replace(common.MODELS["small"], head_dim=heads[2])
-            kernels = attention_choice.choose(name, mesh, sizes.config)
+            kernels = attention_choice.choose(name, mesh, sizes.architecture)
             # XLA would round float32 to TF32 on GPUs.
             with jax.default_matmul_precision("highest"):
                 yield measure(kernels, rng, heads, dtype)
@@ -278,7 +278,7 @@ def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of each sample, by request."""
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
     engine = Engine(
-        MODEL.config,
+        MODEL.architecture,
         mesh,
         StopAutomaton([b"a"] * MODEL.vocab_size, ["</search>"]),
         num_tokens=MODEL.vocab_size,

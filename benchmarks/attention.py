@@ -134,7 +134,7 @@ def update_cases(kernel: str, model: str, sizes: Sizes) -> Iterator[Case]:
     if kernel == "cudnn":
         train = cudnn
     else:
-        train = choose(kernel, common.one_device(), common.MODELS["small"].config).train
+        train = choose(kernel, common.one_device(), common.MODELS["small"].architecture).train
     for load, lengths in segments(T).items():
         if kernel == "cudnn" and load != "whole":
             continue
@@ -162,7 +162,7 @@ def page_cases(case: str, kernel: str, model: str, sizes: Sizes) -> Iterator[Cas
     """Cases of `NUM_LAYERS` layers of decoding or reading."""
     N, K, H = HEADS[model]
     page = PAGE_TOKENS[kernel]
-    kernels = choose(kernel, common.one_device(), common.MODELS["small"].config)
+    kernels = choose(kernel, common.one_device(), common.MODELS["small"].architecture)
     loads: dict[str, np.ndarray] = {}  # limits [B, Q]
     if case == "decoding":
         for load, lengths_of in LOADS.items():

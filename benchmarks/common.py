@@ -51,8 +51,8 @@ class ModelSizes:
     head_dtype: str = ""  # of the output layer's operands; "": as the others
 
     @property
-    def config(self) -> QwenConfig:
-        """The model's configuration."""
+    def architecture(self) -> QwenConfig:
+        """Its architecture."""
         sizes = dataclasses.asdict(self)
         del sizes["dtype"]
         return QwenConfig(
@@ -278,13 +278,13 @@ def thread_times() -> dict[str, tuple[float, float]]:
 
 def random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:
     """Random float32 weights, made on the devices."""
-    layouts = None if mesh is None else param_shardings(mesh, model.config)
-    return jax.jit(lambda: init_params(model.config, 0), out_shardings=layouts)()
+    layouts = None if mesh is None else param_shardings(mesh, model.architecture)
+    return jax.jit(lambda: init_params(model.architecture, 0), out_shardings=layouts)()
 
 
 def kernels(model: ModelSizes, mesh: Mesh) -> Kernels:
     """The attention that a run with default settings has there."""
-    return choose("auto", mesh, model.config, check_dtype=model.dtype)
+    return choose("auto", mesh, model.architecture, check_dtype=model.dtype)
 
 
 def mfu(operations: float, seconds: float, hardware: Hardware) -> float | None:

@@ -253,11 +253,11 @@ def measure(
     stops = StopAutomaton(tokenizer.vocab_bytes, ())
     # Weights are random, and so are the tokens: one of these comes after `turn_tokens` on average.
     native = Engine(
-        model.config, mesh, stops, max_prompt_tokens=prompt_tokens, kinds=(next_token.PLAIN,),
+        model.architecture, mesh, stops, max_prompt_tokens=prompt_tokens, kinds=(next_token.PLAIN,),
         eos_ids=range(0, tokenizer.num_tokens - 2, work.turn_tokens), **own,
     )  # fmt: skip
     served = ServedEngine(
-        model.config, mesh, stops, max_prompt_tokens=total - 1, kinds=(next_token.PLAIN,),
+        model.architecture, mesh, stops, max_prompt_tokens=total - 1, kinds=(next_token.PLAIN,),
         eos_ids=(), **own,
     )  # fmt: skip
     params = common.random_params(model)

@@ -68,11 +68,11 @@ def hand_over(engine: Engine, params: Params) -> float:
 def measure(model: common.ModelSizes, work: Even, rank: int, repetitions: int) -> dict[str, Any]:
     """Tokens a second and milliseconds of handing over, of each kind of weights."""
     base = common.random_params(model)
-    targets = find_targets(model.config, ["all-linear"])
-    apart = Adapter(model=model.config, rank=rank, alpha=2.0 * rank, targets=targets)
+    targets = find_targets(model.architecture, ["all-linear"])
+    apart = Adapter(model=model.architecture, rank=rank, alpha=2.0 * rank, targets=targets)
     policy = join(base, apart.begin(common.one_device(), 0))
     kinds = {
-        "base alone": (make_engine(model, model.config, work), base),
+        "base alone": (make_engine(model, model.architecture, work), base),
         "separate": (make_engine(model, apart, work), policy),
         "merged": (make_engine(model, replace(apart, is_merged=True), work), policy),
     }

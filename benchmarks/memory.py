@@ -45,7 +45,7 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.reading import read_model
 from jaxrl.runtime import sharding
 from jaxrl.runtime.plan import advice, memory
-from jaxrl.sampling.decode import Blocks, Rows, Sampler, StopTables, scans
+from jaxrl.sampling.decode import Blocks, Programs, Rows, StopTables, scans
 from jaxrl.sampling.engine import append_sizes
 from jaxrl.sampling.next_token import PLAIN
 from jaxrl.training.optimizer import make_optimizer
@@ -162,7 +162,7 @@ def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
     )
     state = like(abstract, state_shardings(mesh, trained, optimizer))
     batch = abstract_batch(config, policy)
-    whole, index = policy.config, jax.ShapeDtypeStruct((), jnp.int32)
+    whole, index = policy.architecture, jax.ShapeDtypeStruct((), jnp.int32)
     params = like(whole.abstract_params(), sharding.param_shardings(mesh, whole))
     sums = jax.eval_shape(step.gradient.begin.function, params, policy.of_text(batch))
     sums = dataclasses.replace(
@@ -210,13 +210,13 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
 def shape_of(config: ConfigDict, policy: Model) -> BatchShape:
     """Shape of the mini-batches of the train stage."""
     return batch_shape(
-        config, "train", policy.shards_with_prompts, policy.num_pieces, policy.config
+        config, "train", policy.shards_with_prompts, policy.num_pieces, policy.architecture
     )
 
 
 def abstract_patches(config: ConfigDict, policy: Model) -> Any:
     """Abstract patches of a micro-batch and their places; None where there are none."""
-    tower, shape = policy.config.tower, shape_of(config, policy)
+    tower, shape = policy.architecture.tower, shape_of(config, policy)
     if tower is None:
         return None
     shards = sharding.num_batch_shards(policy.mesh)
@@ -243,8 +243,8 @@ def sampler_programs(
     num_rows //= target.num_processes
     kernels = choose(config.model.attention, mesh, model)
     policy = architecture_of(config, model)
-    sampler = Sampler(
-        config=policy.on_mesh(mesh, experts=config.model.experts),
+    sampler = Programs(
+        architecture=policy.on_mesh(mesh, experts=config.model.experts),
         mesh=mesh,
         kernels=kernels,
         num_tokens=model.vocab_size,
@@ -255,7 +255,7 @@ def sampler_programs(
             config.model.scan_layers, target.platform, has_adapter=policy.around is not None
         ),
     )
-    declared = sampler.config
+    declared = sampler.architecture
     shards = sharding.num_pieces(mesh)
     num_pages = shards * memory.cache_pages(config, model, target)
     by_row, by_page = sharding.piece_sharding(mesh), sharding.cache_sharding(mesh)

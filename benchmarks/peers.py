@@ -152,7 +152,7 @@ class Ours:
         self._update = UpdateStep(policy, make_policy_loss(method), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)
         self._packed = update.make_batch(self._sequences, training(work))
-        self._state = init_state(params, mesh, model.config, optimizer)
+        self._state = init_state(params, mesh, model.architecture, optimizer)
 
     def mean_logprob(self) -> float:
         """Mean of the tokens with loss, nats."""
@@ -643,7 +643,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         return None
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name) / "model"
-        save_hf(common.random_params(model), model.config, folder)
+        save_hf(common.random_params(model), model.architecture, folder)
         peers = []
         for peer_name in own.peers.split(","):
             peers.append(Peer(peer_name, folder, rest))

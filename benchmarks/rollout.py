@@ -147,7 +147,7 @@ def make_engine(
     """
     stops = stops or StopAutomaton([b"a"] * model.vocab_size, ["</search>"])
     return Engine(
-        model.config,
+        model.architecture,
         local_mesh(mesh),
         stops,
         num_tokens=min(model.vocab_size, stops.is_hit.shape[1]),
@@ -274,7 +274,7 @@ def measure_even(
     figures = {
         **timing.figures(num_sampled),
         "compile_s": compile_s + timing.compile_s,
-        "attention": engine.sampler.kernels.name,
+        "attention": engine.programs.kernels.name,
         **decoding_figures(model, work, hardware, num_rows, chunk_times),
     }
     if work.tail_rows:

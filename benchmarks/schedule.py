@@ -150,7 +150,7 @@ class Device:
         return total
 
     def _nobody(self) -> decode.State:
-        zeros = np.zeros(self._engine.sampler.num_rows, np.int32)
+        zeros = np.zeros(self._engine.programs.num_rows, np.int32)
         return decode.State(
             pending=zeros, length=zeros, budget=zeros, stop_state=zeros, active=zeros > 0
         )
@@ -158,7 +158,7 @@ class Device:
     def _decode(
         self, weights: Any, cache: Any, state: None, rows: decode.Rows, *rest: Any
     ) -> tuple[Any, None, decode.Packed]:
-        steps, source = self._engine.sampler.num_steps, rows.source
+        steps, source = self._engine.programs.num_steps, rows.source
         last, given = self._last, rows.state
 
         def go_on(name: str) -> np.ndarray:
@@ -309,7 +309,7 @@ def make(work: Work, *, step_s: float = 0.0, kind: type[Rollout] = ByTheClock) -
     env = Notes(work.num_turns)
     automaton = StopAutomaton(TOKENIZER.vocab_bytes, env.stop_strings)
     engine = Engine(
-        model.config,
+        model.architecture,
         common.one_device(),
         automaton,
         num_tokens=TOKENIZER.num_tokens,

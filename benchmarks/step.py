@@ -116,7 +116,7 @@ class Steps:
         self._score = ScoreStep(policy, temperature=1.0)
         self._estimate = Estimator(method.advantage, method.seed)
         params = common.random_params(model)
-        self._state = init_state(params, mesh, model.config, optimizer)
+        self._state = init_state(params, mesh, model.architecture, optimizer)
         self.episodes.engine.set_weights(self._state.params)
         self._is_ahead = work.ahead == 1
         is_pinned = work.rollout_devices and sys.platform == "linux"

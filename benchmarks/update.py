@@ -114,7 +114,7 @@ def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int =
 def make_model(model: common.ModelSizes, work: Any, mesh: Mesh) -> Model:
     """The policy of an update, with the kernels of the platform."""
     return Model(
-        model.config,
+        model.architecture,
         mesh,
         num_tokens=model.vocab_size,
         dtype=jnp.dtype(model.dtype),
@@ -134,7 +134,7 @@ def start(
     method = method_of(config)
     optimizer = make_optimizer(method.optimizer)
     update = UpdateStep(policy, make_policy_loss(method), optimizer)
-    state = init_state(common.random_params(model, mesh), mesh, model.config, optimizer)
+    state = init_state(common.random_params(model, mesh), mesh, model.architecture, optimizer)
     packed = make_batch(make_sequences(model, work), work, num_batch_shards(mesh))
     batch = put_batch(mesh, packed.batch)
 

@@ -156,7 +156,7 @@ class Measuring(Rollout):
             host_s=float(host_s),
             # Where no turn ended in all these chunks, turns are longer than they.
             turn_tokens=float(np.median(self.turns or [MAX_CHUNKS])),
-            chunk_tokens=self._engine.sampler.num_steps,
+            chunk_tokens=self._engine.programs.num_steps,
             num_calls=len(calls_s),
         )
 

@@ -329,10 +329,10 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
         params: that are trained.
         parent: of the folders.
     """
-    if model.config.around is not None:
-        model.config.around.export(params, parent, source)
+    if model.architecture.around is not None:
+        model.architecture.around.export(params, parent, source)
     else:
-        save_hf(model.whole(params), model.config, parent / "export", source=source)
+        save_hf(model.whole(params), model.architecture, parent / "export", source=source)
 
 
 def make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, Stage]:
@@ -357,7 +357,7 @@ def make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, S
             optimizer=optimizer,
             settings=settings,
             shape=batch_shape(
-                config, name, model.shards_with_prompts, model.num_pieces, model.config
+                config, name, model.shards_with_prompts, model.num_pieces, model.architecture
             ),
             update=UpdateStep(
                 model,

@@ -390,7 +390,7 @@ def start_params(session: Session) -> Params:
         return {}
     attention = session.components.model.attention
     display.log(f"attention: {attention.name}, {attention.reason}")
-    if shown := session.components.model.config.shown_kernels:
+    if shown := session.components.model.architecture.shown_kernels:
         display.log(shown)
     for one in verdicts_of(session.components):
         if one.is_sound:

@@ -301,7 +301,7 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
             loss_quarters(packed, num_batch_shards(model.mesh), model.num_pieces)
         ):
             sums = add(params, sums, batch, index, index + 1, room)
-        return sums.gradients, sums.finished_metrics(model.config.statistics)
+        return sums.gradients, sums.finished_metrics(model.architecture.statistics)
 
     return compute
 

@@ -219,7 +219,7 @@ def sampler_collectives(engine):
     num_rows = engine.row_sizes[-1]
     chunk, _ = engine._host_rows([[] for _ in range(engine.num_shards)], num_rows)
     nothing = [deque() for _ in range(engine.num_shards)]
-    blocks, _ = engine._host_blocks(nothing, 4 * engine.sampler.block)
+    blocks, _ = engine._host_blocks(nothing, 4 * engine.programs.block)
     places = np.zeros(engine.num_shards * MOVED_PAGES, np.int32)
     one = np.float32(1)
     arguments = {

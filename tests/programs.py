@@ -20,7 +20,7 @@ from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
-from jaxrl.sampling.decode import Blocks, Rows, Sampler, StopTables
+from jaxrl.sampling.decode import Blocks, Programs, Rows, StopTables
 from jaxrl.sampling.next_token import PLAIN
 from jaxrl.training import update
 from jaxrl.training.policy_loss import make_policy_loss
@@ -112,9 +112,9 @@ def sampler_programs(
     """Decoding and reading, each with abstract arguments, of which the second is donated."""
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, devices=[device or jax.devices()[0]])
     kernels = kernels_on(mesh, kernels) if isinstance(kernels, str) else kernels
-    sampler = Sampler(
-        config=config, mesh=mesh, kernels=kernels, num_tokens=config.vocab_size - 4, num_steps=4,
-        num_rows=8, dtype=dtype, scan_layers=scan_layers,
+    sampler = Programs(
+        architecture=config, mesh=mesh, kernels=kernels, num_tokens=config.vocab_size - 4,
+        num_steps=4, num_rows=8, dtype=dtype, scan_layers=scan_layers,
     )  # fmt: skip
     cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens))
     state = jax.eval_shape(sampler.empty_state)

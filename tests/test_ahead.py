@@ -170,7 +170,7 @@ def test_an_adapter_of_before_the_update_samples_ahead_and_goes_on(tiny_world, t
     assert play(config, again)
     assert_same_run(again, whole)
     model = parts.model
-    model.base = load_base(config.model.path, parts.mesh, model.config)
+    model.base = load_base(config.model.path, parts.mesh, model.architecture)
     saved = position(whole, NUM_SFT + 2)
     parts.engine.set_weights(model.whole(adapter))
     size = config.rollout.tasks_per_step

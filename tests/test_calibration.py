@@ -123,7 +123,7 @@ def play(config, workdir):
 
 def scheduled(parts):
     lag = parts.calibrate.schedule.lag_chunks
-    return {"chunk_tokens": parts.engine.sampler.num_steps, "observation_lag_chunks": lag}
+    return {"chunk_tokens": parts.engine.programs.num_steps, "observation_lag_chunks": lag}
 
 
 @pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
@@ -184,7 +184,7 @@ def test_on_a_cpu_and_where_all_is_given_nothing_is_measured(tiny_world):
     config = run_settings(tiny_world, **SETTINGS)
     parts = assemble(config)
     assert not isinstance(parts.calibrate, calibration.Calibration)
-    assert parts.engine.sampler.num_steps == 16
+    assert parts.engine.programs.num_steps == 16
     assert calibration.defaults(OPEN, longest=112) == Chosen(
         chunk_tokens=16, observation_lag_chunks=2
     )

@@ -88,7 +88,7 @@ def test_a_run_learns_and_the_base_stays_bit_for_bit(base):
     jax.tree.map(np.testing.assert_array_equal, parts.model.base, original)
     before, after = open_tensors(Path(config.model.path)), open_tensors(workdir / "export")
     same = [n for n in before if np.array_equal(before[n].data[:], after[n].data[:])]
-    assert len(before) - len(same) == NUM_TARGETS * parts.model.config.num_layers
+    assert len(before) - len(same) == NUM_TARGETS * parts.model.architecture.num_layers
 
 
 def test_checkpoints_hold_the_adapter_alone(base):
@@ -176,7 +176,7 @@ def test_another_base_or_adapter_is_refused_when_a_run_goes_on(base, tmp_path, m
 def test_the_adapter_and_the_export_are_one_model(base):
     """PEFT's folder on the base, and the merged folder, score what the run has scored."""
     workdir, config, parts = base
-    adapter, mesh = parts.model.config, parts.mesh
+    adapter, mesh = parts.model.architecture, parts.mesh
     fields = json.loads((workdir / "adapter" / "adapter_config.json").read_text())
     assert fields["r"] == 4
     assert fields["target_modules"] == ["down_proj", "o_proj", "q_proj", "up_proj"]
@@ -244,7 +244,7 @@ def test_a_run_goes_on_from_an_adapter_beside_a_smaller_base(base, tmp_path, bas
     assert record["rollout_corr/logprob_diff_max"] < 1e-4
     # It began where the other ended: one step at this rate does not move far from there.
     old, new = (
-        load_adapter(folder / "adapter", parts.model.config, parts.mesh)
+        load_adapter(folder / "adapter", parts.model.architecture, parts.mesh)
         for folder in (workdir, tmp_path / "run")
     )
     assert 0 < relative_distance(new, old) < 0.2

@@ -337,7 +337,7 @@ def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch)
     for module in ("sft", "training.minibatches"):
         monkeypatch.setattr(f"jaxrl.{module}.put_batch", measuring)
     run.run(assemble.settings_of(config), tmp_path, made, Display())
-    leaves = jax.tree.leaves(made.model.config.abstract_params())
+    leaves = jax.tree.leaves(made.model.architecture.abstract_params())
     weights = 4 * sum(leaf.size for leaf in leaves)  # float32; the state has two moments as well
     assert len(measured) == 4
     for held in measured:  # the batch of the step before is the rest

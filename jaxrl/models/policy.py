@@ -43,7 +43,7 @@ class Model:
 
     def __init__(
         self,
-        config: Architecture,
+        architecture: Architecture,
         mesh: Mesh,
         attention: Kernels,
         *,
@@ -57,7 +57,7 @@ class Model:
         """Static settings.
 
         Args:
-            config: of the model.
+            architecture: of the policy.
             mesh: rows are split over its data, fsdp and expert axes, and each over context.
             attention: the kernels.
             num_tokens: ids the tokenizer knows; larger ones have probability 0.
@@ -67,7 +67,7 @@ class Model:
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
             frozen: entries of the parameters that are not trained; see `Architecture.parts`.
         """
-        self.config = config
+        self.architecture = architecture
         self.base: Params = {}  # the weights that stay as they are, on the mesh
         self.mesh = mesh
         self.num_tokens = num_tokens
@@ -75,8 +75,8 @@ class Model:
         self.attention = attention
         self._through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
-        self.trained, self.frozen = config.parts(frozen)
-        self._with_layers = entries_with_layers(config)
+        self.trained, self.frozen = architecture.parts(frozen)
+        self._with_layers = entries_with_layers(architecture)
         tables = self.trained.abstract_params().keys() - self._with_layers
         self._trains_tables = bool(tables)
 
@@ -100,13 +100,13 @@ class Model:
 
     def of_text(self, batch: Batch) -> Batch:
         """The batch without attachments and their arrays; every token is read as text."""
-        tower = self.config.tower
+        tower = self.architecture.tower
         kept = {n: x for n, x in batch.token_arrays.items() if not tower or n not in tower.arrays}
         return replace(batch, token_arrays=kept, attached=None)
 
     def without_recorded(self, batch: Batch) -> Batch:
         """The batch without what a sampler has recorded."""
-        recorded = self.config.recorded
+        recorded = self.architecture.recorded
         kept = {name: x for name, x in batch.token_arrays.items() if name not in recorded}
         return replace(batch, token_arrays=kept)
 
@@ -118,7 +118,7 @@ class Model:
         given = {name: in_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
         given = {name: x.reshape(-1, *x.shape[2:]) for name, x in given.items()}
         beside = Beside(given=given, attached=batch.attached)
-        if counts and self.config.statistics:
+        if counts and self.architecture.statistics:
             is_token = in_pieces(self.mesh, batch.segment_ids > 0)
             beside.counted = is_token.reshape(-1).astype(jnp.float32)
         return beside
@@ -150,7 +150,7 @@ class Model:
         Returns:
             Log-probabilities and entropies, float32 [b, T], nats.
         """
-        params = self._gather_tables(self.config.train_weights(params, self.dtype))
+        params = self._gather_tables(self.architecture.train_weights(params, self.dtype))
         hidden = self._hidden_states(params, batch, beside or self.beside(batch, counts=False))
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
@@ -160,9 +160,9 @@ class Model:
             for x in (batch.loss_mask & has_past, batch.token_ids)
         )
         places = find_places(is_wanted, shards, -(-b * T * quarters // (4 * shards)))
-        own_ids = -(-self.config.vocab_size // self.mesh.shape["tensor"])
+        own_ids = -(-self.architecture.vocab_size // self.mesh.shape["tensor"])
         layer = OutputLayer(
-            unembed=partial(self.config.unembed, num_tokens=self.num_tokens),
+            unembed=partial(self.architecture.unembed, num_tokens=self.num_tokens),
             mesh=self.mesh,
             chunk_tokens=max(self.logits_chunk_tokens // shards, 1),
             block_tokens=block_tokens(self.mesh.devices.flat[0].platform, own_ids),
@@ -184,7 +184,7 @@ class Model:
     def _hidden_states(self, params: Params, batch: Batch, beside: Beside) -> jax.Array:
         """Hidden states of the last layer `[C * b, T / C, D]`; see `in_pieces`."""
         on_shards = partial(jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh))
-        hidden = self.config.hidden_states(
+        hidden = self.architecture.hidden_states(
             params,
             in_pieces(self.mesh, batch.token_ids),
             in_pieces(self.mesh, batch.positions),
@@ -206,9 +206,9 @@ class Model:
         the width for all tokens, rather than all of a table for its own tokens, to be added to the
         others' tables. With a `data` axis the compiler would copy all tokens to every device.
         """
-        whole = param_shardings(self.mesh, self.config, for_decode=True)
+        whole = param_shardings(self.mesh, self.architecture, for_decode=True)
         is_split = self.mesh.shape["data"] == 1
-        back = param_shardings(self.mesh, self.config) if is_split else whole
+        back = param_shardings(self.mesh, self.architecture) if is_split else whole
 
         def gathered(name: str, leaf: str, array: jax.Array) -> jax.Array:
             # The first one's also for what `train_weights` has put beside it.

@@ -16,8 +16,8 @@ def load_base(model: Model, folder: str, architecture: str, progress: Progress) 
         architecture: as of `read_model`.
         progress: told how many MiB or layers are read, of how many.
     """
-    if model.config.around is not None:
-        return model.config.around.load_base(folder, model.mesh, progress)
+    if model.architecture.around is not None:
+        return model.architecture.around.load_base(folder, model.mesh, progress)
     names = tuple(model.frozen.abstract_params())
     if not names:
         return {}
@@ -43,8 +43,8 @@ def load_trained(
         seed: of parameters that the folder does not have.
         is_late: parameters of the folder stay on disk until they are wanted; see `load_hf`.
     """
-    if model.config.around is not None:
-        return model.config.around.begin(model.mesh, seed)
+    if model.architecture.around is not None:
+        return model.architecture.around.begin(model.mesh, seed)
     return load_hf(
         folder,
         model.mesh,

@@ -69,7 +69,7 @@ def environment(components: Components) -> dict[str, Any]:
     device = jax.devices()[0]
     sizes: dict[str, Any] = {"external": components.external}
     if not components.external:
-        model = components.model.config.plain
+        model = components.model.architecture.plain
         shapes = jax.tree.leaves(model.abstract_params())
         sizes = {
             "layers": model.num_layers,
@@ -103,7 +103,7 @@ def verdicts_of(components: Components) -> tuple[Verdict, ...]:
     """Findings about kernels before the run: those of attention, then the architecture's."""
     if components.external:
         return ()
-    return *components.model.attention.verdicts, *components.model.config.verdicts
+    return *components.model.attention.verdicts, *components.model.architecture.verdicts
 
 
 def commit(folder: Path) -> str | None:

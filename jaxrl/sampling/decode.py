@@ -66,7 +66,7 @@ class Rows:
 
 @struct.dataclass
 class Blocks:
-    """Tokens to read into the cache: up to Q consecutive ones of a row in each, `Sampler.block`."""
+    """Tokens to read into the cache: up to Q (`Programs.block`) of one row in each."""
 
     token_ids: Array  # int32 [b, Q]
     start: Array  # int32 [b], position of the first one
@@ -85,7 +85,7 @@ class Report:
     entropies: Array  # float32 [r, C], nats
     status: Array  # int32 [r], RUNNING or why the row stopped
     stop_state: Array  # int32 [r], of the stop automaton, where the row has not stopped
-    # [r, C, ...] of `Sampler.recorded`, of the token before each sampled one, which was read then
+    # [r, C, ...] of `Programs.recorded`, of the token before each sampled one, which was read then
     recorded: dict[str, Array]
 
 
@@ -107,11 +107,11 @@ class StopTables:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """Static settings of the programs below.
+class Programs:
+    """The programs that sample, with the settings that they are compiled for.
 
     Attributes:
-        config: of the model.
+        architecture: of the model.
         mesh: over which rows and pages (data, fsdp, expert, context) and heads (tensor) are split.
         kernels: of attention.
         num_tokens: ids the tokenizer knows; larger ones are never sampled.
@@ -123,7 +123,7 @@ class Sampler:
             another.
     """
 
-    config: Architecture
+    architecture: Architecture
     mesh: Mesh
     kernels: Kernels
     num_tokens: int
@@ -136,18 +136,18 @@ class Sampler:
     @property
     def recorded(self) -> Mapping[str, TokenArray]:
         """Arrays by token that the programs return."""
-        return self.config.recorded if self.records else {}
+        return self.architecture.recorded if self.records else {}
 
     def weights(self, params: Params) -> Params:
         """All parameters of the policy as the programs below read them."""
-        weights = self.config.decode_weights(params, self.dtype)
-        return for_sampler(weights, scan=self.scan_layers, stacks=self.config.stacks)
+        weights = self.architecture.decode_weights(params, self.dtype)
+        return for_sampler(weights, scan=self.scan_layers, stacks=self.architecture.stacks)
 
     def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:
         """Pages of zeros."""
         return self._split(
             kv_cache.allocate(
-                self.config, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
+                self.architecture, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
             )
         )
 
@@ -161,9 +161,9 @@ class Sampler:
 
     def nothing_seen(self, num_units: int) -> Array | None:
         """Zeros as `see` would return them; None without a tower."""
-        if self.config.tower is None:
+        if self.architecture.tower is None:
             return None
-        values = (1 + self.config.tower.num_added) * self.config.width
+        values = (1 + self.architecture.tower.num_added) * self.architecture.width
         return self._by_row(jnp.zeros((num_pieces(self.mesh), num_units, values), self.dtype))
 
     @cached_property
@@ -197,7 +197,7 @@ class Sampler:
     @property
     def _depth(self) -> int:
         """Layers of a pair of the cache."""
-        return self.config.num_layers if self.scan_layers else 1
+        return self.architecture.num_layers if self.scan_layers else 1
 
     def _over_pages(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Attention over a layer's pages: `attend_pages` with the layer's number behind."""
@@ -230,7 +230,7 @@ class Sampler:
         Returns:
             `[S, num_units, E]`, those of its attachments first; see `Tower.embeddings`.
         """
-        tower = self.config.tower
+        tower = self.architecture.tower
         assert tower is not None
         patches, places = self._by_row((patches, places))
         through = Through(scan=self.scan_layers)
@@ -276,7 +276,7 @@ class Sampler:
         beside = Beside(given=given, attached=seen, records=self.records)
         through = SamplerThrough(attend, cache, beside)
         token_ids = blocks.token_ids.reshape(-1)
-        self.config.sample_states(weights, token_ids, positions.reshape(-1), through)
+        self.architecture.sample_states(weights, token_ids, positions.reshape(-1), through)
         recorded = self._recorded(through.beside, token_ids.size)
         recorded = {name: x.reshape(-1, self.block, *x.shape[1:]) for name, x in recorded.items()}
         return self._split(through.memory), recorded
@@ -285,15 +285,15 @@ class Sampler:
         """The arrays of `recorded` that a pass over so many tokens has left, `[M, ...]`."""
         if missing := [name for name in self.recorded if name not in beside.recorded]:
             raise ValueError(
-                f"config.model.router.replay is True, but {type(self.config).__name__} does not "
-                f"leave {missing[0]!r}, which it declares, in `through.beside.recorded`; set it to "
-                "False."
+                f"config.model.router.replay is True, but {type(self.architecture).__name__} does "
+                f"not leave {missing[0]!r}, which it declares, in `through.beside.recorded`; set "
+                "it to False."
             )
         for name, one in self.recorded.items():
             found = beside.recorded[name]
             if (found.shape, found.dtype) != ((num_tokens, *one.shape), one.dtype):
                 raise ValueError(
-                    f"{type(self.config).__name__} declares {name!r} as {one.dtype} "
+                    f"{type(self.architecture).__name__} declares {name!r} as {one.dtype} "
                     f"{list(one.shape)} by token, but a pass over {num_tokens} tokens leaves "
                     f"{found.dtype} {list(found.shape)}; mend `recorded` or the pass."
                 )
@@ -339,7 +339,12 @@ class Sampler:
         # While a row runs, its step i draws the token at position cached + 1 + i.
         draws = cached + 1 + jnp.arange(self.num_steps)[:, None]
         uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(rows.keys, draws)
-        shape = (num_rows, self.config.num_kv_heads, self.num_steps, self.config.head_dim)
+        shape = (
+            num_rows,
+            self.architecture.num_kv_heads,
+            self.num_steps,
+            self.architecture.head_dim,
+        )
         empty = jnp.zeros((self._depth, *shape) if self.scan_layers else shape, self.dtype)
         chunk: Cache = jax.lax.with_sharding_constraint(
             tuple((empty, empty) for _ in cache), NamedSharding(self.mesh, self._chunk)
@@ -368,7 +373,7 @@ class Sampler:
             hidden, chunk, recorded = self._read_pending(
                 weights, state.pending, position, limits, chunk, index, read, past
             )
-            logits = self.config.unembed(weights, hidden, num_tokens=self.num_tokens)
+            logits = self.architecture.unembed(weights, hidden, num_tokens=self.num_tokens)
             token, logprob, entropy = next_token.sample(
                 logits, uniforms[index], temperature, top_p, kind=kind
             )
@@ -444,7 +449,7 @@ class Sampler:
             return read(place, past, q, limits, *own, index).astype(q.dtype), (keys, values)
 
         through = SamplerThrough(attend, chunk, Beside(records=self.records), past)
-        hidden = self.config.sample_states(weights, pending, positions, through)
+        hidden = self.architecture.sample_states(weights, pending, positions, through)
         return hidden, through.memory, self._recorded(through.beside, pending.size)
 
     def _add_step(

@@ -46,7 +46,7 @@ from jaxrl.runtime.sharding import (
     replicated,
 )
 from jaxrl.sampling import decode, next_token
-from jaxrl.sampling.decode import Blocks, Rows, Sampler, State, StopTables
+from jaxrl.sampling.decode import Blocks, Programs, Rows, State, StopTables
 from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.protocol import Counts
 from jaxrl.sampling.shard import Prompt, Read, Recorded, Row, Shard
@@ -244,7 +244,7 @@ class Engine:
 
     def __init__(
         self,
-        config: Architecture,
+        architecture: Architecture,
         mesh: Mesh,
         automaton: StopAutomaton,
         *,
@@ -266,7 +266,7 @@ class Engine:
         """Declares the programs; allocates nothing but the stop tables.
 
         Args:
-            config: of the model.
+            architecture: of the model.
             mesh: of this process's devices that sample, and only these are used; rows and pages are
                 split over its data, fsdp, expert and context axes.
             automaton: ends a turn.
@@ -283,7 +283,7 @@ class Engine:
             records: events have the arrays of `Architecture.recorded`.
             train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
             max_units: tokens of attachments of any trajectory; 0: as many as it has room for.
-            scan_layers: see `decode.Sampler`.
+            scan_layers: see `decode.Programs`.
             kinds: ways to draw, out of `next_token.KINDS`, that `submit` may ask for.
 
         Raises:
@@ -309,8 +309,8 @@ class Engine:
                 f"{self._table_pages}; raise config.rollout.cache_gib or lower it (with several "
                 "contexts it is config.rollout.context.max_tokens)."
             )
-        self.sampler = Sampler(
-            config=config,
+        self.programs = Programs(
+            architecture=architecture,
             mesh=mesh,
             kernels=kernels,
             num_tokens=num_tokens,
@@ -321,8 +321,8 @@ class Engine:
             scan_layers=scan_layers,
         )
         self._weights_of = Weights(
-            self.sampler.weights,
-            config,
+            self.programs.weights,
+            architecture,
             mesh=mesh,
             train_mesh=mesh if train_mesh is None else train_mesh,
             scan_layers=scan_layers,
@@ -335,15 +335,17 @@ class Engine:
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.past_sizes = (
             past_ends(self._table_pages, self.page_tokens)
-            if self.sampler.copies_past
+            if self.programs.copies_past
             else [self._table_pages]
         )
-        self._tower = config.tower
+        self._tower = architecture.tower
         self._max_units = max_units or max_total_tokens
-        self.patch_sizes = patch_sizes(self._max_units, config.tower.unit) if config.tower else []
+        self.patch_sizes = (
+            patch_sizes(self._max_units, architecture.tower.unit) if architecture.tower else []
+        )
         self.kinds = tuple(kinds)
         self._declare()
-        self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
+        self._stops = _stop_tables(automaton, architecture.vocab_size, eos_ids, mesh)
         self._weights: Params | None = None
         self._next_request = 0
         self._temperature = self._top_p = 1.0  # of all requests there are
@@ -369,7 +371,7 @@ class Engine:
             Shard(
                 index,
                 num_rows=self._rows_per_shard,
-                num_steps=self.sampler.num_steps,
+                num_steps=self.programs.num_steps,
                 num_pages=self.num_pages,
                 page_tokens=self.page_tokens,
             )
@@ -378,19 +380,19 @@ class Engine:
 
     def _declare(self) -> None:
         """The programs, compiled by `compile` or else when they are first called."""
-        sampler = self.sampler
+        programs = self.programs
         self._append = CompiledFunction(
-            sampler.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
+            programs.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
         )
-        self._copy = CompiledFunction(sampler.copy_pages, name="copy", donate_argnums=(0,))
-        self._swap = CompiledFunction(sampler.swap_pages, name="swap", donate_argnums=(0,))
+        self._copy = CompiledFunction(programs.copy_pages, name="copy", donate_argnums=(0,))
+        self._swap = CompiledFunction(programs.swap_pages, name="swap", donate_argnums=(0,))
         self._see = CompiledFunction(
-            sampler.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
+            programs.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
         )
         self._decode = self._declare_decode()
-        self._make_cache = jax.jit(sampler.empty_cache, static_argnums=(0, 1))
+        self._make_cache = jax.jit(programs.empty_cache, static_argnums=(0, 1))
         self._make_start = jax.jit(
-            lambda: (sampler.empty_state(), sampler.nothing_seen(self._max_units))
+            lambda: (programs.empty_state(), programs.nothing_seen(self._max_units))
         )
 
     def set_chunk(self, num_steps: int) -> None:
@@ -401,14 +403,14 @@ class Engine:
         """
         if not self.is_idle:
             raise RuntimeError("the engine still has requests; finish or clear them first.")
-        if num_steps != self.sampler.num_steps:
-            self.sampler = dataclasses.replace(self.sampler, num_steps=num_steps)
+        if num_steps != self.programs.num_steps:
+            self.programs = dataclasses.replace(self.programs, num_steps=num_steps)
             self._decode = self._declare_decode()
             self._forget()
 
     def _declare_decode(self) -> CompiledFunction:
         return CompiledFunction(
-            self.sampler.decode_packed,
+            self.programs.decode_packed,
             name="decode",
             variants=self._decodes(),
             donate_argnums=(1,),
@@ -428,17 +430,17 @@ class Engine:
         """
         cache, seen = jax.eval_shape(
             lambda: (
-                self.sampler.empty_cache(self.num_pages * self.num_shards, self.page_tokens),
-                self.sampler.nothing_seen(self._max_units),
+                self.programs.empty_cache(self.num_pages * self.num_shards, self.page_tokens),
+                self.programs.nothing_seen(self._max_units),
             )
         )
         nothing: list[deque[_Piece]] = [deque() for _ in range(self.num_shards)]
         blocks, _ = self._host_blocks(nothing, self.append_sizes[0])
-        jax.eval_shape(self.sampler.append, self._weights_of.abstract(), cache, blocks, seen)
+        jax.eval_shape(self.programs.append, self._weights_of.abstract(), cache, blocks, seen)
 
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
         """Compiles all programs that are not compiled yet, side by side; `show` is told how far."""
-        shards, sampler = self.num_shards, self.sampler
+        shards, programs = self.num_shards, self.programs
 
         def like(sharding: Any, make: Callable[..., Any], *sizes: int) -> Any:
             return jax.tree.map(
@@ -449,11 +451,11 @@ class Engine:
         weights = self._weights_of.abstract()
         by_page, by_row = cache_sharding(self._mesh), piece_sharding(self._mesh)
         cache, moved = (
-            like(by_page, sampler.empty_cache, count * shards, self.page_tokens)
+            like(by_page, programs.empty_cache, count * shards, self.page_tokens)
             for count in (self.num_pages, MOVED_PAGES)
         )
-        state = like(by_row, sampler.empty_state)
-        seen = like(by_row, sampler.nothing_seen, self._max_units)
+        state = like(by_row, programs.empty_state)
+        seen = like(by_row, programs.nothing_seen, self._max_units)
         places = np.zeros(shards * MOVED_PAGES, np.int32)
         nobody: list[list[Row]] = [[] for _ in range(shards)]
         compiling = [self._copy.ahead(cache, places, places)]
@@ -494,7 +496,7 @@ class Engine:
     @property
     def recorded(self) -> Mapping[str, TokenArray]:
         """Arrays by token that events have."""
-        return self.sampler.recorded
+        return self.programs.recorded
 
     def shapes(self) -> str:
         """The set of shapes that may be compiled, for people."""
@@ -502,7 +504,7 @@ class Engine:
         *rows, read, see = ([size * self.num_shards for size in sizes] for sizes in own)
         decode = ", ".join(f"{n} rows ({kind})" for n, kind in zip(rows, self.kinds, strict=True))
         return (
-            f"decode {self.sampler.num_steps} steps of {decode}; read {read} tokens; "
+            f"decode {self.programs.num_steps} steps of {decode}; read {read} tokens; "
             f"{f'see {see} patches; ' if see else ''}"
             f"cache {self.num_pages * self.num_shards} pages x "
             f"{self.page_tokens} tokens, up to {self._table_pages} a row"
@@ -888,7 +890,7 @@ class Engine:
             For each layer keys and values of the sources, `[pages, K, page, H]`.
         """
         if self._nothing is None:
-            self._nothing = self._device_pages(lambda leaf: np.zeros(leaf, self.sampler.dtype))
+            self._nothing = self._device_pages(lambda leaf: np.zeros(leaf, self.programs.dtype))
         found = []
         for start in range(0, max(len(sources), len(targets)), MOVED_PAGES):
             read, write = sources[start : start + MOVED_PAGES], targets[start : start + MOVED_PAGES]
@@ -912,7 +914,7 @@ class Engine:
         layers = iter(jax.tree.leaves(saved))
 
         def fill(shape: tuple[int, ...]) -> np.ndarray:
-            out = np.zeros(shape, self.sampler.dtype)
+            out = np.zeros(shape, self.programs.dtype)
             out[begin : begin + count] = next(layers)[first : first + count]
             return out
 
@@ -956,14 +958,14 @@ class Engine:
             array.copy_to_host_async()
         self._in_flight.append(_Chunk(self.counts.chunks, members, report))
         self.counts.chunks += 1
-        self.counts.row_steps += num_rows * self.num_shards * self.sampler.num_steps
+        self.counts.row_steps += num_rows * self.num_shards * self.programs.num_steps
         return True
 
     def _host_rows(
         self, running: list[list[Row]], num_rows: int
     ) -> tuple[Rows, list[tuple[int, int]]]:
         """The rows of a chunk for the device, and of each its request and index in the report."""
-        total, num_steps = self.num_shards * num_rows, self.sampler.num_steps
+        total, num_steps = self.num_shards * num_rows, self.programs.num_steps
         ints = np.zeros((5, total), np.int32)
         ints[0] = -1
         active, slots = np.zeros(total, bool), np.zeros(total, np.int32)
@@ -1057,7 +1059,7 @@ class Engine:
 
     def _pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[_Piece]:
         """Cuts up what a row has to read, and counts it as read; `units` are of its attachments."""
-        count, arrays, block = len(row.unread), {}, self.sampler.block
+        count, arrays, block = len(row.unread), {}, self.programs.block
         if self._tower is not None:
             arrays = {n: one.filled(count) for n, one in self._tower.arrays.items()}
             arrays |= row.unread_arrays
@@ -1081,7 +1083,7 @@ class Engine:
     def _append_pieces(self, pieces: list[deque[_Piece]]) -> None:
         small, large = self.append_sizes[0], self.append_sizes[-1]
         while any(pieces):
-            left = max(len(of_shard) for of_shard in pieces) * self.sampler.block
+            left = max(len(of_shard) for of_shard in pieces) * self.programs.block
             size = large if left > max(small, large // 2) else small
             blocks, members = self._host_blocks(pieces, size)
             self._cache, arrays = self._append(
@@ -1097,7 +1099,7 @@ class Engine:
         self, pieces: list[deque[_Piece]], num_tokens: int
     ) -> tuple[Blocks, list[tuple[_Piece, int]]]:
         """The next pieces of each shard for the device, which are taken away, and their blocks."""
-        num_blocks, block = num_tokens // self.sampler.block, self.sampler.block
+        num_blocks, block = num_tokens // self.programs.block, self.programs.block
         total = self.num_shards * num_blocks
         token_ids = np.zeros((total, block), np.int32)
         start, counts, slots = np.zeros((3, total), np.int32)
@@ -1131,7 +1133,7 @@ class Engine:
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""
         report = decode.unpacked(chunk.report)
-        num_steps, token_ids = self.sampler.num_steps, report.token_ids
+        num_steps, token_ids = self.programs.num_steps, report.token_ids
         num_sampled = (token_ids >= 0).sum(axis=1)
         last_ids = token_ids[np.arange(len(token_ids)), num_sampled - 1].tolist()
         stop_states, statuses = report.stop_state.tolist(), report.status.tolist()

@@ -45,7 +45,7 @@ class Weights:
             policy: whose parameters they are.
             mesh: where the weights lie.
             train_mesh: where the parameters lie.
-            scan_layers: see `decode.Sampler`.
+            scan_layers: see `decode.Programs`.
         """
         self._prepare, self._mesh, self._train_mesh = prepare, mesh, train_mesh
         self._params = policy.abstract_params()

@@ -140,7 +140,11 @@ class MicroBatches:
             name: of the program, for errors.
             step: `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
         """
-        self._mesh, self._dtype, self._recorded = model.mesh, model.dtype, model.config.recorded
+        self._mesh, self._dtype, self._recorded = (
+            model.mesh,
+            model.dtype,
+            model.architecture.recorded,
+        )
         self._pieces = num_batch_shards(model.mesh), model.mesh.shape[CONTEXT]
         self._is_looped = model.mesh.devices.flat[0].platform != "gpu"
 
@@ -256,7 +260,7 @@ class Balance:
 
     def __init__(self, model: Model):
         """Takes a policy with statistics."""
-        self._model, read = model, model.config.statistics
+        self._model, read = model, model.architecture.statistics
         assert read is not None
 
         def statistics(params: Params, micro: Batch, quarters: int) -> Any:
@@ -309,7 +313,7 @@ class Gradient:
             balance_coef: of `Statistics.balance_loss`, which is of the whole mini-batch: a pass
                 beforehand counts which experts its tokens reach.
         """
-        shardings, read = param_shardings(model.mesh, model.trained), model.config.statistics
+        shardings, read = param_shardings(model.mesh, model.trained), model.architecture.statistics
 
         def micro_loss(
             trained: Params, others: Params, micro: Batch, balance: Any, quarters: int
@@ -384,7 +388,7 @@ class Gradient:
             for name, one in shape.token_arrays.items()
         }
         batch = Batch(**fields)
-        params = self._model.config.abstract_params()
+        params = self._model.architecture.abstract_params()
         sums = jax.eval_shape(self.begin.function, params, batch)
         add = partial(self.add.program.function, start=0, stop=1, room=QUARTERS[0])
         jax.eval_shape(add, params, sums, batch)
@@ -469,7 +473,7 @@ class UpdateStep:
             )
             state = jax.lax.with_sharding_constraint(state, shardings)
             measured = {"grad_norm": Metric(norm), "skipped": Metric(1.0 - is_finite)}
-            return state, sums.finished_metrics(model.config.statistics) | measured
+            return state, sums.finished_metrics(model.architecture.statistics) | measured
 
         self.apply = CompiledFunction(
             apply, name="optimizer", variants=(False, True), donate_argnums=(0,)

@@ -34,7 +34,7 @@ def test_every_start_is_kept(tmp_path, parts):
     assert first["machine"]["num_devices"] == jax.device_count()
     assert (first["num_eval_tasks"], first["num_demonstrations"]) == (8, 400)
     # Embedding (tied), 2 layers of attention and MLP with their norms, the last norm.
-    model, parameters = parts.model.config, first["model"]["parameters"]
+    model, parameters = parts.model.architecture, first["model"]["parameters"]
     width, head = model.width, model.head_dim
     block = 2 * width * model.num_heads * head + 2 * width * model.num_kv_heads * head
     block += 3 * width * model.mlp_width + 2 * width + 2 * head

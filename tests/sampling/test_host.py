@@ -36,7 +36,7 @@ def test_a_report_reaches_the_host_bit_for_bit():
         recorded={},
     )
     sampler = SimpleNamespace(decode_chunk=lambda: (1, 2, report), _by_row=lambda x: x)
-    cache, state, packed = decode.Sampler.decode_packed(sampler)
+    cache, state, packed = decode.Programs.decode_packed(sampler)
     assert (cache, state, packed.values.shape) == (1, 2, (2, 3 * 3 + 2))
     got = decode.unpacked(decode.Packed(values=np.asarray(packed.values), recorded={}))
     np.testing.assert_array_equal(got.token_ids, report.token_ids)
@@ -101,7 +101,7 @@ def test_chunks_of_another_length_draw_the_same(player):
     wanted = play(player, SlowEnv(), ["where?", "when"], group_size=3)
     before = engine.counts.chunks
     engine.set_chunk(2)
-    assert engine.sampler.num_steps == 2
+    assert engine.programs.num_steps == 2
     got = play(player, SlowEnv(), ["where?", "when"], group_size=3)
     assert [t.token_ids.tolist() for t in got] == [t.token_ids.tolist() for t in wanted]
     assert engine.counts.chunks - before > 4

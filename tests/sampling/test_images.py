@@ -190,7 +190,7 @@ def test_no_program_is_compiled_but_those_ahead():
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_text_is_read_as_by_a_program_that_sees_nothing(name):
     """Bit for bit, whatever was seen before: no token of text takes anything of it."""
-    sampler = engine(name).sampler
+    sampler = engine(name).programs
     weights = jax.jit(sampler.weights)(golden(name)[1])
     ids = np.random.default_rng(2).integers(1, IMAGE, (4, sampler.block)).astype(np.int32)
     blocks = decode.Blocks(

@@ -212,7 +212,7 @@ def test_a_chunk_on_a_cpu_makes_no_array_for_tokens_that_no_row_has():
         SMALL, toy_tokenizer(), ("a",), num_rows=8, chunk_tokens=4, max_prompt_tokens=16,
         max_total_tokens=1024,
     ).engine  # fmt: skip
-    sampler = made.sampler
+    sampler = made.programs
     weights = made._weights_of.abstract()
     cache = jax.eval_shape(lambda: sampler.empty_cache(made.num_pages, made.page_tokens))
     state = jax.eval_shape(sampler.empty_state)

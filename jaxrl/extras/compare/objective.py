@@ -193,7 +193,9 @@ class Objective:
                 gradient = jax.tree.map(jnp.add, gradient, sums.gradients)
             else:
                 gradient = sums.gradients
-            metrics.append(jax.device_get(sums.finished_metrics(self.model.config.statistics)))
+            metrics.append(
+                jax.device_get(sums.finished_metrics(self.model.architecture.statistics))
+            )
             found = {"weights": packed.batch.token_weights, **read(params, batch, packed)}
             for name, values in found.items():
                 pieces = unpack(packed, np.asarray(values), [*kept.values()])
@@ -272,7 +274,7 @@ def _products(one: Params, other: Params) -> Any:
 
 def inner_products(one: Params, other: Params, model: Model) -> dict[str, float]:
     """Inner products of two gradients, by layer (`layer 0`, …) and by each other entry."""
-    architecture = model.config.plain
+    architecture = model.architecture.plain
     sums: dict[str, float] = {}
     for path, found in jax.device_get(_products(one, other)).items():
         names = [path[0]]

@@ -129,7 +129,7 @@ class ServedEngine(Engine):
         num_free = self.num_free_pages - sum(map(self._missing, running))
         for _, request in islice(self._queue, max(self.num_rows - len(running), 0)):
             read = len(request.prompt_ids) - 1
-            longest = read + min(self.sampler.num_steps, request.budget)
+            longest = read + min(self.programs.num_steps, request.budget)
             prompt = request.prompt
             is_read = prompt in seen or any(prompt in shard.prefixes for shard in self._shards)
             seen.add(prompt)
@@ -139,7 +139,7 @@ class ServedEngine(Engine):
 
     def _missing(self, row: Row) -> int:
         """Pages that a row takes beside its own for the next chunk."""
-        longest = row.longest(self.sampler.num_steps)
+        longest = row.longest(self.programs.num_steps)
         return max(pages_for(longest, self.page_tokens) - len(row.pages), 0)
 
     def _is_short(self, shard: Shard) -> bool:

@@ -140,7 +140,7 @@ def test_a_folder_is_served_within_its_positions(run, tiny_world):
     keys = {"rollout.max_total_tokens": 80, "rollout.chunk_tokens": 4}
     served = open_served(folder, Display(), name="ada", keys=keys)
     assert (served.name, served.engine.num_rows) == ("ada", 16)
-    assert (served.engine.max_total_tokens, served.engine.sampler.num_steps) == (80, 4)
+    assert (served.engine.max_total_tokens, served.engine.programs.num_steps) == (80, 4)
     with pytest.raises(ValueError, match="is no run, so that --model and --step name nothing"):
         open_served(folder, Display(), step=3)
     with pytest.raises(ValueError, match=r"config\.rollout\.max_total_tokens=999999 is beyond"):

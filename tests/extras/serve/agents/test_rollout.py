@@ -122,7 +122,7 @@ def test_replies_that_are_lost_are_given_again_and_trained_once(tmp_path, says_s
     assert [len(t.turns) for t in trained] == [4] * 4
     # Cancelled ones sampled some tokens that nobody saw, and no whole answer came twice.
     num_trained = sum(t.num_sampled for t in trained)
-    chunk = engine.sampler.num_steps
+    chunk = engine.programs.num_steps
     assert num_trained <= engine.counts.sampled - before <= num_trained + 4 * (6 + chunk)
 
 
