@@ -396,6 +396,8 @@ def test_an_operation_is_told_without_those_inside():
 
 @pytest.mark.minutes
 def test_where_the_time_of_a_step_goes(tiny_world, capsys):
+    import grain  # noqa: F401, defines flags that flagsaver else takes away for good
+
     with flagsaver.flagsaver():
         profile_step.main(["--stage=sft", f"--config=configs/debug_tiny.py:{tiny_world}"])
     jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
