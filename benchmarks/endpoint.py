@@ -40,9 +40,10 @@ from jaxrl.extras.serve.server import LOOPBACK, Endpoint, Server, Settings, take
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.sampling.rollout import Limits, Rollout
+from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Trajectory, members

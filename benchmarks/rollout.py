@@ -47,8 +47,9 @@ from benchmarks import common
 from jaxrl.runtime.sharding import local_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine, Request, sample_keys
+from jaxrl.sampling.episodes import Limits, Schedule
 from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.sampling.rollout import Limits, Rollout, Schedule
+from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.types import Draw, Group, Trajectory, members
 

@@ -47,8 +47,10 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.engine import Engine, Event
+from jaxrl.sampling.episodes import Limits, Schedule
 from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.sampling.rollout import Limits, Rollout, Sample, Schedule
+from jaxrl.sampling.rollout import Rollout
+from jaxrl.sampling.samples import Sample
 from jaxrl.sampling.stop_strings import StopAutomaton
 
 STOP = "?"

@@ -29,8 +29,10 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.files import written_whole
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling.engine import Engine, Event
+from jaxrl.sampling.episodes import Schedule
 from jaxrl.sampling.protocol import RolloutFunction, Sampling, Seeds
-from jaxrl.sampling.rollout import Rollout, Sample, Schedule, trajectory_of
+from jaxrl.sampling.rollout import Rollout
+from jaxrl.sampling.samples import Sample, trajectory_of
 from jaxrl.session import Session
 from jaxrl.settings import STAGES
 from jaxrl.training.ledger import Ledger

@@ -57,9 +57,10 @@ from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.sampling.contexts import Contexts
 from jaxrl.sampling.decode import scans
 from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.episodes import EpisodePlayer, Limits, Schedule
 from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
 from jaxrl.sampling.protocol import POLICIES, PROCESSOR, External, Processor, RolloutFunction
-from jaxrl.sampling.rollout import EpisodePlayer, Limits, Rollout, Schedule
+from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.sharing import shared
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Components, Stage

@@ -15,8 +15,9 @@ from jaxrl.envs.base import ToolResults
 from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.envs.protocol import SEARCH_R1, Protocol
 from jaxrl.sampling.contexts import Contexts, PlayedTurn
+from jaxrl.sampling.episodes import Limits
+from jaxrl.sampling.observations import encode_observation, encode_results, omitted
 from jaxrl.sampling.protocol import Processor
-from jaxrl.sampling.rollout import Limits, encode_observation, encode_results, omitted
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Attachment
 

@@ -26,7 +26,8 @@ from jaxrl.method import method_of
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import restore_targets, run
 from jaxrl.runtime.checkpoint import Checkpointer
-from jaxrl.sampling.rollout import Limits, Rollout, Schedule
+from jaxrl.sampling.episodes import Limits, Schedule
+from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.sharing import shared
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Progress

@@ -20,8 +20,8 @@ from jaxrl.components import assemble, settings_of
 from jaxrl.envs.base import Observation, OutageError, StepResult, Task
 from jaxrl.logs.display import Display
 from jaxrl.runtime.stopping import Interrupted
+from jaxrl.sampling.episodes import Schedule
 from jaxrl.sampling.protocol import WAITS
-from jaxrl.sampling.rollout import Schedule
 from jaxrl.session import Progress
 from tests.helpers import tiny_params
 from tests.runs import killed, lasting, records, run_settings, saved_progress

@@ -29,7 +29,8 @@ from jaxrl.envs.base import Episode, OutageError, Prompt, Task, Turn
 from jaxrl.envs.math import MathEnv
 from jaxrl.envs.resilient import PROBE
 from jaxrl.envs.retrieval import EmptySearch
-from jaxrl.sampling.rollout import Limits, Rollout
+from jaxrl.sampling.episodes import Limits
+from jaxrl.sampling.rollout import Rollout
 from tests.helpers import ROOT
 from tests.servers import Retriever, served
 from tests.toys import toy_tokenizer

@@ -21,7 +21,8 @@ from jaxrl.models.attention.kernels import find_reads
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.sampling.contexts import Contexts, PlayedTurn, drop_observations, last_turns
-from jaxrl.sampling.rollout import Limits, encode_observation
+from jaxrl.sampling.episodes import Limits
+from jaxrl.sampling.observations import encode_observation
 from jaxrl.training.measure import unpack
 from jaxrl.training.minibatches import as_trained
 from jaxrl.training.packing import BatchShape, computed, make_items, pack

@@ -44,7 +44,7 @@ from jaxrl.extras.endpoints.sent_images import sent_image
 from jaxrl.extras.vision.processor import BlankProcessor, Processor
 from jaxrl.logs.records import trajectory_record
 from jaxrl.logs.writers import write_images
-from jaxrl.sampling.rollout import EpisodePlayer, Limits, StartError
+from jaxrl.sampling.episodes import EpisodePlayer, Limits, StartError
 from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group

@@ -15,8 +15,9 @@ from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import Tool
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event
+from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.protocol import Counts, Sampling, Seeds
-from jaxrl.sampling.rollout import Limits, Rollout
+from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import supervised_loss
 from jaxrl.types import Batch, Draw, members

@@ -21,9 +21,11 @@ from jaxrl.envs.retrieval import KeywordSearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event
+from jaxrl.sampling.episodes import Limits
+from jaxrl.sampling.observations import encode_observation
+from jaxrl.sampling.observations import encode_results as encode_tool_results
 from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.sampling.rollout import Limits, Rollout, encode_observation
-from jaxrl.sampling.rollout import encode_results as encode_tool_results
+from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer, _byte_alphabet
 from jaxrl.types import Draw, members

@@ -14,8 +14,9 @@ from jaxrl.envs.base import Env, Reward, Task
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.sampling.rollout import Limits, Rollout
+from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, members

@@ -274,7 +274,7 @@ class Env(Protocol):
     `OutageError` of `step` without a fallback ends the run.
 
     An environment that plays its episodes itself has a method `rollout` too, which takes the
-    sampler and the further arguments of `sampling.rollout.EpisodePlayer` and returns a rollout, and
+    sampler and the further arguments of `sampling.episodes.EpisodePlayer`, returns a rollout, and
     may have an `engine_kind`, the class of its sampler. Nobody asks its `start` and `step`.
     """
 

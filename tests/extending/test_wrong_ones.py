@@ -18,7 +18,7 @@ from jaxrl.objectives.advantages import COLUMNS, ESTIMATORS
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.filters import FILTERS
 from jaxrl.objectives.losses import LOSSES
-from jaxrl.sampling.rollout import _checked_reward
+from jaxrl.sampling.replies import checked_reward
 from jaxrl.training.collect import check_filter
 from jaxrl.training.minibatches import check_aggregation
 from jaxrl.training.optimizer import SCHEDULES, check_schedule
@@ -449,4 +449,4 @@ def test_what_is_traced_is_what_a_step_has(monkeypatch):
 @pytest.mark.parametrize("value", [None, float("nan"), "1", 1j])
 def test_the_part_of_a_reward_that_is_no_number_is_named(value):
     with pytest.raises(ValueError, match="the reward's 'theirs' is"):
-        _checked_reward(Reward(parts={"theirs": value}, final_answer="", total=float("nan")))
+        checked_reward(Reward(parts={"theirs": value}, final_answer="", total=float("nan")))

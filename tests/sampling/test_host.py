@@ -12,7 +12,8 @@ from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.envs.calls import Threads
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Request
-from jaxrl.sampling.rollout import Sample, Schedule, Span, trajectory_of
+from jaxrl.sampling.episodes import Schedule
+from jaxrl.sampling.samples import Sample, Span, trajectory_of
 from tests.helpers import tiny_params
 from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
 

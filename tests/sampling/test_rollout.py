@@ -22,8 +22,9 @@ from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine
 from jaxrl.envs.reward_functions import RewardFunction, kind_of
 from jaxrl.envs.search import SearchEnv
+from jaxrl.sampling.observations import encode_observation
 from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.sampling.rollout import Rollout, encode_observation
+from jaxrl.sampling.rollout import Rollout
 from jaxrl.types import Draw
 from tests.helpers import tiny_params
 from tests.toys import (

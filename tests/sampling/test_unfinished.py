@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Observation, Outcome, StepResult, Task
+from jaxrl.sampling.episodes import Schedule
 from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.sampling.rollout import Rollout, Schedule
+from jaxrl.sampling.rollout import Rollout
 from jaxrl.types import Draw, members
 from tests.helpers import tiny_params
 from tests.toys import ROOMY, SMALL, Player, ScriptedEnv, script, toy_tokenizer

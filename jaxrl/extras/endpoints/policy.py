@@ -41,19 +41,11 @@ from jaxrl.envs.text import writable
 from jaxrl.envs.tools import Tool
 from jaxrl.extras.endpoints.completions import Completions, first_choice, policy_of
 from jaxrl.extras.endpoints.sent_images import sent_image, url_of
+from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule, StartError
 from jaxrl.sampling.protocol import Processor, Sampling
-from jaxrl.sampling.rollout import (
-    LOOK_S,
-    EpisodePlayer,
-    Limits,
-    Pay,
-    Sample,
-    Schedule,
-    StartError,
-    check_stop,
-    failed_step,
-    images_of,
-)
+from jaxrl.sampling.replies import failed_step, images_of
+from jaxrl.sampling.rollout import LOOK_S, check_stop
+from jaxrl.sampling.samples import Sample
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group
 

@@ -30,8 +30,8 @@ from jaxrl.envs.search import SearchEnv
 from jaxrl.extras.endpoints.policy import GO_ON, ChatModel, ChatRollout, read_turn
 from jaxrl.extras.vision.processor import BlankProcessor, Processor
 from jaxrl.runtime.stopping import Interrupted
+from jaxrl.sampling.episodes import Limits, Schedule
 from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.sampling.rollout import Limits, Schedule
 from jaxrl.training.ledger import Ledger
 from jaxrl.types import Draw, members
 from tests.images import drawn, encoded, looking_tokenizer, save_processor

@@ -23,7 +23,7 @@ from jaxrl.extras.serve.answers import Answer, Question, joined
 from jaxrl.extras.serve.engine import Way
 from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError
 from jaxrl.sampling.engine import context_key
-from jaxrl.sampling.rollout import Limits
+from jaxrl.sampling.episodes import Limits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,18 +38,10 @@ from jaxrl.extras.serve.engine import ServedEngine, Way
 from jaxrl.extras.serve.fields import RefusedError
 from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, Settings, take_port
 from jaxrl.extras.serve.worker import Worker
+from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule
 from jaxrl.sampling.protocol import Processor, Sampling
-from jaxrl.sampling.rollout import (
-    LOOK_S,
-    EpisodePlayer,
-    Limits,
-    Pay,
-    Sample,
-    Schedule,
-    check_stop,
-    keys_of,
-    places_of,
-)
+from jaxrl.sampling.rollout import LOOK_S, check_stop, keys_of, places_of
+from jaxrl.sampling.samples import Sample
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group
 

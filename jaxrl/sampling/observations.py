@@ -1,0 +1,99 @@
+"""What the environment says as token ids: encoded once, and cut to fit inside its tags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jaxrl.envs.base import Observation, ToolResults
+from jaxrl.sampling.contexts import OMITTED
+from jaxrl.tokenizer import Tokenizer
+
+
+def encode_observation(
+    tokenizer: Tokenizer,
+    observation: Observation,
+    *,
+    max_body_tokens: int,
+    room: int | None = None,
+    image_tokens: Sequence[int] = (),
+) -> tuple[list[int], str]:
+    """Ids of an observation whose body is cut to fit inside its tags, and its text as inserted.
+
+    Args:
+        tokenizer: with the chat template, which writes images.
+        observation: as it came.
+        max_body_tokens: of its text.
+        room: tokens of all of it; None: as many as it takes. Tags and images are written anyway.
+        image_tokens: of each of its images, which stand between text and suffix.
+    """
+    before, after = _tag_ids(tokenizer, observation.prefix), _tag_ids(tokenizer, observation.suffix)
+    images = [tokenizer.render_image(count) for count in image_tokens]
+    if room is not None:
+        room -= len(before) + len(after) + sum(len(ids) for ids, _ in images)
+        max_body_tokens = max(min(max_body_tokens, room), 0)
+    # One more than may stay: a body may be megabytes, of which no more is looked at.
+    body = tokenizer.encode_start(observation.body, max_body_tokens + 1)
+    shown = observation.body
+    if len(body) > max_body_tokens:
+        body = body[:max_body_tokens]
+        shown = tokenizer.decode(body)
+    return [
+        *before,
+        *body,
+        *(id for ids, _ in images for id in ids),
+        *after,
+    ], "".join([observation.prefix, shown, *(text for _, text in images), observation.suffix])
+
+
+@lru_cache(maxsize=64)
+def _tag_ids(tokenizer: Tokenizer, tag: str) -> tuple[int, ...]:
+    """Ids of what stands around an observation, nearly always the same."""
+    return tuple(tokenizer.encode(tag))
+
+
+def encode_results(
+    tokenizer: Tokenizer,
+    results: ToolResults,
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    max_result_tokens: int,
+    room: int | None = None,
+    image_tokens: Sequence[Sequence[int]] = (),
+) -> tuple[list[int], str]:
+    """Ids and text of a turn of results as the chat template writes it, each result cut to fit.
+
+    Args:
+        tokenizer: with the chat template.
+        results: as they came.
+        tools: what the template describes in this chat.
+        max_result_tokens: of each.
+        room: tokens of the whole turn, which the results share from the first to the last; None:
+            as many as they take. The template's own and images are written in any case.
+        image_tokens: of each result those of its images; () without any.
+    """
+    if room is not None:
+        bare, _ = tokenizer.render_results([""] * len(results.bodies), tools, image_tokens)
+        room -= len(bare)
+    shown = []
+    for body in results.bodies:
+        limit = max_result_tokens if room is None else max(min(max_result_tokens, room), 0)
+        ids = tokenizer.encode_start(body, limit + 1)
+        shown.append(body if len(ids) <= limit else tokenizer.decode(ids[:limit]))
+        room = None if room is None else room - min(len(ids), limit)
+    return tokenizer.render_results(shown, tools, image_tokens)
+
+
+def omitted(
+    tokenizer: Tokenizer,
+    observation: Observation | ToolResults | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Ids of an observation whose body is left out of a later context."""
+    if observation is None:
+        return []
+    if isinstance(observation, ToolResults):
+        return tokenizer.render_results([OMITTED] * len(observation.bodies), tools)[0]
+    parts = observation.prefix, OMITTED, observation.suffix
+    return [token for part in parts for token in tokenizer.encode(part)]
