@@ -138,7 +138,9 @@ def abandon(base_url, api_key, messages, *, waits):
     head = f"POST {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\n"
     head += f"Authorization: Bearer {api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((place.hostname, place.port)) as connection:
-        connection.sendall((head + body).encode())
+        # What may be followed by more leaves the machine with the end of the connection, which then
+        # is not later than the answer on a busy one.
+        connection.sendall((head + body).encode(), 0 if waits else socket.MSG_MORE)
         if waits:
             connection.recv(1, socket.MSG_PEEK)
 
