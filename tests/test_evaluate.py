@@ -6,18 +6,9 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Outcome, Task, Turn
-from jaxrl.evaluate import (
-    as_metrics,
-    as_record,
-    as_text,
-    one_line,
-    read_ledger,
-    read_metrics,
-    subset_sizes,
-    summarize,
-    write,
-)
+from jaxrl.evaluate import as_record, read_ledger, read_metrics, write
 from jaxrl.logs.metrics import num_unscored_suites
+from jaxrl.summaries import as_metrics, as_text, one_line, subset_sizes, summarize
 from jaxrl.tasks import check_data_sources
 from jaxrl.training.ledger import Ledger
 from jaxrl.types import Group
