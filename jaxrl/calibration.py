@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import CHUNK_TOKENS, LAG_CHUNKS
-from jaxrl.envs.base import OutageError
+from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.json_text import parse_json
 from jaxrl.runtime import distributed
 from jaxrl.runtime.files import written_whole
@@ -127,7 +127,8 @@ class Measuring(Rollout):
     def __init__(self, *arguments: Any):
         """Arguments as of `Rollout`."""
         super().__init__(*arguments)
-        self.calls_s: list[float] = []
+        self.calls_s: list[float] = []  # of those with a reply, not errors alone
+        self.num_failed = 0
         self.begun: dict[Future[Any], float] = {}  # calls under way, or given up
         self.turns: list[int] = []  # tokens of each
         self.marks: list[tuple[int, float, float]] = []  # chunks, time and processor time
@@ -147,6 +148,8 @@ class Measuring(Rollout):
         steps = steps[steps[:, 0] == 1]  # in which a chunk was dispatched
         if not len(steps):
             return None
+        if self.num_failed and not self.calls_s and not self.begun:
+            return None  # an environment that is mended takes longer
         chunk_s, host_s = np.median(steps[:, 1:], axis=0)
         # A call that has no reply takes at least as long as it has been under way.
         now = self.now()
@@ -172,10 +175,17 @@ class Measuring(Rollout):
         return call
 
     def _time(self, replies: Future[Any]) -> None:
+        def ended(call: Future[Any]) -> None:
+            took_s = self.now() - self.begun.pop(call)
+            if call.exception() or all(
+                one.outcome == Outcome.ENVIRONMENT_ERROR for one in call.result()
+            ):
+                self.num_failed += 1
+            else:
+                self.calls_s.append(took_s)
+
         self.begun[replies] = self.now()
-        replies.add_done_callback(
-            lambda ended: self.calls_s.append(self.now() - self.begun.pop(ended))
-        )
+        replies.add_done_callback(ended)
 
     def _append(
         self, samples: dict[int, Sample], events: Sequence[Event], version: int
@@ -288,8 +298,9 @@ class Calibration:
             raise Interrupted("the run was asked to stop")
         if not any(every):
             session.display.log(
-                "warning: no schedule could be measured, as hardly anything was sampled; this "
-                "start has the defaults, and the next one measures"
+                "warning: no schedule could be measured, as hardly anything was sampled or every "
+                "call of the environment failed; this start has the defaults, and the next one "
+                "measures"
             )
             return None, {}
         measured = slowest([Measured(**one) for one in every if one])

@@ -298,6 +298,18 @@ def test_a_call_that_was_given_up_took_as_long(calibrated):
 
 
 @pytest.mark.usefixtures("quick_to_measure")
+def test_an_environment_that_fails_at_once_says_nothing_of_its_calls(calibrated):
+    def fail():
+        raise OSError("no route to the host")
+
+    session, measured = calibrated(fail)
+    assert measured is None
+    [line] = session.said
+    assert "or every call of the environment failed; this start has the defaults" in line
+    assert session.progress.schedule == {}
+
+
+@pytest.mark.usefixtures("quick_to_measure")
 def test_what_was_measured_before_an_outage_is_in_the_ledger(calibrated):
     def before():
         raise OutageError("nobody answers")
