@@ -34,7 +34,7 @@ def encode_observation(
         room -= len(before) + len(after) + sum(len(ids) for ids, _ in images)
         max_body_tokens = max(min(max_body_tokens, room), 0)
     # One more than may stay: a body may be megabytes, of which no more is looked at.
-    body = tokenizer.encode_start(observation.body, max_body_tokens + 1)
+    body = _first_ids(tokenizer, observation.body, max_body_tokens + 1)
     shown = observation.body
     if len(body) > max_body_tokens:
         body = body[:max_body_tokens]
@@ -45,6 +45,22 @@ def encode_observation(
         *(id for ids, _ in images for id in ids),
         *after,
     ], "".join([observation.prefix, shown, *(text for _, text in images), observation.suffix])
+
+
+def _first_ids(tokenizer: Tokenizer, text: str, max_tokens: int) -> Sequence[int]:
+    """The first ids of a text, which episodes of a group often find alike: once for all of them."""
+    if len(text) > _MAX_KEPT:
+        return tokenizer.encode_start(text, max_tokens)
+    return _kept_ids(tokenizer, text, max_tokens)
+
+
+_MAX_KEPT = 2**14
+"""Characters of a text whose ids are kept, at most."""
+
+
+@lru_cache(maxsize=512)
+def _kept_ids(tokenizer: Tokenizer, text: str, max_tokens: int) -> tuple[int, ...]:
+    return tuple(tokenizer.encode_start(text, max_tokens))
 
 
 @lru_cache(maxsize=64)
@@ -79,7 +95,7 @@ def encode_results(
     shown = []
     for body in results.bodies:
         limit = max_result_tokens if room is None else max(min(max_result_tokens, room), 0)
-        ids = tokenizer.encode_start(body, limit + 1)
+        ids = _first_ids(tokenizer, body, limit + 1)
         shown.append(body if len(ids) <= limit else tokenizer.decode(ids[:limit]))
         room = None if room is None else room - min(len(ids), limit)
     return tokenizer.render_results(shown, tools, image_tokens)

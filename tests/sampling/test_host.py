@@ -13,6 +13,7 @@ from jaxrl.envs.calls import Threads
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Request
 from jaxrl.sampling.episodes import Schedule
+from jaxrl.sampling.observations import encode_observation
 from jaxrl.sampling.samples import Sample, Span, trajectory_of
 from tests.helpers import tiny_params
 from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
@@ -77,6 +78,23 @@ def test_a_span_goes_on_where_the_same_weights_sample_on():
     assert got.policy_versions.tolist() == [-1, 3, 3, 3, 3, 5, 6, 5, 6, 4, 4]
     assert got.rollout_logprobs.tolist() == [0, 0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5]
     np.testing.assert_array_equal(got.rollout_entropies, -got.rollout_logprobs)
+
+
+@pytest.mark.parametrize(("length", "num_calls"), [(30, 1), (2**14, 1), (2**14 + 1, 3)])
+def test_a_text_that_several_episodes_find_is_encoded_once(monkeypatch, length, num_calls):
+    tokenizer, texts = toy_tokenizer(), []
+    encode = tokenizer.encode_start
+    monkeypatch.setattr(
+        tokenizer, "encode_start", lambda text, count: texts.append(text) or encode(text, count)
+    )
+    body = "ok here " * length
+    note = Observation(prefix="[", body=body[:length], suffix="]")
+    found = [encode_observation(tokenizer, note, max_body_tokens=5) for _ in range(3)]
+    assert len(texts) == num_calls
+    assert found == [found[0]] * 3
+    ids = encode(note.body, 5)
+    assert found[0][0] == [*tokenizer.encode("["), *ids, *tokenizer.encode("]")]
+    assert found[0][1] == f"[{tokenizer.decode(ids)}]"
 
 
 class SlowEnv(ScriptedEnv):
