@@ -969,8 +969,9 @@ def page_tokens(config: ConfigDict, model: Architecture, target: Target) -> int:
 
 
 def _kernels(config: ConfigDict, model: Architecture, target: Target) -> str:
-    """Name of the attention kernels that are tried first."""
+    """Name of the attention kernels that are tried first; refuses what the run would."""
     own = config.model
+    model.check_kernels(target.platform, experts=own.experts, dtype=own.dtype)
     return decide(own.attention, target.platform, model.head_dim, own.dtype)[0]
 
 
