@@ -142,7 +142,7 @@ class Architecture(ABC):
         Raises:
             ValueError: names the key.
         """
-        return  # most models have none
+        return  # most models have attention alone
 
     def with_head(self, dtype: str) -> Architecture:
         """Returns this model with an output layer that multiplies in a dtype of its own.
