@@ -160,7 +160,8 @@ def test_what_is_wrong_with_some_queries_alone_is_found(name):
 
 
 ONE_HEAD = (..., slice(3, 4), slice(None))
-LATE = (slice(None), slice(900, None))  # keys of the shortest gradients: few queries read them
+# Keys of the shortest gradients: few queries read them.
+LATE, LATEST = ((slice(None), slice(start, None)) for start in (900, 950))
 
 
 def scaled(array, part, factor):
@@ -199,7 +200,11 @@ PARTS = {
         r"gradient of queries\[:, :, 3:4\]",
     ),
     "gradients of late keys": (
-        "train", lambda q, k, *rest: XLA.train(q, with_gradient(LATE, 1.02)(k), *rest),
+        "train", lambda q, k, *rest: XLA.train(q, with_gradient(LATE, 1.01)(k), *rest),
+        r"gradient of keys\[:, 938:1000\]",
+    ),
+    "gradients of the last keys, more": (
+        "train", lambda q, k, *rest: XLA.train(q, with_gradient(LATEST, 1.02)(k), *rest),
         r"gradient of keys\[:, 938:1000\]",
     ),
     "an expert": ("product", weigh_with_one_expert_off, r"outputs\[155:186\]"),
@@ -220,7 +225,7 @@ def test_what_is_wrong_with_a_part_alone_is_found(name):
     found = first_sound(lambda _: [made], {"bad": lambda: kernel}, made.reference)
     assert found.name == "xla", found.verdicts
     finding = found.verdicts[0].finding
-    assert re.match(rf"{piece}: off by (1\.0|2\.0)\d%, where at most", finding), finding
+    assert re.match(rf"{piece}: off by 1\.\d\d%, where at most", finding), finding
 
 
 def test_products_of_either_loop_pass():
