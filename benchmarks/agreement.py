@@ -110,7 +110,8 @@ def _trials(
     if table is attention_choice.TRAIN:
         return [trials.of_train(*sizes, dtype, device, shares_prompts=SHARES_PROMPTS[name])]
     of_pages = partial(trials.of_pages, *sizes, dtype, device, page_tokens=PAGE_TOKENS[name])
-    return [of_pages(num_queries=count) for count in (1, 64)]
+    block = attention_choice.append_block(device.platform, *sizes[:2])
+    return [of_pages(num_queries=count) for count in (1, block)]
 
 
 def far(got: Any, wanted: np.ndarray) -> float:

@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.claims_report import table
 from jaxrl.extras.kernels.attention_tpu import PagesCall, pages_call
+from jaxrl.models.attention.choice import append_block
 from jaxrl.models.attention.kernels import PAGE_TOKENS
-from jaxrl.sampling.decode import append_block
 from jaxrl.sampling.engine import append_sizes
 
 NUM_ROWS = 256
@@ -262,11 +262,12 @@ def mean_reading(model: Model, name: str, block: int, *, bandwidth: float, flops
     return Reading(*np.mean(costs, axis=0))
 
 
-def reading_rows(bandwidth: float, flops: float) -> list[list[str]]:
+def reading_rows(platform: str, bandwidth: float, flops: float) -> list[list[str]]:
     """Rows of the table of reading: milliseconds in all by block, and shares of the chosen one."""
-    rows, chosen = [], append_block("gpu")
+    rows = []
     for name in READS:
         for model_name, model in MODELS.items():
+            chosen = append_block(platform, model.num_heads, model.num_kv_heads)
             costs = {
                 block: mean_reading(model, name, block, bandwidth=bandwidth, flops=flops)
                 for block in BLOCKS
@@ -276,7 +277,7 @@ def reading_rows(bandwidth: float, flops: float) -> list[list[str]]:
                 for one in (costs[16], costs[chosen])
             ]
             times = [f"{costs[block].total_s * 1e3:.1f}" for block in BLOCKS]
-            rows.append([name, model_name, *shares, *times])
+            rows.append([name, model_name, *shares, str(chosen), *times])
     return rows
 
 
@@ -286,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes/s, for reading")
     parser.add_argument("--flops", type=float, default=790e12, help="operations/s, for reading")
     parser.add_argument("--tpu_bandwidth", type=float, default=1.6e12, help="bytes/s, for decoding")
+    parser.add_argument("--platform", default="gpu", choices=["gpu", "tpu"], help="for reading")
     flags = parser.parse_args(argv)
     print(
         table(
@@ -295,12 +297,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     )  # fmt: skip
     print()
-    chosen = append_block("gpu")
     print(
         table(
-            ["read", "model", "tokens computed, fetch over arithmetic: 16", f"{chosen}",
+            ["read", "model", "tokens computed, fetch over arithmetic: 16", "as chosen", "chosen",
              *(f"ms, {block}" for block in BLOCKS)],
-            reading_rows(flags.bandwidth, flags.flops),
+            reading_rows(flags.platform, flags.bandwidth, flags.flops),
         )
     )  # fmt: skip
 

@@ -390,6 +390,9 @@ ADVICE = {
 TOLD_SHARE = 0.1
 """Part of a rollout's time from which on it is told that the device waited."""
 
+TOLD_S = 1.0
+"""Seconds from which on a rollout is long enough for that to tell anything."""
+
 
 def telling(
     rollout: RolloutFunction, engine: Engine, schedule: Schedule, log: Callable[[str], None]
@@ -403,7 +406,7 @@ def telling(
         took_s = time.monotonic() - begun
         for cause, total in engine.waits.items():
             seconds = total - before.get(cause, 0.0)
-            if cause not in told and seconds > TOLD_SHARE * took_s:
+            if cause not in told and took_s >= TOLD_S and seconds > TOLD_SHARE * took_s:
                 told.add(cause)
                 advice = ADVICE[cause].format(lag=schedule.lag_chunks)
                 log(

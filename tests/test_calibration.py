@@ -345,18 +345,37 @@ class Accelerator:
         self.waits = {}
 
 
-def test_what_the_device_waits_for_is_told_once_with_the_key_to_change():
-    engine, said = Accelerator(), []
+@pytest.fixture
+def played(monkeypatch):
+    """Plays rollouts of so many seconds in which the device waited; returns what was said."""
+    engine, said, clock = Accelerator(), [], [100.0]
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
-    def rollout(draws, sampling):
-        time.sleep(0.02)
-        engine.waits[draws] = engine.waits.get(draws, 0.0) + sampling
+    def rollout(cause, seconds, *, took_s):
+        clock[0] += took_s
+        engine.waits[cause] = engine.waits.get(cause, 0.0) + seconds
         return []
 
     playing = telling(rollout, engine, Schedule(lag_chunks=4), said.append)
-    for cause, seconds in (("lag", 0.0), ("lag", 0.02), ("lag", 0.02), ("cache", 1), ("tasks", 1)):
-        playing(cause, seconds)
+
+    def play(*rollouts):
+        for cause, seconds, took_s in rollouts:
+            playing(cause, seconds, took_s=took_s)
+        return said
+
+    return play
+
+
+def test_what_the_device_waits_for_is_told_once_with_the_key_to_change(played):
+    said = played(("lag", 0, 2), ("lag", 0.3, 2), ("lag", 0.3, 2), ("cache", 1, 2), ("tasks", 1, 2))
     assert len(said) == 3
+    assert said[0].startswith("warning: for 0.3 of 2.0 s of a rollout the device waited for")
     assert "config.rollout.observation_lag_chunks higher than 4" in said[0]
     assert "config.rollout.cache_gib" in said[1]
     assert "config.rollout.tasks_per_step" in said[2]
+
+
+def test_a_rollout_of_less_than_a_second_tells_nothing(played):
+    # Nor does a tenth of a second; a rollout whose seconds count is still told of afterwards.
+    assert not played(("lag", 0.04, 0.2), ("lag", 0.9, 0.99), ("lag", 0.1, 1), ("lag", 0.9, 10))
+    assert len(played(("lag", 0.11, 1))) == 1

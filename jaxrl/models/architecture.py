@@ -136,6 +136,14 @@ class Architecture(ABC):
         """
         return self
 
+    def check_kernels(self, platform: str, *, experts: str, dtype: DTypeLike) -> None:
+        """Refuses what `on_mesh` would for a platform and a dtype, whose devices need not be there.
+
+        Raises:
+            ValueError: names the key.
+        """
+        return  # most models have attention alone
+
     def with_head(self, dtype: str) -> Architecture:
         """Returns this model with an output layer that multiplies in a dtype of its own.
 

@@ -55,6 +55,7 @@ class Around(Architecture):
     sample_states: Any = _of_model("sample_states")
     memory_terms: Any = _of_model("memory_terms")
     expert_terms: Any = _of_model("expert_terms")
+    check_kernels: Any = _of_model("check_kernels")
 
     @property
     def plain(self) -> Architecture:

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture
+from jaxrl.models.attention.choice import append_block
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import attend_chunk, merge
 from jaxrl.models.beside import Beside, TokenArray
@@ -169,7 +170,8 @@ class Programs:
     @cached_property
     def block(self) -> int:
         """Tokens of a row that are read side by side."""
-        return append_block(self.mesh.devices.flat[0].platform)
+        platform, model = self.mesh.devices.flat[0].platform, self.config
+        return append_block(platform, model.num_heads, model.num_kv_heads)
 
     def _split(self, cache: Cache) -> Cache:
         """Pages and heads stay split over the mesh, whatever the compiler would prefer."""
@@ -533,14 +535,6 @@ class Programs:
         outgoing = jax.tree.map(lambda pages: read(pages, sources), cache)
         cache = jax.tree.map(lambda pages, new: write(pages, targets, new), cache, incoming)
         return self._split(cache), self._split(outgoing)
-
-
-def append_block(platform: str) -> int:
-    """Tokens of a row that are read into the cache side by side; each such block reads its past.
-
-    Fewer would take an accelerator longer than products do, more are padding.
-    """
-    return 16 if platform == "cpu" else 64
 
 
 def unpacked(packed: Packed) -> Report:

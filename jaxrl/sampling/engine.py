@@ -209,7 +209,7 @@ def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
 
     Reading few costs an accelerator what reading many does; a CPU computes the padding.
     """
-    block = decode.append_block(platform)
+    block = 16 if platform == "cpu" else 128  # or a multiple of the model's, see `append_block`
     longest = -(-max_total_tokens // block) * block
     sizes = (64, 256) if platform == "cpu" else (256, 2048)
     return sorted({min(size, longest) for size in sizes})

@@ -159,6 +159,75 @@ def test_what_is_wrong_with_some_queries_alone_is_found(name):
         assert [one.is_sound for one in found.verdicts] == [False], found.verdicts
 
 
+ONE_HEAD = (..., slice(3, 4), slice(None))
+# Keys of the shortest gradients: few queries read them.
+LATE, LATEST = ((slice(None), slice(start, None)) for start in (900, 950))
+
+
+def scaled(array, part, factor):
+    return array.at[part].set((array[part].astype(jnp.float32) * factor).astype(array.dtype))
+
+
+def with_gradient(part, factor):
+    """The identity, whose gradient is scaled in a part."""
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), lambda _, g: (scaled(g, part, factor),))
+    return same
+
+
+def attend_with_one_head_off(*arguments):
+    out, lse = XLA.attend_pages(*arguments)
+    return scaled(out, ONE_HEAD, 1.01), lse
+
+
+def attend_with_the_weights_of_one_head_off(*arguments):
+    out, lse = XLA.attend_pages(*arguments)
+    return out, lse.at[..., 3].add(0.01)
+
+
+def weigh_with_one_expert_off(rows, weights, sizes):
+    return grouped_product_of_known_length(rows, scaled(weights, 3, 1.01), sizes)
+
+
+PARTS = {
+    "a head in decoding": ("decode", attend_with_one_head_off, r"outputs\[:, :, 3:4\]"),
+    "a head in reading": ("read", attend_with_one_head_off, r"outputs\[:, :, 3:4\]"),
+    "weights of a head": (
+        "read", attend_with_the_weights_of_one_head_off, r"means of weights\[:, :, 3:4\]"
+    ),
+    "gradients of a head": (
+        "train", lambda q, *rest: XLA.train(with_gradient(ONE_HEAD, 1.01)(q), *rest),
+        r"gradient of queries\[:, :, 3:4\]",
+    ),
+    "gradients of late keys": (
+        "train", lambda q, k, *rest: XLA.train(q, with_gradient(LATE, 1.01)(k), *rest),
+        r"gradient of keys\[:, 938:1000\]",
+    ),
+    "gradients of the last keys, more": (
+        "train", lambda q, k, *rest: XLA.train(q, with_gradient(LATEST, 1.02)(k), *rest),
+        r"gradient of keys\[:, 938:1000\]",
+    ),
+    "an expert": ("product", weigh_with_one_expert_off, r"outputs\[155:186\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_is_wrong_with_a_part_alone_is_found(name):
+    """Over the whole array it is no more than rounding."""
+    kind, kernel, piece = PARTS[name]
+    heads = 10, 2, 32, jnp.bfloat16, DEVICE
+    made = {
+        "decode": partial(trials.of_pages, *heads, page_tokens=16, num_queries=1),
+        "read": partial(trials.of_pages, *heads, page_tokens=16, num_queries=16),
+        "train": partial(trials.of_train, *heads, shares_prompts=True),
+        "product": lambda: trial("product", jnp.bfloat16)[0],
+    }[kind]()
+    found = first_sound(lambda _: [made], {"bad": lambda: kernel}, made.reference)
+    assert found.name == "xla", found.verdicts
+    finding = found.verdicts[0].finding
+    assert re.match(rf"{piece}: off by 1\.\d\d%, where at most", finding), finding
+
+
 def test_products_of_either_loop_pass():
     made, reference = trial("product", jnp.bfloat16)
     found = first_sound(lambda _: [made], {"loop": lambda: grouped_product}, reference)

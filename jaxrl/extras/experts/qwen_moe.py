@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxrl.extras.experts import routing
-from jaxrl.extras.experts.choice import choose
+from jaxrl.extras.experts.choice import choose, decide
 from jaxrl.extras.experts.dispatch import XLA, Experts
 from jaxrl.extras.experts.routing import ROUTED, Found
 from jaxrl.models.architecture import Fused, MemoryTerms, Verdict
@@ -223,6 +223,10 @@ class QwenMoeConfig(QwenConfig):
         return replace(
             self, experts=choose(experts, mesh, self.width, self.expert_width, check_dtype)
         )
+
+    def check_kernels(self, platform: str, *, experts: str, dtype: DTypeLike) -> None:
+        """See `Architecture`."""
+        decide(experts, platform, dtype)
 
     @property
     def shown_kernels(self) -> str:

@@ -118,7 +118,7 @@ def of_pages(
         # A mean of n values is about n^-1/2 long, and n weights add up to about n: without that a
         # few queries, which read the least or the most, would hide what is wrong with the others.
         count = jnp.maximum(limits, 1)[:, :, None]
-        return out * jnp.sqrt(count)[..., None], jnp.exp(lse) / count
+        return out * jnp.sqrt(count)[..., None], (jnp.exp(lse) / count)[..., None]
 
     return Trial(
         operation="attention of the sampler, " + ("decoding" if num_queries == 1 else "reading"),

@@ -34,7 +34,7 @@ from jaxrl.method import (
     records_arrays,
 )
 from jaxrl.models.architecture import Architecture, MemoryTerms
-from jaxrl.models.attention.choice import copies_past, decide
+from jaxrl.models.attention.choice import append_block, copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
 from jaxrl.models.beside import TokenArray
@@ -55,7 +55,6 @@ from jaxrl.runtime.sharding import (
     param_shardings,
     spans_processes,
 )
-from jaxrl.sampling.decode import append_block
 from jaxrl.sampling.engine import append_sizes, row_sizes
 from jaxrl.sampling.pages import pages_for
 from jaxrl.tasks import sources_of
@@ -969,8 +968,9 @@ def page_tokens(config: ConfigDict, model: Architecture, target: Target) -> int:
 
 
 def _kernels(config: ConfigDict, model: Architecture, target: Target) -> str:
-    """Name of the attention kernels that are tried first."""
+    """Name of the attention kernels that are tried first; refuses what the run would."""
     own = config.model
+    model.check_kernels(target.platform, experts=own.experts, dtype=own.dtype)
     return decide(own.attention, target.platform, model.head_dim, own.dtype)[0]
 
 
@@ -1003,7 +1003,8 @@ class _Sampler:
         past = busy * table_pages * page_bytes if copies_past(kernels, target.platform) else 0
         read = append_sizes(target.platform, context_tokens(config))[-1]
         # Of each turn of the XLA loop over pages.
-        turn_tokens = read // append_block(target.platform) * TURN_TOKENS
+        block = append_block(target.platform, model.num_heads, model.num_kv_heads)
+        turn_tokens = read // block * TURN_TOKENS
         read_values = terms.layer.read_activations
         if terms.experts is not None and target.platform != "cpu":
             read_values -= terms.experts.read_reused

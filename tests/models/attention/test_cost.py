@@ -8,12 +8,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks import kernel_cost as cost
 from jaxrl.extras.kernels import attention_tpu as tpu
+from jaxrl.models.attention.choice import append_block
 from jaxrl.models.attention.kernels import PAGE_TOKENS
-from jaxrl.sampling.decode import append_block
 from tests.models.attention.brute import brute_force_pages, random_pages
 
 PAGE = PAGE_TOKENS["mosaic"]
-H200 = {"bandwidth": 4.3e12, "flops": 790e12}
+RATES = {
+    "gpu": {"bandwidth": 4.3e12, "flops": 790e12},  # of an H200
+    "tpu": {"bandwidth": 1.6e12, "flops": 734e12},  # of a v6e
+}
+H200 = RATES["gpu"]
+
+
+def block_of(platform, model):
+    return append_block(platform, model.num_heads, model.num_kv_heads)
 
 
 def test_a_block_that_stays_is_moved_once():
@@ -68,7 +76,8 @@ def test_where_nothing_is_live_there_is_one_step_that_copies_nothing():
 
 @pytest.mark.parametrize("name", cost.MODELS)
 def test_reading_on_a_tpu_fetches_the_past_of_each_block_once(name):
-    block, model = append_block("tpu"), cost.MODELS[name]
+    model = cost.MODELS[name]
+    block = block_of("tpu", model)
     [(_, pieces), *_] = cost.calls_of([(700, 500), (0, 300)], block, [2048])
     starts, counts = np.transpose(pieces)
     index = np.arange(block)
@@ -96,15 +105,30 @@ def test_a_kernel_multiplies_no_page_but_live_ones_whenever_copies_come(copies, 
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
+@pytest.mark.parametrize("platform", RATES)
 @pytest.mark.parametrize("model", cost.MODELS)
-def test_reading_takes_no_longer_than_its_arithmetic(model):
-    sizes = cost.MODELS[model]
+def test_reading_takes_no_longer_than_its_arithmetic(model, platform):
+    sizes, rates = cost.MODELS[model], RATES[platform]
     for name in cost.READS:
-        found = cost.mean_reading(sizes, name, append_block("gpu"), **H200)
-        assert found.fetch_s <= found.arithmetic_s
-        of_blocks = [cost.mean_reading(sizes, name, block, **H200) for block in cost.BLOCKS]
+        found = cost.mean_reading(sizes, name, block_of(platform, sizes), **rates)
+        of_blocks = [cost.mean_reading(sizes, name, block, **rates) for block in cost.BLOCKS]
         best = min(one.total_s for one in of_blocks)
+        if (platform, model, name) == ("tpu", "Qwen3-0.6B", "short observations"):
+            # Each is in one block, of any size: what it fetches is as long, and padding costs.
+            assert found.fetch_s == of_blocks[-2].fetch_s
+            assert found.total_s <= 1.35 * best
+            continue
+        assert found.fetch_s <= found.arithmetic_s
+        # A long prompt alone would go on gaining, by what all others lose.
         assert found.total_s <= (1.25 if name.startswith("a prompt") else 1.1) * best
+
+
+def test_a_block_is_larger_where_a_tpu_would_wait_and_its_queries_fit():
+    found = {name: block_of("tpu", model) for name, model in cost.MODELS.items()}
+    assert found == {"Qwen3-0.6B": 128} | dict.fromkeys(list(cost.MODELS)[1:], 64)
+    assert append_block("tpu", 32, 32) == 64  # 16 MiB of a v4 would not hold them
+    assert {block_of("gpu", model) for model in cost.MODELS.values()} == {64}
+    assert append_block("cpu", 16, 8) == 16
 
 
 def test_an_8k_prompt_in_blocks_of_16_reads_240_gb():
@@ -117,7 +141,7 @@ def test_few_tokens_more_are_computed_than_there_are():
     model = cost.MODELS["Qwen2.5-7B"]
     padding = {
         name: (lambda one: one.computed / one.there)(
-            cost.mean_reading(model, name, append_block("gpu"), **H200)
+            cost.mean_reading(model, name, block_of("gpu", model), **H200)
         )
         for name in cost.READS
     }

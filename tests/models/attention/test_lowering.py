@@ -14,6 +14,7 @@ import pytest
 
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
+from jaxrl.models.attention.choice import append_block
 from tests.helpers import ROOT
 from tests.programs import for_gpu, lowered_for_gpu, v6e_chip
 
@@ -75,11 +76,14 @@ HEADS = {
     "Qwen2.5-7B": (28, 4, 128),
     "Qwen3-30B-A3B": (32, 4, 128),
 }
-PROGRAMS = {"decode": (256, 1), "read": (32, 64)}  # blocks and queries
+PROGRAMS = ("decode", "read")
 
 
 def tpu_inputs(program, model, **settings):
-    return page_inputs(*PROGRAMS[program], *HEADS[model], 128, 64, "bfloat16", **settings)
+    """Of 256 rows, or of blocks of 2,048 tokens."""
+    block = append_block("tpu", *HEADS[model][:2])
+    sizes = (256, 1) if program == "decode" else (2048 // block, block)
+    return page_inputs(*sizes, *HEADS[model], 128, 64, "bfloat16", **settings)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -24,6 +24,7 @@ from tests.runtime.plan.cases import (
     AHEAD,
     NODE,
     QWEN_7B,
+    QWEN_30B,
     QWEN_32B,
     ROOT,
     large_run,
@@ -503,6 +504,21 @@ def test_a_cpu_has_a_chunk_of_logits_once():
 
 FEW_LAYERS = ("--model=0.6b", "--layers=4", "--dtype=bfloat16")
 BFLOAT16_ADAPTER = ("model.lora.rank=8", "model.lora.base_dtype=bfloat16")
+
+
+def test_kernels_that_a_run_refuses_are_refused():
+    # A Hopper chip would round numbers of 32 bits, in products with experts as in attention.
+    narrow, wide = ({"model.dtype": name} for name in ("bfloat16", "float32"))
+    for key, model in (("attention", QWEN_7B), ("experts", QWEN_30B)):
+        named = {f"model.{key}": "mosaic_gpu"}
+        memory.make_plan(large_run(**named, **narrow), model, NODE)
+        with pytest.raises(ValueError, match=rf"model\.{key} is 'mosaic_gpu', .*is 'float32'"):
+            memory.make_plan(large_run(**named, **wide), model, NODE)
+        tpus = replace(NODE, platform="tpu")
+        with pytest.raises(ValueError, match=rf"model\.{key} is 'mosaic_gpu', .*devices are tpus"):
+            memory.make_plan(large_run(**named, **narrow), model, tpus)
+    # A model without experts has no such products.
+    memory.make_plan(large_run(**{"model.experts": "mosaic_gpu"}, **wide), QWEN_7B, NODE)
 
 
 class TestAgainstTheCompiler:
