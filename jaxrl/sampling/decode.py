@@ -170,7 +170,7 @@ class Programs:
     @cached_property
     def block(self) -> int:
         """Tokens of a row that are read side by side."""
-        platform, model = self.mesh.devices.flat[0].platform, self.config
+        platform, model = self.mesh.devices.flat[0].platform, self.architecture
         return append_block(platform, model.num_heads, model.num_kv_heads)
 
     def _split(self, cache: Cache) -> Cache:
