@@ -118,11 +118,11 @@ def seconds(pattern, method, case, size):
     if isinstance(pattern.pattern, bytes):
         text = text.encode("latin-1")
     arguments = (text[:0], text) if method in ("sub", "subn") else (text,)
-    began = time.process_time()
+    began = time.thread_time()
     found = getattr(pattern, method)(*arguments)
     for _ in found if method == "finditer" else ():
         pass
-    return time.process_time() - began
+    return time.thread_time() - began
 
 
 def slow_case(pattern, method, size):
@@ -134,9 +134,12 @@ def slow_case(pattern, method, size):
     for length, kept in (*shorter, (2_000, 4), (30_000, 2), (200_000, 1), (size, 1)):
         timed = []
         for case in cases:
-            timed.append((seconds(pattern, method, case, min(length, size)), case))
-            if timed[-1][0] > LIMIT_S:
+            took = seconds(pattern, method, case, min(length, size))
+            if took > LIMIT_S:  # again: the first time Python may have looked for garbage
+                took = seconds(pattern, method, case, min(length, size))
+            if took > LIMIT_S:
                 return case
+            timed.append((took, case))
         cases = [case for _, case in sorted(timed)[-kept:]]
     return None
 
