@@ -6,16 +6,22 @@ know yet. They are lowered in `test_tokamax.py`.
 
 import heapq
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.extras.kernels import gradients_hopper as hopper
-from jaxrl.models.attention.kernels import find_reads
-from jaxrl.models.attention.reference import in_blocks
+from jaxrl.models.attention import kernels, reference
 from tests.models.attention.brute import random_rows
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 BLOCK, TILE = hopper.BLOCK, hopper.TILE
+find_reads = jax.jit(kernels.find_reads)
+in_blocks = jax.jit(reference.in_blocks, static_argnums=4)
+blocks_of_keys = jax.jit(hopper._blocks_of_keys, static_argnums=1)
+blocks_of_queries = jax.jit(hopper._blocks_of_queries, static_argnums=1)
 
 
 def packed(rng, num_queries, num_tokens, shares_prompts):
@@ -54,7 +60,7 @@ def test_queries_go_once_over_each_key_block_that_they_read(
     for seed in range(5):
         rng = np.random.default_rng(seed)
         given, reads, how = packed(rng, num_queries, num_tokens, shares_prompts)
-        blocks, whole = (np.asarray(x) for x in hopper._blocks_of_keys(given, how))
+        blocks, whole = (np.asarray(x) for x in blocks_of_keys(given, how))
         is_any, _ = by_block(reads, TILE, BLOCK)
         _, is_all = by_block(reads, BLOCK, BLOCK)
         for row, tile in np.ndindex(blocks.shape[:2]):
@@ -78,7 +84,7 @@ def test_keys_go_over_all_query_blocks_that_read_them(num_queries, num_tokens, s
     for seed in range(5):
         rng = np.random.default_rng(seed)
         given, reads, how = packed(rng, num_queries, num_tokens, shares_prompts)
-        blocks, whole = (np.asarray(x) for x in hopper._blocks_of_queries(given, how))
+        blocks, whole = (np.asarray(x) for x in blocks_of_queries(given, how))
         is_any, is_all = by_block(reads, BLOCK, BLOCK)
         for row, tile in np.ndindex(blocks.shape[:2]):
             first, count = blocks[row, tile]
@@ -100,12 +106,12 @@ def test_work_follows_the_segments_and_not_the_row():
     segment_ids = jnp.repeat(jnp.arange(1, 33), 128)[None]
     given = find_reads(segment_ids, jnp.tile(jnp.arange(128), 32)[None])
     how = settings(4096, 4096)
-    assert int(hopper._blocks_of_keys(given, how)[0][..., 3].sum()) == 32 * 2
-    assert int(hopper._blocks_of_queries(given, how)[0][..., 1].sum()) == 32 * 2
+    assert int(blocks_of_keys(given, how)[0][..., 3].sum()) == 32 * 2
+    assert int(blocks_of_queries(given, how)[0][..., 1].sum()) == 32 * 2
     whole = find_reads(jnp.ones((1, 4096), jnp.int32), jnp.arange(4096)[None])
-    assert int(hopper._blocks_of_keys(whole, how)[0][..., 3].sum()) == 2 * sum(range(1, 33))
+    assert int(blocks_of_keys(whole, how)[0][..., 3].sum()) == 2 * sum(range(1, 33))
     # Of one segment no block of queries needs a mask before the diagonal.
-    assert int(hopper._blocks_of_keys(whole, how)[1].max()) == 0
+    assert int(blocks_of_keys(whole, how)[1].max()) == 0
 
 
 def test_readers_of_a_shared_prompt_are_its_own():
@@ -113,9 +119,9 @@ def test_readers_of_a_shared_prompt_are_its_own():
     segment_ids = jnp.repeat(jnp.array([1, 2, 3]), jnp.array([256, 128, 128]))[None]
     positions = jnp.concatenate([jnp.arange(256), *[jnp.arange(128, 256)] * 2])[None]
     given = find_reads(segment_ids, positions)
-    blocks, _ = hopper._blocks_of_queries(given, settings(512, 512))
+    blocks, _ = blocks_of_queries(given, settings(512, 512))
     assert blocks[0].tolist() == [[0, 8], [2, 2], [4, 2], [6, 2]]
-    blocks, _ = hopper._blocks_of_keys(given, settings(512, 512))
+    blocks, _ = blocks_of_keys(given, settings(512, 512))
     # Of the third segment: two blocks of the prompt, from block 0 on, then two of its own.
     assert blocks[0, 3].tolist() == [0, 2, 6, 4]
 
@@ -144,8 +150,8 @@ def test_programs_with_the_longest_loops_start_first(name):
     given = find_reads(*(jnp.tile(jnp.asarray(x), (2, 1)) for x in (ids, positions)))
     how = settings(len(ids), len(ids))
     heads, key_heads = 16, 8
-    keys = 2 * np.asarray(hopper._blocks_of_queries(given, how)[0])[..., 1].T
-    queries = np.asarray(hopper._blocks_of_keys(given, how)[0])[..., 3].T
+    keys = 2 * np.asarray(blocks_of_queries(given, how)[0])[..., 1].T
+    queries = np.asarray(blocks_of_keys(given, how)[0])[..., 3].T
     for costs, count, place in ((keys, key_heads, 1), (queries, heads, -1)):
         new, old = (
             np.repeat(costs[::place], count),
