@@ -17,6 +17,8 @@ from jaxrl.runtime.sharding import make_mesh
 from tests.helpers import ROOT, with_devices
 from tests.toys import one_device_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def unembed(tables, hidden):
     return project("vd", hidden, tables["embedding"], tables["embedding"])

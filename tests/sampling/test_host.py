@@ -18,6 +18,8 @@ from jaxrl.sampling.samples import Sample, Span, trajectory_of
 from tests.helpers import tiny_params
 from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 STOPS = tuple("abcdefghijklmnop")
 PARAMS = tiny_params(SMALL, seed=11)
 

@@ -13,6 +13,8 @@ from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.weights import Weights, given_up, related
 from tests.helpers import TINY, tiny_params
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TIED = replace(TINY, tie_embeddings=True)
 ADAPTED = Adapter(model=TIED, rank=4, alpha=8.0, targets=find_targets(TIED, ["all-linear"]))
 

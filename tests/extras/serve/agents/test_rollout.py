@@ -29,6 +29,8 @@ from tests.extras.serve.agents.played import (
 )
 from tests.extras.serve.served import PARAMS, make_engine
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def sampled_sets(trajectory):
     """Prompt and ids of each run of sampled tokens, in the trajectory's own words."""
