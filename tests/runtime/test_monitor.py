@@ -43,7 +43,8 @@ class Worker:
         self._is_silent = threading.Event()
         self.settings = settings
         self.write(**settings)
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._heart = threading.Thread(target=self._beat, daemon=True)
+        self._heart.start()
 
     def _beat(self):
         while not self._is_silent.wait(0.3):
@@ -56,17 +57,16 @@ class Worker:
     def stop(self):
         """As SIGSTOP: no more signs of life."""
         self._is_silent.set()
+        self._heart.join()
 
     def die(self):
         """As SIGKILL: the pipe is closed too."""
         self.stop()
-        time.sleep(0.4)
         self.process.kill()
         self.monitor.stdin.close()
 
     def finish(self):
         self.stop()
-        time.sleep(0.4)
         self.write(finished=True)
 
     def told(self):
