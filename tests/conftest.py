@@ -20,6 +20,10 @@ if version("jaxlib").startswith("0.10."):
     QUICK_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_FLAGS))
 
+# OpenBLAS's threads turn in wait for the next product. This process has numpy already, but those
+# that it starts, pytest's others among them, have one thread each.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # Programs of tests do not stay with those of the user. Other processes of pytest take this one's.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     CACHES = tempfile.TemporaryDirectory(prefix="jaxrl-caches-")
