@@ -1,6 +1,7 @@
 """Actions on signs in runs: going back is other draws and half the rate, also after a kill."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import types
@@ -12,6 +13,7 @@ from jaxrl import train
 from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.logs.display import Display
+from jaxrl.method import method_of
 from jaxrl.run import run
 from jaxrl.runtime import rolling_back
 from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, steps_in
@@ -62,9 +64,16 @@ def watching(tiny_world, cache_folder, action, settings=(("step", 5), ("since", 
     return make(tiny_world, cache_folder, **own, **changes)
 
 
+PARTS = []
+
+
 def play(config, workdir):
+    """Runs with the engine and the update of the first run: a watch changes no program."""
+    PARTS[:] = PARTS or [assemble(config)]
+    stage = dataclasses.replace(PARTS[0].stages["train"], num_steps=config.num_steps)
+    parts = dataclasses.replace(PARTS[0], method=method_of(config), stages={"train": stage})
     workdir.mkdir(exist_ok=True)
-    run(settings_of(config), workdir, assemble(config), Display())
+    run(settings_of(config), workdir, parts, Display())
     return workdir
 
 
