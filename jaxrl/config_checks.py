@@ -167,11 +167,11 @@ WARNINGS = (
         "0.1 to 0.3 with loss.name='clip'",
     ),
 )
-"""Unusual settings, which are not refused."""
+"""Unusual settings of training, which are not refused."""
 
 
 def warnings(config: ConfigDict) -> list[str]:
-    """A line for each choice that is unusual: the key, what it holds, what is usual."""
+    """A line for each unusual choice of a run that trains: the key, its value, what is usual."""
     return [
         f"warning: config.{rule.key} is {_value(config, rule.key)!r}; usual is {rule.expected}"
         for rule in WARNINGS

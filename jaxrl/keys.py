@@ -155,7 +155,7 @@ class Brought:
 
 
 def brought_by(folder: str) -> Brought:
-    """What `KEYS`, `RULES` and `WARNINGS` of `extras/<folder>/keys.py` hold; nothing without it."""
+    """Loads `KEYS`, `RULES` and `WARNINGS` of a folder's `keys.py`; nothing where it is missing."""
     name = f"jaxrl.extras.{folder}.keys"
     try:
         module = importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""What answers to held-out tasks say: measures with intervals, as metrics and as text.
+"""Measures of answers to held-out tasks, with intervals, as metrics and as text.
 
 `docs/evaluation.md` says what every number is. Trajectories may come from anywhere, as long as they
 are in the order of the tasks.
@@ -297,7 +297,7 @@ MORE = {
 
 EVIDENCE = {
     "answer_in_results": "in results",
-    "retrieved_but_ignored": "of these wrong",
+    "retrieved_but_ignored": "in results, wrong",
     "right_without_evidence": "right without",
     "redundant_searches": "redundant searches",
 }

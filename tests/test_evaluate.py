@@ -543,11 +543,11 @@ def test_of_an_answer_without_an_exact_match_nobody_says_whether_it_is_right():
 
 
 EVIDENCE_TABLE = """
-answer  in results  of these wrong  right without  redundant searches
-all          0.500           0.250          0.250                0.50
-nq           0.500           0.000          0.500                0.00
-hotpot       0.500           0.500          0.000                1.00
-mean         0.500           0.250          0.250                0.50"""
+answer  in results  in results, wrong  right without  redundant searches
+all          0.500              0.250          0.250                0.50
+nq           0.500              0.000          0.500                0.00
+hotpot       0.500              0.500          0.000                1.00
+mean         0.500              0.250          0.250                0.50"""
 
 
 def test_a_table_of_where_answers_come_from():

@@ -39,7 +39,12 @@ def entries_with_layers(model: Architecture) -> set[str]:
 
 
 class Model:
-    """The policy without its parameters: architecture, mesh, kernels and settings of passes."""
+    """The policy without its trained parameters: architecture, mesh, kernels, settings of passes.
+
+    Attributes:
+        base: the weights that are not trained, on the mesh; {} until they are loaded.
+        trained, frozen: the declarations of both parts of the parameters.
+    """
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ class _Chunk:
 
 
 class _Piece(NamedTuple):
-    """Up to `Sampler.block` tokens that a row has to read."""
+    """Up to `Programs.block` tokens that a row has to read."""
 
     row: Row
     start: int  # position of the first one
@@ -1000,7 +1000,7 @@ class Engine:
         return given, members
 
     def _read_tokens(self, running: list[list[Row]]) -> None:
-        """Reads what rows have to read before they are decoded, in pieces of `Sampler.block`.
+        """Reads what rows have to read before they are decoded, in pieces of `Programs.block`.
 
         Attachments are embedded for as many rows at a time as there is room for. Text goes through
         the same programs; the embeddings that lie there from before are not read.

@@ -144,7 +144,7 @@ class EpisodePlayer:
 
     @property
     def _recorded(self) -> Mapping[str, TokenArray]:
-        """Arrays by token that who writes the turns records."""
+        """Arrays that are recorded for each token, by name; none without an engine."""
         return {}
 
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
@@ -169,7 +169,7 @@ class EpisodePlayer:
                     prompt_length=len(prompt),
                     attachments=list(images),
                 )
-                sample.append_prompt()
+                sample.begin_first_turn()
                 if failure is not None:
                     sample.episode.turns.append(Turn(text="", error=failure))
                     sample.episode.outcome = Outcome.ENVIRONMENT_ERROR

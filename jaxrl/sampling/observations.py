@@ -1,4 +1,4 @@
-"""What the environment says as token ids: encoded once, and cut to fit inside its tags."""
+"""Token ids of what the environment says, encoded once and cut to fit inside its tags."""
 
 from __future__ import annotations
 

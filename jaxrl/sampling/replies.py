@@ -1,4 +1,4 @@
-"""What an environment returned, checked: of the right types, and such as JSON can hold."""
+"""Checks of what an environment returns: types, and texts and numbers that JSON can hold."""
 
 from __future__ import annotations
 

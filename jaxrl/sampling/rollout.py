@@ -38,8 +38,8 @@ _PATIENCE_S = 5.0
 """Seconds in which calls under way may end when a rollout is broken off."""
 
 LOOK_S, GLANCE_S = 1.0, 0.005
-"""Seconds between two looks whether to stop, while there is nothing to do but wait, and between two
-whether the device is done, which is so long not seen to wait."""
+"""Seconds between two checks whether to stop while a rollout waits, and between two whether the
+device has become idle; its waiting is counted from the check that finds it so."""
 
 _NOBODY = -1
 
@@ -179,8 +179,8 @@ class Rollout(EpisodePlayer):
         Args:
             groups: all samples.
             samples: those in the engine, by request.
-            calls: of the environment under way.
-            sampling: see `__call__`, also of the others.
+            calls: under way, in the order in which they were made.
+            sampling: as `__call__` takes it.
             should_stop: likewise.
             progress: likewise.
         """

@@ -51,7 +51,7 @@ class Sample:
     reward_records: tuple[CallRecord, ...] = ()
     usage: Mapping[str, float] = field(default_factory=dict)  # of a model behind an endpoint
 
-    def append_prompt(self) -> None:
+    def begin_first_turn(self) -> None:
         """Begins the first turn, behind the prompt."""
         self.turn_starts = [self.prompt_length]
 
@@ -135,7 +135,11 @@ class Sample:
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
     def finished(self, reward: Reward) -> Finished:
-        """The trajectory with what the environment found in it."""
+        """The trajectory for whoever pays it.
+
+        Its `completion_ids` are all ids behind the prompt; those that a later context repeats
+        stand there once.
+        """
         ids, first = [], self.prompt_length
         for start, count in self.contexts:
             ids += self.token_ids[first:start]

@@ -52,7 +52,7 @@ def test_a_report_reaches_the_host_bit_for_bit():
 def test_a_trajectory_is_made_of_spans():
     episode = SimpleNamespace(task=None, opener="", turns=[], outcome=Outcome.ANSWERED)
     sample = Sample(episode=episode, sample_index=0, attempt=0, token_ids=[1, 2], prompt_length=2)
-    sample.append_prompt()
+    sample.begin_first_turn()
     sample.append([3, 4], np.float32([-1, -2]), np.float32([0.5, 0.25]), 7)
     sample.append([], np.float32([]), np.float32([]), 7)
     sample.append_observation([5])
@@ -70,7 +70,7 @@ def test_a_trajectory_is_made_of_spans():
 def test_a_span_goes_on_where_the_same_weights_sample_on():
     episode = SimpleNamespace(task=None, opener="", turns=[], outcome=Outcome.ANSWERED)
     sample = Sample(episode=episode, sample_index=0, attempt=0, token_ids=[1], prompt_length=1)
-    sample.append_prompt()
+    sample.begin_first_turn()
     own = [5, 6]
     for number, versions in enumerate((3, 3, own, own, 4)):
         numbers = np.float32([number, number + 0.5])

@@ -400,7 +400,7 @@ class AgentRollout(EpisodePlayer):
                 new = call.prompt_ids[len(before) :]
                 if not texts:
                     sample.token_ids, sample.prompt_length = list(new), len(new)
-                    sample.append_prompt()
+                    sample.begin_first_turn()
                 elif not before:
                     count = num_common(new, [ids for ids, _ in contexts[:number]])
                     sample.begin_context(new, count)
@@ -419,7 +419,7 @@ class AgentRollout(EpisodePlayer):
                 episode.turns[-1] = dataclasses.replace(episode.turns[-1], error=error)
             else:
                 episode.turns.append(Turn(text="", error=error))
-                sample.append_prompt()
+                sample.begin_first_turn()
             episode.outcome = Outcome.ENVIRONMENT_ERROR
         elif play.earned is not None and play.earned.is_abstention:
             episode.outcome = Outcome.ABSTAINED
