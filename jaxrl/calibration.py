@@ -151,9 +151,10 @@ class Measuring(Rollout):
         if self.num_failed and not self.calls_s and not self.begun:
             return None  # an environment that is mended takes longer
         chunk_s, host_s = np.median(steps[:, 1:], axis=0)
-        # A call that has no reply takes at least as long as it has been under way.
-        now = self.now()
-        under_way = [now - begun for begun in list(self.begun.values())]
+        # A call that has no reply takes at least as long as it has been under way, but for one
+        # that was given up, which nobody waits for.
+        now, most_s = self.now(), self._schedule.deadline_s or math.inf
+        under_way = [min(now - begun, most_s) for begun in list(self.begun.values())]
         calls_s = [*self.calls_s, *under_way]
         return Measured(
             call_s=float(np.quantile(calls_s, 0.95)) if calls_s else 0.0,

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from jaxrl.config import KEYS
@@ -45,6 +46,13 @@ def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any
 
 
 def _resolved(key: str, name: str) -> Any:
+    package, _, inside = name.partition(".extras.")
+    folder = re.split("[.:]", inside)[0]
+    if package == "jaxrl" and not Path(__file__).with_name("extras").joinpath(folder).is_dir():
+        raise ValueError(
+            f"config.{key} asks for jaxrl/extras/{folder}, and that folder is not there; bring it "
+            "back, or choose another."
+        )
     try:
         return pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # of the module too, while it is imported

@@ -652,7 +652,10 @@ def _make_plain_search(config: ConfigDict, show: Callable[[str], None]) -> Tool:
         for key, section in config.search.items()
         if isinstance(section, ConfigDict)
     }
-    settings = dict(config.search.settings) if is_own(name) else sections.get(name, {})
+    settings = sections.get(name, {})
+    if is_own(name):
+        settings = dict(config.search.settings)
+        sections = {key: sections[key] for key in ("local", "dense") if key in sections}
     return made(
         "search.settings" if is_own(name) else f"search.{name}",
         engine,
@@ -684,7 +687,6 @@ def _make_random_search(config: ConfigDict, search: ResilientSearch) -> Tool:
 def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) -> Env:
     """The environment, given what it asks for by the names of its parameters."""
     prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
-    own = config.env.get(config.env.name)  # the section of one of ours
     env: Env = made(
         "env.settings",
         environment.environment(config),
@@ -693,7 +695,7 @@ def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) ->
         tools=tools,
         prompt=Prompt(**prompt),
         protocol=toolbox.protocol(config),
-        **({config.env.name: own.to_dict()} if own else {}),
+        **({"agents": config.env.agents.to_dict()} if "agents" in config.env else {}),
         max_turns=config.rollout.max_turns,
         max_calls=config.rollout.max_calls,
         correct_by=toolbox.correct_by(config),

@@ -171,6 +171,7 @@ def evaluate(session: Session, params: Params) -> Params:
 def _booked(session: Session, spent: Ledger) -> dict[str, float]:
     """Counts what an evaluation took; its metrics."""
     session.progress.ledger += spent
+    session.uncounted = Ledger()
     return spent.asked("eval/", session.progress.ledger) | spent.used("eval/")
 
 
@@ -205,10 +206,11 @@ def run_suites(
         # Where a model behind an endpoint plays, the suites before may have spent what the run may:
         # its answers are recorded, so that the next start goes on from there.
         if session.components.external:
-            session.check_budget(ledger)
+            session.check_budget()
         groups = played[suite] = play(session, suite)
         prices, is_control = session.settings.ledger.prices, suite in CONTROLS
         ledger += Ledger.of(members(groups), prices, is_control=is_control)
+        session.uncounted = ledger
     summaries = {
         suite: summarize(
             groups,

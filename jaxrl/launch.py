@@ -612,10 +612,15 @@ def _is_of(error: Exception, folder: Path) -> bool:
 _MAX_MESSAGE = 10_000  # characters of an error's text that are read
 
 _PLAINER = (
+    (
+        r"^'(\w+)'$",
+        r"there is no section or key \1; docs/configuration.md has all keys. Those of a folder of "
+        "jaxrl/extras are gone where it was removed.",
+    ),
     (r' Other fields present: "\{.*\}"', ""),
     (
         r'Key "(\w+)" does not exist and cannot be added since the config is locked\.',
-        r"this section has no key \1; jaxrl/config.py has all keys.",
+        r"this section has no key \1; docs/configuration.md has all keys.",
     ),
     (
         r"Could not override field '(\w+)' \(reference\)\. (.*) is of original type .* and cannot "

@@ -175,7 +175,7 @@ def read_config(run: Path) -> ConfigDict:
     if not file.is_file():
         raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
     config = default_config()
-    load_values(config, str(file))
+    load_values(config, str(file), drops_missing=True)
     return config
 
 

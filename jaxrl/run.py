@@ -252,9 +252,8 @@ def roll_back(session: Session, decision: RollBack) -> None:
     number = progress.watched.num_roll_backs + 1
     line = {"number": number, "sign": decision.sign, "from_step": decision.from_step}
     line |= {"to_step": decision.to_step, "lr_scale": decision.lr_scale}
-    # Groups sampled ahead are given up too.
-    spent = progress.ledger + (progress.pending.ledger if progress.pending else Ledger())
-    line |= {"ledger": spent.to_json(), "num_broken_off": progress.num_broken_off}
+    progress.give_up_pending()
+    line |= {"ledger": progress.ledger.to_json(), "num_broken_off": progress.num_broken_off}
     if distributed.is_main():
         rolling_back.write_down(session.workdir, line)
     distributed.meet()

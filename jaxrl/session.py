@@ -165,6 +165,11 @@ class Progress:
             groups, leftover = map(with_images, (pending.groups, pending.leftover))
             self.pending = dataclasses.replace(pending, groups=groups, leftover=leftover)
 
+    def give_up_pending(self) -> None:
+        """Drops the groups of the next step; what they cost counts."""
+        if self.pending is not None:
+            self.ledger, self.pending = self.ledger + self.pending.ledger, None
+
     def totals(self) -> dict[str, float]:
         """Totals of what the run has taken so far."""
         return self.ledger.asked("total/") | self.ledger.used("total/")
@@ -186,10 +191,7 @@ class Progress:
         size = method.group_size if method.filter.carry_over else None
         saved_groups = saved.get("leftover", saved.get("carried", []))
         leftover = codecs.groups_from_json(group for group in saved_groups if len(group) == size)
-        pending = saved.get("pending")
-        shape = [method.group_size] * method.tasks_per_step
-        if pending and not (method.ahead and [*map(len, pending["groups"])] == shape):
-            pending = None
+        pending = Collected.from_json(saved["pending"]) if saved.get("pending") else None
         controllers = Controllers.from_json(saved.get("controllers", {}), method)
         best = Best(**saved["best"])
         known = {field.name for field in dataclasses.fields(cls)}
@@ -198,7 +200,13 @@ class Progress:
         ledger = Ledger.from_json(saved["ledger"]) if "ledger" in saved else Ledger()
         restored = {"best": best, "controllers": controllers, "leftover": leftover}
         restored |= {"ledger": ledger, "watched": Watched.from_json(saved.get("watched", {}))}
-        return cls(**{**kept, **restored, "pending": pending and Collected.from_json(pending)})
+        progress = cls(**{**kept, **restored, "pending": pending})
+        shape = [method.group_size] * method.tasks_per_step
+        if pending and not (
+            method.ahead and [len(g.trajectories) for g in pending.groups] == shape
+        ):
+            progress.give_up_pending()
+        return progress
 
 
 OF_CODE = "'s file"
@@ -231,7 +239,8 @@ class Session:
     state: TrainState | None = None  # as progress says, in the middle of a stage that trains
     ref_params: Params | None = None  # the reference of the train stage's KL term
     saved: Progress | None = None  # where the newest checkpoint stands
-    uncounted: Ledger = field(default_factory=Ledger)  # of the step under way, until it is done
+    # Of the step or evaluation under way, and of groups for the next one, until these are done.
+    uncounted: Ledger = field(default_factory=Ledger)
     make_notes: Callable[..., TakeNotes] | None = None  # None without `log.tokens`
 
     def begin(self, stage: str) -> bool:
@@ -244,7 +253,8 @@ class Session:
         progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
         progress.value, progress.best, progress.num_learned = None, Best(), 0
         progress.controllers, progress.leftover = Controllers.init(self.components.method), []
-        progress.pending, progress.unfinished = None, []
+        progress.give_up_pending()
+        progress.unfinished = []
         return True
 
     def note_steps_beyond(self, num_steps: int) -> None:
@@ -290,18 +300,14 @@ class Session:
         metrics, _ = self.run_suites(self, "train", suites)
         return metrics
 
-    def check_budget(self, also: Ledger | None = None) -> None:
+    def check_budget(self) -> None:
         """Ends the run where it has spent what it may, also on the groups of the next step.
-
-        Args:
-            also: what was spent beside what the progress and `uncounted` have.
 
         Raises:
             BudgetSpentError: see `ledger.check_budget`.
         """
         pending, limits = self.progress.pending, self.settings.ledger
-        spent = self.progress.ledger + (pending.ledger if pending else Ledger())
-        spent += self.uncounted + (also or Ledger())
+        spent = self.progress.ledger + self.uncounted + (pending.ledger if pending else Ledger())
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
 
     def count_lost(self, spent: Ledger) -> None:

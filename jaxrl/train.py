@@ -201,9 +201,7 @@ def train(session: Session, params: Params) -> Params:
             fields = [a | b for a, b in zip(fields, notes(state.params), strict=True)]
         log_trajectories(session, trajectories, fields)
         finish_step(session)
-    # The stage ends early: groups collected ahead are dropped, what they cost counts.
-    if progress.pending is not None:
-        progress.ledger, progress.pending = progress.ledger + progress.pending.ledger, None
+    progress.give_up_pending()  # where the stage ends early
     if progress.stage_step < stage.num_steps:
         state = take_best(session, state)
     return session.end(state)
@@ -231,7 +229,6 @@ class Collector:
         collected = progress.pending
         if collected is None:
             collected = self._collect(progress, policy_version, session.should_stop)
-            session.uncounted = collected.ledger
         # Nothing is sampled here, where a rollout would notice the request.
         elif distributed.anywhere(session.should_stop()):
             raise Interrupted("the run was asked to stop between two steps")
@@ -279,6 +276,7 @@ class Collector:
         """Collects the groups of a step from where the progress stands, with its metrics."""
         session, engine = self.session, self.session.components.engine
         before, spent = dataclasses.replace(engine.counts), Ledger()
+        under_way = session.uncounted  # of the step beside which this one's groups are collected
         engine.waits.clear()
         roll_out = rollout_at(
             session,
@@ -290,10 +288,11 @@ class Collector:
 
         def sample_and_pay(draws: Sequence[Draw]) -> Sequence[Group | None]:
             nonlocal spent
-            session.check_budget(spent)  # of the batches before
+            session.check_budget()
             groups = roll_out(draws)
             found = [group for group in groups if group is not None]
             spent += Ledger.of(members(found), session.settings.ledger.prices)
+            session.uncounted = under_way + spent
             return groups
 
         try:
@@ -312,6 +311,7 @@ class Collector:
             )
         except (*ENDING, Interrupted):
             session.count_lost(spent)
+            session.uncounted = under_way
             raise
         metrics = collected.metrics | engine_metrics(engine, before)
         metrics |= wait_metrics(engine) | self.stream.metrics(collected.num_tasks_taken)

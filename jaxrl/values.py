@@ -13,15 +13,16 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.config import KEYS, MAPPINGS, flat_pairs
+from jaxrl.config import KEYS, MAPPINGS, flat_pairs, missing_folder
 
 
-def load_values(config: ConfigDict, path: str) -> None:
+def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -> None:
     """Sets keys from a YAML or JSON file, nested or with dots.
 
     Args:
         config: to set them in.
         path: of the file.
+        drops_missing: leave keys out whose folder in `extras/` is not there.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -41,6 +42,8 @@ def load_values(config: ConfigDict, path: str) -> None:
     for key, count in Counter(key for key, _ in pairs).items():
         if count > 1:
             raise ValueError(f"{path} sets {key} twice, nested and with dots; leave one out.")
+    if drops_missing:
+        flat = {key: value for key, value in flat.items() if not missing_folder(key)}
     check_keys(flat, source=f"{path}: ")
     for key, value in flat.items():
         flat[key] = as_default(value, KEYS[key].default)
@@ -158,6 +161,11 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
     for key in keys:
         if key in KEYS:
             continue
+        if folder := missing_folder(key):
+            raise ValueError(
+                f"{source}config.{key} is a key of jaxrl/extras/{folder}, and that folder is not "
+                "there; bring it back, or leave the key out."
+            )
         inside = [name for name in KEYS if name.startswith(f"{key}.")]
         if inside:
             raise ValueError(f"{source}config.{key} is a section; set its keys, as {inside[0]}.")
@@ -175,5 +183,7 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
         last = key.rpartition(".")[2]
         near = [name for name in KEYS if name.rpartition(".")[2] == last]
         near = near or difflib.get_close_matches(key, KEYS, n=1)
-        hint = f"did you mean {' or '.join(near)}?" if near else "jaxrl/config.py has all keys."
+        hint = (
+            f"did you mean {' or '.join(near)}?" if near else "docs/configuration.md has all keys."
+        )
         raise ValueError(f"{source}there is no key config.{key}; {hint}")

@@ -294,7 +294,7 @@ def test_a_call_that_was_given_up_took_as_long(calibrated):
     _, measured = calibrated(over.wait, deadline_s=0.2)
     over.set()
     assert measured["num_calls"] >= 1
-    assert measured["call_s"] >= 0.2
+    assert measured["call_s"] == 0.2  # after which nobody waits for it
 
 
 @pytest.mark.usefixtures("quick_to_measure")

@@ -28,7 +28,7 @@ from jaxrl.config import default_config
 from jaxrl.envs.base import Episode, OutageError, Prompt, Task, Turn
 from jaxrl.envs.math import MathEnv
 from jaxrl.envs.resilient import PROBE
-from jaxrl.envs.retrieval import EmptySearch
+from jaxrl.envs.retrieval import EmptySearch, SearchEngine
 from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.rollout import Rollout
 from tests.helpers import ROOT
@@ -320,3 +320,21 @@ def test_offloading_is_refused_where_the_host_has_no_memory_for_it():
     with pytest.raises(ValueError, match=r"model.remat is 'offload', but a toaster .* to 'full'"):
         check_offload(mesh, moments=False, activations=True)
     check_offload(mesh, moments=False, activations=False)
+
+
+class AskingMuch(SearchEngine):
+    """Parameters of an engine of one's own, some of them called like sections of ours."""
+
+    def __init__(self, local, dense, web="https://my.host", http=None):
+        self.given = (local, dense, web, http)
+
+    def run(self, query):
+        return ""
+
+
+def test_an_engine_of_ones_own_is_given_the_searches_over_a_corpus_alone():
+    config = default_config()
+    config.search.engine = f"{__name__}.AskingMuch"
+    local, dense, *others = _make_plain_search(config, lambda _: None).given
+    assert (local, dense) == (config.search.local.to_dict(), config.search.dense.to_dict())
+    assert others == ["https://my.host", None]

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from jaxrl import train
+from jaxrl import evaluate, train
 from jaxrl.components import assemble, check_prices, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.envs.local_search import LocalSearch
@@ -271,6 +271,31 @@ def test_a_step_that_is_stopped_behind_its_rollout_counts_what_that_cost(
     assert lost == last["perf/search/attempts"] > 0
     assert last[calls] == first[calls] + last["ledger/calls/search"]
     assert last[attempts] == first[attempts] + 2 * lost
+
+
+def test_an_evaluation_that_is_stopped_counts_its_suites(tiny_world, source, tmp_path, monkeypatch):
+    changes = {"eval.suites": ("greedy", "sampled"), "eval.every_steps": 1, "stages": ("train",)}
+    config = configured(tiny_world, source, **changes)
+    parts, suite = assemble(config), evaluate.play
+
+    def stopped(session, name):
+        if session.progress.stage_step and name == "sampled":
+            raise Interrupted("the run was asked to stop")
+        return suite(session, name)
+
+    monkeypatch.setattr(evaluate, "play", stopped)
+    with pytest.raises(Interrupted):
+        play(config, tmp_path / "run", parts)
+    monkeypatch.undo()
+    before, _ = saved_progress(parts, tmp_path / "run")
+    play(config, tmp_path / "run", parts)
+    [begin, first, _] = records(tmp_path / "run")
+    attempts = "perf/ledger/total/attempts/search"
+    again = first[attempts] - before.ledger.usage.attempts["search"]
+    assert again == first["perf/ledger/eval/attempts/search"]  # of both suites, played anew
+    lost = first[attempts] - begin[attempts] - first["perf/search/attempts"] - again
+    assert 0 < lost < again  # of the first suite alone
+    assert before.num_broken_off == 1
 
 
 @pytest.mark.slow(instead="test_restarts.py::test_patience_ends_a_run_with_its_best_weights")

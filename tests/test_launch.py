@@ -215,7 +215,8 @@ class TestConfigFile:
         [
             ("config.rollout.grup_size = 4", 'Did you mean "group_size" instead of "grup_size"?'),
             ("config.lss.name = 'clip'", 'Did you mean "loss" instead of "lss"?'),
-            ("config.optimizer.learning_rate = 1", "this section has no key learning_rate; jaxrl/"),
+            ("config.model.lorra.rank = 1", "there is no section or key lorra; docs/"),
+            ("config.optimizer.learning_rate = 1", "this section has no key learning_rate; docs/"),
             (
                 "config.rollout.group_size = 'many'",
                 "group_size is set to many; expected a value of type int.",

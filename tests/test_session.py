@@ -3,13 +3,15 @@
 import json
 from functools import partial
 from math import nan
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl.codecs import to_json
-from jaxrl.session import Progress
+from jaxrl.session import Progress, Session
 from jaxrl.training.collect import Collected
 from jaxrl.training.controllers import Controllers
+from jaxrl.training.ledger import Ledger
 from jaxrl.types import GroupStats, members
 from tests import helpers
 from tests.episodes import grouped, make_trajectory
@@ -63,10 +65,18 @@ def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_ke
         num_tasks_taken=5,
         tried=[GroupStats.of(group), failed],
         metrics={"filter/accuracy": nan, "rollout/sampled_tokens": 7},
+        ledger=Ledger(num_trajectories=8, num_calls={"search": 3}),
     )
-    saved = json.dumps(Progress(pending=pending).to_json())
-    read = Progress.from_json(json.loads(saved), method).pending
+    before = Ledger(num_trajectories=2, num_calls={"search": 1})
+    saved = json.dumps(Progress(pending=pending, ledger=before).to_json())
+    progress = Progress.from_json(json.loads(saved), method)
+    read = progress.pending
     assert (read is not None) == is_kept
+    # What it cost counts, where it is given up now or with its stage.
+    session = SimpleNamespace(progress=progress, components=SimpleNamespace(method=method))
+    progress.stage = "train"
+    assert Session.begin(session, "evaluate")
+    assert (progress.pending, progress.ledger) == (None, before + pending.ledger)
     if read:
         assert json.dumps(read.to_json()) == json.dumps(pending.to_json())
         assert read.tried[0] == pending.tried[0]

@@ -18,6 +18,7 @@ from jaxrl.train import Collector, show_step, update_gate
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.health import Failures
+from jaxrl.training.ledger import Ledger
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.types import Group, members
 from tests.episodes import ANSWER, SEARCH, NumberedTasks, grouped, make_failure, make_trajectory
@@ -115,8 +116,9 @@ def test_what_an_interrupted_collection_has_cost_is_counted():
         progress=progress,
         display=Display(),
         failures=Failures(limit=0, log=print, num_batches=0),
-        check_budget=lambda _: None,
+        check_budget=lambda: None,
         should_stop=lambda: False,
+        uncounted=Ledger(),
     )
     session.count_lost = partial(Session.count_lost, session)
     collector = Collector(session=session, stream=NumberedTasks(), measure=list)

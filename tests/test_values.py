@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from configs import debug_tiny
-from jaxrl.config import default_config, flat_json, flatten, to_json
+from jaxrl.config import BROUGHT, KEYS, default_config, flat_json, flatten, to_json
 from jaxrl.config_checks import validate
+from jaxrl.keys import Brought
 from jaxrl.values import MOST_VALUES, load_values
 
 
@@ -80,7 +81,7 @@ def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
         ("stages: train", "stages is 'train'; expected a value of type tuple"),
         ("rollout: 3", "config.rollout is a section; set its keys"),
         ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
-        ("xyzzy: 1", "no key config.xyzzy; jaxrl/config.py has all keys."),
+        ("xyzzy: 1", "no key config.xyzzy; docs/configuration.md has all keys."),
         ("- 1", "holds a list; expected keys and values"),
         ("", "is empty; expected keys and values"),
         ("[" * 10_000, "is nested too deeply to be read; flatten it"),
@@ -183,3 +184,22 @@ def test_a_bomb_costs_no_time(config, tmp_path):
     with pytest.raises(ValueError, match="aliases"):
         load_values(config, str(file))
     assert time.process_time() - start < 5
+
+
+@pytest.fixture
+def without_lora(monkeypatch):
+    """As if jaxrl/extras/lora had been removed."""
+    for key in BROUGHT["lora"].keys:
+        monkeypatch.delitem(KEYS, key)
+    monkeypatch.setitem(BROUGHT, "lora", Brought())
+
+
+@pytest.mark.usefixtures("without_lora")
+def test_keys_of_a_folder_that_is_not_there_name_it(tmp_path):
+    config, file = default_config(), tmp_path / "config.json"
+    file.write_text(json.dumps({"seed": 7, "model": {"lora": {"rank": 0, "targets": ["q"]}}}))
+    named = r"config\.model\.lora\.rank is a key of jaxrl/extras/lora, and that folder is not there"
+    with pytest.raises(ValueError, match=named):
+        load_values(config, str(file))
+    load_values(config, str(file), drops_missing=True)  # as a run's own are read
+    assert (config.seed, "lora" in config.model) == (7, False)

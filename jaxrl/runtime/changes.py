@@ -10,7 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.config import KEYS, flatten
+from jaxrl.config import KEYS, flatten, missing_folder
 from jaxrl.environment import adapter_of
 from jaxrl.keys import EVALUATION, FREE, RESULTS
 from jaxrl.runtime.history import Begun, plain
@@ -41,8 +41,11 @@ def check_fixed(workdir: Path, begun: Begun, config: ConfigDict) -> None:
     """
     began, now = begun.config, plain(flatten(config))
     # Its checkpoints hold what is trained, and no more.
-    trained = "model.lora.targets" if adapter_of(config) else "model.vision.train"
-    fixed = [key for key in ("model.lora.rank", trained) if key in now]
+    now.setdefault("model.lora.rank", 0)
+    fixed = [
+        "model.lora.rank",
+        "model.lora.targets" if adapter_of(config) else "model.vision.train",
+    ]
     if "train" in config.stages:
         fixed.append("kl.anchor")
         if began.get("kl.coef") == 0:
@@ -81,7 +84,8 @@ def changes_since(
         is_moved = bool(files) and files == _own(key, begun.contents)
         free = is_free(key, begun.config, config) or is_moved
         found.append(Change(key=key, before=begun.config[key], now=now[key], is_free=free))
-    gone = begun.config.keys() - KEYS.keys()
+    # Without the folder of a key, what it was about is refused where a name asks for it.
+    gone = [key for key in begun.config.keys() - KEYS.keys() if not missing_folder(key)]
     found += [
         Change(key=key, before=begun.config[key], now=None, is_free=False) for key in sorted(gone)
     ]

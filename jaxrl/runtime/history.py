@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.config import KEYS, flat_json, to_json
+from jaxrl.config import KEYS, flat_json, missing_folder, to_json
 from jaxrl.envs.json_text import parse_json
 from jaxrl.runtime.files import append_line, set_aside, written_whole
 
@@ -88,6 +88,7 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
             ) from error
     # What was written last, so that a run that was once accepted needs no further consent.
     unknown = sorted((told or saved).keys() - KEYS.keys())
+    unknown = [key for key in unknown if not missing_folder(key)]
     if unknown and not is_accepted:
         raise ValueError(
             f"{workdir} holds a run with keys that this version does not have: "
