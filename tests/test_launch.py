@@ -215,7 +215,7 @@ class TestConfigFile:
         [
             ("config.rollout.grup_size = 4", 'Did you mean "group_size" instead of "grup_size"?'),
             ("config.lss.name = 'clip'", 'Did you mean "loss" instead of "lss"?'),
-            ("config.model.lorra.rank = 1", "there is no section or key lorra; docs/"),
+            ("config.model.zebra.rank = 1", "there is no section or key zebra; docs/"),
             ("config.optimizer.learning_rate = 1", "this section has no key learning_rate; docs/"),
             (
                 "config.rollout.group_size = 'many'",
