@@ -187,7 +187,7 @@ def test_coefficients_are_finite_differences():
 @pytest.mark.parametrize(("config", "layer", "of_stack"), [(TINY, 1, 1), (TINY_MOE, 2, 1)])
 def test_layers_add_up_to_the_whole(config, layer, of_stack):
     """Also where some layers alone have experts: the third layer has the second ones."""
-    model = types.SimpleNamespace(config=config)
+    model = types.SimpleNamespace(architecture=config)
     gradient, other = tiny_params(config, seed=0), tiny_params(config, seed=1)
     squares = inner_products(gradient, gradient, model)
     layers = {f"layer {i}" for i in range(config.num_layers)}
