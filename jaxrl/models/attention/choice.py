@@ -119,9 +119,9 @@ def copies_past(name: str, platform: str) -> bool:
 def append_block(platform: str, num_heads: int, num_kv_heads: int) -> int:
     """Tokens of a row that are read into the cache side by side; each such block reads its past.
 
-    Fewer would take an accelerator longer than products do, more are padding. A TPU v6e multiplies
-    460 times while it gets a byte, an H200 180 times: with few query heads a key head it needs
-    more, of as many heads as fit on a v4's chip beside the pages.
+    With fewer, an accelerator waits for the cache; with more it computes padding. A TPU v6e does
+    460 operations in the time that a byte takes, an H200 180: with few query heads to a key head it
+    needs larger blocks. Those of more than 16 heads would not fit on a v4's chip beside the pages.
 
     Args:
         platform: of the devices.
