@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config import default_config
+from jaxrl.config import BROUGHT, KEYS, default_config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
+from jaxrl.keys import Brought
 from jaxrl.method import method_of
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA, attend_pages
@@ -375,6 +376,21 @@ def as_nobody():
     finally:
         if is_root:
             os.seteuid(0)
+
+
+@contextmanager
+def without_keys_of(folder):
+    """As if `jaxrl/extras/<folder>` had been removed; then all keys are back, in order."""
+    keys, brought = dict(KEYS), BROUGHT[folder]
+    for key in brought.keys:
+        del KEYS[key]
+    BROUGHT[folder] = Brought()
+    try:
+        yield
+    finally:
+        BROUGHT[folder] = brought
+        KEYS.clear()
+        KEYS.update(keys)
 
 
 def text(page):

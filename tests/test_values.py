@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from configs import debug_tiny
-from jaxrl.config import BROUGHT, KEYS, default_config, flat_json, flatten, to_json
+from jaxrl.config import default_config, flat_json, flatten, to_json
 from jaxrl.config_checks import validate
-from jaxrl.keys import Brought
 from jaxrl.values import MOST_VALUES, load_values
+from tests.helpers import without_keys_of
 
 
 @pytest.fixture
@@ -186,15 +186,7 @@ def test_a_bomb_costs_no_time(config, tmp_path):
     assert time.process_time() - start < 5
 
 
-@pytest.fixture
-def without_lora(monkeypatch):
-    """As if jaxrl/extras/lora had been removed."""
-    for key in BROUGHT["lora"].keys:
-        monkeypatch.delitem(KEYS, key)
-    monkeypatch.setitem(BROUGHT, "lora", Brought())
-
-
-@pytest.mark.usefixtures("without_lora")
+@without_keys_of("lora")
 def test_keys_of_a_folder_that_is_not_there_name_it(tmp_path):
     config, file = default_config(), tmp_path / "config.json"
     file.write_text(json.dumps({"seed": 7, "model": {"lora": {"rank": 0, "targets": ["q"]}}}))

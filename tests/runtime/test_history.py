@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from jaxrl.config import BROUGHT, KEYS, default_config, flatten, to_json
-from jaxrl.keys import Brought
+from jaxrl.config import default_config, flatten, to_json
 from jaxrl.runtime import history as resuming
 from jaxrl.runtime.changes import changes_since, check_changes, check_fixed
 from jaxrl.runtime.history import read_begun, read_history, write_history
+from tests.helpers import without_keys_of
 
 CONTENTS = {"tasks.train.source": "aa", "search.local.corpus": "cc", "model.path/config.json": "mm"}
 
@@ -224,18 +224,16 @@ class TestOlderRuns:
         assert changes_since(read_begun(tmp_path), configured(), CONTENTS) == []
 
     @pytest.mark.parametrize("rank", [0, 2])
-    def test_with_keys_of_a_folder_that_is_not_there(self, tmp_path, monkeypatch, rank):
+    def test_with_keys_of_a_folder_that_is_not_there(self, tmp_path, rank):
         config = begin(tmp_path, config=configured(**{"model.lora.rank": rank}))
-        for key in BROUGHT["lora"].keys:
-            monkeypatch.delitem(KEYS, key)
-        monkeypatch.setitem(BROUGHT, "lora", Brought())
-        begun = read_begun(tmp_path)
         del config.model.lora
-        assert changes_since(begun, config, CONTENTS) == []
-        if not rank:
-            return check_fixed(tmp_path, begun, config)
-        with pytest.raises(ValueError, match=r"model\.lora\.rank is 0, but .* began with 2"):
-            check_fixed(tmp_path, begun, config)
+        with without_keys_of("lora"):
+            begun = read_begun(tmp_path)
+            assert changes_since(begun, config, CONTENTS) == []
+            if not rank:
+                return check_fixed(tmp_path, begun, config)
+            with pytest.raises(ValueError, match=r"model\.lora\.rank is 0, but .* began with 2"):
+                check_fixed(tmp_path, begun, config)
 
     @pytest.mark.parametrize("damage", [None, "", "[]", "{", "nu\xff", "[" * 100_000])
     def test_a_lost_configuration_does_not_switch_the_guard_off(self, tmp_path, damage):
