@@ -34,8 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common
+from jaxrl.capacity import GIB
 from jaxrl.config import default_config
 from jaxrl.environment import most_chunk_tokens
+from jaxrl.extras.plan import advice, memory
 from jaxrl.method import batch_shape, method_of, optimizer_of
 from jaxrl.method import policy_of as architecture_of
 from jaxrl.models.attention.choice import choose
@@ -44,7 +46,6 @@ from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.reading import read_model
 from jaxrl.runtime import sharding
-from jaxrl.runtime.plan import advice, memory
 from jaxrl.sampling.decode import Blocks, Programs, Rows, StopTables, scans
 from jaxrl.sampling.engine import append_sizes
 from jaxrl.sampling.next_token import PLAIN
@@ -59,9 +60,6 @@ from jaxrl.training.update import (
     state_shardings,
 )
 from jaxrl.types import Batch
-
-GIB = memory.GIB
-
 
 PARTS = ("update", "score", "decode", "reading")
 

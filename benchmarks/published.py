@@ -39,18 +39,17 @@ from ml_collections import ConfigDict
 
 from benchmarks import common, floors, memory
 from benchmarks.claims_report import table
+from jaxrl.capacity import GIB, check_rows
 from jaxrl.environment import most_chunk_tokens
-from jaxrl.method import batch_shape
-from jaxrl.models.attention.choice import decide
-from jaxrl.models.attention.kernels import SHARES_PROMPTS
-from jaxrl.runtime.plan.memory import (
-    GIB,
+from jaxrl.extras.plan.memory import (
     Target,
     cache_pages,
-    check_rows,
     rollout_phase,
     target_mesh,
 )
+from jaxrl.method import batch_shape
+from jaxrl.models.attention.choice import decide
+from jaxrl.models.attention.kernels import SHARES_PROMPTS
 from jaxrl.runtime.sharding import num_batch_shards, num_pieces
 from jaxrl.sampling.engine import append_sizes
 from jaxrl.training.settings import has_kl_loss, takes_own_logprobs

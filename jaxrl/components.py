@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl import calibration, environment, toolbox
+from jaxrl import calibration, capacity, environment, toolbox
 from jaxrl.choices import chosen, made
 from jaxrl.config import OWN_MODEL
 from jaxrl.demonstrations import Demonstration, read_demonstrations
@@ -52,7 +52,6 @@ from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
 from jaxrl.own_code import is_own
 from jaxrl.runtime.checkpoint import newest_whole
-from jaxrl.runtime.plan import memory
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.sampling.contexts import Contexts
 from jaxrl.sampling.decode import scans
@@ -423,8 +422,8 @@ def model_and_tokenizer(
                 "config.model.router.replay is True, but the model has no experts whose choice "
                 "could be recorded and replayed; set it to False."
             )
-        memory.check_rows(config, mesh, jax.process_count())
-        memory.check_length(config, model_config)
+        capacity.check_rows(config, mesh, jax.process_count())
+        capacity.check_length(config, model_config)
         check_offload(
             mesh,
             moments=config.optimizer.offload or config.sft.optimizer.offload,
@@ -763,10 +762,11 @@ def make_engine(
     rollout, length = config.rollout, environment.context_tokens(config)
     sampling = local_mesh(mesh, config.mesh.rollout_devices)
     kernels = choose(config.model.attention, sampling, policy, check_dtype=config.model.dtype)
-    target = memory.host_target()
-    # The plan reckons with the kernels that are tried first; others have pages of another size.
-    planned = memory.cache_pages(config, policy.plain, target)
-    num_pages = planned * memory.page_tokens(config, policy.plain, target) // kernels.page_tokens
+    page_tokens, platform = kernels.page_tokens, sampling.devices.flat[0].platform
+    cache = capacity.Cache.of(config, policy.plain, mesh, jax.process_count(), page_tokens)
+    num_pages = cache.given_pages(config, platform)
+    if num_pages is None:
+        num_pages = pages_left(config, policy.plain, page_tokens)
     engine = kind(
         policy.on_mesh(sampling, experts=config.model.experts, check_dtype=config.model.dtype),
         sampling,
@@ -785,7 +785,7 @@ def make_engine(
         train_mesh=mesh,
         scan_layers=scans(
             config.model.scan_layers,
-            sampling.devices.flat[0].platform,
+            platform,
             has_adapter=policy.around is not None,
         ),
         kinds=draw_kinds(config),
@@ -793,6 +793,25 @@ def make_engine(
     if engine.recorded:
         engine.check()  # an architecture of the user's own may not leave what it declares
     return engine
+
+
+def pages_left(config: ConfigDict, model: Architecture, page_tokens: int) -> int:
+    """Pages of the cache for which the plan leaves room on a device of this host.
+
+    Raises:
+        ValueError: the plan's folder was removed.
+    """
+    try:
+        pages: int = pkgutil.resolve_name(LEFT)(config, model, page_tokens)
+    except ImportError as error:
+        raise ValueError(
+            f"config.rollout.cache_gib is 0, which takes what the plan leaves, but {error}; set it."
+        ) from error
+    return pages
+
+
+LEFT = "jaxrl.extras.plan.fitting:pages_left"
+"""What `pages_left` asks."""
 
 
 def draw_kinds(config: ConfigDict) -> list[str]:

@@ -28,12 +28,12 @@ import contextlib
 import itertools
 import logging
 import os
+import pkgutil
 import re
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -156,8 +156,10 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 
         model_folder(config.model.path, lambda text: print(printable(text), file=sys.stderr))
         if _PLAN.value:
-            from jaxrl.runtime.plan.command import show_plan
-
+            try:
+                show_plan = pkgutil.resolve_name(SHOW_PLAN)
+            except ImportError as error:
+                raise ValueError(f"--plan: {error}") from error
             fits = show_plan(
                 config,
                 num_devices=_PLAN_DEVICES.value,
@@ -336,53 +338,33 @@ def _refuse_of_disk(error: Exception, workdir: Path) -> None:
 
 
 def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False) -> list[str]:
-    """Chooses micro-batches that are left to the memory, and says so.
-
-    A run that goes on keeps what it began with, which its workdir holds, while that fits.
+    """Fits a run of its own model to this host's devices; says what was chosen.
 
     Raises:
-        ValueError: the plan needs more than a device has, or for a run that begins on a CPU more
-            than is free, and `ignores_plan` is off.
+        ValueError: it does not fit, or leaves its micro-batches to a plan that is not there.
     """
     if config.policy.name != configuration.OWN_MODEL:
         return []
-    from jaxrl.method import optimizer_section, stage_steps
-    from jaxrl.models.folder import model_folder
-    from jaxrl.models.reading import read_model
-    from jaxrl.runtime import distributed
-    from jaxrl.runtime.history import read_begun
-    from jaxrl.runtime.plan import memory
+    try:
+        fit = pkgutil.resolve_name(FIT)
+    except ImportError as error:
+        from jaxrl.method import optimizer_section, stage_steps
 
-    begun = read_begun(workdir, is_accepted=True)
-    began = begun.config if begun else {}
-    folder, target = model_folder(config.model.path), memory.host_target()
-    model = read_model(folder, config.model.architecture)
-    # All processes must choose the same.
-    sizes, free = zip(*distributed.gather((target.memory_bytes, target.free_bytes)), strict=True)
-    target = replace(
-        target, memory_bytes=min(sizes), free_bytes=None if None in free else min(free)
-    )
-    is_cpu = target.platform == "cpu"
-    notes = []
-    if not all(optimizer_section(config, stage).micro_rows for stage in stage_steps(config)):
-        from jaxrl.runtime.plan.advice import choose_micro_rows
-
-        must_fit = not (is_cpu or ignores_plan)
-        notes = choose_micro_rows(config, model, target, began, must_fit=must_fit)
-    if is_cpu and target.free_bytes is None:
-        return notes  # the system does not tell
-    peak = memory.make_plan(config, model, target).peak
-    if peak > target.limit:
-        has = "of which {} are free" if is_cpu else "which has {}"
-        needs = (
-            f"the plan needs {memory.gib(peak)} on each device, "
-            f"{has.format(memory.gib(target.limit))}; --plan tells what to change"
-        )
-        # What is free changes from minute to minute: a run that has begun is not ended by it.
-        if not ignores_plan and not (is_cpu and begun):
-            raise ValueError(f"{needs}, {memory.GO_ON}.")
-        notes.append(f"warning: {needs}")
+        if not all(optimizer_section(config, stage).micro_rows for stage in stage_steps(config)):
+            raise ValueError(
+                "a micro_rows of 0 in config.optimizer or config.sft.optimizer leaves it to the "
+                f"plan, but {error}; set it."
+            ) from error
+        return [f"no plan of memory: {error}"]
+    notes: list[str] = fit(config, workdir, ignores_plan=ignores_plan)
     return notes
+
+
+FIT = "jaxrl.extras.plan.fitting:fit_memory"
+"""Chooses micro-batches that fit, and refuses a run that does not."""
+
+SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
+"""What `--plan` does."""
 
 
 def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = False) -> None:

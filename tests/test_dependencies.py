@@ -209,8 +209,8 @@ HOLDS_A_CONFIGURATION = {
     *("config.py", "values.py", "installed.py", "keys.py", "config_checks.py"),
     *("method.py", "environment.py", "toolbox.py", "tasks.py", "components.py", "recordings.py"),
     *("launch.py", "api.py", "opening.py", "runtime/history.py", "runtime/versions.py"),
-    *("runtime/changes.py", "runtime/plan/command.py"),
-    *("runtime/plan/advice.py", "runtime/plan/memory.py", "runtime/plan/weights.py"),
+    *("runtime/changes.py", "capacity.py"),
+    *(f"extras/plan/{name}.py" for name in ("advice", "command", "fitting", "memory")),
     "extras/dense/memory.py",  # for the plan
     "extras/compare/opening.py",  # of a run that was
     "extras/chat/conversation.py",  # of one that is asked

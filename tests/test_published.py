@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import common, floors, published
 from benchmarks.memory import MODELS
-from jaxrl.runtime.plan.memory import GIB
+from jaxrl.capacity import GIB
 from tests.helpers import ROOT
 
 ONE = {"data": 1, "fsdp": 1, "context": 1, "expert": 1, "tensor": 1}
@@ -184,7 +184,7 @@ def test_a_refusal_tells_how_much_it_would_take():
 
 
 @pytest.mark.slow(
-    instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+    instead="extras/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
 )
 @pytest.mark.skipif(
     not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),

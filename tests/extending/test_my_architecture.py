@@ -11,6 +11,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.components import assemble, settings_of
+from jaxrl.extras.plan import memory
 from jaxrl.logs.display import Display
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA
@@ -18,7 +19,6 @@ from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
 from jaxrl.run import run
-from jaxrl.runtime.plan import memory
 from jaxrl.training.packing import BatchShape
 from tests.extending.my_architecture import Pocket
 from tests.helpers import (

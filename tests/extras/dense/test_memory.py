@@ -8,9 +8,9 @@ from jaxrl.extras.dense.encoder import Encoder
 from jaxrl.extras.dense.encoders import read_embedding_model
 from jaxrl.extras.dense.memory import search_bytes
 from jaxrl.extras.dense.passages import Passages
-from jaxrl.runtime.plan import memory
+from jaxrl.extras.plan import memory
 from tests.extras.dense.worlds import ENCODER, PREFIXES, write_corpus
-from tests.runtime.plan.cases import NODE, QWEN_7B, large_run
+from tests.extras.plan.cases import NODE, QWEN_7B, large_run
 
 WIKIPEDIA = 21_015_324  # passages of Wikipedia 2018, of E5's 768 values
 GB = 10**9

@@ -1,15 +1,16 @@
 """A run of a 7B model on a node of eight GPUs, for the tests of the plan."""
 
+from jaxrl.capacity import GIB
 from jaxrl.config import default_config
 from jaxrl.config_checks import validate
+from jaxrl.extras.plan import memory
 from jaxrl.models.reading import read_model
-from jaxrl.runtime.plan import memory
 from tests.helpers import ROOT
 
 QWEN_7B = read_model(ROOT / "configs/models/qwen2.5-7b")
 QWEN_30B = read_model(ROOT / "configs/models/qwen3-30b-a3b")
 QWEN_32B = read_model(ROOT / "configs/models/qwen3-32b")
-NODE = memory.Target(platform="gpu", num_devices=8, memory_bytes=80 * memory.GIB)
+NODE = memory.Target(platform="gpu", num_devices=8, memory_bytes=80 * GIB)
 AHEAD = {"rollout.ahead": 1, "loss.correction.level": "token", "rollout.cache_gib": 4.0}
 
 

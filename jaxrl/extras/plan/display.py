@@ -10,8 +10,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.runtime.plan.advice import Advice
-from jaxrl.runtime.plan.memory import USABLE, Plan, gib, unit_of
+from jaxrl.capacity import gib, unit_of
+from jaxrl.extras.plan.advice import Advice
+from jaxrl.extras.plan.memory import USABLE, Plan
 
 
 def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:

@@ -14,11 +14,12 @@ from absl.testing import flagsaver
 from rich.console import Console
 
 from configs import debug_tiny
-from jaxrl import launch
+from jaxrl import components, launch
+from jaxrl.capacity import GIB, Cache, gib
+from jaxrl.extras.plan import advice, display, memory
 from jaxrl.models.reading import read_model
-from jaxrl.runtime.plan import advice, display, memory
+from tests.extras.plan.cases import NODE, QWEN_7B, ROOT, large_run
 from tests.helpers import readme_config
-from tests.runtime.plan.cases import NODE, ROOT, large_run
 
 FITS = re.findall(
     r"^\| `(--config=(\S+) .*?)` \| ([\d.]+) GiB \| (\w+) \|",
@@ -34,7 +35,7 @@ SMALL = [
 
 
 def test_bytes_for_people_by_hand():
-    assert [memory.gib(n) for n in (0, 3 * 2**19, 2**30 - 1, 2**30, 5 * 2**29)] == [
+    assert [gib(n) for n in (0, 3 * 2**19, 2**30 - 1, 2**30, 5 * 2**29)] == [
         *("0.00 MiB", "1.50 MiB", "1024.00 MiB", "1.00 GiB", "2.50 GiB"),
     ]
 
@@ -42,7 +43,7 @@ def test_bytes_for_people_by_hand():
 def test_the_plan_of_a_tiny_model_is_in_mib(tiny_world):
     """In GiB each of its rows is 0.00."""
     config, model = debug_tiny.get_config(str(tiny_world)), read_model(tiny_world / "model")
-    laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * memory.GIB)
+    laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * GIB)
     plan = memory.make_plan(config, model, laptop)
     out = io.StringIO()
     Console(file=out, width=120, color_system=None).print(display.show(plan, [], None))
@@ -66,7 +67,7 @@ class TestShipped:
             launch.main(launch.parse_flags(argv))
         assert ended.value.code == 0, capsys.readouterr().out
         made = json.loads(file.read_text())
-        assert f"{made['peak'] / memory.GIB:.1f}" == peak
+        assert f"{made['peak'] / GIB:.1f}" == peak
         assert max(made["phases"], key=lambda one: one["peak"])["name"].endswith(phase)
 
     def test_the_table_has_the_published_ones(self):
@@ -78,7 +79,7 @@ class TestShipped:
         names = {}
         exec(path.read_text(encoding="utf-8"), names)
         config = names["get_config"](str(tiny_world))
-        laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * memory.GIB)
+        laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * GIB)
         assert memory.make_plan(config, read_model(tiny_world / "model"), laptop).fits
 
     def test_the_readme_s_example(self):
@@ -92,7 +93,7 @@ class TestMicroRows:
     def test_is_stored_and_kept_at_a_restart(self, tmp_path, monkeypatch, tiny_world):
         config = debug_tiny.get_config(str(tiny_world))
         config.optimizer.micro_rows = config.sft.optimizer.micro_rows = 0
-        roomy = memory.Target(platform="cpu", num_devices=1, memory_bytes=memory.GIB)
+        roomy = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB)
         monkeypatch.setattr(memory, "host_target", lambda: roomy)
         [sft, _] = launch._fit_memory(config, tmp_path)
         assert config.sft.optimizer.micro_rows == 3  # of 192 tokens: more than 512
@@ -120,7 +121,7 @@ class TestMicroRows:
         config = debug_tiny.get_config(str(tiny_world))
         config.optimizer.micro_rows = 0
         config.mesh.data = -1
-        target = memory.Target(platform="cpu", num_devices=num_devices, memory_bytes=memory.GIB)
+        target = memory.Target(platform="cpu", num_devices=num_devices, memory_bytes=GIB)
         monkeypatch.setattr(memory, "host_target", lambda: target)
         (tmp_path / "checkpoints" / "5").mkdir(parents=True)
         stored = {"optimizer": {"micro_rows": began}}
@@ -141,7 +142,7 @@ class TestRefusal:
         return config
 
     def on(self, monkeypatch, **changes):
-        target = replace(NODE, memory_bytes=memory.GIB, **changes)
+        target = replace(NODE, memory_bytes=GIB, **changes)
         monkeypatch.setattr(memory, "host_target", lambda: target)
 
     @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -158,10 +159,10 @@ class TestRefusal:
 
     def test_a_cpu_is_refused_by_what_is_free(self, config, tmp_path, monkeypatch):
         # The devices share it. What they have in all counts for the choice of rows alone.
-        self.on(monkeypatch, platform="cpu", free_bytes=70 * memory.GIB)
+        self.on(monkeypatch, platform="cpu", free_bytes=70 * GIB)
         assert launch._fit_memory(config, tmp_path)[1:] == []
         assert config.optimizer.micro_rows == 8
-        self.on(monkeypatch, platform="cpu", free_bytes=memory.GIB)
+        self.on(monkeypatch, platform="cpu", free_bytes=GIB)
         wanted = (
             r"needs .* GiB on each device, of which 1\.00 GiB are free; --plan .*--ignore_memory"
         )
@@ -182,9 +183,7 @@ class TestRefusal:
         [(None, "does not tell what is free: no run"), (2**31, "(90% of 2.00 GiB that are free)")],
     )
     def test_the_plan_tells_what_is_free(self, tiny_world, monkeypatch, capsys, free_bytes, told):
-        here = memory.Target(
-            platform="cpu", num_devices=1, memory_bytes=memory.GIB, free_bytes=free_bytes
-        )
+        here = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB, free_bytes=free_bytes)
         monkeypatch.setattr(memory, "host_target", lambda: here)
         argv = ["launch", f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}", "--plan"]
         monkeypatch.setattr(sys, "argv", argv)
@@ -197,6 +196,39 @@ class TestRefusal:
         config = large_run()
         config.model.path = str(ROOT / config.model.path)
         assert launch._fit_memory(config, tmp_path) == []
+
+
+class TestWithoutItsFolder:
+    @pytest.fixture(autouse=True)
+    def gone(self, monkeypatch):
+        for name in ("fitting", "command"):
+            monkeypatch.setitem(sys.modules, f"jaxrl.extras.plan.{name}", None)
+
+    def test_a_run_names_its_micro_batches(self, tmp_path):
+        config = large_run(**{"optimizer.micro_rows": 0})
+        with pytest.raises(
+            ValueError, match=r"micro_rows of 0 in config\.optimizer .*extras\.plan"
+        ):
+            launch._fit_memory(config, tmp_path)
+        config.optimizer.micro_rows = 8
+        [note] = launch._fit_memory(config, tmp_path)
+        assert note.startswith("no plan of memory: ")
+
+    def test_a_run_on_an_accelerator_names_its_cache(self):
+        config = large_run()
+        cache = Cache.of(config, QWEN_7B, memory.target_mesh(config, QWEN_7B, NODE), 1, 64)
+        assert cache.given_pages(config, "gpu") is None
+        with pytest.raises(ValueError, match=r"config\.rollout\.cache_gib is 0.*extras\.plan"):
+            components.pages_left(config, QWEN_7B, 64)
+        config.rollout.cache_gib = 2.0
+        # A page has keys and values of 28 layers with 4 heads of 128, in two bytes.
+        assert cache.given_pages(config, "gpu") == 2 * GIB // (64 * 2 * 28 * 4 * 128 * 2)
+
+    def test_the_flag_is_refused(self, tiny_world, monkeypatch):
+        argv = ["launch", f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}", "--plan"]
+        monkeypatch.setattr(sys, "argv", argv)
+        with flagsaver.flagsaver(), pytest.raises(SystemExit, match=r"--plan: .*extras\.plan"):
+            launch.main(launch.parse_flags(argv))
 
 
 class TestCommand:
@@ -297,7 +329,7 @@ class TestCommand:
 
 
 @pytest.mark.slow(
-    instead="runtime/plan/test_command.py::TestMicroRows::test_is_stored_and_kept_at_a_restart"
+    instead="extras/plan/test_command.py::TestMicroRows::test_is_stored_and_kept_at_a_restart"
 )
 def test_a_run_that_leaves_the_micro_batch_to_the_memory_trains(tmp_path, tiny_world):
     command = [sys.executable, "-m", "jaxrl.launch", f"--config=configs/debug_tiny.py:{tiny_world}"]

@@ -1,9 +1,7 @@
-"""A policy's weights on a device: all of a model, or an adapter and its base."""
+"""Counts a policy's weights on a device: all of a model, or an adapter and its base."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
-from ml_collections import ConfigDict
 
-from jaxrl.method import frozen_of, policy_of
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.parts import Declared
-from jaxrl.models.policy import entries_with_layers
 from jaxrl.runtime.sharding import param_shardings
 
 
@@ -49,36 +44,6 @@ class PolicyWeights:
     cast_bytes: int = 0
     cast_tables: int = 0
     dequantised: int = 0
-
-    @classmethod
-    def of(cls, config: ConfigDict, model: Architecture, mesh: Any) -> PolicyWeights:
-        """Counts the configured policy's weights on the mesh."""
-        dtype = jnp.dtype(config.model.dtype)
-        policy = policy_of(config, model)
-        if policy.around is None:
-            return _entries(policy, frozen_of(config), mesh, dtype)
-        plan: Any = importlib.import_module(policy.around.plan)
-        found: PolicyWeights = plan.policy_weights(policy, mesh, dtype)
-        return found
-
-
-@functools.cache
-def _entries(
-    model: Architecture, frozen: tuple[str, ...], mesh: Any, dtype: np.dtype
-) -> PolicyWeights:
-    trained, others = (
-        num_values(part.abstract_params(), param_shardings(mesh, part))
-        for part in model.parts(frozen)
-    )
-    cast = cast_leaves(model, leaves(model, mesh), dtype)
-    return PolicyWeights(
-        trained=trained,
-        base_bytes=4 * others,
-        cast_bytes=sum(cast.values()),
-        cast_tables=sum(
-            size for path, size in cast.items() if path[0] not in entries_with_layers(model)
-        ),
-    )
 
 
 Leaves = dict[tuple[str, ...], tuple[int, np.dtype]]

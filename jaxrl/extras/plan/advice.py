@@ -11,18 +11,18 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.capacity import gib
 from jaxrl.config import flatten
 from jaxrl.environment import has_contexts
-from jaxrl.method import batch_shape
-from jaxrl.models.architecture import Architecture
-from jaxrl.runtime.plan.memory import (
+from jaxrl.extras.plan.memory import (
     GO_ON,
     Target,
-    gib,
     make_plan,
     target_mesh,
     update_phase,
 )
+from jaxrl.method import batch_shape
+from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.sharding import BATCH, num_batch_shards
 
 CPU_TOKENS = 512

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from jaxrl.capacity import GIB
 from jaxrl.config_checks import validate
-from jaxrl.runtime.plan import advice, memory
-from tests.runtime.plan.cases import AHEAD, NODE, QWEN_7B, QWEN_32B, large_run, train_phase
+from jaxrl.extras.plan import advice, memory
+from tests.extras.plan.cases import AHEAD, NODE, QWEN_7B, QWEN_32B, large_run, train_phase
 
 CONTEXT = "rollout.context.max_tokens"
 
@@ -51,7 +52,7 @@ class TestMicroRows:
         assert advice.best_micro_rows(config, QWEN_7B, cpu, "sft")[0] == 1
 
     def test_where_nothing_fits(self):
-        small = replace(NODE, memory_bytes=16 * memory.GIB)
+        small = replace(NODE, memory_bytes=16 * GIB)
         with pytest.raises(ValueError, match=r"config.optimizer.micro_rows=0 asks .* 8 rows, one"):
             advice.choose_micro_rows(large_run(**{"optimizer.micro_rows": 0}), QWEN_7B, small)
 
@@ -130,7 +131,7 @@ class TestAdvice:
         config = large_run()
         # 32.8e9 parameters of 16 bytes are 61 GiB on each of 8, without weights to multiply with.
         # Even with the moments on the host it is 8 of them, and 2 of 8 GiB more for each device.
-        small = replace(NODE, memory_bytes=40 * memory.GIB)
+        small = replace(NODE, memory_bytes=40 * GIB)
         assert advice.advise(config, QWEN_32B, small) == []
         assert advice.devices_needed(config, QWEN_32B, small) == 16
 
@@ -173,7 +174,7 @@ class TestWhatElseThereIs:
         # 7.6e9 parameters on eight devices: two bytes less each are 1.77 GiB, eight are 7.1.
         wanted = {"optimizer.moments_dtype": "bfloat16"}, {"optimizer.offload": True}
         for less, helps in ((1.7, (True, True)), (7.0, (False, True)), (7.2, (False, False))):
-            memory_bytes = round((peak - less * memory.GIB) / memory.USABLE)
+            memory_bytes = round((peak - less * GIB) / memory.USABLE)
             found = advice.advise(config, QWEN_7B, replace(NODE, memory_bytes=memory_bytes))
             settings = [one.settings for one in found]
             assert tuple(one in settings for one in wanted) == helps

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import save_hf
 from jaxrl.models.reading import read_model
-from tests.runtime.plan.cases import ROOT
+from tests.extras.plan.cases import ROOT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read as Linux tells it")

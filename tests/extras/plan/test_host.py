@@ -5,8 +5,8 @@ import ctypes
 import numpy as np
 import pytest
 
+from jaxrl.extras.plan.host import host_memory
 from jaxrl.runtime.heap import give_back
-from jaxrl.runtime.plan.host import host_memory
 
 MIB = 2**20
 

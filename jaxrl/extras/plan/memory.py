@@ -23,8 +23,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
+from jaxrl.capacity import Cache, check_length, check_rows, samples_beside, sampling_shards
 from jaxrl.config import default_config
-from jaxrl.environment import context_tokens, has_contexts, max_image_tokens, most_chunk_tokens
+from jaxrl.environment import context_tokens, max_image_tokens, most_chunk_tokens
+from jaxrl.extras.plan.host import host_memory
 from jaxrl.method import (
     batch_shape,
     frozen_of,
@@ -42,11 +44,7 @@ from jaxrl.models.output import block_tokens, chunks_of
 from jaxrl.models.parts import Declared
 from jaxrl.models.policy import entries_with_layers
 from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16
-from jaxrl.runtime.plan.host import host_memory
-from jaxrl.runtime.plan.weights import PolicyWeights, num_values
 from jaxrl.runtime.sharding import (
-    BATCH,
-    PIECES,
     check_model_fits,
     devices_together,
     mesh_sizes,
@@ -55,8 +53,8 @@ from jaxrl.runtime.sharding import (
     param_shardings,
     spans_processes,
 )
+from jaxrl.runtime.weights import PolicyWeights, cast_leaves, leaves, num_values
 from jaxrl.sampling.engine import append_sizes, row_sizes
-from jaxrl.sampling.pages import pages_for
 from jaxrl.tasks import sources_of
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
@@ -65,8 +63,6 @@ from jaxrl.training.update import state_shardings
 
 USABLE = 0.9
 """Share of a device's memory that a plan may fill: the rest is for what it does not see."""
-
-GIB = 2**30
 
 GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
 
@@ -268,57 +264,6 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     )
 
 
-def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
-    """Refuses numbers of rows that the devices do not split evenly, of the stages that run.
-
-    Raises:
-        ValueError: names the key.
-    """
-    shards, sampling = num_batch_shards(mesh), _sampling_shards(config, mesh, num_processes)
-    told = " * ".join(PIECES)
-    if config.mesh.rollout_devices:
-        told = "rollout_devices / tensor, of all processes,"
-    rows = {
-        "optimizer.micro_rows": (config.optimizer.micro_rows, shards, {"train"}),
-        "sft.optimizer.micro_rows": (config.sft.optimizer.micro_rows, shards, {"sft"}),
-        "rollout.num_rows": (config.rollout.num_rows, sampling, {"train", "evaluate"}),
-    }
-    for key, (value, count, readers) in rows.items():
-        if value % count and readers & set(config.stages):
-            what = told if key == "rollout.num_rows" else " * ".join(BATCH)
-            raise ValueError(
-                f"config.{key} is {value}; expected a multiple of {what} = {count}, so that "
-                "every device gets the same number."
-            )
-
-
-def _sampling_shards(config: ConfigDict, mesh: Any, num_processes: int) -> int:
-    """Number of devices, or of groups of them along `tensor`, that sample rows of their own."""
-    own = config.mesh.rollout_devices
-    return num_processes * own // mesh.shape["tensor"] if own else num_pieces(mesh)
-
-
-def _samples_beside(config: ConfigDict) -> bool:
-    """Return True if a device samples while it updates."""
-    return bool(config.rollout.ahead) and not config.mesh.rollout_devices
-
-
-def check_length(config: ConfigDict, model: Architecture) -> None:
-    """Refuses trajectories longer than the model's positions.
-
-    Raises:
-        ValueError: names the key.
-    """
-    length = context_tokens(config)
-    if length > model.max_positions:
-        key = "context.max_tokens" if has_contexts(config) else "max_total_tokens"
-        raise ValueError(
-            f"config.rollout.{key}={length} is beyond the "
-            f"model's {model.max_positions} positions (max_position_embeddings of its config.json, "
-            "or what YaRN in rope_scaling makes of them)."
-        )
-
-
 def target_mesh(config: ConfigDict, model: Architecture, target: Target) -> Any:
     """The configured mesh over devices that need not exist.
 
@@ -366,11 +311,6 @@ class ModelTerms:
         sizes = self.mesh.shape
         return self.model.expert_terms(sizes["tensor"], sizes["expert"])
 
-    def cache_bytes(self, dtype: np.dtype) -> int:
-        """Keys and values of a token, in all layers."""
-        heads = self.model.num_kv_heads // self.mesh.shape["tensor"]
-        return 2 * self.model.num_layers * heads * self.model.head_dim * dtype.itemsize
-
     def flops_per_token(self, length: int, *, trains_all: bool = True) -> int:
         """Operations to sample a token and train on it, in a causal sequence of `length`.
 
@@ -410,10 +350,10 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
         "batch": _batch_bytes(config, update.shape, num_pieces(update.mesh), stage),
         "patches of two micro-batches": update.patch_bytes,
     }
-    if stage == "train" and _samples_beside(config):  # the next step's rollout is under way
+    if stage == "train" and samples_beside(config):  # the next step's rollout is under way
         sampler = _Sampler.of(config, model, target)
         kept["decode weights"] = _decode_weights(config, model, target)
-        kept["KV cache"] = cache_pages(config, model, target) * sampler.page_bytes
+        kept["KV cache"] = cache_pages(config, model, target) * sampler.cache.page_bytes
         kept["sampling"] = max(sum(terms.values()) for terms in sampler.moments.values())
         kept |= _search_bytes(config, target)[1]
     moments = {"layers": held | update.at_layers(), "output": held | update.at_output()}
@@ -480,7 +420,7 @@ class _Update:
             logits_chunk_tokens=max(config.model.logits_chunk_tokens // num_pieces(mesh), 1),
             is_cpu=target.platform == "cpu",
             is_tpu=target.platform == "tpu",
-            policy=PolicyWeights.of(config, model, mesh),
+            policy=_policy_weights(config, model, mesh),
         )
 
     @property
@@ -831,7 +771,10 @@ class _Update:
 def rollout_phase(config: ConfigDict, model: Architecture, target: Target) -> Phase:
     """Memory while trajectories are sampled, in training and evaluation alike."""
     sampler = _Sampler.of(config, model, target)
-    kept = {**sampler.kept, "KV cache": cache_pages(config, model, target) * sampler.page_bytes}
+    kept = {
+        **sampler.kept,
+        "KV cache": cache_pages(config, model, target) * sampler.cache.page_bytes,
+    }
     return Phase(name="rollout", kept=_nonzero(kept), moments=sampler.moments)
 
 
@@ -900,7 +843,7 @@ def _process(config: ConfigDict, model: Architecture, target: Target) -> dict[st
     if {"train", "evaluate"} & set(config.stages):
         # The sampler's: those that read, and those that decode as many rows as there are.
         mesh = target_mesh(config, model, target)
-        rows = config.rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
+        rows = config.rollout.num_rows // sampling_shards(config, mesh, target.num_processes)
         busy = _busy_rows(config, target, rows)
         decoding = sum(size <= busy for size in _row_sizes(config, target, rows))
         reading = len(append_sizes(target.platform, context_tokens(config)))
@@ -938,28 +881,13 @@ def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
         ValueError: what is configured does not hold one trajectory.
     """
     sampler = _Sampler.of(config, model, target)
-    full = sampler.rows * sampler.table_pages
-    pages = _given_pages(config, target, full, sampler.page_bytes)
+    cache = sampler.cache
+    pages = cache.given_pages(config, target.platform)
     if pages is not None:
-        if pages < sampler.table_pages:
-            raise ValueError(
-                f"config.rollout.cache_gib={config.rollout.cache_gib} does not hold one trajectory "
-                f"of {context_tokens(config)} tokens, which "
-                f"takes {gib(sampler.table_pages * sampler.page_bytes)} of each device; raise "
-                "cache_gib or lower "
-                f"{'context.max_tokens' if has_contexts(config) else 'max_total_tokens'}."
-            )
         return pages
     moment = max(sum(terms.values()) for terms in sampler.moments.values())
     left = target.usable - sum(sampler.kept.values()) - moment
-    return max(min(left // sampler.page_bytes, 2 * full), sampler.table_pages)
-
-
-def _given_pages(config: ConfigDict, target: Target, full: int, page_bytes: int) -> int | None:
-    """Pages of each shard's cache where they do not depend on what the plan leaves of a device."""
-    if config.rollout.cache_gib:
-        return int(config.rollout.cache_gib * GIB) // page_bytes
-    return full if target.platform == "cpu" or _samples_beside(config) else None
+    return max(min(left // cache.page_bytes, 2 * cache.full), cache.pages_each)
 
 
 def page_tokens(config: ConfigDict, model: Architecture, target: Target) -> int:
@@ -978,9 +906,7 @@ def _kernels(config: ConfigDict, model: Architecture, target: Target) -> str:
 class _Sampler:
     """The sampler's memory on one device, in bytes."""
 
-    rows: int  # decoded side by side
-    table_pages: int  # pages of a trajectory of full length
-    page_bytes: int  # keys and values of all layers
+    cache: Cache
     kept: dict[str, int]  # without the cache
     moments: dict[str, dict[str, int]]
 
@@ -988,19 +914,18 @@ class _Sampler:
     def of(cls, config: ConfigDict, model: Architecture, target: Target) -> _Sampler:
         """Builds the terms for a run's rollouts and evaluations."""
         mesh = target_mesh(config, model, target)
-        terms, rollout = ModelTerms(model, mesh), config.rollout
+        terms = ModelTerms(model, mesh)
         chunk_tokens = most_chunk_tokens(config, target.platform)
         dtype = jnp.dtype(config.model.dtype)
         kernels = _kernels(config, model, target)
-        rows = rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
         page = page_tokens(config, model, target)
-        table_pages = pages_for(context_tokens(config), page)
-        token_bytes = terms.cache_bytes(dtype)
-        page_bytes = page * token_bytes
+        cache = Cache.of(config, model, mesh, target.num_processes, page)
+        token_bytes = cache.page_bytes // page
         is_short = target.platform == "cpu" and dtype.itemsize < 4
         upcast = 4 // dtype.itemsize if is_short and not MULTIPLIES_BFLOAT16 else 1
-        busy = _busy_rows(config, target, rows)
-        past = busy * table_pages * page_bytes if copies_past(kernels, target.platform) else 0
+        busy = _busy_rows(config, target, cache.rows)
+        is_copied = copies_past(kernels, target.platform)
+        past = busy * cache.pages_each * cache.page_bytes if is_copied else 0
         read = append_sizes(target.platform, context_tokens(config))[-1]
         # Of each turn of the XLA loop over pages.
         block = append_block(target.platform, model.num_heads, model.num_kv_heads)
@@ -1028,14 +953,15 @@ class _Sampler:
             # A CPU computes with float32 copies of values of two bytes, of the whole cache too. For
             # a chunk of steps it makes them once, the table of ids among them. Where tokens are
             # read, about half the layers are copied at a time: some before their turn.
-            full, count = rows * table_pages, _Counts.of(model, mesh)
-            cache = page_bytes * (_given_pages(config, target, full, page_bytes) or full)
+            count = _Counts.of(model, mesh)
+            held_pages = cache.given_pages(config, target.platform) or cache.full
+            cache_bytes = cache.page_bytes * held_pages
             layers = count.decode_params - count.whole_tables
             if upcast > 1 or busy == 1:
-                copied = 2 * cache + 4 * (layers + count.table(model))
+                copied = 2 * cache_bytes + 4 * (layers + count.table(model))
                 moments["decode"]["float32 copies"] = copied
             if upcast > 1:
-                moments["reading"]["float32 copies"] = 2 * cache + 4 * layers // 2
+                moments["reading"]["float32 copies"] = 2 * cache_bytes + 4 * layers // 2
         tower = model.tower
         if tower is not None:
             added = read * tower.num_added * model.width * dtype.itemsize
@@ -1055,9 +981,7 @@ class _Sampler:
         kept["decode weights"] = _decode_weights(config, model, target)
         held, searching = _search_bytes(config, target)
         return cls(
-            rows=rows,
-            table_pages=table_pages,
-            page_bytes=page_bytes,
+            cache=cache,
             kept=kept | held | searching,
             moments=moments,
         )
@@ -1129,9 +1053,39 @@ def _split(size: int, num_shards: int) -> int:
     return size if size % num_shards else size // num_shards
 
 
+def _policy_weights(config: ConfigDict, model: Architecture, mesh: Any) -> PolicyWeights:
+    """The configured policy's weights on the mesh, of a device."""
+    dtype = jnp.dtype(config.model.dtype)
+    policy = policy_of(config, model)
+    if policy.around is None:
+        return _entries(policy, frozen_of(config), mesh, dtype)
+    around: Any = importlib.import_module(policy.around.plan)
+    weights: PolicyWeights = around.policy_weights(policy, mesh, dtype)
+    return weights
+
+
+@functools.cache
+def _entries(
+    model: Architecture, frozen: tuple[str, ...], mesh: Any, dtype: np.dtype
+) -> PolicyWeights:
+    trained, others = (
+        num_values(part.abstract_params(), param_shardings(mesh, part))
+        for part in model.parts(frozen)
+    )
+    cast = cast_leaves(model, leaves(model, mesh), dtype)
+    return PolicyWeights(
+        trained=trained,
+        base_bytes=4 * others,
+        cast_bytes=sum(cast.values()),
+        cast_tables=sum(
+            size for path, size in cast.items() if path[0] not in entries_with_layers(model)
+        ),
+    )
+
+
 def _state(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> dict[str, int]:
     """Bytes that stay on a device from step to step: weights, moments, and the reference policy."""
-    policy = PolicyWeights.of(config, model, mesh)
+    policy = _policy_weights(config, model, mesh)
     params = 4 * policy.trained
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
     state["parameters"] = params
@@ -1198,7 +1152,7 @@ def _moment_bytes(config: ConfigDict, model: Architecture, mesh: Any, stage: str
     """Bytes of the optimizer's state on one device: two values a parameter, one perhaps short."""
     itemsize = jnp.dtype(optimizer_section(config, stage).moments_dtype).itemsize
     num_moments = _num_moments(_trained(config, model), mesh)
-    return 4 * num_moments - (4 - itemsize) * PolicyWeights.of(config, model, mesh).trained
+    return 4 * num_moments - (4 - itemsize) * _policy_weights(config, model, mesh).trained
 
 
 def _trained(config: ConfigDict, model: Architecture) -> Any:
@@ -1265,14 +1219,3 @@ def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str
             f"{cache_pages(config, model, target)} pages x {page} tokens on a device"
         )
     return shapes
-
-
-def gib(size: int) -> str:
-    """A number of bytes for people, of less than a GiB in MiB."""
-    unit, scale = unit_of(size)
-    return f"{size / scale:.2f} {unit}"
-
-
-def unit_of(size: int) -> tuple[str, int]:
-    """The unit in which people read a number of bytes, and its bytes."""
-    return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)

@@ -15,12 +15,12 @@ import pytest
 
 from benchmarks import memory as programs
 from benchmarks.common import libtpu_environment
+from jaxrl.capacity import GIB
 from jaxrl.config import default_config
+from jaxrl.extras.plan import memory
 from jaxrl.method import batch_shape, policy_of
 from jaxrl.models.decoder import init_params
-from jaxrl.runtime.plan import memory
-from tests.helpers import TINY_MOE
-from tests.runtime.plan.cases import (
+from tests.extras.plan.cases import (
     AHEAD,
     NODE,
     QWEN_7B,
@@ -30,6 +30,7 @@ from tests.runtime.plan.cases import (
     large_run,
     train_phase,
 )
+from tests.helpers import TINY_MOE
 
 
 @pytest.fixture
@@ -87,13 +88,13 @@ class TestByHand:
 
     def test_the_cache_that_is_configured(self):
         kept = memory.rollout_phase(large_run(**{"rollout.cache_gib": 2.0}), QWEN_7B, NODE).kept
-        assert 1.99 * memory.GIB < kept["KV cache"] <= 2 * memory.GIB
+        assert 1.99 * GIB < kept["KV cache"] <= 2 * GIB
         # One trajectory: 28 x 2 x 4 x 128 x 2048 values of two bytes.
         with pytest.raises(ValueError, match=r"cache_gib=0\.1 does not hold .* 11\d\.\d\d MiB"):
             memory.rollout_phase(large_run(**{"rollout.cache_gib": 0.1}), QWEN_7B, NODE)
 
     def test_a_cache_that_does_not_fit_is_planned_for_one_trajectory(self):
-        tiny = replace(NODE, memory_bytes=memory.GIB)
+        tiny = replace(NODE, memory_bytes=GIB)
         made = memory.make_plan(large_run(), QWEN_7B, tiny)
         assert not made.fits
         assert made.phases[1].kept["KV cache"] == 28 * 2 * 4 * 128 * 2048 * 2
@@ -122,7 +123,7 @@ class TestByHand:
     def test_parameters_are_what_the_model_makes(self):
         model = programs.MODELS["tiny"]
         params = init_params(model, 0)
-        target = memory.Target(platform="cpu", num_devices=1, memory_bytes=memory.GIB)
+        target = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB)
         kept = train_phase(programs.small_run(1, 1, 1), model, target).kept
         assert kept["parameters"] == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
@@ -220,7 +221,7 @@ class TestByHand:
         assert layers["a micro-batch's gradients"] == pytest.approx(gradients, rel=1e-2)
 
     def test_one_tpu_adds_to_the_gradients_at_once(self):
-        one = memory.Target(platform="tpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        one = memory.Target(platform="tpu", num_devices=1, memory_bytes=80 * GIB)
         output = lambda chunk: train_phase(  # noqa: E731
             large_run(fsdp=1, **{"optimizer.micro_rows": 1, "model.logits_chunk_tokens": chunk}),
             QWEN_7B,
@@ -236,7 +237,7 @@ class TestByHand:
         assert parts[names[1]] == 2 * 512 * 152_064
 
     def test_a_cpu_turns_a_tied_table_over_in_bfloat16(self, copies_bfloat16):
-        cpu = memory.Target(platform="cpu", num_devices=8, memory_bytes=80 * memory.GIB)
+        cpu = memory.Target(platform="cpu", num_devices=8, memory_bytes=80 * GIB)
         tied, table = replace(QWEN_7B, tie_embeddings=True), 152_064 * 3584
         found = {
             dtype: train_phase(large_run(**{"model.dtype": dtype}), tied, cpu).moments["output"]
@@ -307,7 +308,7 @@ class TestByHand:
     @pytest.mark.parametrize("tied", [False, True])
     def test_its_sampler_s_weights_are_those_that_are_made(self, tied):
         model = replace(programs.MODELS["tiny"], tie_embeddings=tied)
-        target = memory.Target(platform="cpu", num_devices=1, memory_bytes=memory.GIB)
+        target = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB)
         for head in ("", "float32"):
             config = programs.small_run(1, 1, 1)
             config.model.dtype, config.model.head_dtype = "bfloat16", head
@@ -352,7 +353,7 @@ class TestByHand:
 
     def test_a_cpu_that_multiplies_bfloat16_trains_like_an_accelerator(self, monkeypatch):
         monkeypatch.setattr(memory, "MULTIPLIES_BFLOAT16", True)
-        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
         config = large_run(fsdp=1, **{"kl.coef": 0.01, "optimizer.micro_rows": 2})
         for phase in (train_phase(config, target=one), memory.score_phase(config, QWEN_7B, one)):
             layers = phase.moments["layers"]
@@ -379,7 +380,7 @@ class TestByHand:
         assert handing.kept["parameters"] == 4 * made.num_params
 
     def test_a_cpu_makes_an_output_layer_of_a_tied_table_too(self):
-        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
         tied = replace(QWEN_7B, num_layers=1, tie_embeddings=True)
         config = large_run(fsdp=1)
         config.stages = ("evaluate",)
@@ -397,7 +398,7 @@ class TestByHand:
         }
 
     def test_few_questions_are_asked_in_few_rows(self):
-        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
         keys = {"model.dtype": "float32", "rollout.num_rows": 64, "eval.max_tasks": 3}
         config = large_run(fsdp=1, **keys, **{"eval.samples": 2})
         kept = memory.rollout_phase(config, QWEN_7B, one).kept
@@ -423,14 +424,14 @@ class TestByHand:
         assert programs == [number * 28 * 9 * 2**18 for number in (5, 4, 3)]
 
     def test_what_is_left_of_a_program_is_counted_once(self):
-        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
         config = large_run(fsdp=1)
         config.stages = ("evaluate",)
         rollout = memory.make_plan(config, QWEN_7B, one).phases[0]
         assert rollout.moments["compiling"]["compiler"] == (100 + 28 * 4) * 2**20 - 28 * 9 * 2**18
 
     def test_a_cpu_finds_tokens_of_bfloat16_in_a_float32_table(self, copies_bfloat16):
-        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
         table = 4 * 152_064 * 3584
         for keys in ({}, {**ADAPTED, "model.lora.base_dtype": "bfloat16"}):
             config = large_run(fsdp=1, **{"kl.coef": 0.01, "optimizer.micro_rows": 2, **keys})
@@ -496,7 +497,7 @@ class TestByHand:
 
 
 def test_a_cpu_has_a_chunk_of_logits_once():
-    target = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+    target = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
     phase = train_phase(programs.small_run(1, 1, 1), programs.MODELS["tiny"], target)
     # 2048 tokens in one chunk, of which 128 have 2 MiB of logits, and twice as much beside them.
     assert phase.moments["output"]["logits chunk"] == (2048 + 2 * 128) * 4096 * 4
@@ -530,7 +531,7 @@ class TestAgainstTheCompiler:
             assert planned == pytest.approx(compiled, rel=0.1), program
 
     @pytest.mark.slow(
-        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+        instead="extras/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
     )
     def test_one_device(self):
         self.check(self.on_one_device(programs.MODELS["tiny"]))
@@ -544,20 +545,20 @@ class TestAgainstTheCompiler:
         return programs.compare(programs.small_run(1, 1, 1), model, target, jax.devices()[:1])
 
     @pytest.mark.slow(
-        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+        instead="extras/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
     )
     def test_eight_devices(self):
         self.check(self.in_a_process("--model=tiny", "--mesh=2x2x2"))
 
     @pytest.mark.slow(
-        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+        instead="extras/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
     )
     @pytest.mark.parametrize("mesh", ["1x1x1", "1x4x1"])
     def test_large_models(self, mesh):
         self.check(self.in_a_process("--model=tiny,0.5b,0.6b", f"--mesh={mesh}"))
 
     @pytest.mark.slow(
-        instead="runtime/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
+        instead="extras/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
     )
     @pytest.mark.parametrize(
         "settings",
@@ -573,7 +574,7 @@ class TestAgainstTheCompiler:
         self.check(self.in_a_process(*FEW_LAYERS, *settings))
 
     @pytest.mark.slow(
-        instead="runtime/plan/test_memory.py"
+        instead="extras/plan/test_memory.py"
         "::TestByHand::test_a_tpu_makes_the_gradient_of_logits_as_it_multiplies"
     )
     @pytest.mark.skipif(
@@ -609,7 +610,7 @@ def test_a_rollout_one_step_ahead_lies_beside_the_update():
     moment = sum(sampler.moments[sampler.moment].values())
     more = sampler.kept["decode weights"] + sampler.kept["KV cache"] + moment
     assert beside.peak == alone.peak + more
-    assert sampler.kept["KV cache"] > 3 * memory.GIB
+    assert sampler.kept["KV cache"] > 3 * GIB
 
 
 def test_by_default_its_cache_is_that_of_the_rows():
@@ -686,7 +687,7 @@ class TestAdapters:
         )
         assert made.phases[-1].kept["decode weights"] > 1.9 * made.num_params
 
-    @pytest.mark.slow(instead="runtime/plan/test_memory.py::TestAdapters::test_by_hand")
+    @pytest.mark.slow(instead="extras/plan/test_memory.py::TestAdapters::test_by_hand")
     @pytest.mark.parametrize("dtype", ["float32", "int8"])
     def test_against_the_compiler(self, dtype):
         config = programs.small_run(1, 1, 1)
@@ -709,7 +710,7 @@ def test_what_experts_compute_is_copied_in_part_on_a_cpu(
     config.optimizer.micro_rows = 1
     config.rollout.max_total_tokens = 100
     config.rollout.max_prompt_tokens = 50
-    target = memory.Target(platform=platform, num_devices=1, memory_bytes=memory.GIB)
+    target = memory.Target(platform=platform, num_devices=1, memory_bytes=GIB)
     dense, experts = TINY_MOE.memory_terms(1), TINY_MOE.expert_terms(1, 1)
     phase = memory.update_phase(config, TINY_MOE, target, "train")
     tokens = batch_shape(config, "train", 1).row_tokens
@@ -729,7 +730,7 @@ def test_an_accelerator_puts_some_of_what_experts_compute_over_others():
     config = default_config()
     config.model.dtype = "bfloat16"
     config.optimizer.micro_rows = 1
-    chip = memory.Target(platform="tpu", num_devices=1, memory_bytes=memory.GIB)
+    chip = memory.Target(platform="tpu", num_devices=1, memory_bytes=GIB)
     inner = TINY_MOE.memory_terms(1).read_activations + k * (D + 2 * F)
     tokens = batch_shape(config, "train", 0).row_tokens
     scoring = memory.score_phase(config, TINY_MOE, chip).moments["layers"]

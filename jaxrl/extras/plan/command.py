@@ -10,10 +10,11 @@ from typing import Any
 from ml_collections import ConfigDict
 from rich.console import Console
 
+from jaxrl.capacity import GIB
 from jaxrl.envs.text import printable
+from jaxrl.extras.plan import advice, display, memory
 from jaxrl.models.folder import model_folder
 from jaxrl.models.reading import read_model
-from jaxrl.runtime.plan import advice, display, memory
 
 
 def show_plan(
@@ -54,7 +55,7 @@ def show_plan(
     if num_devices:
         given["num_devices"] = num_devices
     if memory_gib:
-        given |= {"memory_bytes": int(memory_gib * memory.GIB), "platform": "gpu"}
+        given |= {"memory_bytes": int(memory_gib * GIB), "platform": "gpu"}
         given["free_bytes"] = None
     if platform:
         given["platform"] = platform

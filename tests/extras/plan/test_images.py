@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.runtime.plan.memory import Target, make_plan
+from jaxrl.extras.plan.memory import Target, make_plan
 from tests.helpers import settings
 from tests.vision import golden
 

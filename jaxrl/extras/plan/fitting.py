@@ -1,0 +1,67 @@
+"""A run fitted to the devices that it is started on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxrl.capacity import gib
+from jaxrl.extras.plan import memory
+from jaxrl.extras.plan.advice import choose_micro_rows
+from jaxrl.method import optimizer_section, stage_steps
+from jaxrl.models.architecture import Architecture
+from jaxrl.models.folder import model_folder
+from jaxrl.models.reading import read_model
+from jaxrl.runtime import distributed
+from jaxrl.runtime.history import read_begun
+
+
+def fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False) -> list[str]:
+    """Chooses micro-batches that are left to the memory, and says so.
+
+    A run that goes on keeps what it began with, which its workdir holds, while that fits.
+
+    Raises:
+        ValueError: the plan needs more than a device has, or for a run that begins on a CPU more
+            than is free, and `ignores_plan` is off.
+    """
+    begun = read_begun(workdir, is_accepted=True)
+    began = begun.config if begun else {}
+    folder, target = model_folder(config.model.path), memory.host_target()
+    model = read_model(folder, config.model.architecture)
+    # All processes must choose the same.
+    sizes, free = zip(*distributed.gather((target.memory_bytes, target.free_bytes)), strict=True)
+    target = replace(
+        target, memory_bytes=min(sizes), free_bytes=None if None in free else min(free)
+    )
+    is_cpu = target.platform == "cpu"
+    notes = []
+    if not all(optimizer_section(config, stage).micro_rows for stage in stage_steps(config)):
+        must_fit = not (is_cpu or ignores_plan)
+        notes = choose_micro_rows(config, model, target, began, must_fit=must_fit)
+    if is_cpu and target.free_bytes is None:
+        return notes  # the system does not tell
+    peak = memory.make_plan(config, model, target).peak
+    if peak > target.limit:
+        has = "of which {} are free" if is_cpu else "which has {}"
+        needs = (
+            f"the plan needs {gib(peak)} on each device, {has.format(gib(target.limit))}; --plan "
+            "tells what to change"
+        )
+        # What is free changes from minute to minute: a run that has begun is not ended by it.
+        if not ignores_plan and not (is_cpu and begun):
+            raise ValueError(f"{needs}, {memory.GO_ON}.")
+        notes.append(f"warning: {needs}")
+    return notes
+
+
+def pages_left(config: ConfigDict, model: Architecture, page_tokens: int) -> int:
+    """Pages of the sampler's cache for which the plan leaves room on a device of this host.
+
+    The plan reckons with the kernels that are tried first; those of others have `page_tokens`.
+    """
+    target = memory.host_target()
+    planned = memory.cache_pages(config, model, target)
+    return planned * memory.page_tokens(config, model, target) // page_tokens
