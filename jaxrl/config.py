@@ -17,9 +17,11 @@ from ml_collections import ConfigDict
 
 from jaxrl.envs.json_text import read_object
 from jaxrl.keys import (
+    CORPUS,
     DTYPES,
     EVALUATION,
     FREE,
+    MODEL,
     REPLAY,
     RESULTS,
     TRAINING,
@@ -166,7 +168,7 @@ KEYS: dict[str, Key] = {
         "`$XDG_CACHE_HOME/jaxrl`; `off`: none.", restart=FREE),
     # ---------------------------------------------------------------------------- model
     "model.path": Key("", "Local folder in Hugging Face's format, or a `.gguf` file (extra "
-        "`gguf`)."),
+        "`gguf`).", holds=MODEL, written_to="export"),
     "model.architecture": Key("", "Name of the architecture, or dotted name of its class. Empty: "
         "by `model_type` of `config.json`.", group="jaxrl.architectures", names_code=True),
     "model.dtype": Key("float32", "Dtype of activations, matrix products and KV cache; weights "
@@ -298,7 +300,8 @@ KEYS: dict[str, Key] = {
         one_of=REPLAY, restart=FREE),
     "search.replay_folder": Key("", "Folder of the recording. Empty: `searches/` in the workdir.",
         restart=FREE),
-    "search.local.corpus": Key("", "JSONL of documents: `id`, `title`, `text`.", required="a path"),
+    "search.local.corpus": Key("", "JSONL of documents: `id`, `title`, `text`.", required="a path",
+        holds=CORPUS),
     "search.local.index": Key("", "Folder of the index. Empty: beside the corpus."),
     "search.local.topk": Key(3, "Documents that a query returns.", above=0),
     "search.http.url": Key("", "Address of the server, as `http://127.0.0.1:8000/retrieve`.",

@@ -7,7 +7,7 @@ import inspect
 from ml_collections import ConfigDict
 
 from jaxrl.choices import check_texts, chosen
-from jaxrl.config import CHUNK_TOKENS
+from jaxrl.config import CHUNK_TOKENS, KEYS
 from jaxrl.envs.base import ENVS, Env
 from jaxrl.keys import Rule
 from jaxrl.own_code import is_own
@@ -71,10 +71,13 @@ def max_image_tokens(config: ConfigDict) -> int:
     return int(min(rollout.max_image_tokens or most, most))
 
 
-def adapter_of(config: ConfigDict) -> ConfigDict | None:
-    """The section of the adapter that alone is trained; None without one."""
-    section = config.model.get("lora")
-    return section if section and section.rank else None
+AROUND = {"model.lora.rank": "jaxrl.extras.lora.adapter:around"}
+"""Keys above 0 where an architecture around the model alone is trained, and what makes it."""
+
+
+def adapter_of(config: ConfigDict) -> str:
+    """The key of `AROUND` that is above 0; "" where the model itself is trained."""
+    return next((key for key in AROUND if key in KEYS and config[key]), "")
 
 
 def has_contexts(config: ConfigDict) -> bool:

@@ -26,6 +26,11 @@ TRAINING = "training"
 RESULTS = "results"
 """Another value makes another experiment."""
 
+MODEL = "a model"
+"""A path to a folder of weights and their small files."""
+CORPUS = "a corpus"
+"""A path to one file of documents or vectors, beside whose index its hash is kept."""
+
 DTYPES = ("float32", "bfloat16")
 REPLAY = ("off", "record", "only")
 
@@ -51,6 +56,10 @@ class Key:
     group: str = ""  # of entry points, whose names it takes too
     names_code: bool = False  # its value may be the dotted name of a function of one's own
     required: str = ""  # expected in place of an empty text where a run reads the key's section
+    holds: str = ""  # of a path: `MODEL`, `CORPUS` or a file inside it; its content is compared
+    written_to: str = ""  # folder of a workdir to which a run writes what this path is to hold
+    # True where checkpoints hold what the key decides: no start that goes on may change it.
+    is_fixed: Callable[[ConfigDict], Any] | None = None
 
     def check(self, name: str, value: Any) -> None:
         """Refuses a value of another type, out of range or none of the choices.

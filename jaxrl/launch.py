@@ -369,8 +369,9 @@ SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
 
 def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = False) -> None:
     """Refuses to go on with what another configuration began."""
-    for key, name in (("model.path", "export"), ("model.lora.path", "adapter")):
-        if key in configuration.KEYS and (workdir / name).resolve() == Path(config[key]).resolve():
+    for key, entry in configuration.KEYS.items():
+        written = workdir / entry.written_to
+        if entry.written_to and written.resolve() == Path(config[key]).resolve():
             raise ValueError(
                 f"config.{key}={config[key]!r} is where --workdir={workdir} exports to; "
                 "set --workdir to another folder."

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ml_collections import ConfigDict
 
 from jaxrl.choices import check_arrays, check_settings, chosen, settings_of, subsection
-from jaxrl.environment import adapter_of, has_tools, max_image_tokens, overlong_limit
+from jaxrl.environment import AROUND, adapter_of, has_tools, max_image_tokens, overlong_limit
 from jaxrl.keys import Rule
 from jaxrl.own_code import Chosen, is_own
 from jaxrl.training.settings import (
@@ -323,22 +323,17 @@ def policy_of(config: ConfigDict, model: Architecture) -> Architecture:
     """The model with the configured output layer, or the architecture around it that is trained.
 
     Raises:
-        ValueError: `model.lora.targets` names no layer of the model, or the model has no output
-            layer in `model.head_dtype`.
+        ValueError: an adapter is for a layer that the model does not have, or the model has no
+            output layer in `model.head_dtype`.
     """
     if config.model.head_dtype:
         model = model.with_head(config.model.head_dtype)
-    adapter = adapter_of(config)
-    if adapter is None:
+    key = adapter_of(config)
+    if not key:
         return model
-    policy: Architecture = pkgutil.resolve_name(ADAPTER)(
-        adapter.to_dict(), model, config.model.dtype
-    )
+    settings = config[key.rpartition(".")[0]].to_dict()
+    policy: Architecture = pkgutil.resolve_name(AROUND[key])(settings, model, config.model.dtype)
     return policy
-
-
-ADAPTER = "jaxrl.extras.lora.adapter:around"
-"""Makes the architecture around a model that `environment.adapter_of` asks for."""
 
 
 def _is_never_overlong(config: ConfigDict) -> bool:

@@ -109,7 +109,7 @@ def open_run(
     if model is not None:
         config.model.path = str(model)
         if adapter := adapter_of(config):
-            adapter.rank = 0  # it is merged into what a run exports
+            config[adapter] = 0  # it is merged into what a run exports
     config.policy.name = OWN_MODEL  # whose weights these are
     if is_talk:
         rollout = config.rollout

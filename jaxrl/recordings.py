@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from jaxrl.config import KEYS
 from jaxrl.envs.recording import Recording, recorded_engines
 from jaxrl.own_code import is_own
 from jaxrl.runtime.versions import search_fingerprints
@@ -74,7 +75,7 @@ def _asked_settings(config: ConfigDict) -> dict[str, Any]:
     if engine == "hybrid":
         del found["local.corpus"]  # it is that of dense
     digests = search_fingerprints(config)
-    for key in _FILES & found.keys():
+    for key in filter(_is_file, found):
         held = {
             name: one for name, one in digests.items() if f"{name}/".startswith(f"search.{key}/")
         }
@@ -83,8 +84,9 @@ def _asked_settings(config: ConfigDict) -> dict[str, Any]:
     return found
 
 
-_FILES = {"local.corpus", "dense.corpus", "dense.encoder", "dense.embeddings"}
-"""Settings that name files; where these lie does not matter to a recording, what they hold does."""
+def _is_file(setting: str) -> bool:
+    """True for a file, of which what it holds matters to a recording, and not where it lies."""
+    return f"search.{setting}" in KEYS and bool(KEYS[f"search.{setting}"].holds)
 
 
 def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         FileNotFoundError: several recordings fit.
     """
     settings: dict[str, Any] = asked["settings"]
-    missing = [key for key, value in settings.items() if value is None and key in _FILES]
+    missing = [key for key, value in settings.items() if value is None and _is_file(key)]
     fitting = []
     for there in recorded_engines(folder) if missing else []:
         held = dict.fromkeys(missing)

@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import KEYS, flatten, missing_folder
-from jaxrl.environment import adapter_of
+from jaxrl.environment import AROUND, adapter_of
 from jaxrl.keys import EVALUATION, FREE, RESULTS
 from jaxrl.runtime.history import Begun, plain
 from jaxrl.training.settings import has_gate
@@ -41,11 +41,11 @@ def check_fixed(workdir: Path, begun: Begun, config: ConfigDict) -> None:
     """
     began, now = begun.config, plain(flatten(config))
     # Its checkpoints hold what is trained, and no more.
-    now.setdefault("model.lora.rank", 0)
-    fixed = [
-        "model.lora.rank",
-        "model.lora.targets" if adapter_of(config) else "model.vision.train",
-    ]
+    now = dict.fromkeys(AROUND, 0) | now  # a folder that is not there trains nothing
+    fixed = [*AROUND]
+    fixed += [key for key, entry in KEYS.items() if entry.is_fixed and entry.is_fixed(config)]
+    if not adapter_of(config):
+        fixed.append("model.vision.train")
     if "train" in config.stages:
         fixed.append("kl.anchor")
         if began.get("kl.coef") == 0:

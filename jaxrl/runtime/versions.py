@@ -25,6 +25,7 @@ from jaxrl.config import KEYS, flatten
 from jaxrl.environment import CORPORA, corpus_section
 from jaxrl.envs.corpus import corpus_digest, index_folder
 from jaxrl.envs.json_text import parse_json
+from jaxrl.keys import CORPUS, MODEL
 from jaxrl.models.architecture import Verdict
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
@@ -140,9 +141,11 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
     """
     found = _model_digests("model.path", Path(model_folder(config.model.path)))
-    adapter = config.model.get("lora")
-    if adapter and adapter.path and (file := Path(adapter.path) / ADAPTER_FILE).is_file():
-        found[f"model.lora.path/{ADAPTER_FILE}"] = _digest(file)
+    flat = flatten(config)
+    for key, entry in KEYS.items():
+        is_file = entry.holds and entry.holds not in (MODEL, CORPUS)
+        if is_file and flat.get(key) and (file := Path(flat[key]) / entry.holds).is_file():
+            found[f"{key}/{entry.holds}"] = _digest(file)
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
         found["sft.source"] = _data_digest(demonstrations)
@@ -164,16 +167,14 @@ def search_fingerprints(config: ConfigDict) -> dict[str, str]:
     section = CORPORA.get(config.search.engine, "")
     if not section:
         return {}
-    settings, found = config.search[section], {}
-    corpus = Path(settings.corpus)
-    folder = index_folder(corpus, settings.index)
-    if corpus.is_file():
-        found[f"search.{section}.corpus"] = corpus_digest(corpus, folder)
-    if section == "dense":
-        found |= _model_digests("search.dense.encoder", Path(settings.encoder))
-        vectors = Path(settings.embeddings)
-        if vectors.is_file():
-            found["search.dense.embeddings"] = corpus_digest(vectors, folder)
+    settings, found = config.search[section], dict[str, str]()
+    folder = index_folder(Path(settings.corpus), settings.index)
+    for name, value in settings.items():
+        key = f"search.{section}.{name}"
+        if KEYS[key].holds == MODEL:
+            found |= _model_digests(key, Path(value))
+        elif KEYS[key].holds == CORPUS and Path(value).is_file():
+            found[key] = corpus_digest(Path(value), folder)
     return found
 
 
@@ -232,9 +233,6 @@ def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) 
             "Start all of them with the same command and the same files."
         )
 
-
-ADAPTER_FILE = "adapter_model.safetensors"
-"""File of weights in a folder as PEFT writes it."""
 
 MAX_DIFFERENCES = 10  # that a message names
 

@@ -1,17 +1,18 @@
 """Keys of dense retrieval."""
 
-from jaxrl.keys import DTYPES, Key
+from jaxrl.keys import CORPUS, DTYPES, MODEL, Key
 
 # fmt: off
 KEYS = {
     "search.dense.corpus": Key("", "JSONL of documents: `id`, `title`, `text`.",
-        required="a path"),
+        required="a path", holds=CORPUS),
     "search.dense.encoder": Key("", "Local folder in Hugging Face's format: BERT (E5, BGE) or "
-        "Qwen3-Embedding.", required="a path"),
+        "Qwen3-Embedding.", required="a path", holds=MODEL),
     "search.dense.index": Key("", "Folder of the vectors. Empty: a folder `index` beside the "
         "corpus."),
     "search.dense.embeddings": Key("", "Vectors made elsewhere, in the order of the corpus: `.npy` "
-        "[N, D], or a FAISS flat index (extra `faiss`). Empty: the encoder makes them."),
+        "[N, D], or a FAISS flat index (extra `faiss`). Empty: the encoder makes them.",
+        holds=CORPUS),
     "search.dense.topk": Key(3, "Documents that a query returns.", above=0),
     "search.dense.dtype": Key("float32", "Dtype of the vectors on the devices: `float32`, "
         "`bfloat16`, or `int8` with a scale for each vector. The best candidates are scored again "

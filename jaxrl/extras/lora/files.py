@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from jaxrl.envs.json_text import read_object
 from jaxrl.extras.lora.adapter import Adapter, module_of, modules_of, quantise
+from jaxrl.extras.lora.keys import KEYS
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import (
     Progress,
@@ -36,11 +37,10 @@ from jaxrl.models.hf_weights import (
 )
 from jaxrl.runtime import sharding
 from jaxrl.runtime.files import folder_taking_place
-from jaxrl.runtime.versions import ADAPTER_FILE
 from jaxrl.types import Params
 
 CONFIG_FILE = "adapter_config.json"
-TENSORS_FILE = ADAPTER_FILE
+TENSORS_FILE = KEYS["model.lora.path"].holds
 PREFIX = "base_model.model."
 """Prefix of the name of each module, as PEFT wraps the model."""
 

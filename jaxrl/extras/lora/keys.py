@@ -11,7 +11,7 @@ KEYS = {
     "model.lora.rslora": Key(False, "Multiply with `alpha / sqrt(rank)` instead (rsLoRA)."),
     "model.lora.targets": Key(("all-linear",), "Layers with an adapter: `all-linear`, or names as "
         "`q`, `attention/q` or, as Hugging Face has them, `q_proj`.", is_valid=are_texts,
-        expected="a tuple of texts, as ('all-linear',)"),
+        expected="a tuple of texts, as ('all-linear',)", is_fixed=lambda c: c.model.lora.rank),
     "model.lora.base_dtype": Key("float32", "Dtype of the frozen weights: `float32`, `bfloat16`, "
         "or `int8` with a scale for each output of a linear layer, all else in `model.dtype`.",
         one_of=(*DTYPES, "int8")),
@@ -19,7 +19,8 @@ KEYS = {
         "as the update has them; `merged`: their sum, a copy of the layers that have an adapter, "
         "with fewer products a token.", one_of=("separate", "merged")),
     "model.lora.path": Key("", "Folder of an adapter in PEFT's format to go on with, of the same "
-        "rank, alpha and targets. Empty: a new one, which changes nothing at first."),
+        "rank, alpha and targets. Empty: a new one, which changes nothing at first.",
+        holds="adapter_model.safetensors", written_to="adapter"),
 }
 # fmt: on
 
