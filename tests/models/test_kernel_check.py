@@ -18,6 +18,8 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.kernel_check import first_sound
 from tests.models.attention import broken
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 DEVICE = jax.devices("cpu")[0]
 
 
