@@ -10,7 +10,8 @@ One layer's attention of each kernel, with bfloat16 heads of published models:
   with six of 512 that continue its first 512 ("shared"). TFLOP/s count the pairs of tokens that are
   read, two products forward and five more backward; the scores that a backward kernel computes
   again are one of these.
-- `decoding`: the loads of `kernel_cost`, a query a row. GB/s count the live pages.
+- `decoding`: the loads of `kernel_cost`, a query a row; the preset `cpu` has a twentieth of their
+  lengths. GB/s count the live pages.
 - `reading`: 2,048 tokens in blocks of 64, of 32 observations behind 2,000 tokens each, and of a
   prompt behind 6,144.
 
@@ -122,9 +123,13 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array) -> jax.Arr
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-def normal(key: int, *shape: int) -> jax.Array:
-    """Standard normal numbers in bfloat16, made on the device."""
+@partial(jax.jit, static_argnames="shape")
+def normal(key: int, shape: tuple[int, ...]) -> jax.Array:
+    """Standard normal numbers in bfloat16, made on the device by one program a shape."""
     return jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
+
+
+reads_of = jax.jit(find_reads)
 
 
 def update_cases(kernel: str, model: str, sizes: Sizes) -> Iterator[Case]:
@@ -141,8 +146,8 @@ def update_cases(kernel: str, model: str, sizes: Sizes) -> Iterator[Case]:
         ids, positions, pairs = packed(lengths, 2)
 
         def arrays(ids: Any = ids, positions: Any = positions) -> Sequence[Any]:
-            q, k, v, gradient = (normal(i, 2, T, n, H) for i, n in enumerate((N, K, K, N)))
-            return q, k, v, find_reads(jnp.asarray(ids), jnp.asarray(positions)), gradient
+            q, k, v, gradient = (normal(i, (2, T, n, H)) for i, n in enumerate((N, K, K, N)))
+            return q, k, v, reads_of(jnp.asarray(ids), jnp.asarray(positions)), gradient
 
         def forward(q: Any, k: Any, v: Any, reads: Any, gradient: Any) -> Any:
             del gradient
@@ -167,6 +172,7 @@ def page_cases(case: str, kernel: str, model: str, sizes: Sizes) -> Iterator[Cas
     if case == "decoding":
         for load, lengths_of in LOADS.items():
             lengths = np.sort(lengths_of(np.random.default_rng(0)))[::-1]
+            lengths = np.maximum(lengths * sizes.past // SIZES["h200"].past, 1)
             loads[load] = lengths[: sizes.rows, None]
         loads["tail alone"] = loads["tail end"][:16]
     else:
@@ -182,8 +188,8 @@ def page_cases(case: str, kernel: str, model: str, sizes: Sizes) -> Iterator[Cas
         def arrays(
             tables: Any = tables, limits: Any = limits, num_pages: Any = num_pages
         ) -> Sequence[Any]:
-            caches = [normal(1 + i, 2, num_pages, K, page, H) for i in range(NUM_LAYERS)]
-            q = normal(0, *limits.shape, N, H)
+            caches = [normal(1 + i, (2, num_pages, K, page, H)) for i in range(NUM_LAYERS)]
+            q = normal(0, (*limits.shape, N, H))
             return q, caches, jnp.asarray(tables), jnp.asarray(limits, jnp.int32)
 
         def layers(q: Any, caches: Any, tables: Any, limits: Any) -> Any:
@@ -230,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         try:
             if isinstance(program, Exception):
                 raise program
-            seconds = seconds_of(program, jax.jit(arrays)(), flags.repetitions)
+            seconds = seconds_of(program, arrays(), flags.repetitions)
         except Exception as error:  # the other kernels are timed nevertheless
             text = " ".join(str(error).split())[:300]
             print(f"{', '.join(names)}: {type(error).__name__}: {text}")
