@@ -57,7 +57,11 @@ class Chat:
         self._apply = apply
         self._frame = functools.lru_cache(self._frame_of)
         self._own_system = self._find_own_system(bos)
-        self.opener = self._find_opener()
+        # Text before the model's message, beyond what is before an earlier one's.
+        chat, asked = self._texts("user", "assistant", "user"), self._texts("user", asks=True)
+        self.opener = ""
+        if chat is not None and asked is not None and asked[-1].startswith(chat[1]):
+            self.opener = asked[-1].removeprefix(chat[1])
         self.message_end = (self._texts("user", "assistant") or [""])[-1]
         around = self._texts("system", "user", "assistant", "user")
         self.around = "".join(around or self._texts("user", "assistant", "user") or [])
@@ -98,7 +102,14 @@ class Chat:
             ) from error
         for number, (index, part) in enumerate(texts):
             if number not in frame and part.strip():
-                raise ValueError(_dropped(index, messages[index]))
+                role, content = roles[index], messages[index]["content"]
+                shown = content if len(content) <= 60 else f"{content[:60]}…"
+                raise ValueError(
+                    f"the tokenizer's chat template drops message {index + 1}, of the role "
+                    f"{role!r}: {shown!r}. Put its text into another message "
+                    "(config.prompt.template holds the question), or mend the template in the "
+                    "model's folder."
+                )
         contents = [part for _, part in texts]
         stripped = [content.strip() for content in contents]
         if "".join(piece.text for piece in _fill(frame, stripped)) == text:
@@ -173,13 +184,6 @@ class Chat:
         instead = bos if begin.startswith(bos) and not header.startswith(bos) else ""
         return (own, instead) if own.startswith(begin) else ("", "")
 
-    def _find_opener(self) -> str:
-        """Text before the model's message, beyond what is before an earlier one's."""
-        chat, asked = self._texts("user", "assistant", "user"), self._texts("user", asks=True)
-        if chat is None or asked is None or not asked[-1].startswith(chat[1]):
-            return ""
-        return asked[-1].removeprefix(chat[1])
-
 
 def parts_of(content: str) -> list[str | None]:
     """A content in texts and, as None, images, where the marks are; no empty text beside them."""
@@ -218,13 +222,3 @@ def _fill(frame: Sequence[str | int], contents: Sequence[str]) -> list[Piece]:
         Piece(part, False) if isinstance(part, str) else Piece(contents[part], True)
         for part in frame
     ]
-
-
-def _dropped(index: int, message: Message) -> str:
-    content = message["content"]
-    shown = content if len(content) <= 60 else f"{content[:60]}…"
-    return (
-        f"the tokenizer's chat template drops message {index + 1}, of the role "
-        f"{message['role']!r}: {shown!r}. Put its text into another message "
-        "(config.prompt.template holds the question), or mend the template in the model's folder."
-    )

@@ -158,8 +158,17 @@ def assemble(
         lag_chunks=calibration.defaults(given, longest).observation_lag_chunks,
         deadline_s=config.env.step_deadline_s,
     )
-    pay = _make_payment(config, tasks, eval_tasks)
-    for part in pay.own_parts.values():
+    own_parts, correct = toolbox.own_parts(config), config.reward.correct
+    pay = Payment(
+        weights=toolbox.reward_weights(config),
+        own_parts=own_parts,
+        correct=correct if correct in own_parts else "",
+        deadline_s=config.reward.deadline_s,
+    )
+    for split, mixture in (("train", tasks), ("eval", eval_tasks)):
+        for source in mixture.sources:
+            pay.check(source.items[0], f"config.tasks.{split}.source")
+    for part in own_parts.values():
         if open_part := getattr(part, "open", None):  # as a judge has
             open_part(workdir, process=jax.process_index(), log=log)
 
@@ -168,8 +177,8 @@ def assemble(
             assert external is not None
             return external.rollout(env, tokenizer, limits, schedule, pay, seen_by)
         if environment.plays_itself(config):
-            own: Any = env
-            return own.rollout(engine, tokenizer, limits, schedule, pay, seen_by)
+            player: Any = env
+            return player.rollout(engine, tokenizer, limits, schedule, pay, seen_by)
         return Rollout(engine, env, tokenizer, automaton, limits, schedule, pay, seen_by)
 
     def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:
@@ -182,8 +191,14 @@ def assemble(
     without_search = rollout_of(control)
     tasks, notes = _fit_all(tasks, without_search, config, show)
     eval_tasks, eval_notes = _fit_all(eval_tasks, without_search, config, show)
-    ends = _end_note(tokenizer) if engine else ""
-    notes = [ends, *notes, *eval_notes, overlap_note(tasks, eval_tasks)]
+    end_note = ""  # told where no id ends a message of the model
+    if engine and (end := tokenizer.unknown_message_end):
+        known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
+        end_note = (
+            f"warning: the chat template ends a message with {end}, but only {known} ends the "
+            f"model's; it may run on behind it. Set config.model.eos_tokens to ({end!r},)"
+        )
+    notes = [end_note, *notes, *eval_notes, overlap_note(tasks, eval_tasks)]
     # The environment that searches; of control suites, that with another engine or blank images.
     env, controls = control, {"empty_search": shared_rollout(control)}
     suites = environment.suites_of(config)
@@ -204,12 +219,13 @@ def assemble(
     is_ours = not environment.plays_itself(config)
     if engine is not None and is_ours and calibration.is_open(given, engine, schedule):
         around = engine, env, tokenizer, automaton, limits
-        ways = Schedule(deterministic=False, deadline_s=config.env.step_deadline_s)
+        # Replies enter as they arrive, so that what they take is measured.
+        at_once = Schedule(deterministic=False, deadline_s=config.env.step_deadline_s)
         calibrates["calibrate"] = calibration.Calibration(
             engine=engine,
             schedule=schedule,
             given=given,
-            make=partial(calibration.Measuring, *around, ways, pay, processor),
+            make=partial(calibration.Measuring, *around, at_once, pay, processor),
             longest=longest,
         )
     return Assembled(
@@ -238,11 +254,11 @@ def settings_of(config: ConfigDict) -> Settings:
     """Freezes the part of a checked configuration that the stages read."""
     evaluation, endpoint = config.eval, config.policy.get(config.policy.name)
     sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
-    values, found = config.to_dict(), config.to_dict()  # of which the second is cut
-    depends_on = {name: found[name] for name in sections if name in found}
+    values, copied = config.to_dict(), config.to_dict()  # keys are taken out of the second
+    depends_on = {name: copied[name] for name in sections if name in copied}
     depends_on.get("images", {}).pop("cache_mib", None)
     if config.policy.name != OWN_MODEL:
-        depends_on["policy"] = found["policy"]
+        depends_on["policy"] = copied["policy"]
         for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
             del depends_on["policy"]["openai"][key]  # on which no answer depends
     if config.rollout.max_cost:
@@ -482,7 +498,7 @@ def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> Non
 def _fit_all(
     tasks: Mixture[Task], rollout: EpisodePlayer, config: ConfigDict, show: Callable[[str], None]
 ) -> tuple[Mixture[Task], list[str]]:
-    """`fit_prompts` of each source, with what is told of them and of several."""
+    """Applies `fit_prompts` to each source; also returns its notes, and one on several sources."""
     sources, notes = [], []
     if len(tasks.sources) > 1:
         total = sum(source.weight for source in tasks.sources)
@@ -503,7 +519,7 @@ def _fit_all(
 def fit_prompts(
     tasks: Sequence[Task], rollout: EpisodePlayer, config: ConfigDict, key: str
 ) -> tuple[Sequence[Task], str]:
-    """The tasks that are played, and what is to be told of those with overlong prompts.
+    """The tasks that are played, and a note on those with overlong prompts; "" without any.
 
     Args:
         tasks: of one source.
@@ -532,26 +548,14 @@ def fit_prompts(
             f"{key}: {what}, and config.rollout.overlong_prompts='drop' would leave none; raise "
             "config.rollout.max_prompt_tokens, or set overlong_prompts to 'truncate_left'."
         )
-    told = f"{key}: {what} and are left out"
+    note = f"{key}: {what} and are left out"
     if isinstance(tasks, Tasks):
-        return tasks.only(fits), told
-    return [task for task, is_short in zip(tasks, fits, strict=True) if is_short], told
-
-
-def _end_note(tokenizer: Tokenizer) -> str:
-    """Warns where no stop string or id ends a message; "" where one does."""
-    end = tokenizer.unknown_message_end
-    if not end:
-        return ""
-    known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
-    return (
-        f"warning: the chat template ends a message with {end}, but only {known} ends the model's; "
-        f"it may run on behind it. Set config.model.eos_tokens to ({end!r},)"
-    )
+        return tasks.only(fits), note
+    return [task for task, is_short in zip(tasks, fits, strict=True) if is_short], note
 
 
 def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Marks ids that are one of `words`, without blanks, in lower case: bool [V]; None of none.
+    """Marks ids that are one of `words`, blanks and case aside: bool [V]; None without words.
 
     Raises:
         ValueError: no id is.
@@ -560,13 +564,13 @@ def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None
         return None
     wanted = {word.strip().lower() for word in words}
     texts = [data.decode("utf-8", errors="replace") for data in tokenizer.vocab_bytes]
-    found = np.array([text.strip().lower() in wanted for text in texts], bool)
-    if not found.any():
+    is_trigger = np.array([text.strip().lower() in wanted for text in texts], bool)
+    if not is_trigger.any():
         raise ValueError(
             f"config.shaping.trigger_words is {tuple(words)!r}, but the tokenizer has none of "
             "these words as a single token; no token would ever count."
         )
-    return found
+    return is_trigger
 
 
 def _read_data(
@@ -725,20 +729,6 @@ def check_prices(config: ConfigDict, tools: Sequence[str]) -> None:
         )
 
 
-def _make_payment(config: ConfigDict, tasks: Mixture[Task], eval_tasks: Mixture[Task]) -> Payment:
-    own_parts, correct = toolbox.own_parts(config), config.reward.correct
-    pay = Payment(
-        weights=toolbox.reward_weights(config),
-        own_parts=own_parts,
-        correct=correct if correct in own_parts else "",
-        deadline_s=config.reward.deadline_s,
-    )
-    for split, some in (("train", tasks), ("eval", eval_tasks)):
-        for source in some.sources:
-            pay.check(source.items[0], f"config.tasks.{split}.source")
-    return pay
-
-
 def _make_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
     try:
         own = [offer.make() for offer in toolbox.tools(config)]
@@ -811,7 +801,7 @@ def pages_left(config: ConfigDict, model: Architecture, page_tokens: int) -> int
 
 
 LEFT = "jaxrl.extras.plan.fitting:pages_left"
-"""What `pages_left` asks."""
+"""Function that `pages_left` calls."""
 
 
 def draw_kinds(config: ConfigDict) -> list[str]:

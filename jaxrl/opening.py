@@ -266,5 +266,5 @@ def load_weights(
     folder = model_folder(config.model.path)
     policy.base = load_base(policy, folder, config.model.architecture, lambda done, total: None)
     target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
-    found, params = restore_params(run / "checkpoints", target, step)
-    return params, f"checkpoint of step {found}" + ", in the middle of its stage" * (step is None)
+    at, params = restore_params(run / "checkpoints", target, step)
+    return params, f"checkpoint of step {at}" + ", in the middle of its stage" * (step is None)
