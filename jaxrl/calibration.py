@@ -139,7 +139,7 @@ class Measuring(Rollout):
         """True once there is enough to choose by, or it took too long."""
         # The engine counts all chunks it ever decoded, in an evaluation before say.
         count = self._engine.counts.chunks - self.marks[0][0] if self.marks else 0
-        has_all = min(len(self.turns), len(self.calls_s) * NUM_TURNS) >= NUM_TURNS
+        has_all = len(self.turns) >= NUM_TURNS and len(self.calls_s) > 0
         return count >= (MIN_CHUNKS if has_all else MAX_CHUNKS)
 
     def measured(self) -> Measured | None:
@@ -327,7 +327,7 @@ def _is_past(session: Session) -> bool:
 
 
 def slowest(every: Sequence[Measured]) -> Measured:
-    """One measurement of several processes': a lag that is enough for each of them."""
+    """Combines the measurements of processes, so that the lag is enough for each of them."""
     return Measured(
         call_s=max(one.call_s for one in every),
         chunk_s=min(one.chunk_s for one in every),

@@ -36,7 +36,7 @@ class Piece:
 
 
 class Chat:
-    """A chat template, and what it does beside putting messages one after another.
+    """A chat template, and what it writes beside the contents of messages.
 
     Attributes:
         opener: what the template writes of the model's own message before the model does, as
@@ -48,7 +48,7 @@ class Chat:
     """
 
     def __init__(self, apply: Callable[[Sequence[Mapping[str, Any]], bool], str], *, bos: str = ""):
-        """A template's habits are found out by rendering chats of marks.
+        """Renders chats of marks, which show what the template writes.
 
         Args:
             apply: renders messages, and what comes before the model's next one if that is wanted.
@@ -149,8 +149,9 @@ class Chat:
         """Texts the template writes, with the numbers of the given texts where these stand."""
         count = sum(1 if kinds is None else kinds.count("text") for _, kinds in shape)
         marks = [f"\ue000{number}\ue001" for number in range(count)]
+        # Every second part is the number of a mark, which `_MARK` captures.
         parts = _MARK.split(self._apply(_filled(shape, marks), asks))
-        return tuple(int(part) if odd % 2 else part for odd, part in enumerate(parts))
+        return tuple(int(part) if i % 2 else part for i, part in enumerate(parts))
 
     def _texts(self, *roles: str, asks: bool = False) -> list[str] | None:
         """Calls `_texts_of` on messages of these roles, whose contents are texts."""

@@ -207,7 +207,7 @@ def settings_of(
 
 
 def check_arrays(key: str, name: str, function: Callable[..., Any], offered: Sequence[str]) -> None:
-    """Refuses an objective that asks for an array that there is not.
+    """Refuses an objective that asks for an array that does not exist.
 
     Raises:
         ValueError: names the parameter, and what there is.
@@ -234,7 +234,7 @@ def check_arrays(key: str, name: str, function: Callable[..., Any], offered: Seq
 
 
 def check_plain(key: str, name: str, function: Callable[..., Any]) -> None:
-    """Refuses functions whose call gives no result yet.
+    """Refuses async functions and generators, whose call gives no result yet.
 
     Raises:
         ValueError: names the key.

@@ -80,7 +80,7 @@ from jaxrl.types import Params
 
 @dataclass(frozen=True, kw_only=True)
 class Assembled(Components):
-    """Components with what is needed around the stages alone."""
+    """Components, and what only the code around the stages needs."""
 
     tokenizer: Tokenizer
     processor: Processor | None  # reads images; None where the model reads none
@@ -421,7 +421,7 @@ def _make_external(
 def model_and_tokenizer(
     config: ConfigDict, mesh: Mesh, *, is_played: bool
 ) -> tuple[Architecture, Tokenizer]:
-    """The model's architecture and tokenizer; of one that plays, all else of it is checked."""
+    """The model's architecture and tokenizer, checked against the devices where it plays."""
     folder = model_folder(config.model.path)
     model_config = read_model(folder, config.model.architecture)
     if is_played:
@@ -457,7 +457,7 @@ def model_and_tokenizer(
 
 
 def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
-    """Refuses to keep these where a device has no part of the host's memory.
+    """Refuses to offload moments or activations where a device has no part of the host's memory.
 
     Raises:
         ValueError: names the key.
@@ -477,7 +477,7 @@ def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
 
 
 def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
-    """Refuses a tokenizer with ids that the model does not have, and ends that it does not have.
+    """Refuses a tokenizer with more ids than the model, or with ends that are none of its ids.
 
     Raises:
         ValueError: names the folder, and the ids.
@@ -596,9 +596,9 @@ def _read_data(
 
 
 def _check_documents(config: ConfigDict, show: Callable[[str], None]) -> None:
-    """Reads the corpus of which an index is to be built, where demonstrations come before that.
+    """Reads a corpus that will be indexed, where demonstrations are encoded before that.
 
-    A wrong document is told before they are read, which may take minutes. A corpus that has an
+    So a wrong document is told before they are, which may take minutes. A corpus that has an
     index was read for that.
 
     Raises:
@@ -688,7 +688,7 @@ def _make_random_search(config: ConfigDict, search: ResilientSearch) -> Tool:
 
 
 def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) -> Env:
-    """The environment, given what it asks for by the names of its parameters."""
+    """Makes the environment from what its parameters ask for by name."""
     prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
     env: Env = made(
         "env.settings",
@@ -710,10 +710,10 @@ def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) ->
 
 
 def check_prices(config: ConfigDict, tools: Sequence[str]) -> None:
-    """Refuses prices of tools that there are not; an environment of one's own may have its own.
+    """Refuses prices of tools that do not exist; an environment of one's own may have its own.
 
     Raises:
-        ValueError: names the tool, and those that there are; or a judge that is called as one.
+        ValueError: names the tool and those that exist, or a judge with the name of a tool.
     """
     judges = list(config.reward.judges)
     if both := [name for name in judges if name in tools]:

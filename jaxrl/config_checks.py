@@ -67,7 +67,7 @@ def check_environment(config: ConfigDict) -> None:
 
 
 def check_objectives(config: ConfigDict) -> None:
-    """Refuses functions of the method that do not exist or ask for what there is not.
+    """Refuses functions of the method that do not exist, or ask for arrays that do not.
 
     Raises:
         ValueError: names the key, what it holds and what is expected.

@@ -46,7 +46,7 @@ def searches(config: ConfigDict) -> bool:
 
 
 def takes(config: ConfigDict, name: str) -> bool:
-    """True where the environment asks for what a run offers by this name."""
+    """True where the environment has a parameter of this name, for what a run offers."""
     return name in inspect.signature(environment(config)).parameters
 
 

@@ -95,10 +95,10 @@ def write(path: Path, record: Mapping[str, Any], text: str) -> None:
 
 
 def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, float] | None:
-    """The metrics of an evaluation that `write` wrote, from a file of it without any error.
+    """The metrics of an evaluation that `write` wrote, if it can stand for a new one.
 
-    None if there is none such: it is damaged, of other weights or settings, or the environment
-    failed in it, which may be mended by now.
+    None if it cannot: its file is missing or damaged, or of other weights or settings, or the
+    environment failed in it, which may be mended by now.
 
     Args:
         path: of the record.

@@ -294,7 +294,13 @@ def make_ready(
     from jaxrl.runtime.versions import check_alike, fingerprints
 
     _check_workdir(config, workdir, is_accepted=accept_changes)
-    _check_step(config, workdir, step)
+    if step is not None:
+        if config.stages != ("evaluate",) or config.policy.name != configuration.OWN_MODEL:
+            raise ValueError(
+                f"--step={step} evaluates and exports a checkpoint of the run's own model; set "
+                "--config.stages=\"('evaluate',)\", and leave config.policy.name as it is."
+            )
+        history.check_step(workdir / "checkpoints", step)
     check_mirrors(config.log.wandb_project)
     contents = fingerprints(config)
     check_alike(config, workdir, contents)
@@ -380,24 +386,6 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = Fal
         from jaxrl.runtime.changes import check_fixed
 
         check_fixed(workdir, begun, config)
-
-
-def _check_step(config: ConfigDict, workdir: Path, step: int | None) -> None:
-    """Refuses a step without a checkpoint, and to train from one; None is no step.
-
-    Raises:
-        ValueError: says which it was.
-    """
-    from jaxrl.runtime.history import check_step
-
-    if step is None:
-        return
-    if config.stages != ("evaluate",) or config.policy.name != configuration.OWN_MODEL:
-        raise ValueError(
-            f"--step={step} evaluates and exports a checkpoint of the run's own model; set "
-            "--config.stages=\"('evaluate',)\", and leave config.policy.name as it is."
-        )
-    check_step(workdir / "checkpoints", step)
 
 
 def _compare(

@@ -85,12 +85,12 @@ def _asked_settings(config: ConfigDict) -> dict[str, Any]:
 
 
 def _is_file(setting: str) -> bool:
-    """True for a file, of which what it holds matters to a recording, and not where it lies."""
+    """True for a setting that names a file: a recording goes by its content, not its path."""
     return f"search.{setting}" in KEYS and bool(KEYS[f"search.{setting}"].holds)
 
 
 def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings, with files that are not here as the one recording has them that fits.
+    """The settings; of files that are missing here, as the only recording that fits has them.
 
     Raises:
         FileNotFoundError: several recordings fit.

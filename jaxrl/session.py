@@ -258,7 +258,7 @@ class Session:
         return True
 
     def note_steps_beyond(self, num_steps: int) -> None:
-        """Says so where the train stage has done more steps than are asked for."""
+        """Tells a user that the train stage has done more steps than are asked for."""
         progress = self.progress
         if progress.stage == "train" and progress.stage_step > num_steps:
             self.display.log(

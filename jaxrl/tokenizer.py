@@ -96,7 +96,15 @@ class Tokenizer:
         self.num_tokens = len(self.vocab_bytes)
         self._longest_token = max(len(data) for data in self.vocab_bytes)
         eos = hf_tokenizer.eos_token_id
-        named = [self._one_token(text) for text in eos_tokens]
+        named: list[int] = []
+        for token_text in eos_tokens:
+            ids = self.encode(token_text)
+            if len(ids) != 1:
+                raise ValueError(
+                    f"config.model.eos_tokens names {token_text!r}, of which the tokenizer makes "
+                    f"{len(ids)} tokens; expected the text of one token, as '<|im_end|>'."
+                )
+            named += ids
         self.eos_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_ids, *named]))
         if not self.eos_ids:
             raise ValueError(
@@ -352,15 +360,6 @@ class Tokenizer:
             ids += [*self.encode_plain(text[begin:start]), id]
             begin = end
         return [*ids, *self.encode_plain(text[begin:])]
-
-    def _one_token(self, text: str) -> int:
-        ids = self.encode(text)
-        if len(ids) != 1:
-            raise ValueError(
-                f"config.model.eos_tokens names {text!r}, of which the tokenizer makes {len(ids)} "
-                "tokens; expected the text of one token, as '<|im_end|>'."
-            )
-        return ids[0]
 
     @property
     def unknown_message_end(self) -> str:
