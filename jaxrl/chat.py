@@ -91,7 +91,7 @@ class Chat:
         texts = [(i, part) for i, parts in enumerate(split) for part in parts if part is not None]
         filled = _filled(shape, [part for _, part in texts])
         try:
-            chat = [{**one, **other} for one, other in zip(messages, filled, strict=True)]
+            chat = [{**message, **new} for message, new in zip(messages, filled, strict=True)]
             text = self._apply(chat, True)
             frame = self._frame(shape, True)
         except Exception as error:  # a template is a program: anything may go wrong in it

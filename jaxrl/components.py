@@ -182,6 +182,7 @@ def assemble(
         return Rollout(engine, env, tokenizer, automaton, limits, schedule, pay, seen_by)
 
     def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:
+        # Groups of other processes come without their images.
         restored = seen_by.with_images if seen_by else list
         rollout: RolloutFunction = rollout_of(env, seen_by)
         if engine is not None:

@@ -302,7 +302,7 @@ class Tokenizer:
         if not num_written:
             return ids
         counts = iter(image_tokens)
-        return [id for one in ids for id in [one] * (next(counts) if one == self.image_id else 1)]
+        return [id for id in ids for _ in range(next(counts) if id == self.image_id else 1)]
 
     def _make_chat(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
         described = {"tools": [dict(tool) for tool in tools]} if tools else {}
