@@ -1,4 +1,4 @@
-"""Training and evaluation from Python: what a notebook wants of the command.
+"""Training and evaluation from Python, as in a notebook.
 
     from jaxrl.api import evaluate, train
     from jaxrl.config import default_config
@@ -119,23 +119,20 @@ def open_run(workdir: str | Path) -> Run:
     records = [record for record in map(parse_record, lines) if record is not None]
     scores: dict[str, float] = {}
     for record in records:
-        found = {name: value for name, value in record.items() if name.startswith("val-")}
-        scores = found or scores
+        evaluated = {name: value for name, value in record.items() if name.startswith("val-")}
+        scores = evaluated or scores
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = {name: [record.get(name) for record in records] for name in names}
     checkpoints = workdir / "checkpoints"
     steps = steps_in(checkpoints)
     ranked = by_value({step: read_value(checkpoints / str(step)) for step in steps}) or steps[-1:]
     return Run(
         workdir=workdir,
-        metrics=_table(records),
+        metrics=pa.table(columns),
         scores=scores,
         best_checkpoint=checkpoints / str(ranked[0]) if ranked else None,
         report=page if page.is_file() else None,
     )
-
-
-def _table(records: list[dict[str, Any]]) -> pa.Table:
-    names = list(dict.fromkeys(name for record in records for name in record))
-    return pa.table({name: [record.get(name) for record in records] for name in names})
 
 
 def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:

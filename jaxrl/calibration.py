@@ -139,7 +139,7 @@ class Measuring(Rollout):
         """True once there is enough to choose by, or it took too long."""
         # The engine counts all chunks it ever decoded, in an evaluation before say.
         count = self._engine.counts.chunks - self.marks[0][0] if self.marks else 0
-        has_all = min(len(self.turns), len(self.calls_s) * NUM_TURNS) >= NUM_TURNS
+        has_all = len(self.turns) >= NUM_TURNS and len(self.calls_s) > 0
         return count >= (MIN_CHUNKS if has_all else MAX_CHUNKS)
 
     def measured(self) -> Measured | None:
@@ -179,7 +179,7 @@ class Measuring(Rollout):
         def ended(call: Future[Any]) -> None:
             took_s = self.now() - self.begun.pop(call)
             if call.exception() or all(
-                one.outcome == Outcome.ENVIRONMENT_ERROR for one in call.result()
+                reply.outcome == Outcome.ENVIRONMENT_ERROR for reply in call.result()
             ):
                 self.num_failed += 1
             else:
@@ -203,9 +203,9 @@ class Calibration:
     """Chooses the schedule of a run, or finds what was chosen.
 
     Attributes:
-        engine: whose chunks are as long as is chosen.
-        schedule: of all rollouts of the run, which is changed.
-        given: by the configuration.
+        engine: samples in chunks of the chosen length.
+        schedule: of all rollouts of the run; its lag is set.
+        given: values of the configuration, 0 where it leaves one open.
         make: makes the rollout that measures.
         longest: see `choose`.
     """
@@ -231,27 +231,29 @@ class Calibration:
         progress, log = session.progress, session.display.log
         if self._chosen is None:
             path = session.workdir / FILE
-            found, saved = read(path, self.longest), Chosen(**progress.schedule)
-            record: dict[str, Any] = {}
-            if found is None and saved != Chosen():
+            chosen, saved = read(path, self.longest), Chosen(**progress.schedule)
+            measured: dict[str, Any] = {}
+            if chosen is None and saved != Chosen():
                 log(f"warning: {path} is missing; the checkpoint has it as {_shown(saved)}")
-                found = saved
-            elif found is None and stage == "train" and not _is_past(session):
-                found, record = self._measure(session, params)
-            if found is None:
+                chosen = saved
+            elif chosen is None and stage == "train" and not _is_past(session):
+                chosen, measured = self._measure(session, params)
+            if chosen is None:
                 return
-            if record or not path.exists():
-                _write(path, found, record)
-            if saved not in (Chosen(), found):
+            if distributed.is_main() and (measured or not path.exists()):
+                with written_whole(path) as file:
+                    record = {**dataclasses.asdict(chosen), "measured": measured}
+                    file.write(json.dumps(record, indent=1) + "\n")
+            if saved not in (Chosen(), chosen):
                 log(
-                    f"warning: {path} says {_shown(found)}, the checkpoint {_shown(saved)}; the "
+                    f"warning: {path} says {_shown(chosen)}, the checkpoint {_shown(saved)}; the "
                     "file holds. Numbers differ from here on by rounding from those of the run "
                     "without the change"
                 )
-            self._chosen = found
-            own = self.given.over(found)
-            self.engine.set_chunk(own.chunk_tokens)
-            self.schedule.lag_chunks = own.observation_lag_chunks
+            self._chosen = chosen
+            values = self.given.over(chosen)
+            self.engine.set_chunk(values.chunk_tokens)
+            self.schedule.lag_chunks = values.observation_lag_chunks
         progress.schedule = dataclasses.asdict(self._chosen)
 
     def _measure(self, session: Session, params: Params) -> tuple[Chosen | None, dict[str, Any]]:
@@ -285,12 +287,13 @@ class Calibration:
         self.engine.release()
         played = [trajectory_of(sample, {}) for sample in rollout.samples]
         ledger = Ledger.of(played, session.settings.ledger.prices)
-        found = rollout.measured()
-        own = (found and dataclasses.asdict(found), session.should_stop(), outage, ledger.to_json())
-        every, stops, outages, spent = zip(*distributed.gather(own), strict=True)
+        times = rollout.measured()
+        here = (times and dataclasses.asdict(times), session.should_stop(), outage)
+        gathered = distributed.gather((*here, ledger.to_json()))
+        every, stops, outages, ledgers = zip(*gathered, strict=True)
         # Of all processes, which decide alike whether the run has spent what it may.
-        for one in map(Ledger.from_json, spent):
-            session.progress.ledger += one
+        for spent in map(Ledger.from_json, ledgers):
+            session.progress.ledger += spent
         if any(outages) or any(stops):
             session.progress.num_broken_off += 1
         if any(outages):
@@ -324,7 +327,7 @@ def _is_past(session: Session) -> bool:
 
 
 def slowest(every: Sequence[Measured]) -> Measured:
-    """One measurement of several processes': a lag that is enough for each of them."""
+    """Combines the measurements of processes, so that the lag is enough for each of them."""
     return Measured(
         call_s=max(one.call_s for one in every),
         chunk_s=min(one.chunk_s for one in every),
@@ -341,40 +344,33 @@ def _shown(chosen: Chosen) -> str:
 
 
 def read(path: Path, longest: int) -> Chosen | None:
-    """Reads what was chosen, in all processes what the first one finds; None without a file.
+    """Reads the chosen values, for all processes in the first one; None without a file.
 
     Raises:
         ValueError: it holds something else, or chunks longer than `longest`.
     """
-    found: Any = None
+    saved: Any = None
     error = ""
     if distributed.is_main() and path.exists():
         try:
-            found = {name: parse_json(path.read_bytes(), str(path))[name] for name in _NAMES}
-            if not all(type(value) is int and value > 0 for value in found.values()):
-                raise ValueError(f"{found}; expected whole numbers above 0")
-            if found["chunk_tokens"] > longest:
-                raise ValueError(f"{found}; expected chunks of at most {longest} tokens")
+            saved = {name: parse_json(path.read_bytes(), str(path))[name] for name in _NAMES}
+            if not all(type(value) is int and value > 0 for value in saved.values()):
+                raise ValueError(f"{saved}; expected whole numbers above 0")
+            if saved["chunk_tokens"] > longest:
+                raise ValueError(f"{saved}; expected chunks of at most {longest} tokens")
         except (OSError, ValueError, KeyError, TypeError) as failure:
             error = str(failure) or type(failure).__name__
-    found, error = distributed.from_main((found, error))
+    saved, error = distributed.from_main((saved, error))
     if error:
         raise ValueError(
             f"{path} does not hold the schedule of this run ({error}). Remove it, and the "
             "checkpoint's holds or it is measured anew; or set config.rollout.chunk_tokens and "
             "config.rollout.observation_lag_chunks."
         )
-    return None if found is None else Chosen(**found)
+    return None if saved is None else Chosen(**saved)
 
 
 _NAMES = [one.name for one in dataclasses.fields(Chosen)]
-
-
-def _write(path: Path, chosen: Chosen, measured: dict[str, Any]) -> None:
-    if distributed.is_main():
-        with written_whole(path) as file:
-            record = {**dataclasses.asdict(chosen), "measured": measured}
-            file.write(json.dumps(record, indent=1) + "\n")
 
 
 ADVICE = {
@@ -389,16 +385,16 @@ ADVICE = {
 """Ways to keep the device busy, by cause of `Engine.waits`."""
 
 TOLD_SHARE = 0.1
-"""Part of a rollout's time from which on it is told that the device waited."""
+"""Share of a rollout's time that the device waits, from which on a user is warned."""
 
 TOLD_S = 1.0
-"""Seconds from which on a rollout is long enough for that to tell anything."""
+"""Seconds from which on a rollout is long enough for that share to mean something."""
 
 
 def telling(
     rollout: RolloutFunction, engine: Engine, schedule: Schedule, log: Callable[[str], None]
 ) -> RolloutFunction:
-    """The rollout, which says once for each cause that the device waited for the environment."""
+    """Wraps a rollout to warn, once for each cause, that the device waited for the environment."""
     told: set[str] = set()
 
     def play(draws: Sequence[Draw], sampling: Sampling, **settings: Any) -> list[Group]:

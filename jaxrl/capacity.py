@@ -68,8 +68,8 @@ def check_length(config: ConfigDict, model: Architecture) -> None:
 
 def sampling_shards(config: ConfigDict, mesh: Any, num_processes: int) -> int:
     """Number of devices, or of groups of them along `tensor`, that sample rows of their own."""
-    own = config.mesh.rollout_devices
-    return num_processes * own // mesh.shape["tensor"] if own else num_pieces(mesh)
+    devices = config.mesh.rollout_devices
+    return num_processes * devices // mesh.shape["tensor"] if devices else num_pieces(mesh)
 
 
 def samples_beside(config: ConfigDict) -> bool:

@@ -36,7 +36,7 @@ class Piece:
 
 
 class Chat:
-    """A chat template, and what it does beside putting messages one after another.
+    """A chat template, and what it writes beside the contents of messages.
 
     Attributes:
         opener: what the template writes of the model's own message before the model does, as
@@ -48,7 +48,7 @@ class Chat:
     """
 
     def __init__(self, apply: Callable[[Sequence[Mapping[str, Any]], bool], str], *, bos: str = ""):
-        """A template's habits are found out by rendering chats of marks.
+        """Renders chats of marks, which show what the template writes.
 
         Args:
             apply: renders messages, and what comes before the model's next one if that is wanted.
@@ -57,7 +57,11 @@ class Chat:
         self._apply = apply
         self._frame = functools.lru_cache(self._frame_of)
         self._own_system = self._find_own_system(bos)
-        self.opener = self._find_opener()
+        # Text before the model's message, beyond what is before an earlier one's.
+        chat, asked = self._texts("user", "assistant", "user"), self._texts("user", asks=True)
+        self.opener = ""
+        if chat is not None and asked is not None and asked[-1].startswith(chat[1]):
+            self.opener = asked[-1].removeprefix(chat[1])
         self.message_end = (self._texts("user", "assistant") or [""])[-1]
         around = self._texts("system", "user", "assistant", "user")
         self.around = "".join(around or self._texts("user", "assistant", "user") or [])
@@ -87,7 +91,7 @@ class Chat:
         texts = [(i, part) for i, parts in enumerate(split) for part in parts if part is not None]
         filled = _filled(shape, [part for _, part in texts])
         try:
-            chat = [{**one, **other} for one, other in zip(messages, filled, strict=True)]
+            chat = [{**message, **new} for message, new in zip(messages, filled, strict=True)]
             text = self._apply(chat, True)
             frame = self._frame(shape, True)
         except Exception as error:  # a template is a program: anything may go wrong in it
@@ -98,7 +102,14 @@ class Chat:
             ) from error
         for number, (index, part) in enumerate(texts):
             if number not in frame and part.strip():
-                raise ValueError(_dropped(index, messages[index]))
+                role, content = roles[index], messages[index]["content"]
+                shown = content if len(content) <= 60 else f"{content[:60]}…"
+                raise ValueError(
+                    f"the tokenizer's chat template drops message {index + 1}, of the role "
+                    f"{role!r}: {shown!r}. Put its text into another message "
+                    "(config.prompt.template holds the question), or mend the template in the "
+                    "model's folder."
+                )
         contents = [part for _, part in texts]
         stripped = [content.strip() for content in contents]
         if "".join(piece.text for piece in _fill(frame, stripped)) == text:
@@ -138,8 +149,9 @@ class Chat:
         """Texts the template writes, with the numbers of the given texts where these stand."""
         count = sum(1 if kinds is None else kinds.count("text") for _, kinds in shape)
         marks = [f"\ue000{number}\ue001" for number in range(count)]
+        # Every second part is the number of a mark, which `_MARK` captures.
         parts = _MARK.split(self._apply(_filled(shape, marks), asks))
-        return tuple(int(part) if odd % 2 else part for odd, part in enumerate(parts))
+        return tuple(int(part) if i % 2 else part for i, part in enumerate(parts))
 
     def _texts(self, *roles: str, asks: bool = False) -> list[str] | None:
         """Calls `_texts_of` on messages of these roles, whose contents are texts."""
@@ -172,13 +184,6 @@ class Chat:
         # A first token stands before all messages; one that begins each stands in the header too.
         instead = bos if begin.startswith(bos) and not header.startswith(bos) else ""
         return (own, instead) if own.startswith(begin) else ("", "")
-
-    def _find_opener(self) -> str:
-        """Text before the model's message, beyond what is before an earlier one's."""
-        chat, asked = self._texts("user", "assistant", "user"), self._texts("user", asks=True)
-        if chat is None or asked is None or not asked[-1].startswith(chat[1]):
-            return ""
-        return asked[-1].removeprefix(chat[1])
 
 
 def parts_of(content: str) -> list[str | None]:
@@ -218,13 +223,3 @@ def _fill(frame: Sequence[str | int], contents: Sequence[str]) -> list[Piece]:
         Piece(part, False) if isinstance(part, str) else Piece(contents[part], True)
         for part in frame
     ]
-
-
-def _dropped(index: int, message: Message) -> str:
-    content = message["content"]
-    shown = content if len(content) <= 60 else f"{content[:60]}…"
-    return (
-        f"the tokenizer's chat template drops message {index + 1}, of the role "
-        f"{message['role']!r}: {shown!r}. Put its text into another message "
-        "(config.prompt.template holds the question), or mend the template in the model's folder."
-    )

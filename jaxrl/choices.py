@@ -33,8 +33,8 @@ def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any
     """
     if not isinstance(name, str):
         raise ValueError(f"config.{key} holds {name!r}; expected a name, as {wanted!r}.")
-    found = table.get(name, name if is_own(name) else None)
-    if found is None:
+    entry = table.get(name, name if is_own(name) else None)
+    if entry is None:
         group = KEYS[key].group if key in KEYS else ""
         installed = entry_points(group=group).names if group else ()
         names = ", ".join((*table, *sorted(installed)))
@@ -42,11 +42,9 @@ def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any
             f"config.{key} is {name!r}{_meant(name, table)}; expected one of {names}, a dotted "
             f"name, as {wanted}."
         )
-    return _resolved(key, found) if isinstance(found, str) else found
-
-
-def _resolved(key: str, name: str) -> Any:
-    package, _, inside = name.partition(".extras.")
+    if not isinstance(entry, str):
+        return entry
+    package, _, inside = entry.partition(".extras.")
     folder = re.split("[.:]", inside)[0]
     if package == "jaxrl" and not Path(__file__).with_name("extras").joinpath(folder).is_dir():
         raise ValueError(
@@ -54,9 +52,9 @@ def _resolved(key: str, name: str) -> Any:
             "back, or choose another."
         )
     try:
-        return pkgutil.resolve_name(name)
+        return pkgutil.resolve_name(entry)
     except (Exception, SystemExit) as error:  # of the module too, while it is imported
-        raise ValueError(f"config.{key} names {name!r}{_why_not_found(name, error)}.") from error
+        raise ValueError(f"config.{key} names {entry!r}{_why_not_found(entry, error)}.") from error
 
 
 def _why_not_found(name: str, error: BaseException) -> str:
@@ -209,7 +207,7 @@ def settings_of(
 
 
 def check_arrays(key: str, name: str, function: Callable[..., Any], offered: Sequence[str]) -> None:
-    """Refuses an objective that asks for an array that there is not.
+    """Refuses an objective that asks for an array that does not exist.
 
     Raises:
         ValueError: names the parameter, and what there is.
@@ -236,7 +234,7 @@ def check_arrays(key: str, name: str, function: Callable[..., Any], offered: Seq
 
 
 def check_plain(key: str, name: str, function: Callable[..., Any]) -> None:
-    """Refuses functions whose call gives no result yet.
+    """Refuses async functions and generators, whose call gives no result yet.
 
     Raises:
         ValueError: names the key.

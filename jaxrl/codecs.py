@@ -119,19 +119,19 @@ def _pictures(saved: Mapping[str, Any]) -> tuple[Picture, ...]:
 def _picture(saved: Mapping[str, str]) -> Picture:
     if "data" in saved:
         return Picture(data=base64.b64decode(saved["data"]))
-    found = Picture(path=saved["path"])
+    picture = Picture(path=saved["path"])
     try:
-        is_same = found.digest == saved["digest"]
+        is_same = picture.digest == saved["digest"]
     except OSError as error:
         why = error.strerror or str(error)
         raise UnreadableError(
-            f"{found.path}, with which the run sampled, cannot be read ({why}); {_PUT_BACK}"
+            f"{picture.path}, with which the run sampled, cannot be read ({why}); {_PUT_BACK}"
         ) from error
     if not is_same:
         raise UnreadableError(
-            f"{found.path} was changed since the run sampled with it; {_PUT_BACK}"
+            f"{picture.path} was changed since the run sampled with it; {_PUT_BACK}"
         )
-    return found
+    return picture
 
 
 _PUT_BACK = "put the image back, or begin anew with another --workdir."

@@ -80,7 +80,7 @@ from jaxrl.types import Params
 
 @dataclass(frozen=True, kw_only=True)
 class Assembled(Components):
-    """Components with what is needed around the stages alone."""
+    """Components, and what only the code around the stages needs."""
 
     tokenizer: Tokenizer
     processor: Processor | None  # reads images; None where the model reads none
@@ -158,8 +158,17 @@ def assemble(
         lag_chunks=calibration.defaults(given, longest).observation_lag_chunks,
         deadline_s=config.env.step_deadline_s,
     )
-    pay = _make_payment(config, tasks, eval_tasks)
-    for part in pay.own_parts.values():
+    own_parts, correct = toolbox.own_parts(config), config.reward.correct
+    pay = Payment(
+        weights=toolbox.reward_weights(config),
+        own_parts=own_parts,
+        correct=correct if correct in own_parts else "",
+        deadline_s=config.reward.deadline_s,
+    )
+    for split, mixture in (("train", tasks), ("eval", eval_tasks)):
+        for source in mixture.sources:
+            pay.check(source.items[0], f"config.tasks.{split}.source")
+    for part in own_parts.values():
         if open_part := getattr(part, "open", None):  # as a judge has
             open_part(workdir, process=jax.process_index(), log=log)
 
@@ -168,11 +177,12 @@ def assemble(
             assert external is not None
             return external.rollout(env, tokenizer, limits, schedule, pay, seen_by)
         if environment.plays_itself(config):
-            own: Any = env
-            return own.rollout(engine, tokenizer, limits, schedule, pay, seen_by)
+            player: Any = env
+            return player.rollout(engine, tokenizer, limits, schedule, pay, seen_by)
         return Rollout(engine, env, tokenizer, automaton, limits, schedule, pay, seen_by)
 
     def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:
+        # Groups of other processes come without their images.
         restored = seen_by.with_images if seen_by else list
         rollout: RolloutFunction = rollout_of(env, seen_by)
         if engine is not None:
@@ -182,8 +192,14 @@ def assemble(
     without_search = rollout_of(control)
     tasks, notes = _fit_all(tasks, without_search, config, show)
     eval_tasks, eval_notes = _fit_all(eval_tasks, without_search, config, show)
-    ends = _end_note(tokenizer) if engine else ""
-    notes = [ends, *notes, *eval_notes, overlap_note(tasks, eval_tasks)]
+    end_note = ""  # told where no id ends a message of the model
+    if engine and (end := tokenizer.unknown_message_end):
+        known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
+        end_note = (
+            f"warning: the chat template ends a message with {end}, but only {known} ends the "
+            f"model's; it may run on behind it. Set config.model.eos_tokens to ({end!r},)"
+        )
+    notes = [end_note, *notes, *eval_notes, overlap_note(tasks, eval_tasks)]
     # The environment that searches; of control suites, that with another engine or blank images.
     env, controls = control, {"empty_search": shared_rollout(control)}
     suites = environment.suites_of(config)
@@ -204,12 +220,13 @@ def assemble(
     is_ours = not environment.plays_itself(config)
     if engine is not None and is_ours and calibration.is_open(given, engine, schedule):
         around = engine, env, tokenizer, automaton, limits
-        ways = Schedule(deterministic=False, deadline_s=config.env.step_deadline_s)
+        # Replies enter as they arrive, so that what they take is measured.
+        at_once = Schedule(deterministic=False, deadline_s=config.env.step_deadline_s)
         calibrates["calibrate"] = calibration.Calibration(
             engine=engine,
             schedule=schedule,
             given=given,
-            make=partial(calibration.Measuring, *around, ways, pay, processor),
+            make=partial(calibration.Measuring, *around, at_once, pay, processor),
             longest=longest,
         )
     return Assembled(
@@ -238,11 +255,11 @@ def settings_of(config: ConfigDict) -> Settings:
     """Freezes the part of a checked configuration that the stages read."""
     evaluation, endpoint = config.eval, config.policy.get(config.policy.name)
     sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
-    values, found = config.to_dict(), config.to_dict()  # of which the second is cut
-    depends_on = {name: found[name] for name in sections if name in found}
+    values, copied = config.to_dict(), config.to_dict()  # keys are taken out of the second
+    depends_on = {name: copied[name] for name in sections if name in copied}
     depends_on.get("images", {}).pop("cache_mib", None)
     if config.policy.name != OWN_MODEL:
-        depends_on["policy"] = found["policy"]
+        depends_on["policy"] = copied["policy"]
         for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
             del depends_on["policy"]["openai"][key]  # on which no answer depends
     if config.rollout.max_cost:
@@ -405,7 +422,7 @@ def _make_external(
 def model_and_tokenizer(
     config: ConfigDict, mesh: Mesh, *, is_played: bool
 ) -> tuple[Architecture, Tokenizer]:
-    """The model's architecture and tokenizer; of one that plays, all else of it is checked."""
+    """The model's architecture and tokenizer, checked against the devices where it plays."""
     folder = model_folder(config.model.path)
     model_config = read_model(folder, config.model.architecture)
     if is_played:
@@ -441,7 +458,7 @@ def model_and_tokenizer(
 
 
 def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
-    """Refuses to keep these where a device has no part of the host's memory.
+    """Refuses to offload moments or activations where a device has no part of the host's memory.
 
     Raises:
         ValueError: names the key.
@@ -461,7 +478,7 @@ def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
 
 
 def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
-    """Refuses a tokenizer with ids that the model does not have, and ends that it does not have.
+    """Refuses a tokenizer with more ids than the model, or with ends that are none of its ids.
 
     Raises:
         ValueError: names the folder, and the ids.
@@ -482,7 +499,7 @@ def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> Non
 def _fit_all(
     tasks: Mixture[Task], rollout: EpisodePlayer, config: ConfigDict, show: Callable[[str], None]
 ) -> tuple[Mixture[Task], list[str]]:
-    """`fit_prompts` of each source, with what is told of them and of several."""
+    """Applies `fit_prompts` to each source; also returns its notes, and one on several sources."""
     sources, notes = [], []
     if len(tasks.sources) > 1:
         total = sum(source.weight for source in tasks.sources)
@@ -503,7 +520,7 @@ def _fit_all(
 def fit_prompts(
     tasks: Sequence[Task], rollout: EpisodePlayer, config: ConfigDict, key: str
 ) -> tuple[Sequence[Task], str]:
-    """The tasks that are played, and what is to be told of those with overlong prompts.
+    """The tasks that are played, and a note on those with overlong prompts; "" without any.
 
     Args:
         tasks: of one source.
@@ -532,26 +549,14 @@ def fit_prompts(
             f"{key}: {what}, and config.rollout.overlong_prompts='drop' would leave none; raise "
             "config.rollout.max_prompt_tokens, or set overlong_prompts to 'truncate_left'."
         )
-    told = f"{key}: {what} and are left out"
+    note = f"{key}: {what} and are left out"
     if isinstance(tasks, Tasks):
-        return tasks.only(fits), told
-    return [task for task, is_short in zip(tasks, fits, strict=True) if is_short], told
-
-
-def _end_note(tokenizer: Tokenizer) -> str:
-    """Warns where no stop string or id ends a message; "" where one does."""
-    end = tokenizer.unknown_message_end
-    if not end:
-        return ""
-    known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
-    return (
-        f"warning: the chat template ends a message with {end}, but only {known} ends the model's; "
-        f"it may run on behind it. Set config.model.eos_tokens to ({end!r},)"
-    )
+        return tasks.only(fits), note
+    return [task for task, is_short in zip(tasks, fits, strict=True) if is_short], note
 
 
 def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Marks ids that are one of `words`, without blanks, in lower case: bool [V]; None of none.
+    """Marks ids that are one of `words`, blanks and case aside: bool [V]; None without words.
 
     Raises:
         ValueError: no id is.
@@ -560,13 +565,13 @@ def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None
         return None
     wanted = {word.strip().lower() for word in words}
     texts = [data.decode("utf-8", errors="replace") for data in tokenizer.vocab_bytes]
-    found = np.array([text.strip().lower() in wanted for text in texts], bool)
-    if not found.any():
+    is_trigger = np.array([text.strip().lower() in wanted for text in texts], bool)
+    if not is_trigger.any():
         raise ValueError(
             f"config.shaping.trigger_words is {tuple(words)!r}, but the tokenizer has none of "
             "these words as a single token; no token would ever count."
         )
-    return found
+    return is_trigger
 
 
 def _read_data(
@@ -592,9 +597,9 @@ def _read_data(
 
 
 def _check_documents(config: ConfigDict, show: Callable[[str], None]) -> None:
-    """Reads the corpus of which an index is to be built, where demonstrations come before that.
+    """Reads a corpus that will be indexed, where demonstrations are encoded before that.
 
-    A wrong document is told before they are read, which may take minutes. A corpus that has an
+    So a wrong document is told before they are, which may take minutes. A corpus that has an
     index was read for that.
 
     Raises:
@@ -684,7 +689,7 @@ def _make_random_search(config: ConfigDict, search: ResilientSearch) -> Tool:
 
 
 def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) -> Env:
-    """The environment, given what it asks for by the names of its parameters."""
+    """Makes the environment from what its parameters ask for by name."""
     prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
     env: Env = made(
         "env.settings",
@@ -706,10 +711,10 @@ def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) ->
 
 
 def check_prices(config: ConfigDict, tools: Sequence[str]) -> None:
-    """Refuses prices of tools that there are not; an environment of one's own may have its own.
+    """Refuses prices of tools that do not exist; an environment of one's own may have its own.
 
     Raises:
-        ValueError: names the tool, and those that there are; or a judge that is called as one.
+        ValueError: names the tool and those that exist, or a judge with the name of a tool.
     """
     judges = list(config.reward.judges)
     if both := [name for name in judges if name in tools]:
@@ -723,20 +728,6 @@ def check_prices(config: ConfigDict, tools: Sequence[str]) -> None:
         raise ValueError(
             f"config.ledger.prices names {unknown[0]!r}; expected some of {', '.join(known)}."
         )
-
-
-def _make_payment(config: ConfigDict, tasks: Mixture[Task], eval_tasks: Mixture[Task]) -> Payment:
-    own_parts, correct = toolbox.own_parts(config), config.reward.correct
-    pay = Payment(
-        weights=toolbox.reward_weights(config),
-        own_parts=own_parts,
-        correct=correct if correct in own_parts else "",
-        deadline_s=config.reward.deadline_s,
-    )
-    for split, some in (("train", tasks), ("eval", eval_tasks)):
-        for source in some.sources:
-            pay.check(source.items[0], f"config.tasks.{split}.source")
-    return pay
 
 
 def _make_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
@@ -811,7 +802,7 @@ def pages_left(config: ConfigDict, model: Architecture, page_tokens: int) -> int
 
 
 LEFT = "jaxrl.extras.plan.fitting:pages_left"
-"""What `pages_left` asks."""
+"""Function that `pages_left` calls."""
 
 
 def draw_kinds(config: ConfigDict) -> list[str]:

@@ -67,7 +67,7 @@ def check_environment(config: ConfigDict) -> None:
 
 
 def check_objectives(config: ConfigDict) -> None:
-    """Refuses functions of the method that do not exist or ask for what there is not.
+    """Refuses functions of the method that do not exist, or ask for arrays that do not.
 
     Raises:
         ValueError: names the key, what it holds and what is expected.
@@ -320,7 +320,12 @@ def _check_required(config: ConfigDict, needs_data: bool) -> None:
         # An engine with a corpus may be replaced by a recording.
         section = corpus_section(config) if engine in CORPORA else engine
         sections.add(f"search.{section}")
-        _check_address(config, section)
+        settings = config.search.get(section)
+        if settings and settings.get("url"):
+            from jaxrl.envs.json_http import check_url  # which loads a client of HTTP
+
+            keys_from = f"config.search.{section}.{'auth' if 'auth' in settings else 'key_env'}"
+            check_url(f"search.{section}.url", settings.url, keys_from=keys_from)
     given = flatten(config)
     for name, key in KEYS.items():
         section, _, last = name.rpartition(".")
@@ -331,13 +336,3 @@ def _check_required(config: ConfigDict, needs_data: bool) -> None:
     for kind, stages in readers.items():
         if needs_data and stages & set(config.stages):
             check_sources(config, kind)
-
-
-def _check_address(config: ConfigDict, engine: str) -> None:
-    """Refuses what is no address of an engine's server."""
-    section = config.search.get(engine)
-    if section and section.get("url"):
-        from jaxrl.envs.json_http import check_url  # which loads a client of HTTP
-
-        keys_from = f"config.search.{engine}.{'auth' if 'auth' in section else 'key_env'}"
-        check_url(f"search.{engine}.url", section.url, keys_from=keys_from)

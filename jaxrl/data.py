@@ -220,12 +220,12 @@ def _prompt(fields: dict[str, Any], place: str) -> tuple[Any, Any, str]:
 
 
 def _answers(fields: dict[str, Any], place: str) -> tuple[str, ...]:
-    found = next((fields[name] for name in ANSWER_KEYS if name in fields), None)
-    answers = _texts(found)
+    value = next((fields[name] for name in ANSWER_KEYS if name in fields), None)
+    answers = _texts(value)
     if not answers:
         raise ValueError(
             f"{place}: expected 'answers', a list of at least one text; found {_names(fields)} "
-            f"with the answers {found!r}; {OTHER_NAMES}"
+            f"with the answers {value!r}; {OTHER_NAMES}"
         )
     if not all(answer.strip() for answer in answers):
         raise ValueError(f"{place}: an answer is blank, which nothing can match; leave it out.")
@@ -238,14 +238,14 @@ def _ground_truth(reward_model: dict[str, Any], place: str) -> tuple[str, ...]:
     What else a ground truth may hold is for a reward function that reads the metadata; its JSON
     is the only answer.
     """
-    found = reward_model.get("ground_truth")
-    if isinstance(found, dict) and "target" in found:
-        found = found["target"]
-    if found is None:
+    truth = reward_model.get("ground_truth")
+    if isinstance(truth, dict) and "target" in truth:
+        truth = truth["target"]
+    if truth is None:
         raise ValueError(
             f"{place}: 'reward_model' holds {_names(reward_model)}; expected 'ground_truth'."
         )
-    answers = _texts(found) or (json.dumps(found, ensure_ascii=False),)
+    answers = _texts(truth) or (json.dumps(truth, ensure_ascii=False),)
     if not all(answer.strip() for answer in answers):
         raise ValueError(f"{place}: a ground truth is blank, which nothing can match.")
     return answers

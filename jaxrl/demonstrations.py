@@ -201,6 +201,7 @@ def _of_pieces(
             played.append(PlayedTurn(sampled=sampled, observation=ids, omitted=without_body))
             sampled = []
             if not contexts.has_room(length + len(ids)):
+                # -1: not even the next context has room; refused below.
                 added, num_repeated = contexts.following(prompt, played) or ([], -1)
         if num_repeated:
             starts.append((sum(len(one) for one, _ in written), num_repeated))
@@ -274,7 +275,7 @@ def _continue(opener: str, message: dict[str, str], place: str) -> dict[str, str
 def _check_calls(
     messages: list[dict[str, str]], protocol: Protocol, tools: Sequence[str], place: str
 ) -> None:
-    """Refuses what no rollout could have written: other than a result for each call of a turn."""
+    """Refuses what no rollout could have written: a turn without a result for each of its calls."""
     asked = None  # calls of the turn before
     for role, run in itertools.groupby(messages, key=lambda message: message["role"]):
         contents = [message["content"] for message in run]

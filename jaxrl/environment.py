@@ -18,21 +18,21 @@ NO_ENGINE = "none"
 
 def environment(config: ConfigDict) -> type[Env]:
     """The class of the configured environment."""
-    found = chosen("env.name", config.env.name, ENVS, wanted="my_env.MyEnv")
+    cls = chosen("env.name", config.env.name, ENVS, wanted="my_env.MyEnv")
     declared = ("stop_strings", "reward_parts", "start", "step", "score")
     # What is inherited from `Env` itself is only declared.
-    missing = [name for name in declared if getattr(found, name, None) is getattr(Env, name, None)]
-    if not isinstance(found, type) or missing:
-        kind = type(found).__name__
-        if isinstance(found, type):
+    missing = [name for name in declared if getattr(cls, name, None) is getattr(Env, name, None)]
+    if not isinstance(cls, type) or missing:
+        kind = type(cls).__name__
+        if isinstance(cls, type):
             kind = f"class without {', '.join(missing)}"
         raise ValueError(
             f"config.env.name names {config.env.name!r}, a {kind}; expected "
             f"a class with {', '.join(declared)}, as jaxrl/envs/base.py has them."
         )
     for name in ("stop_strings", "reward_parts"):
-        check_texts("env.name", config.env.name, name, getattr(found, name))
-    return found
+        check_texts("env.name", config.env.name, name, getattr(cls, name))
+    return cls
 
 
 def plays_itself(config: ConfigDict) -> bool:
@@ -46,7 +46,7 @@ def searches(config: ConfigDict) -> bool:
 
 
 def takes(config: ConfigDict, name: str) -> bool:
-    """True where the environment asks for what a run offers by this name."""
+    """True where the environment has a parameter of this name, for what a run offers."""
     return name in inspect.signature(environment(config)).parameters
 
 

@@ -95,10 +95,10 @@ def write(path: Path, record: Mapping[str, Any], text: str) -> None:
 
 
 def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, float] | None:
-    """The metrics of an evaluation that `write` wrote, from a file of it without any error.
+    """The metrics of an evaluation that `write` wrote, if it can stand for a new one.
 
-    None if there is none such: it is damaged, of other weights or settings, or the environment
-    failed in it, which may be mended by now.
+    None if it cannot: its file is missing or damaged, or of other weights or settings, or the
+    environment failed in it, which may be mended by now.
 
     Args:
         path: of the record.
@@ -169,7 +169,7 @@ def evaluate(session: Session, params: Params) -> Params:
 
 
 def _booked(session: Session, spent: Ledger) -> dict[str, float]:
-    """Counts what an evaluation took; its metrics."""
+    """Counts what an evaluation took; returns that as metrics."""
     session.progress.ledger += spent
     session.uncounted = Ledger()
     return spent.asked("eval/", session.progress.ledger) | spent.used("eval/")
@@ -259,7 +259,7 @@ def run_suites(
 
 
 def play(session: Session, suite: str) -> list[Group]:
-    """The held-out tasks under the engine's weights, as the suite wants them."""
+    """Plays the held-out tasks with the engine's weights, as the suite asks for."""
     settings, components = session.settings.evaluation, session.components
     is_greedy = suite == "greedy"
     rollout = components.rollout if suite in ("sampled", "greedy") else components.controls[suite]

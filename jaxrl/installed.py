@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import Any
@@ -54,25 +54,22 @@ def _renamed(config: ConfigDict, key: str, group: str, value: Any) -> Any:
         return renamed
     if not isinstance(value, str) or not value or is_own(value):
         return value
-    found = sorted({point.value for point in entry_points(group=group, name=value)})
-    if not found or value in _ours(config, group):
+    targets = sorted({point.value for point in entry_points(group=group, name=value)})
+    if not targets:
         return value
-    if len(found) > 1:
-        raise ValueError(
-            f"config.{key} is {value!r}, which {len(found)} packages have registered for {group}: "
-            f"{', '.join(found)}. Give the one that you mean by this name."
-        )
-    return found[0]
-
-
-def _ours(config: ConfigDict, group: str) -> Container[str]:
-    """The names of a group that jaxrl has itself."""
+    ours = {*pkgutil.resolve_name(_TABLES[group])}
     if group == "jaxrl.rewards":
         from jaxrl.toolbox import environment_parts
 
-        return {*environment_parts(config), *pkgutil.resolve_name(_TABLES[group])}
-    table: Container[str] = pkgutil.resolve_name(_TABLES[group])
-    return table
+        ours |= {*environment_parts(config)}
+    if value in ours:
+        return value
+    if len(targets) > 1:
+        raise ValueError(
+            f"config.{key} is {value!r}, which {len(targets)} packages have registered for "
+            f"{group}: {', '.join(targets)}. Give the one that you mean by this name."
+        )
+    return targets[0]
 
 
 _TABLES = {

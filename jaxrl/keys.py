@@ -86,7 +86,11 @@ class Key:
         if name.endswith("_s") and is_number and value > MAX_S:
             refuse(name, value, f"at most {MAX_S:g} seconds, which are 31 years")
         if isinstance(self.default, dict):
-            self._check_mapping(name, value)
+            kinds = "true, false, a number or a text each"
+            kinds += ", or lists of these" * self.is_nested
+            for inner, one in value.items():
+                if not isinstance(inner, str) or not _is_plain(one, is_flat=not self.is_nested):
+                    refuse(name, value, f"names with {kinds}, as {{'name': {self.example!r}}}")
         if self.is_valid is not None and not self.is_valid(value):
             refuse(name, value, self.expected)
         if name.startswith("prompt.") and re.search("[\\ud800-\\udfff]", str(value)):
@@ -107,13 +111,6 @@ class Key:
             "below": self.below,
         }  # fmt: skip
         return " and ".join(f"{w} {bound}" for w, bound in bounds.items() if bound is not None)
-
-    def _check_mapping(self, name: str, value: dict[Any, Any]) -> None:
-        for inner, one in value.items():
-            if not isinstance(inner, str) or not _is_plain(one, is_flat=not self.is_nested):
-                kinds = "true, false, a number or a text each"
-                kinds += ", or lists of these" * self.is_nested
-                refuse(name, value, f"names with {kinds}, as {{'name': {self.example!r}}}")
 
 
 def is_finite(value: Any) -> bool:

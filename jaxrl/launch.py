@@ -242,7 +242,15 @@ def _run(
         except (CheckpointError, NotEnoughGroupsError, OwnCodeError, UnreadableError) as error:
             _refuse(error)
         except Exception as error:
-            _refuse_of_disk(error, workdir)
+            # A full disk, and a file of the workdir that the system refuses, are told in a line.
+            from jaxrl.runtime.checkpoint import newest_whole
+
+            if (full := full_disk(error)) is not None:
+                saved = newest_whole(workdir / "checkpoints")
+                kept = "nothing is saved yet" if saved is None else f"step {saved} is saved"
+                _refuse(full, f"{kept}; {REMEDIES[full.errno or 0]}", workdir)
+            if _is_of(error, workdir):
+                _refuse(error)
             raise
 
 
@@ -286,12 +294,22 @@ def make_ready(
     from jaxrl.runtime.versions import check_alike, fingerprints
 
     _check_workdir(config, workdir, is_accepted=accept_changes)
-    _check_step(config, workdir, step)
+    if step is not None:
+        if config.stages != ("evaluate",) or config.policy.name != configuration.OWN_MODEL:
+            raise ValueError(
+                f"--step={step} evaluates and exports a checkpoint of the run's own model; set "
+                "--config.stages=\"('evaluate',)\", and leave config.policy.name as it is."
+            )
+        history.check_step(workdir / "checkpoints", step)
     check_mirrors(config.log.wandb_project)
     contents = fingerprints(config)
     check_alike(config, workdir, contents)
     begun, changes = _compare(config, workdir, contents, is_accepted=accept_changes)
-    notes = [*config_checks.warnings(config), *_told_changes(begun, changes, step)]
+    notes = config_checks.warnings(config)
+    if begun is not None:
+        # The checkpoint of a step is evaluated alone, which changes nothing of the run.
+        place = f"changed after step {begun.step}" if step is None else "differs from the run"
+        notes += [*begun.warnings, *(f"{place}: {change}" for change in changes)]
     notes += _fit_memory(config, workdir, ignores_plan=ignore_plan)
     keep_programs(config.compilation_cache, display.log)
     give_back_after_compiling()
@@ -324,19 +342,6 @@ def _end(error: Exception, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _refuse_of_disk(error: Exception, workdir: Path) -> None:
-    """Ends the process where the disk is full, or the system refuses a file of the workdir."""
-    from jaxrl.runtime.checkpoint import newest_whole
-
-    full = full_disk(error)
-    if full is not None:
-        saved = newest_whole(workdir / "checkpoints")
-        kept = "nothing is saved yet" if saved is None else f"step {saved} is saved"
-        _refuse(full, f"{kept}; {REMEDIES[full.errno or 0]}", workdir)
-    if _is_of(error, workdir):
-        _refuse(error)
-
-
 def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False) -> list[str]:
     """Fits a run of its own model to this host's devices; says what was chosen.
 
@@ -364,7 +369,7 @@ FIT = "jaxrl.extras.plan.fitting:fit_memory"
 """Chooses micro-batches that fit, and refuses a run that does not."""
 
 SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
-"""What `--plan` does."""
+"""Function that `--plan` calls."""
 
 
 def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = False) -> None:
@@ -381,24 +386,6 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = Fal
         from jaxrl.runtime.changes import check_fixed
 
         check_fixed(workdir, begun, config)
-
-
-def _check_step(config: ConfigDict, workdir: Path, step: int | None) -> None:
-    """Refuses a step without a checkpoint, and to train from one; None is no step.
-
-    Raises:
-        ValueError: says which it was.
-    """
-    from jaxrl.runtime.history import check_step
-
-    if step is None:
-        return
-    if config.stages != ("evaluate",) or config.policy.name != configuration.OWN_MODEL:
-        raise ValueError(
-            f"--step={step} evaluates and exports a checkpoint of the run's own model; set "
-            "--config.stages=\"('evaluate',)\", and leave config.policy.name as it is."
-        )
-    check_step(workdir / "checkpoints", step)
 
 
 def _compare(
@@ -422,20 +409,6 @@ def _compare(
     return begun, changes
 
 
-def _told_changes(begun: Begun | None, changes: Sequence[Change], step: int | None) -> list[str]:
-    """Warnings about a run that goes on, and how it differs from before.
-
-    Args:
-        begun: what began in the workdir.
-        changes: since then.
-        step: whose checkpoint is evaluated alone, which changes nothing of the run.
-    """
-    if begun is None:
-        return []
-    place = f"changed after step {begun.step}" if step is None else "differs from the run"
-    return [*begun.warnings, *(f"{place}: {change}" for change in changes)]
-
-
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Flags, and the config file that they name."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of what is refused below
@@ -449,15 +422,10 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     except Exception as error:  # a config file is a program: anything may go wrong in it
         _refuse(error)
     except SystemExit as error:
-        if not _is_of_config(error):
-            raise  # of --help
+        frames = traceback.extract_tb(error.__traceback__)
+        if not any(frame.filename == _config_file(sys.argv) for frame in frames):
+            raise  # of --help, not of the config file
         _refuse(RuntimeError(f"{_config_file(argv)} ended the program: SystemExit({error.code!r})"))
-
-
-def _is_of_config(error: BaseException) -> bool:
-    """Returns True if an error arose in the config file, or in what it called."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return any(frame.filename == _config_file(sys.argv) for frame in frames)
 
 
 def _check_config_flags(argv: Sequence[str]) -> None:
@@ -476,7 +444,10 @@ def _check_config_flags(argv: Sequence[str]) -> None:
         )
     names = [argument.partition("=")[0] for argument in argv[1:]]
     for name in names:
-        _check_prefix(name)
+        # A key of the configuration as a flag of its own, as in `--optimizer.lr`.
+        key = name.lstrip("-")
+        if name.startswith("-") and key in configuration.KEYS and key not in flags.FLAGS:
+            raise ValueError(f"{name} is not a flag; set this key as --config.{key}=value.")
     overrides = [_OVERRIDE.fullmatch(name) for name in names]
     values.check_keys([match[1] for match in overrides if match])
 
@@ -500,15 +471,6 @@ class _MappingParser(flags.ArgumentParser):
 config_flags.register_flag_parser_for_type(dict, _MappingParser())
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
-
-
-def _check_prefix(name: str) -> None:
-    """Refuses a key of the configuration as a flag of its own, as in `--optimizer.lr`."""
-    key = name.lstrip("-")
-    if not name.startswith("-") or key in flags.FLAGS or key.partition(".")[0] == "config":
-        return
-    if key in configuration.KEYS:
-        raise ValueError(f"{name} is not a flag; set this key as --config.{key}=value.")
 
 
 def _plain(argument: str) -> str:

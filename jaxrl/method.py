@@ -366,11 +366,6 @@ def _largest_k(config: ConfigDict) -> int:
     return max(scheduled, default=settings.get("k", 0))
 
 
-def _shapes(config: ConfigDict) -> bool:
-    shaping = config.shaping
-    return bool(shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward)
-
-
 def _tasks_per_batch(config: ConfigDict) -> int:
     return config.filter.tasks_per_batch or config.rollout.tasks_per_step
 
@@ -423,7 +418,10 @@ RULES = (
     ),
     Rule(
         "shaping",
-        lambda c: _shapes(c) and not reads_rewards(c),
+        lambda c: (
+            (c.shaping.overlong_buffer or c.shaping.boundary_aware or c.shaping.entropy_reward)
+            and not reads_rewards(c)
+        ),
         "overlong_buffer=0, boundary_aware=False and entropy_reward=False with an advantage.name "
         "that reads only which answers are correct: no shaped reward would count",
     ),

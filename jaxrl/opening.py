@@ -73,7 +73,7 @@ def read_keys(arguments: Sequence[str], flag: str = "config") -> dict[str, Any]:
 
 
 def line(error: Exception) -> str:
-    """An error as it is shown."""
+    """The line that tells a user of an error."""
     known = system_message(error) if isinstance(error, OSError) else None
     return printable(f"error: {' '.join((known or str(error)).split())}")
 
@@ -206,7 +206,7 @@ def leave_out_method(config: ConfigDict) -> None:
 
 
 def fit_host(config: ConfigDict) -> None:
-    """Changes mesh and rows, which are the run's devices', to what plays one episode here."""
+    """Changes the run's mesh and rows to those that play one episode on this host."""
     shards = fit_mesh(config)
     config.rollout.group_size = 1
     config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
@@ -266,5 +266,5 @@ def load_weights(
     folder = model_folder(config.model.path)
     policy.base = load_base(policy, folder, config.model.architecture, lambda done, total: None)
     target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
-    found, params = restore_params(run / "checkpoints", target, step)
-    return params, f"checkpoint of step {found}" + ", in the middle of its stage" * (step is None)
+    at, params = restore_params(run / "checkpoints", target, step)
+    return params, f"checkpoint of step {at}" + ", in the middle of its stage" * (step is None)

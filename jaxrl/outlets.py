@@ -65,7 +65,7 @@ class Records(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the log."""
         ...
 
 
@@ -85,11 +85,11 @@ class Shown(Protocol):
         ...
 
     def activity(self, text: str) -> None:
-        """Says what it is at."""
+        """Shows what the run is doing."""
         ...
 
     def counter(self, what: str) -> Callable[[int, int], None]:
-        """A function that is told how many are done, of how many."""
+        """A function to call with how many are done, of how many."""
         ...
 
     def stop(self) -> None:

@@ -66,31 +66,31 @@ def _asked_settings(config: ConfigDict) -> dict[str, Any]:
     if is_own(engine):
         return dict(config.search.settings)
     parts = ("local", "dense") if engine == "hybrid" else ()
-    found = {
+    settings = {
         f"{name}.{key}": value
         for name in (*parts, engine)
         for key, value in config.search.get(name, {}).items()
         if not {key, f"{name}.{key}"} & _NOT_IN_RESULTS
     }
     if engine == "hybrid":
-        del found["local.corpus"]  # it is that of dense
+        del settings["local.corpus"]  # it is that of dense
     digests = search_fingerprints(config)
-    for key in filter(_is_file, found):
+    for key in filter(_is_file, settings):
         held = {
             name: one for name, one in digests.items() if f"{name}/".startswith(f"search.{key}/")
         }
         digest = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
-        found[key] = found[key] and (digest if held else None)
-    return found
+        settings[key] = settings[key] and (digest if held else None)
+    return settings
 
 
 def _is_file(setting: str) -> bool:
-    """True for a file, of which what it holds matters to a recording, and not where it lies."""
+    """True for a setting that names a file: a recording goes by its content, not its path."""
     return f"search.{setting}" in KEYS and bool(KEYS[f"search.{setting}"].holds)
 
 
 def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings, with files that are not here as the one recording has them that fits.
+    """The settings; of files that are missing here, as the only recording that fits has them.
 
     Raises:
         FileNotFoundError: several recordings fit.

@@ -204,7 +204,7 @@ def nothing_learned(num_steps: int, learning_rate: float) -> str:
 
 @contextlib.contextmanager
 def stopping(display: Display) -> Iterator[None]:
-    """The live line of the terminal ends with what is done within."""
+    """Ends the live line of the terminal with the block."""
     try:
         yield
     finally:
@@ -281,15 +281,16 @@ def open_session(
     """The session of `run`, as the workdir's newest checkpoint left it; arguments as there."""
     is_main = distributed.is_main()
     going_back = carry_out_roll_backs(workdir, checkpointer)
-    found = checkpointer.restore(lambda saved: restore_targets(components, saved))
-    progress = Progress.from_json(found[0], components.method) if found else Progress()
+    checkpoint = checkpointer.restore(lambda saved: restore_targets(components, saved))
+    position, restored = checkpoint or ({}, {})
+    progress = Progress.from_json(position, components.method) if checkpoint else Progress()
     if going_back:
         gone_back(progress, going_back[-1], checkpointer)
     if components.processor is not None:
         progress.restore_images(components.processor.with_images)
     if adopt is not None:
         adopt()
-    if is_main and (found or set(settings.stages) != {"evaluate"}):
+    if is_main and (checkpoint or set(settings.stages) != {"evaluate"}):
         rolling_back.remove_later_files(workdir, progress.step)
     metrics_log = open_log(
         workdir,
@@ -313,13 +314,13 @@ def open_session(
         metrics_log=metrics_log,
         display=display,
         progress=progress,
-        restored=found[1] if found else {},
+        restored=restored,
         should_stop=should_stop,
         run_suites=run_suites,
         write_samples=write_samples,
         origin=origin_of(settings, contents),
         failures=failures,
-        saved=dataclasses.replace(progress) if found else None,
+        saved=dataclasses.replace(progress) if checkpoint else None,
         make_notes=partial(make_notes, settings.trajectories) if settings.tokens else None,
     )
 
@@ -338,8 +339,8 @@ def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict
     if distributed.is_main():
         try:
             lines = rolling_back.read(workdir)
-        except (ValueError, OSError) as found:
-            error = str(found)
+        except (ValueError, OSError) as failure:
+            error = str(failure)
     lines, error = distributed.from_main((lines, error))
     if error is not None:
         raise CheckpointError(error)
@@ -391,13 +392,13 @@ def start_params(session: Session) -> Params:
     display.log(f"attention: {attention.name}, {attention.reason}")
     if shown := session.components.model.architecture.shown_kernels:
         display.log(shown)
-    for one in verdicts_of(session.components):
-        if one.is_sound:
-            display.log(f"{one.operation}: {one.kernel} passes its check: {one.finding}")
+    for check in verdicts_of(session.components):
+        if check.is_sound:
+            display.log(f"{check.operation}: {check.kernel} passes its check: {check.finding}")
         else:
             display.log(
-                f"warning: {one.operation}: {one.kernel} gives way to the next kernel: "
-                f"{one.finding}"
+                f"warning: {check.operation}: {check.kernel} gives way to the next kernel: "
+                f"{check.finding}"
             )
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")

@@ -258,7 +258,7 @@ class Session:
         return True
 
     def note_steps_beyond(self, num_steps: int) -> None:
-        """Says so where the train stage has done more steps than are asked for."""
+        """Tells a user that the train stage has done more steps than are asked for."""
         progress = self.progress
         if progress.stage == "train" and progress.stage_step > num_steps:
             self.display.log(
@@ -296,7 +296,7 @@ class Session:
         return state.params
 
     def evaluate(self, suites: Sequence[str]) -> dict[str, float]:
-        """The engine's weights on these suites, in the stage `train`: its metrics."""
+        """Metrics of these suites with the engine's weights, in the stage `train`."""
         metrics, _ = self.run_suites(self, "train", suites)
         return metrics
 
@@ -311,7 +311,7 @@ class Session:
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
 
     def count_lost(self, spent: Ledger) -> None:
-        """Counts what groups have cost that are lost: they are sampled again, but paid twice."""
+        """Counts what lost groups have cost: they are sampled again, and paid for twice."""
         self.progress.ledger += Ledger(usage=spent.usage)
         self.progress.num_broken_off += spent != Ledger()
 

@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Generic[Item]):
-    """Some of what a stream draws from."""
+    """Items that a stream draws from, and how often."""
 
     items: Sequence[Item]
     weight: float = 1.0  # above 0; draws from it in proportion to this
@@ -60,7 +60,10 @@ class Stream(Generic[Item]):
         sources = items.sources if isinstance(items, Mixture) else (Source(items=items),)
         self.num_items = len(items)
         self._sources = sources
-        self._shares = _whole_numbers([source.weight for source in sources])
+        # Whole numbers in the proportions of the weights, which are exact as they are written.
+        exact = [Fraction(str(source.weight)) for source in sources]
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        self._shares = [int(weight * scale) for weight in exact]
         self._orders = [
             # Of one source the seed is the run's; 2654435761 is a prime that parts the others.
             grain.MapDataset.source(source.items)
@@ -87,18 +90,11 @@ class Stream(Generic[Item]):
         if len(self._sources) == 1:
             return {}
         counts = taken_of(self._shares, position)
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for source, count in zip(self._sources, counts, strict=True):
-            found[f"tasks/{source.name}/taken"] = count
-            found[f"tasks/{source.name}/epochs"] = count / len(source.items)
-        return found
-
-
-def _whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Numbers in the proportions of the weights, which are exact as they are written."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    scale = math.lcm(*(weight.denominator for weight in exact))
-    return [int(weight * scale) for weight in exact]
+            metrics[f"tasks/{source.name}/taken"] = count
+            metrics[f"tasks/{source.name}/epochs"] = count / len(source.items)
+        return metrics
 
 
 def taken_of(shares: Sequence[int], position: int) -> list[int]:

@@ -104,15 +104,18 @@ def summarize(
         )
     [num_samples] = sizes
     ks = subset_sizes(num_samples, ks)
-    measured = [
-        _measures(question, ks, has_python) | (_attributed(question) if has_results else {})
-        for question in questions
-    ]
+    measured = []
+    for question in questions:
+        measures = _measures(question, ks, has_python)
+        if has_results:
+            samples = [attribution(t) for t in question.scored]
+            measures |= {name: mean([s[name] for s in samples if name in s]) for name in ATTRIBUTED}
+        measured.append(measures)
     names = list(dict.fromkeys(name for measures in measured for name in measures))
     values = np.array([[m.get(name, math.nan) for name in names] for m in measured])
     sources = [question.trajectories[0].task.data_source for question in questions]
     sets = {
-        source: [row for row, own in enumerate(sources) if own == source]
+        source: [row for row, name in enumerate(sources) if name == source]
         for source in dict.fromkeys(sources)
     }
     everything = {"all": list(range(len(questions)))} | sets
@@ -186,24 +189,18 @@ def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str,
     }
 
 
-def _attributed(question: Group) -> dict[str, float]:
-    """Mean `attribution` of one question's samples."""
-    found = [attribution(t) for t in question.scored]
-    return {name: mean([one[name] for one in found if name in one]) for name in ATTRIBUTED}
-
-
 def attribution(trajectory: Trajectory) -> dict[str, float]:
     """Relates results to a sample's answer: whether they held it, and what became of that.
 
     The latter where there is an exact match, by which samples are right.
     """
-    found: Attribution = attribute(trajectory.turns, trajectory.task.answers)
-    told: dict[str, float] = {"answer_in_results": found.has_evidence}
+    origin: Attribution = attribute(trajectory.turns, trajectory.task.answers)
+    measures: dict[str, float] = {"answer_in_results": origin.has_evidence}
     if (score := trajectory.reward_parts.get("exact_match")) is not None:
         is_right = score == 1.0
-        told["retrieved_but_ignored"] = found.has_evidence and not is_right
-        told["right_without_evidence"] = is_right and not found.has_evidence
-    return told | {"redundant_searches": found.num_redundant}
+        measures["retrieved_but_ignored"] = origin.has_evidence and not is_right
+        measures["right_without_evidence"] = is_right and not origin.has_evidence
+    return measures | {"redundant_searches": origin.num_redundant}
 
 
 def _with_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -333,11 +330,11 @@ def _suite_text(suite: str, summary: Summary) -> str:
         tables.append(_table(("", "reward part", "weight", "mean"), rows))
     tables.append(table("", BEHAVIOUR))
     # Without any abstention, precision and reliability are the exact match.
-    told = dict.fromkeys(RELIABILITY, "abstained")
+    depends_on = dict.fromkeys(RELIABILITY, "abstained")
     more = {
         name: head
         for name, head in MORE.items()
-        if name in measured and measured[told.get(name, name)] > 0
+        if name in measured and measured[depends_on.get(name, name)] > 0
     }
     if more:
         tables.append(table("", more))

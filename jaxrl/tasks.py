@@ -110,27 +110,24 @@ def check_sources(config: ConfigDict, kind: str) -> None:
         if unknown:
             refuse(f"{key}.sources", entry, f"mappings with some of the keys {', '.join(FIELDS)}")
     for source in sources_of(config, kind):
-        _check_source(source, is_weighed=kind == "train")
-
-
-def _check_source(source: TaskSource, *, is_weighed: bool) -> None:
-    texts = (source.source, source.format, source.split, source.data_source)
-    if not all(isinstance(text, str) for text in texts):
-        refuse(source.key, texts, "texts as source, format, split and data_source")
-    if not (source.source or is_own(source.format)):
-        refuse(f"{source.key}.source", source.source, "a path")
-    weight = source.weight
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not (is_number and math.isfinite(weight) and weight > 0):
-        refuse(f"{source.key}.weight", weight, "a number above 0")
-    if weight != 1 and not is_weighed:
-        refuse(f"{source.key}.weight", weight, "no weight: held-out tasks are all played")
-    if not isinstance(source.settings, Mapping) or not isinstance(source.columns, Mapping):
-        refuse(source.key, (source.settings, source.columns), "mappings as settings and columns")
-    named = [*source.columns, *source.columns.values()]
-    if not all(isinstance(one, str) for one in named):
-        refuse(f"{source.key}.columns", dict(source.columns), "names of columns and fields")
-    maker_of(source)
+        texts = (source.source, source.format, source.split, source.data_source)
+        if not all(isinstance(text, str) for text in texts):
+            refuse(source.key, texts, "texts as source, format, split and data_source")
+        if not (source.source or is_own(source.format)):
+            refuse(f"{source.key}.source", source.source, "a path")
+        weight = source.weight
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (is_number and math.isfinite(weight) and weight > 0):
+            refuse(f"{source.key}.weight", weight, "a number above 0")
+        if weight != 1 and kind != "train":
+            refuse(f"{source.key}.weight", weight, "no weight: held-out tasks are all played")
+        if not isinstance(source.settings, Mapping) or not isinstance(source.columns, Mapping):
+            mappings = (source.settings, source.columns)
+            refuse(source.key, mappings, "mappings as settings and columns")
+        names = [*source.columns, *source.columns.values()]
+        if not all(isinstance(name, str) for name in names):
+            refuse(f"{source.key}.columns", dict(source.columns), "names of columns and fields")
+        maker_of(source)
 
 
 def maker_of(source: TaskSource) -> Callable[..., Any]:
@@ -159,9 +156,9 @@ def format_of(source: str) -> str:
     if path.is_dir():
         if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
             return "hf"
-        found = {SUFFIXES[file.suffix] for file in path.iterdir() if file.suffix in SUFFIXES}
-        is_files = len(found) == 1 and not (path / "dataset_info.json").is_file()
-        return found.pop() if is_files else "tfds"
+        formats = {SUFFIXES[file.suffix] for file in path.iterdir() if file.suffix in SUFFIXES}
+        is_files = len(formats) == 1 and not (path / "dataset_info.json").is_file()
+        return formats.pop() if is_files else "tfds"
     return SUFFIXES.get(path.suffix, "jsonl")
 
 
@@ -173,16 +170,16 @@ def open_reader(source: TaskSource) -> Reader:
     """
     key = f"config.{source.key}.source"
     offered = {"source": source.source, "split": source.split, "config_key": key}
-    made_of = made(
+    records = made(
         f"{source.key}.settings",
         maker_of(source),
         source.settings,
         columns=source.columns,
         **offered,
     )
-    if isinstance(made_of, Reader):
-        return made_of
-    return Listed(made_of, source.format_name, f"config.{source.key}.format")
+    if isinstance(records, Reader):
+        return records
+    return Listed(records, source.format_name, f"config.{source.key}.format")
 
 
 class Tasks(Sequence[Task]):
@@ -414,10 +411,10 @@ def question_hashes(tasks: Sequence[Task]) -> np.ndarray:
         return tasks.questions
     if isinstance(tasks, Mixture) and tasks.sources:
         return np.concatenate([question_hashes(source.items) for source in tasks.sources])
-    found = array("Q")
+    hashes = array("Q")
     for task in tasks:
-        found.extend(_hashes_of(task))
-    return np.frombuffer(found, np.uint64).reshape(-1, 2)
+        hashes.extend(_hashes_of(task))
+    return np.frombuffer(hashes, np.uint64).reshape(-1, 2)
 
 
 def _hashes_of(task: Task) -> tuple[int, int]:
@@ -427,20 +424,17 @@ def _hashes_of(task: Task) -> tuple[int, int]:
 
 def _identities(task: Task) -> list[str]:
     """Texts, one of which two tasks share that ask the same, of the same images."""
-    shown = [image.digest for image in task.images]
-    return [" ".join([text, *shown]) for text in _asked(task)]
-
-
-def _asked(task: Task) -> list[str]:
     if task.question is not None:
-        return ["question " + normalized_question(task.question)]
-    chat = [(message["role"], message["content"]) for message in task.messages or ()]
-    found = ["chat " + json.dumps(chat)]
-    info = task.metadata.get("extra_info")
-    told = task.metadata.get("question") or (isinstance(info, dict) and info.get("question"))
-    if isinstance(told, str) and told.strip():
-        found.append("question " + normalized_question(told))
-    return found
+        texts = ["question " + normalized_question(task.question)]
+    else:
+        chat = [(message["role"], message["content"]) for message in task.messages or ()]
+        texts = ["chat " + json.dumps(chat)]
+        info = task.metadata.get("extra_info")
+        asked = task.metadata.get("question") or (isinstance(info, dict) and info.get("question"))
+        if isinstance(asked, str) and asked.strip():
+            texts.append("question " + normalized_question(asked))
+    shown = [image.digest for image in task.images]
+    return [" ".join([text, *shown]) for text in texts]
 
 
 def normalized_question(text: str) -> str:
@@ -460,14 +454,14 @@ def task_files(config: ConfigDict, kind: str) -> dict[str, tuple[list[Path], str
     is configured belongs to its content, since only its path may change without consent.
     """
     sources = sources_of(config, kind)
-    found = {}
+    by_key = {}
     for index, source in enumerate(sources):
         is_entry = bool(config.tasks[kind].sources)
         name = f"tasks.{kind}.sources/{index}" if is_entry else f"tasks.{kind}.source"
         path = Path(source.source)
         files = [path] if path.exists() else find_files(source.source, ())
         rest = dataclasses.replace(source, key="", source="" if files else source.source)
-        told = json.dumps(dataclasses.asdict(rest), sort_keys=True, default=str)
+        fields = json.dumps(dataclasses.asdict(rest), sort_keys=True, default=str)
         if source.source and (files or is_entry):
-            found[name] = files, told if is_entry else ""
-    return found
+            by_key[name] = files, fields if is_entry else ""
+    return by_key

@@ -95,9 +95,17 @@ class Tokenizer:
         self.vocab_bytes = bytes_of_ids(spec)
         self.num_tokens = len(self.vocab_bytes)
         self._longest_token = max(len(data) for data in self.vocab_bytes)
-        own = hf_tokenizer.eos_token_id
-        named = [self._one_token(text) for text in eos_tokens]
-        self.eos_ids = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids, *named]))
+        eos = hf_tokenizer.eos_token_id
+        named: list[int] = []
+        for token_text in eos_tokens:
+            ids = self.encode(token_text)
+            if len(ids) != 1:
+                raise ValueError(
+                    f"config.model.eos_tokens names {token_text!r}, of which the tokenizer makes "
+                    f"{len(ids)} tokens; expected the text of one token, as '<|im_end|>'."
+                )
+            named += ids
+        self.eos_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_ids, *named]))
         if not self.eos_ids:
             raise ValueError(
                 "the tokenizer names no end-of-sequence token and generation_config.json none "
@@ -284,17 +292,17 @@ class Tokenizer:
         Raises:
             ValueError: the template has written another number of them.
         """
-        found = ids.count(self.image_id) if self.image_id is not None else 0
-        if found != len(image_tokens):
+        num_written = ids.count(self.image_id) if self.image_id is not None else 0
+        if num_written != len(image_tokens):
             raise ValueError(
-                f"the chat template writes {found} image tokens for {len(image_tokens)} images; "
-                "expected one for each, in the template of a model that reads images "
+                f"the chat template writes {num_written} image tokens for {len(image_tokens)} "
+                "images; expected one for each, in the template of a model that reads images "
                 "(image_token_id in its config.json)."
             )
-        if not found:
+        if not num_written:
             return ids
         counts = iter(image_tokens)
-        return [id for one in ids for id in [one] * (next(counts) if one == self.image_id else 1)]
+        return [id for id in ids for _ in range(next(counts) if id == self.image_id else 1)]
 
     def _make_chat(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
         described = {"tools": [dict(tool) for tool in tools]} if tools else {}
@@ -353,15 +361,6 @@ class Tokenizer:
             begin = end
         return [*ids, *self.encode_plain(text[begin:])]
 
-    def _one_token(self, text: str) -> int:
-        ids = self.encode(text)
-        if len(ids) != 1:
-            raise ValueError(
-                f"config.model.eos_tokens names {text!r}, of which the tokenizer makes {len(ids)} "
-                "tokens; expected the text of one token, as '<|im_end|>'."
-            )
-        return ids[0]
-
     @property
     def unknown_message_end(self) -> str:
         """The added token that stands behind the model's messages, where nothing stops at it.
@@ -414,8 +413,8 @@ def _ids_of_images(folder: Path) -> dict[str, int]:
         fields = read_object(folder / "config.json")
     except (OSError, ValueError):
         return {}  # who reads the model says what is wrong with it
-    found = {f"{kind}_id": fields.get(f"{kind}_token_id") for kind in ("image", "video")}
-    return {name: id for name, id in found.items() if isinstance(id, int)}
+    ids = {f"{kind}_id": fields.get(f"{kind}_token_id") for kind in ("image", "video")}
+    return {name: id for name, id in ids.items() if isinstance(id, int)}
 
 
 def _generation_eos_ids(folder: Path) -> list[int]:
@@ -423,10 +422,10 @@ def _generation_eos_ids(folder: Path) -> list[int]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return []
-    given = read_object(file).get("eos_token_id")
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+    value = read_object(file).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(id) is int and id >= 0 for id in ids):
-        raise ValueError(f"{file}: 'eos_token_id' is {given!r:.80}; expected ids of tokens.")
+        raise ValueError(f"{file}: 'eos_token_id' is {value!r:.80}; expected ids of tokens.")
     return ids
 
 

@@ -37,18 +37,18 @@ def engine(config: ConfigDict) -> type[Tool] | None:
     name = config.search.engine
     if name == NO_ENGINE:
         return None
-    found = chosen("search.engine", name, {**ENGINES, NO_ENGINE: ""}, wanted="my_engine.Engine")
-    if (called := _tool("search.engine", name, found).name) != "search":
+    kind = chosen("search.engine", name, {**ENGINES, NO_ENGINE: ""}, wanted="my_engine.Engine")
+    if (called := _tool("search.engine", name, kind).name) != "search":
         raise ValueError(
             f"config.search.engine names {name!r}, a tool called {called!r}; expected one called "
             "'search', as a jaxrl.envs.retrieval.SearchEngine is."
         )
-    return found
+    return kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A tool that can be made, and what the model calls it by."""
+    """A tool that can be made, and the name by which the model calls it."""
 
     name: str
     make: Callable[[], Tool]
@@ -63,26 +63,26 @@ def _offer(config: ConfigDict, name: str) -> Offer:
     key = "env.search.tools"
     if name == "python" and name in config.env.search:
         return _python(config.env.search.python)
-    found = chosen(key, name, TOOLS, wanted="my_tool.Calculator")
-    if inspect.isfunction(found):
-        tool = function_tool(config, name, found)
+    entry = chosen(key, name, TOOLS, wanted="my_tool.Calculator")
+    if inspect.isfunction(entry):
+        tool = function_tool(config, name, entry)
         return Offer(name=tool.name, make=lambda: tool)
-    kind = _tool(key, name, found)
+    kind = _tool(key, name, entry)
     return Offer(name=kind.name, make=partial(made, key, kind, {}))
 
 
 def mcp_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
-    """The tools of the MCP servers, which are asked for them; `log` is told them.
+    """Asks the MCP servers for their tools; `log` gets a line of each server's.
 
     Raises:
-        ValueError: a server cannot be reached, or is configured by what there is not.
+        ValueError: a server cannot be reached, or its entry needs what is not installed or set.
     """
     servers = config.env.search.get("mcp")
     if not servers:
         return []
-    offered: Any = pkgutil.resolve_name("jaxrl.extras.mcp.servers:offered_tools")
-    found: list[Tool] = offered(servers, config.env.search.tool_deadline_s, log)
-    return found
+    ask: Any = pkgutil.resolve_name("jaxrl.extras.mcp.servers:offered_tools")
+    offered: list[Tool] = ask(servers, config.env.search.tool_deadline_s, log)
+    return offered
 
 
 def _python(section: ConfigDict) -> Offer:
@@ -110,22 +110,22 @@ def function_tool(config: ConfigDict, name: str, function: Callable[..., Any]) -
         raise ValueError(f"config.env.search.tools names {name!r}: {error}") from error
 
 
-def _tool(key: str, name: str, found: Any) -> type[Tool]:
-    if not (isinstance(found, type) and issubclass(found, Tool)) or inspect.isabstract(found):
+def _tool(key: str, name: str, kind: Any) -> type[Tool]:
+    if not (isinstance(kind, type) and issubclass(kind, Tool)) or inspect.isabstract(kind):
         raise ValueError(
             f"config.{key} names {name!r}; expected a class of jaxrl.envs.tools.Tool, with name, "
             "blank and run" + ", or a function." * (key == "env.search.tools")
         )
-    lacking = [one for one in ("name", "blank") if not isinstance(getattr(found, one, 0), str)]
+    lacking = [text for text in ("name", "blank") if not isinstance(getattr(kind, text, 0), str)]
     if lacking:
         raise ValueError(f"config.{key} names {name!r}, without a text as its {lacking[0]}.")
-    if inspect.isfunction(run := inspect.getattr_static(found, "run")):
+    if inspect.isfunction(run := inspect.getattr_static(kind, "run")):
         check_call(key, f"{name}.run", run, self=None, call="")
-    return found
+    return kind
 
 
 def check_tools(config: ConfigDict) -> None:
-    """Refuses tools that are named twice, or by what cannot be their tag.
+    """Refuses a tool that is named twice, or whose name cannot be a tag.
 
     Raises:
         ValueError: says which.
@@ -137,13 +137,13 @@ def check_tools(config: ConfigDict) -> None:
     python = config.env.search.get("python")
     if python and python.sandbox not in SANDBOXES:  # whether or not `python` is offered
         _python(python)
-    found = tools(config)
+    offers = tools(config)
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"config.{key} names {twice[0]!r} twice; expected each tool once.")
     if issubclass(environment(config), SearchEnv):
         engines = [] if config.search.engine == NO_ENGINE else ["search"]
-        if servers and not engines and not found:
+        if servers and not engines and not offers:
             return  # the servers say what they are called
         if not (engines or protocol(config)(()).in_template):
             raise ValueError(
@@ -152,7 +152,7 @@ def check_tools(config: ConfigDict) -> None:
                 "without one."
             )
         try:
-            with_tools(protocol(config), [*engines, *(tool.name for tool in found)])
+            with_tools(protocol(config), [*engines, *(tool.name for tool in offers)])
         except Exception as error:
             text = str(error) if isinstance(error, ValueError) else failure_text(error)
             raise ValueError(f"config.{key} is {names!r}: {text}") from error
@@ -200,12 +200,12 @@ def own_parts(config: ConfigDict) -> dict[str, RewardPart]:
                 "name."
             )
     theirs = environment_parts(config)
-    found: dict[str, RewardPart] = {}
+    parts: dict[str, RewardPart] = {}
     for name, part in names.items():
         if is_own(name):
             from jaxrl.envs.reward_functions import part_of  # which not all need
 
-            found[part] = part_of(
+            parts[part] = part_of(
                 name,
                 chosen("reward.weights", name, {}, wanted="my_reward.brevity"),
                 part=part,
@@ -213,10 +213,10 @@ def own_parts(config: ConfigDict) -> dict[str, RewardPart]:
                 answer_is_text=config.env.name == "math",
             )
         elif name in config.reward.judges:
-            found[part] = _judge(config, name)
+            parts[part] = _judge(config, name)
         elif name in REWARD_PARTS and name not in theirs:
-            found[part] = _ready_made(config, name)
-    return found
+            parts[part] = _ready_made(config, name)
+    return parts
 
 
 def _judge(config: ConfigDict, name: str) -> RewardPart:

@@ -290,8 +290,8 @@ class Collector:
             nonlocal spent
             session.check_budget()
             groups = roll_out(draws)
-            found = [group for group in groups if group is not None]
-            spent += Ledger.of(members(found), session.settings.ledger.prices)
+            finished = [group for group in groups if group is not None]
+            spent += Ledger.of(members(finished), session.settings.ledger.prices)
             session.uncounted = under_way + spent
             return groups
 
