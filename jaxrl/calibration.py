@@ -353,7 +353,8 @@ def read(path: Path, longest: int) -> Chosen | None:
     error = ""
     if distributed.is_main() and path.exists():
         try:
-            saved = {name: parse_json(path.read_bytes(), str(path))[name] for name in _NAMES}
+            record = parse_json(path.read_bytes(), str(path))
+            saved = {name: record[name] for name in _NAMES}
             if not all(type(value) is int and value > 0 for value in saved.values()):
                 raise ValueError(f"{saved}; expected whole numbers above 0")
             if saved["chunk_tokens"] > longest:

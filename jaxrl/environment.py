@@ -93,8 +93,8 @@ def context_tokens(config: ConfigDict) -> int:
 
 def most_chunk_tokens(config: ConfigDict, platform: str) -> int:
     """Decoding steps of a chunk at most, where its length may still be chosen."""
-    chosen = CHUNK_TOKENS[1] if platform == "cpu" else CHUNK_TOKENS[-1]
-    return int(config.rollout.chunk_tokens) or min(chosen, context_tokens(config))
+    longest = CHUNK_TOKENS[1] if platform == "cpu" else CHUNK_TOKENS[-1]
+    return int(config.rollout.chunk_tokens) or min(longest, context_tokens(config))
 
 
 def prompt_tokens(config: ConfigDict) -> int:
