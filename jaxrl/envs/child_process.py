@@ -51,7 +51,7 @@ class Child(contextlib.AbstractContextManager):
 
         Args:
             command: its words.
-            what: it is, for messages.
+            what: names it in messages.
             most: bytes of what it prints, and of what it reports, beyond which no more is kept.
             stderr: as of `subprocess.Popen`; a pipe fills `reported`.
             opening: further arguments of `subprocess.Popen`; without `stdin` that is a pipe.
@@ -102,7 +102,7 @@ class Child(contextlib.AbstractContextManager):
         return dict(json.loads(line))
 
     def read(self, is_enough: Callable[[], bool], patience_s: float) -> bool:
-        """Reads until that is enough; False where the child has closed its outputs before.
+        """Reads until `is_enough()`; False where the child has closed its outputs before.
 
         Raises:
             SilentError: neither is so after `patience_s` seconds.

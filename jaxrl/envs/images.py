@@ -104,10 +104,10 @@ def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
     if values is None:
         return ()
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
-    found = []
+    images = []
     for index, value in enumerate(values if is_list else [values]):
         try:
-            found.append(picture(value, folder))
+            images.append(picture(value, folder))
         except ValueError as error:
             raise ValueError(f"of its images number {index + 1}: {error}") from error
-    return tuple(found)
+    return tuple(images)

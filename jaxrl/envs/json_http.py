@@ -115,17 +115,17 @@ class JsonClient:
         except BaseException:
             future.cancel()  # an interrupt ends what is under way
             raise
-        found: list[Any | ToolError] = []
+        answers: list[Any | ToolError] = []
         for request, body in zip(requests, bodies, strict=True):
             if isinstance(body, ToolError):
-                found.append(body)
+                answers.append(body)
                 continue
             try:
-                found.append(redacted_content(parse_json(body, "the answer")))
+                answers.append(redacted_content(parse_json(body, "the answer")))
             except ValueError as error:
                 what = f"{len(body)} bytes that are not JSON ({error_text(error)})"
-                found.append(self._error(request, f"gives {what}: {self._start(body)}"))
-        return found
+                answers.append(self._error(request, f"gives {what}: {self._start(body)}"))
+        return answers
 
     async def _fetch(self, request: Request) -> bytes | ToolError:
         limit_s = self._bounds.timeout_s

@@ -72,9 +72,9 @@ class WorkerPool:
         try:
             worker = worker or self._start()
             worker.tell(question)
-            found = worker.hear(self._patience_s)
-            is_fit = "error" not in found  # which may leave little memory behind
-            return found
+            answer = worker.hear(self._patience_s)
+            is_fit = "error" not in answer  # which may leave little memory behind
+            return answer
         finally:
             if not is_fit:
                 self._end(worker)
