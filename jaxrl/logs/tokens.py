@@ -53,13 +53,13 @@ def make_notes(count: int, score: ScoreStep, shape: BatchShape, method: Method) 
                     notes[index] = {n: np.where(mask, x[place], 0.0) for n, x in known.items()}
 
         def add(name: str, policy: Params, *, is_reference: bool = False) -> None:
-            def found_in(batch: Batch, packed: Packed) -> list[jax.Array]:
+            def score_batch(batch: Batch, packed: Packed) -> list[jax.Array]:
                 if is_reference:  # with experts it routes by itself, not as was recorded
                     batch = score.model.without_recorded(batch)
                 return [gather(score(policy, batch, packed))]
 
-            found = by_token([*trained.values()], score.model.mesh, shape, found_in)
-            for index, (logprobs,) in zip(trained, found, strict=True):
+            scores = by_token([*trained.values()], score.model.mesh, shape, score_batch)
+            for index, (logprobs,) in zip(trained, scores, strict=True):
                 notes[index][name] = logprobs
 
         def end(params: Params) -> list[dict[str, np.ndarray]]:
