@@ -153,7 +153,7 @@ def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[
 
 
 def once(make: Callable[[], Result]) -> Callable[[], Result]:
-    """Has `make` called once, also where several threads are the first to ask for its result."""
+    """Calls `make` once, also where several threads are the first to ask for its result."""
     lock, made = threading.Lock(), functools.cache(make)
 
     @functools.wraps(make)

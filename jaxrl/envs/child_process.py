@@ -24,7 +24,7 @@ _ENDING_S = 5.0  # in which a process that was killed is gone
 
 
 class EndedError(ChildProcessError):
-    """A child that ended with a `status`, which is negative for a signal, and says no more."""
+    """A child has ended with a `status`, which is negative for a signal, and prints no more."""
 
     def __init__(self, what: str, status: int) -> None:
         super().__init__(f"{what} ended with {status}")
@@ -47,7 +47,7 @@ class Child(contextlib.AbstractContextManager):
         stderr: int | None = subprocess.DEVNULL,
         **opening: Any,
     ) -> None:
-        """Starts it.
+        """Starts the process.
 
         Args:
             command: its words.

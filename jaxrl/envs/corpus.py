@@ -308,7 +308,7 @@ def corpus_digest(corpus: Path, index_dir: Path) -> str:
 
 
 def is_indexed(corpus: Path, index_dir: Path) -> bool:
-    """Return True if an index of what a corpus holds is there, which names its digest."""
+    """Return True if there is an index of a corpus as it is now, which names its digest."""
     made_of = [path for path in index_dir.glob("*/*.json") if path.parent.name != "building"]
     digest = corpus_digest(corpus, index_dir) if made_of else ""
     return any(digest in path.read_text("utf-8", "replace") for path in made_of)

@@ -85,7 +85,7 @@ class HttpRetriever(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """The server's documents for each query."""
         asked = list(batches([plain_text(query) for query in queries], self._batch_size))
-        requests = [Request(url=self._url, body=self._body(list(one), topk)) for one in asked]
+        requests = [Request(url=self._url, body=self._body(list(batch), topk)) for batch in asked]
         results: list[list[Hit] | ToolError] = []
         for batch, answer in zip(asked, self._client.ask(requests), strict=True):
             if isinstance(answer, ToolError):

@@ -106,6 +106,7 @@ class JsonClient:
     def ask(self, requests: Sequence[Request]) -> list[Any | ToolError]:
         """Sends requests; returns the JSON of each answer, or its error, in their order."""
 
+        # A coroutine around it, since `gather` has to be called in the loop that runs it.
         async def fetch_all() -> list[bytes | ToolError]:
             return await asyncio.gather(*(self._fetch(request) for request in requests))
 
@@ -274,7 +275,7 @@ def plain_text(text: str) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """A number as a float; None for anything else, and for what no finite float is."""
+    """A number as a float; None for anything else, and for what is not finite as one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -87,7 +87,7 @@ def value_equal(answer: str, truth: str) -> bool | None:
 
 
 def join_thousands(text: str) -> str:
-    r"""Removes what parts the thousands of a number: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
+    r"""Removes separators of thousands from numbers: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
 
     A plain comma stays, as `(1,234)` is a list, and so does the blank of a mixed number,
     `2 100/300`.

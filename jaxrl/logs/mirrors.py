@@ -21,7 +21,7 @@ from jaxrl.settings import Settings
 
 
 def missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
-    """Warns of files that records mention and that are missing; [] where all are there."""
+    """A list with a warning of missing files that records mention; empty where none is missing."""
     names = []
     for record in records:
         stage, step = record.get("stage", "train"), record["step"]
