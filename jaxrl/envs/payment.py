@@ -65,7 +65,7 @@ class RewardPart(Protocol):
         ...
 
     def calls(self, group: Sequence[Finished]) -> list[Call]:
-        """The calls for the episodes of one task; each of them is in one call."""
+        """The calls for the episodes of one task; each episode is in one call."""
         ...
 
     def lacks(self, task: Task) -> list[str]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jaxrl.envs.recording import Recording
 
 MAX_BACKOFF_S = 30.0
-"""The longest that a retry waits of itself; a server may ask for more."""
+"""Seconds that a retry waits at most of itself; a server may ask for more."""
 
 MAX_HANGING = 128
 """Calls that are past their deadline and have not ended, at most; a thread each."""
@@ -141,7 +141,7 @@ class _Miss:
 
 
 class ResilientSearch(SearchEngine):
-    """A search engine that is asked with care; see the module."""
+    """Guard around a search engine; see the module."""
 
     what: ClassVar[str] = "the search engine"
     """Name of what is asked, in messages."""
@@ -209,9 +209,9 @@ class ResilientSearch(SearchEngine):
         shared: dict[str, _Miss] = {}
         with self._lock:
             for query in dict.fromkeys(calls):
-                text, kept, _ = self._cache.get(query, (None, started, 0))
+                text, kept_at, _ = self._cache.get(query, (None, started, 0))
                 ttl_s = self._policy.cache_ttl_s
-                if text is not None and not (ttl_s and started - kept > ttl_s):
+                if text is not None and not (ttl_s and started - kept_at > ttl_s):
                     cached[query] = text
                 elif query in self._in_flight:
                     shared[query] = self._in_flight[query]
@@ -432,7 +432,7 @@ class ResilientSearch(SearchEngine):
             now = time.monotonic()
             self._num_running -= 1
             failed = [one for one in results if isinstance(one, ToolError)]
-            if failed or not results:
+            if failed or not results:  # an interrupt leaves none
                 permanent = [error.is_permanent for error in failed]
                 self._breaker.failed(
                     now,

@@ -139,7 +139,7 @@ def batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 Progress = Callable[[int], None]
-"""Is told how many documents of an index are done, while it is built."""
+"""Callback that is told how many documents of an index are done, while it is built."""
 
 
 ENGINES: Mapping[str, str | type[SearchEngine]] = {

@@ -27,7 +27,7 @@ class Kind:
 
     Attributes:
         shown: how such a function is written.
-        arguments: of a group: for each call its members, and what is offered to the function.
+        arguments: from a group to its calls: for each the members, and arguments it may take.
         read: from the part's name, what the function gave and the members' episodes to what is
             measured in each.
     """
@@ -97,7 +97,7 @@ class RewardFunction:
 def part_of(
     name: str, function: Any, *, part: str, settings: Mapping[str, Any], answer_is_text: bool
 ) -> RewardFunction:
-    """The reward part that a function is, which `config.reward.weights` names.
+    """Makes a reward part of a function that `config.reward.weights` names.
 
     Args:
         name: a dotted name.

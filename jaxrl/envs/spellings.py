@@ -44,7 +44,7 @@ def places_of(
     as_written = [place for key, _ in needles for place in _occurrences(key.encode(), data)]
     plain, steps = _unescaped(data)
     matches: list[tuple[tuple[int, int], bool]] = []
-    for needle, is_base64 in (one for _, codings in needles for one in codings):
+    for needle, is_base64 in (coding for _, codings in needles for coding in codings):
         for start, end in _occurrences(needle[:_MAX_SPELLED], plain):
             # As much of a long key's rest as is there is left out too.
             more = zip(needle[_MAX_SPELLED:], plain[end : end + len(needle)], strict=False)

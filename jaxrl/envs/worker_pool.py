@@ -19,7 +19,7 @@ _BUSY_FACTOR, _BUSY_S = 20.0, 60.0  # how much longer than its computing time a 
 
 
 class WorkerLostError(RuntimeError):
-    """A worker ended for another reason than its limit, or did not begin."""
+    """A worker ended before it was ready."""
 
 
 class WorkerPool:

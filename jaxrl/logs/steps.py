@@ -87,7 +87,7 @@ def engine_metrics(engine: Sampler, before: Counts) -> dict[str, float]:
 
 
 def wait_metrics(engine: Sampler) -> dict[str, float]:
-    """Seconds by cause in which a process's devices waited for replies; of the longest waiting."""
+    """Seconds by cause that devices waited for replies; of each the most that a process waited."""
     parts = distributed.gather({name: engine.waits[name] for name in WAITS})
     return {f"timing_s/wait_{name}": max(part[name] for part in parts) for name in WAITS}
 

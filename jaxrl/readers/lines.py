@@ -91,7 +91,7 @@ class _Csv(Reader):
     """One file of CSV; a cell in quotes may hold line ends."""
 
     def __init__(self, path: Path, key: str, delimiter: str):
-        """Finds where each row begins, and checks that all have as many cells."""
+        """Finds where each row begins, and checks that each has as many cells as the header."""
         self._held, self._delimiter = Held(path), delimiter
         self._offsets, self._numbers = array("Q"), array("Q")
         self._at = self._number = 0

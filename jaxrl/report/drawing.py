@@ -136,6 +136,7 @@ def _draw(chart: Chart, *, is_page: bool) -> Figure:
             axes.yaxis.set_major_formatter(  # thousands apart; no trailing zeros
                 FuncFormatter(lambda x, _: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.6g}")
             )
+        # Beside another panel there is no room for more than the stage.
         axes.set_xlabel("global step, " * (len(panels) == 1) + STAGES[stage])
     if not is_page:
         panels[0].set_ylabel(chart.unit)

@@ -169,9 +169,8 @@ def _read_evaluations(
                     asked.setdefault(suite, []).append(record)
         evaluations.append({**content, **at, "weights_step": weights, "questions": {}})
         if asked:
-            new = {suite: evaluations[-1] for suite in asked if suite not in first}
-            first |= new
-            if last:
+            first |= {suite: evaluations[-1] for suite in asked if suite not in first}
+            if last:  # no longer: it keeps the suites that it was the first to have
                 kept = [suite for suite in last["questions"] if first[suite] is last]
                 last["questions"] = {suite: last["questions"][suite] for suite in kept}
             last = evaluations[-1]
