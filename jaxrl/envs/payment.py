@@ -197,6 +197,7 @@ class Payment:
 
     def _ask(self, asked: Sequence[_Asked]) -> list[list[Measured] | BaseException]:
         """Makes the calls; gives the result of each, or its exception."""
+        # Async functions run in the loop, others in threads; without a deadline here, one by one.
         later = [self.own_parts[one.part].is_async for one in asked]
         plain = [one.call.make for one, is_async in zip(asked, later, strict=True) if not is_async]
         if self.deadline_s:

@@ -64,6 +64,7 @@ def places_of(
         apart.append((start, end))
     if text.isascii():
         return apart
+    # From bytes to characters, by the characters between one bound and the next.
     bounds = [0, *itertools.chain(*apart)]
     sizes = (
         len(data[start:end].decode("utf-8", "surrogatepass"))

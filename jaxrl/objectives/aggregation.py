@@ -82,4 +82,4 @@ AGGREGATIONS: dict[str, Callable[..., Any]] = {
 
 ARRAYS = ("token_counts",)
 """Arrays that an aggregation may ask for: int [N], tokens trained on of each trajectory of a
-mini-batch, those among them that the update leaves out since they have no signal."""
+mini-batch, also of those that the update leaves out since they have no signal."""

@@ -321,11 +321,13 @@ def _chart(spec: _Spec, groups: Sequence[Group]) -> Chart:
                 )
                 if made is not None:
                     series.append(made)
+    # Curves that are 0 throughout are named in place of lines on the axis, unless all are.
     note = spec.note
     zero = [s.label for s in series if not np.any(s.values)]
     if 0 < len(zero) < len(series):
         note += f" 0 throughout: {', '.join(zero)}."
         series = [s for s in series if np.any(s.values)]
+    # Values that a scale has no room for get another scale.
     scale = spec.scale
     if scale == "log" and any(np.any(s.values <= 0) for s in series):
         scale = "zero"

@@ -370,12 +370,12 @@ def held_out(facts: Facts) -> dict[tuple[str, str], tuple[Score | None, Score]]:
 
 def gain(facts: Facts) -> str:
     """The result of a run in a line: held-out scores before and after; "" where it has none."""
-    told: dict[str, list[str]] = {}
+    by_measure: dict[str, list[str]] = {}
     for (measure, suite), (before, after) in held_out(facts).items():
         name = SUITES[suite][0] if suite in SUITES else suite
         start = "" if before is None else f"{before.value:.3f} -> "
-        told.setdefault(measure, []).append(f"{name} {start}{after.value:.3f}")
-    return "; ".join(f"{measure}: {', '.join(scores)}" for measure, scores in told.items())
+        by_measure.setdefault(measure, []).append(f"{name} {start}{after.value:.3f}")
+    return "; ".join(f"{measure}: {', '.join(scores)}" for measure, scores in by_measure.items())
 
 
 def is_right(record: dict[str, Any]) -> bool | None:
