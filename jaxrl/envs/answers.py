@@ -13,7 +13,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lowercased, without ASCII punctuation or the words a, an, the, blanks collapsed.
+    """Lowercases, drops ASCII punctuation and the words a, an, the, and collapses blanks.
 
     SQuAD's normalisation (https://arxiv.org/abs/1606.05250), but for a text that it leaves nothing
     of: `A` keeps its articles, `+` its punctuation too. "" for a blank text alone.

@@ -41,13 +41,15 @@ def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
     num_redundant = 0
     for turn in turns:
         queries = [" ".join(c.call.lower().split()) for c in calls_of(turn) if c.tool is None]
-        found = results_of(turn.observation or "") if queries else []
+        results = results_of(turn.observation or "") if queries else []
         # A result that was cut is the beginning of the whole one.
-        is_known = bool(found) and all(any(old.startswith(new) for old in seen) for new in found)
+        is_known = bool(results) and all(
+            any(old.startswith(new) for old in seen) for new in results
+        )
         for query in queries:
             num_redundant += is_known or query in asked
             asked.add(query)
-        seen += found
+        seen += results
     return Attribution(
         has_evidence=any(occurs(one, text) for text in observations for one in answers),
         num_redundant=num_redundant,

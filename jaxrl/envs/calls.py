@@ -72,7 +72,7 @@ def in_thread(work: Callable[[], Result]) -> Future[Result]:
 class Threads:
     """Threads as of `in_thread` that take one piece of work after another, until `close`.
 
-    To start one takes as long as a short call, and the caller waits for it.
+    Starting a thread takes as long as a short call, and the caller waits for it.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,8 @@ class Threads:
         works: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def run() -> None:
-            while (given := works.get()) is not None:
-                future, work = given
+            while (assigned := works.get()) is not None:
+                future, work = assigned
                 try:
                     future.set_result(work())
                 except BaseException as error:
@@ -153,15 +153,15 @@ def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[
 
 
 def once(make: Callable[[], Result]) -> Callable[[], Result]:
-    """Has `make` called once, also where several threads are the first to ask for its result."""
+    """Calls `make` once, also where several threads are the first to ask for its result."""
     lock, made = threading.Lock(), functools.cache(make)
 
     @functools.wraps(make)
-    def found() -> Result:
+    def make_or_wait() -> Result:
         with lock:
             return made()
 
-    return found
+    return make_or_wait
 
 
 def new_loop(name: str) -> asyncio.AbstractEventLoop:

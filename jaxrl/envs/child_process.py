@@ -24,7 +24,7 @@ _ENDING_S = 5.0  # in which a process that was killed is gone
 
 
 class EndedError(ChildProcessError):
-    """A child that ended with a `status`, which is negative for a signal, and says no more."""
+    """A child has ended with a `status`, which is negative for a signal, and prints no more."""
 
     def __init__(self, what: str, status: int) -> None:
         super().__init__(f"{what} ended with {status}")
@@ -47,11 +47,11 @@ class Child(contextlib.AbstractContextManager):
         stderr: int | None = subprocess.DEVNULL,
         **opening: Any,
     ) -> None:
-        """Starts it.
+        """Starts the process.
 
         Args:
             command: its words.
-            what: it is, for messages.
+            what: names it in messages.
             most: bytes of what it prints, and of what it reports, beyond which no more is kept.
             stderr: as of `subprocess.Popen`; a pipe fills `reported`.
             opening: further arguments of `subprocess.Popen`; without `stdin` that is a pipe.
@@ -102,7 +102,7 @@ class Child(contextlib.AbstractContextManager):
         return dict(json.loads(line))
 
     def read(self, is_enough: Callable[[], bool], patience_s: float) -> bool:
-        """Reads until that is enough; False where the child has closed its outputs before.
+        """Reads until `is_enough()`; False where the child has closed its outputs before.
 
         Raises:
             SilentError: neither is so after `patience_s` seconds.

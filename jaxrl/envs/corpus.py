@@ -197,7 +197,7 @@ def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
     Returns:
         Its SHA-256 and how many lines end in it; "" and 0 where there is none.
     """
-    found, hasher = ("", 0), hashlib.sha256()
+    longest, hasher = ("", 0), hashlib.sha256()
     done, num_lines, ends_line = 0, 0, False
     with open(path, "rb") as content:
         for digest, size in sorted(parts.items(), key=lambda part: part[1]):
@@ -208,8 +208,8 @@ def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
                 ends_line = chunk.endswith(b"\n")
             is_there = done == size and hasher.hexdigest() == digest
             if is_there and (ends_line or content.peek(1)[:1] in (b"\n", b"\r")):
-                found = digest, num_lines
-    return found
+                longest = digest, num_lines
+    return longest
 
 
 def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
@@ -286,19 +286,19 @@ def corpus_digest(corpus: Path, index_dir: Path) -> str:
     same name, size and time of change, wherever both lie by then. A corpus that changed just now
     is read anew until it is settled: it might change again and look the same.
     """
-    found, now_ns = corpus.stat(), time.time_ns()
-    key = f"{corpus.name} {found.st_size} {found.st_mtime_ns}"
+    stat, now_ns = corpus.stat(), time.time_ns()
+    key = f"{corpus.name} {stat.st_size} {stat.st_mtime_ns}"
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         known = read_object(index_dir / _DIGESTS)
     if not all(isinstance(digest, str) for digest in known.values()):
         known = {}
-    is_settled = now_ns - found.st_mtime_ns > _SETTLED_NS
+    is_settled = now_ns - stat.st_mtime_ns > _SETTLED_NS
     if is_settled and key in known:
         return known[key]
     # What may change again and look the same is remembered neither here nor on disk.
     hash_file = _digest if is_settled else _digest.__wrapped__
-    digest = hash_file(corpus.resolve(), found.st_size, found.st_mtime_ns)
+    digest = hash_file(corpus.resolve(), stat.st_size, stat.st_mtime_ns)
     if is_settled and index_dir.is_dir():
         with contextlib.suppress(OSError):  # of others, or full: the next start reads it again
             unfinished = index_dir / f".{_DIGESTS}.{os.getpid()}"
@@ -308,7 +308,7 @@ def corpus_digest(corpus: Path, index_dir: Path) -> str:
 
 
 def is_indexed(corpus: Path, index_dir: Path) -> bool:
-    """Return True if an index of what a corpus holds is there, which names its digest."""
+    """Return True if there is an index of a corpus as it is now, which names its digest."""
     made_of = [path for path in index_dir.glob("*/*.json") if path.parent.name != "building"]
     digest = corpus_digest(corpus, index_dir) if made_of else ""
     return any(digest in path.read_text("utf-8", "replace") for path in made_of)

@@ -79,8 +79,9 @@ class FunctionTool(JsonTool):
         values = {}
         for name, value in arguments.items():
             try:
-                given = json.dumps(value)
-                values[name] = self._types[name].validate_json(given, strict=True)
+                # As JSON: it has no tuples or dates, which strict checks of objects would ask for.
+                text = json.dumps(value)
+                values[name] = self._types[name].validate_json(text, strict=True)
             except self._pydantic.ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 where = "".join(f"[{key!r}]" for key in first["loc"])
@@ -125,6 +126,6 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         raise TypeError("it takes * or **")
     if inspect.Parameter.POSITIONAL_ONLY in kinds:
         raise TypeError("it has parameters before a /")
-    found = get_json_schema(function)["function"]
-    parameters = {"type": "object", "properties": {}, "required": [], **found["parameters"]}
-    return {"description": found["description"], **parameters}
+    schema = get_json_schema(function)["function"]
+    parameters = {"type": "object", "properties": {}, "required": [], **schema["parameters"]}
+    return {"description": schema["description"], **parameters}

@@ -85,17 +85,17 @@ class HttpRetriever(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """The server's documents for each query."""
         asked = list(batches([plain_text(query) for query in queries], self._batch_size))
-        requests = [Request(url=self._url, body=self._body(list(one), topk)) for one in asked]
-        found: list[list[Hit] | ToolError] = []
+        requests = [Request(url=self._url, body=self._body(list(batch), topk)) for batch in asked]
+        results: list[list[Hit] | ToolError] = []
         for batch, answer in zip(asked, self._client.ask(requests), strict=True):
             if isinstance(answer, ToolError):
-                found += [answer] * len(batch)
+                results += [answer] * len(batch)
                 continue
             try:
-                found += [hits[:topk] for hits in self._read(answer, len(batch))]
+                results += [hits[:topk] for hits in self._read(answer, len(batch))]
             except ValueError as error:
-                found += [ToolError(f"{shown_url(self._url)} gives {error}")] * len(batch)
-        return found
+                results += [ToolError(f"{shown_url(self._url)} gives {error}")] * len(batch)
+        return results
 
 
 def _read_search_r1(answer: Any, count: int) -> list[list[Hit]]:
@@ -179,9 +179,9 @@ def _score(score: Any) -> float | None:
 
 
 def _counted(items: Any, count: int, what: str) -> list[Any]:
-    if len(found := _list(items, what)) != count:
-        raise ValueError(f"{what} of {len(found)} lists for {count} queries")
-    return found
+    if len(lists := _list(items, what)) != count:
+        raise ValueError(f"{what} of {len(lists)} lists for {count} queries")
+    return lists
 
 
 def _list(items: Any, what: str) -> list[Any]:

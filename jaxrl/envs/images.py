@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "<image>"
-"""Stands in a text where an image is; of a text that comes without images it is plain."""
+"""Stands in a text where an image is; in one that comes without images it is plain text."""
 
 
 class UnreadableError(ValueError):
@@ -52,7 +52,7 @@ class Pictured(str):
     images: tuple[Picture, ...]
 
     def __new__(cls, text: str, images: Iterable[Picture]) -> Pictured:
-        """The text, which alone remains of it where a text is made of it."""
+        """Makes the text; what methods of `str` make of it has no images."""
         made = super().__new__(cls, text)
         made.images = tuple(images)
         return made
@@ -104,10 +104,10 @@ def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
     if values is None:
         return ()
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
-    found = []
+    images = []
     for index, value in enumerate(values if is_list else [values]):
         try:
-            found.append(picture(value, folder))
+            images.append(picture(value, folder))
         except ValueError as error:
             raise ValueError(f"of its images number {index + 1}: {error}") from error
-    return tuple(found)
+    return tuple(images)

@@ -106,6 +106,7 @@ class JsonClient:
     def ask(self, requests: Sequence[Request]) -> list[Any | ToolError]:
         """Sends requests; returns the JSON of each answer, or its error, in their order."""
 
+        # A coroutine around it, since `gather` has to be called in the loop that runs it.
         async def fetch_all() -> list[bytes | ToolError]:
             return await asyncio.gather(*(self._fetch(request) for request in requests))
 
@@ -115,17 +116,17 @@ class JsonClient:
         except BaseException:
             future.cancel()  # an interrupt ends what is under way
             raise
-        found: list[Any | ToolError] = []
+        answers: list[Any | ToolError] = []
         for request, body in zip(requests, bodies, strict=True):
             if isinstance(body, ToolError):
-                found.append(body)
+                answers.append(body)
                 continue
             try:
-                found.append(redacted_content(parse_json(body, "the answer")))
+                answers.append(redacted_content(parse_json(body, "the answer")))
             except ValueError as error:
                 what = f"{len(body)} bytes that are not JSON ({error_text(error)})"
-                found.append(self._error(request, f"gives {what}: {self._start(body)}"))
-        return found
+                answers.append(self._error(request, f"gives {what}: {self._start(body)}"))
+        return answers
 
     async def _fetch(self, request: Request) -> bytes | ToolError:
         limit_s = self._bounds.timeout_s
@@ -274,7 +275,7 @@ def plain_text(text: str) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """A number as a float; None for anything else, and for what no finite float is."""
+    """A number as a float; None for anything else, and for what is not finite as one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

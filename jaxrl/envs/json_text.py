@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100
-"""Objects and lists in one another; what is copied and written later on goes into each of them."""
+"""Depth of objects and lists in one another; copying and writing them later on is recursive."""
 
 
 def parse_json(text: str | bytes, place: str) -> Any:

@@ -155,7 +155,7 @@ class LocalSearch(DocumentSearch):
             tantivy.Query.term_query(self._schema, "tokens", word, index_option="freq")
             for word in words
         ]
-        found: list[Hit] = []
+        best: list[Hit] = []
         with _damage_told(self._folder, _DAMAGED):  # since it was opened
             any_word = tantivy.Query.boolean_query([(tantivy.Occur.Should, t) for t in terms])
             # Ties are broken by id, which tantivy does not know: a group of equally good documents
@@ -177,10 +177,10 @@ class LocalSearch(DocumentSearch):
             for score, addresses in groups:
                 records = [self._searcher.doc(address).get_first("record") for address in addresses]
                 documents = sorted(Document(*json.loads(record)) for record in records)
-                found += [Hit(document, score) for document in documents]
-                if len(found) >= topk:
+                best += [Hit(document, score) for document in documents]
+                if len(best) >= topk:
                     break
-        return found[:topk]
+        return best[:topk]
 
 
 # Another search would fail alike.
@@ -218,9 +218,9 @@ def _check_files(folder: Path, corpus_sha256: str) -> None:
         raise ValueError(f"{_READ} is not the file that was written") from None
     if made_of != (corpus_sha256, _format()):
         raise ValueError(f"{_READ} says that it was made of another corpus, or in another format")
-    for name, found in _digests(folder, list(digests)).items():
-        if found != digests[name]:
-            what = "is not the file that was written" if found else "is missing"
+    for name, digest in _digests(folder, list(digests)).items():
+        if digest != digests[name]:
+            what = "is not the file that was written" if digest else "is missing"
             raise ValueError(f"{name} {what}")
 
 
@@ -233,8 +233,8 @@ def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
         except FileNotFoundError:
             return ""
 
-    found = side_by_side(digest, names, max_threads=_NUM_THREADS)
-    return dict(zip(names, found, strict=True))
+    digests = side_by_side(digest, names, max_threads=_NUM_THREADS)
+    return dict(zip(names, digests, strict=True))
 
 
 def _open(folder: Path) -> Any:
@@ -275,7 +275,7 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
             is_fixed = part.suffix not in ("", ".json") and part.stat().st_uid == os.geteuid()
             try:
                 if not is_fixed:
-                    raise OSError
+                    raise OSError  # as where there are no links: it is copied
                 os.link(part, building / part.name)
             except OSError:
                 shutil.copyfile(part, building / part.name)

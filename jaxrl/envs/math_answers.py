@@ -87,7 +87,7 @@ def value_equal(answer: str, truth: str) -> bool | None:
 
 
 def join_thousands(text: str) -> str:
-    r"""Removes what parts the thousands of a number: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
+    r"""Removes separators of thousands from numbers: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
 
     A plain comma stays, as `(1,234)` is a list, and so does the blank of a mixed number,
     `2 100/300`.
@@ -137,7 +137,14 @@ def _read_math(text: str) -> Fraction | str | tuple:
     opening, inner, closing = "", text, ""
     if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _is_one_bracket(text):
         opening, inner, closing = text[0], text[1:-1], text[-1]
-    items = _split_items(inner)
+    # The commas between items stand outside all brackets.
+    items, depth = [""], 0
+    for character in inner:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
     if len(items) == 1:
         if opening == "(" and closing == ")":
             return _read_math(inner)
@@ -173,15 +180,3 @@ def _is_one_bracket(text: str) -> bool:
         if depth == 0:
             return i == len(text) - 1
     return False
-
-
-def _split_items(text: str) -> list[str]:
-    """The pieces of a text between the commas that stand outside all brackets."""
-    items, depth = [""], 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += character
-    return items

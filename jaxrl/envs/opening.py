@@ -83,7 +83,7 @@ _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 
 @contextmanager
 def reading(picture: Picture) -> Iterator[None]:
-    """Whatever goes wrong while an image is read is an `UnreadableError`."""
+    """Raises whatever goes wrong while an image is read as an `UnreadableError`."""
     try:
         yield
     except UnreadableError:
@@ -103,7 +103,7 @@ def orientation(image: PIL.Image.Image) -> int | None:
 
 
 def upright(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Decoded, as it is looked at, in three colours."""
+    """Decodes an image to RGB, turned as EXIF says that it is looked at."""
     is_turned = orientation(image) in _TURNS
     image.load()  # which turns a TIFF, and reads the end of a PNG
     turn = _TURNS.get(orientation(image) or 1) if is_turned else None

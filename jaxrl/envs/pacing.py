@@ -96,7 +96,7 @@ class Breaker:
             self._rests_until = max(self._rests_until, now + max(rest_s, retry_after_s))
 
     def down_s(self, now: float) -> float:
-        """Seconds since which nobody has got an answer; 0 where the last call did."""
+        """Seconds for which nobody has got an answer; 0 where the last call did."""
         return max(now - self._down_since, 0.0)
 
     def patience_s(self, now: float) -> float:

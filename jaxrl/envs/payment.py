@@ -44,8 +44,8 @@ class Call:
     Attributes:
         members: which episodes of a group it is about.
         make: makes it; of an async function, its coroutine.
-        read: from what came back to what was found in each of these episodes; raises where that
-            cannot be worked with.
+        read: from what came back to what is measured in each of these episodes; raises where
+            that cannot be told.
         records: what it took of tools that cost something, once it is over or given up; counted
             with the first of the episodes.
     """
@@ -65,7 +65,7 @@ class RewardPart(Protocol):
         ...
 
     def calls(self, group: Sequence[Finished]) -> list[Call]:
-        """The calls for the episodes of one task; each of them is in one call."""
+        """The calls for the episodes of one task; each episode is in one call."""
         ...
 
     def lacks(self, task: Task) -> list[str]:
@@ -148,9 +148,31 @@ class Payment:
         Raises:
             OutageError: what a part asks has answered nobody for too long.
         """
-        found = self._measure(groups)
+        asked = [
+            _Asked(part=name, group=g, call=call)
+            for name, part in self.own_parts.items()
+            for g, group in enumerate(groups)
+            if group  # a task whose episodes have all failed has nobody to ask about
+            for call in part.calls(group)
+        ]
+        answers = self._ask(asked)
+        # Where a call about several episodes has failed, each is asked about by itself.
+        again = [
+            replace(one, call=replace(call, members=(member,)))
+            for one, answer in zip(asked, answers, strict=True)
+            if isinstance(answer, BaseException) and not isinstance(answer, LateError)
+            if len(one.call.members) > 1
+            for member in one.call.members
+            for call in self.own_parts[one.part].calls([groups[one.group][member]])
+        ]
+        measured: list[list[dict[str, Found]]] = [[{} for _ in group] for group in groups]
+        for one, answer in zip([*asked, *again], [*answers, *self._ask(again)], strict=True):
+            groups[one.group][one.call.members[0]].records.extend(one.call.records())
+            for place, member in enumerate(one.call.members):
+                result = answer if isinstance(answer, BaseException) else answer[place]
+                measured[one.group][member][one.part] = result
         return [
-            [self._paid(one, found[g, i]) for i, one in enumerate(group)]
+            [self._paid(one, measured[g][i]) for i, one in enumerate(group)]
             for g, group in enumerate(groups)
         ]
 
@@ -173,39 +195,9 @@ class Payment:
                     "config.reward.settings."
                 )
 
-    def _measure(
-        self, groups: Sequence[Sequence[Finished]]
-    ) -> dict[tuple[int, int], dict[str, Found]]:
-        """Measures all parts, by group and member."""
-        found: dict[tuple[int, int], dict[str, Found]] = {
-            (g, i): {} for g, group in enumerate(groups) for i in range(len(group))
-        }
-        asked = [
-            _Asked(part=name, group=g, call=call)
-            for name, part in self.own_parts.items()
-            for g, group in enumerate(groups)
-            if group  # a task whose episodes have all failed has nobody to ask about
-            for call in part.calls(group)
-        ]
-        answers = self._ask(asked)
-        # Where a call about several episodes has failed, each is asked about by itself.
-        again = [
-            replace(one, call=replace(call, members=(member,)))
-            for one, answer in zip(asked, answers, strict=True)
-            if isinstance(answer, BaseException) and not isinstance(answer, LateError)
-            if len(one.call.members) > 1
-            for member in one.call.members
-            for call in self.own_parts[one.part].calls([groups[one.group][member]])
-        ]
-        for one, answer in zip([*asked, *again], [*answers, *self._ask(again)], strict=True):
-            groups[one.group][one.call.members[0]].records.extend(one.call.records())
-            for place, member in enumerate(one.call.members):
-                one_answer = answer if isinstance(answer, BaseException) else answer[place]
-                found[one.group, member][one.part] = one_answer
-        return found
-
     def _ask(self, asked: Sequence[_Asked]) -> list[list[Measured] | BaseException]:
         """Makes the calls; gives the result of each, or its exception."""
+        # Async functions run in the loop, others in threads; without a deadline here, one by one.
         later = [self.own_parts[one.part].is_async for one in asked]
         plain = [one.call.make for one, is_async in zip(asked, later, strict=True) if not is_async]
         if self.deadline_s:
@@ -237,11 +229,29 @@ class Payment:
             error.add_note(f"in the reward part {asked.part!r}")
             return error
 
-    def _paid(self, one: Finished, found: Mapping[str, Found]) -> Reward | BaseException:
+    def _paid(self, one: Finished, measured: Mapping[str, Found]) -> Reward | BaseException:
         """The reward with all parts and its total, or the first error among them."""
         reward = one.reward
         try:
-            parts, turn_parts = self._parts(one, found)
+            # A part that is earned turn by turn has an amount for each of them.
+            num_turns = len(one.episode.turns)
+            turn_parts: dict[str, Sequence[float]] = {}
+            for name, earned in one.reward.turn_parts.items():
+                turn_parts[name] = tuple(number(name, amount) for amount in earned)
+                if len(turn_parts[name]) != num_turns:
+                    raise ValueError(
+                        f"the reward's turn_parts have {len(turn_parts[name])} amounts of "
+                        f"{name!r} for {num_turns} turns; expected one for each"
+                    )
+            parts = {**one.reward.parts, **{n: math.fsum(x) for n, x in turn_parts.items()}}
+            for name, result in measured.items():
+                if isinstance(result, BaseException):
+                    raise result
+                if result.score is not None:
+                    parts[name] = result.score
+                parts |= {f"{name}/{other}": value for other, value in result.others.items()}
+                if result.turns is not None:
+                    turn_parts[name] = result.turns
             # A part that does not apply to an episode pays nothing; but the environment has to
             # measure all of its own, and one with a weight has to be left.
             wanted = {name: weight for name, weight in self.weights.items() if weight}
@@ -284,35 +294,6 @@ class Payment:
             ),
             is_correct=is_correct,
         )
-
-    def _parts(
-        self, one: Finished, found: Mapping[str, Found]
-    ) -> tuple[dict[str, float], dict[str, Sequence[float]]]:
-        """Collects all parts, and those by turns.
-
-        Raises:
-            Exception: what one of them failed with; of a part by turns that it has not a finite
-                number for each turn.
-        """
-        num_turns = len(one.episode.turns)
-        turn_parts: dict[str, Sequence[float]] = {}
-        for name, amounts in one.reward.turn_parts.items():
-            turn_parts[name] = tuple(number(name, amount) for amount in amounts)
-            if len(turn_parts[name]) != num_turns:
-                raise ValueError(
-                    f"the reward's turn_parts have {len(turn_parts[name])} amounts of {name!r} for "
-                    f"{num_turns} turns; expected one for each"
-                )
-        parts = {**one.reward.parts, **{n: math.fsum(x) for n, x in turn_parts.items()}}
-        for name, measured in found.items():
-            if isinstance(measured, BaseException):
-                raise measured
-            if measured.score is not None:
-                parts[name] = measured.score
-            parts |= {f"{name}/{other}": value for other, value in measured.others.items()}
-            if measured.turns is not None:
-                turn_parts[name] = measured.turns
-        return parts, turn_parts
 
 
 def _called(make: Callable[[], Any]) -> Future[Any]:

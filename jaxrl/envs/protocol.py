@@ -100,6 +100,7 @@ class Protocol:
     correctness_name: str
     correctness: Callable[[str, Sequence[str]], float]
     is_correct: Callable[[str, Sequence[str]], bool]
+    # A lambda, since `read_tags` is defined below.
     read: Callable[[str, Sequence[str]], Reading] = lambda turn, tools: read_tags(turn, tools)
     is_abstention: Callable[[str], bool] = is_abstention
     in_template: bool = False

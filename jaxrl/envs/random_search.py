@@ -32,7 +32,7 @@ class RandomSearch(DocumentSearch):
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Documents drawn for each query, all different."""
-        size, found = len(self._documents), []
+        size, results = len(self._documents), []
         for query in queries:
             drawn: dict[int, None] = {}  # places, in the order in which they are drawn
             for number in itertools.count():
@@ -40,5 +40,5 @@ class RandomSearch(DocumentSearch):
                     break
                 data = f"{self._seed} {number} {query}".encode("utf-8", errors="surrogatepass")
                 drawn[int.from_bytes(hashlib.sha256(data).digest()) % size] = None
-            found.append([Hit(self._documents[place], None) for place in drawn])
-        return found
+            results.append([Hit(self._documents[place], None) for place in drawn])
+        return results

@@ -57,8 +57,8 @@ class Recording:
             if path.exists():
                 with path.open("rb") as file:
                     for data in file:
-                        if (found := _read_line(data)) is not None:
-                            self._places.setdefault(found[0], (path, start, len(data)))
+                        if (entry := _read_line(data)) is not None:
+                            self._places.setdefault(entry[0], (path, start, len(data)))
                         elif data.strip():
                             num_bad += 1
                         start += len(data)
@@ -88,9 +88,9 @@ class Recording:
         path, start, size = place
         with path.open("rb") as file:
             file.seek(start)
-            found = _read_line(file.read(size))
-        if found is not None and found[0] == key:
-            return found[1]
+            entry = _read_line(file.read(size))
+        if entry is not None and entry[0] == key:
+            return entry[1]
         with self._lock:  # somebody has changed the file
             self._places.pop(key, None)
         return None
@@ -130,11 +130,11 @@ class Recording:
 
 def recorded_engines(folder: Path) -> list[dict[str, Any]]:
     """Engines and settings of which a folder has recordings, those whose file can be read."""
-    found = []
+    engines = []
     for path in sorted(folder.glob("*/engine.json")):
         with contextlib.suppress(OSError, ValueError):
-            found.append(read_object(path))
-    return [engine for engine in found if isinstance(engine.get("settings", {}), dict)]
+            engines.append(read_object(path))
+    return [engine for engine in engines if isinstance(engine.get("settings", {}), dict)]
 
 
 def _digest(text: str) -> str:

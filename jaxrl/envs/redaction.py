@@ -260,6 +260,7 @@ def _cut(texts: Iterable[str], places: list[tuple[int, int]]) -> Iterator[str]:
                 break
             index += 1
         yield "".join([*kept, text[at - offset :]])
+        # A span that ends here, or at the newline that joins the texts, is done.
         while index < len(places) and places[index][1] <= end + 1:
             index += 1
         offset = end + 1

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jaxrl.envs.recording import Recording
 
 MAX_BACKOFF_S = 30.0
-"""The longest that a retry waits of itself; a server may ask for more."""
+"""Seconds that a retry waits at most of itself; a server may ask for more."""
 
 MAX_HANGING = 128
 """Calls that are past their deadline and have not ended, at most; a thread each."""
@@ -107,11 +107,11 @@ def ask_first(engine: Tool, policy: Policy, *, place: str, log: Callable[[str], 
         OutageError: it has answered nobody for `policy.outage_deadline_s`.
     """
     try:
-        found = in_time(policy.deadline_s, lambda: run_one(engine, PROBE))
+        result = in_time(policy.deadline_s, lambda: run_one(engine, PROBE))
     except LateError:
-        found = ToolError(f"no answer within {policy.deadline_s:g} s (config.search.deadline_s)")
-    if isinstance(found, ToolError) and not found.is_permanent:
-        failed = f"warning: a first query of the server that {place} names failed: {found}"
+        result = ToolError(f"no answer within {policy.deadline_s:g} s (config.search.deadline_s)")
+    if isinstance(result, ToolError) and not result.is_permanent:
+        failed = f"warning: a first query of the server that {place} names failed: {result}"
         if policy.on_outage == "empty":
             log(f"{failed}. Episodes that search are environment errors until it answers")
             return
@@ -120,11 +120,11 @@ def ask_first(engine: Tool, policy: Policy, *, place: str, log: Callable[[str], 
             "(config.search.outage_deadline_s)"
         )
         asked = ResilientSearch(engine, replace(policy, cache_mib=0.0), log=log)
-        [found] = asked.run_batch([PROBE])
-    if isinstance(found, OutageError):
-        raise OutageError(f"{found} The server is the one that {place} names.")
-    if isinstance(found, ToolError):
-        raise ValueError(f"the server that {place} names refuses a first query: {found}.")
+        [result] = asked.run_batch([PROBE])
+    if isinstance(result, OutageError):
+        raise OutageError(f"{result} The server is the one that {place} names.")
+    if isinstance(result, ToolError):
+        raise ValueError(f"the server that {place} names refuses a first query: {result}.")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -141,7 +141,7 @@ class _Miss:
 
 
 class ResilientSearch(SearchEngine):
-    """A search engine that is asked with care; see the module."""
+    """Guard around a search engine; see the module."""
 
     what: ClassVar[str] = "the search engine"
     """Name of what is asked, in messages."""
@@ -192,10 +192,10 @@ class ResilientSearch(SearchEngine):
 
     def run(self, query: str, /) -> str:
         """The text found for one query."""
-        [found] = self.run_batch([query])
-        if isinstance(found, ToolError):
-            raise found
-        return found
+        [result] = self.run_batch([query])
+        if isinstance(result, ToolError):
+            raise result
+        return result
 
     def run_batch(self, queries: Sequence[str], /) -> list[str | ToolError]:
         """The text found for each query, or why there is none."""
@@ -209,9 +209,9 @@ class ResilientSearch(SearchEngine):
         shared: dict[str, _Miss] = {}
         with self._lock:
             for query in dict.fromkeys(calls):
-                text, kept, _ = self._cache.get(query, (None, started, 0))
+                text, kept_at, _ = self._cache.get(query, (None, started, 0))
                 ttl_s = self._policy.cache_ttl_s
-                if text is not None and not (ttl_s and started - kept > ttl_s):
+                if text is not None and not (ttl_s and started - kept_at > ttl_s):
                     cached[query] = text
                 elif query in self._in_flight:
                     shared[query] = self._in_flight[query]
@@ -219,7 +219,24 @@ class ResilientSearch(SearchEngine):
                     miss = _Miss(query=query, started=started, since=started)
                     self._in_flight[query] = misses[query] = miss
         try:
-            unknown = [miss for miss in misses.values() if not self._is_recalled(miss)]
+            # The recording settles what it knows; in a replay nobody is asked for the rest.
+            unknown: list[_Miss] = []
+            for miss in misses.values():
+                recalled: str | ToolError | None = None
+                if self._recording is not None:
+                    recalled = self._recording.get(miss.query)
+                    if recalled is None and self._is_replay:
+                        recalled = self._outage(
+                            miss,
+                            f"{self.section}.replay is 'only', and {self._recording.folder} has no "
+                            f"result for the query {miss.query!r:.200}",
+                            "This run is not the one that was recorded; with replay='record' the "
+                            "engine is asked for what is missing.",
+                        )
+                if recalled is None:
+                    unknown.append(miss)
+                else:
+                    self._settle(miss, recalled, "replay")
             # One by one, or in batches as large as the rate limit lets start at once.
             size = max(len(unknown) if self._takes_batches else 1, 1)
             size = min(size, self._limit.burst) if self._limit else size
@@ -240,48 +257,31 @@ class ResilientSearch(SearchEngine):
                 answers.append(misses[query].settled.result())
                 shared.setdefault(query, misses.pop(query))  # and each that follows shares it
             else:
-                found = shared[query].settled.result().found
-                answers.append(self._answer(query, found, "shared", started))
+                result = shared[query].settled.result().found
+                answers.append(self._answer(query, result, "shared", started))
         return answers
 
     def _answer(
-        self, query: str, found: str | ToolError, source: str, started: float, attempts: int = 0
+        self, query: str, result: str | ToolError, source: str, started: float, attempts: int = 0
     ) -> Answer:
-        if isinstance(found, OutageError) and found.fallback is not None:
+        if isinstance(result, OutageError) and result.fallback is not None:
             source = "fallback"
         waited_s = time.monotonic() - started
         took = {"source": source, "waited_s": waited_s, "attempts": attempts}
-        return Answer.of(self, query, found, **took)
+        return Answer.of(self, query, result, **took)
 
-    def _settle(self, miss: _Miss, found: str | ToolError, source: str = "tool") -> None:
+    def _settle(self, miss: _Miss, result: str | ToolError, source: str = "tool") -> None:
         """Gives a query its answer, once; only a result is kept."""
         with self._lock:
             if miss.settled.done():
                 return
-            if isinstance(found, str):
-                size = len(miss.query) + len(found) + _ENTRY
+            if isinstance(result, str):
+                size = len(miss.query) + len(result) + _ENTRY
                 if size <= self._cache.maxsize:
-                    self._cache[miss.query] = (found, time.monotonic(), size)
+                    self._cache[miss.query] = (result, time.monotonic(), size)
             self._in_flight.pop(miss.query, None)
-            answer = self._answer(miss.query, found, source, miss.started, miss.attempts)
+            answer = self._answer(miss.query, result, source, miss.started, miss.attempts)
             miss.settled.set_result(answer)
-
-    def _is_recalled(self, miss: _Miss) -> bool:
-        """Settles a query from the recording, or because it is replayed and has none there."""
-        if self._recording is None:
-            return False
-        found: str | ToolError | None = self._recording.get(miss.query)
-        if found is None and self._is_replay:
-            found = self._outage(
-                miss,
-                f"{self.section}.replay is 'only', and {self._recording.folder} has no result for "
-                f"the query {miss.query!r:.200}",
-                "This run is not the one that was recorded; with replay='record' the engine is "
-                "asked for what is missing.",
-            )
-        if found is not None:
-            self._settle(miss, found, "replay")
-        return found is not None
 
     def _play(self, misses: list[_Miss]) -> None:
         """Asks for some queries at once, and again for those that failed.
@@ -289,8 +289,8 @@ class ResilientSearch(SearchEngine):
         The last try is made for each alone, so that none is lost for another one's sake.
         """
         while misses:
-            found = self._attempt([miss.query for miss in misses], misses)
-            if found is None:
+            results = self._attempt([miss.query for miss in misses], misses)
+            if results is None:
                 for miss in misses:
                     with self._turn:
                         down_s = self._breaker.down_s(time.monotonic())
@@ -300,7 +300,7 @@ class ResilientSearch(SearchEngine):
                     )
                     self._settle(miss, self._outage(miss, why))
                 return
-            misses = [m for m, one in zip(misses, found, strict=True) if self._goes_on(m, one)]
+            misses = [m for m, one in zip(misses, results, strict=True) if self._goes_on(m, one)]
             if not misses:
                 return
             # Longer from try to try, but not beyond an outage's end.
@@ -315,30 +315,30 @@ class ResilientSearch(SearchEngine):
                 side_by_side(lambda m: self._play([m]), misses, max_threads=self._max_running)
                 return
 
-    def _goes_on(self, miss: _Miss, found: str | ToolError) -> bool:
+    def _goes_on(self, miss: _Miss, result: str | ToolError) -> bool:
         """Settles a query with its result, or returns True if it is to be asked again."""
-        if isinstance(found, str):
-            kept: str | ToolError = found
+        if isinstance(result, str):
+            kept: str | ToolError = result
             if self._recording is not None:
                 try:
-                    self._recording.add(miss.query, found)
+                    self._recording.add(miss.query, result)
                 except OSError as error:
                     text = f"an answer of {self.what} could not be recorded: {error}"
                     kept = OutageError(text)
                 else:  # another call of it may have been first
-                    kept = self._recording.get(miss.query) or found
+                    kept = self._recording.get(miss.query) or result
             self._settle(miss, kept)
             return False
         with self._turn:
             answered_others = self._breaker.answered_at > miss.since
             refuses_all = self._breaker.refuses_all
-        miss.since, miss.error = time.monotonic(), found
+        miss.since, miss.error = time.monotonic(), result
         miss.num_counted += answered_others
-        if found.is_permanent and refuses_all and not self._answers_another(miss, is_forced=True):
-            why = f"{self.what} refuses every call: {found}"
+        if result.is_permanent and refuses_all and not self._answers_another(miss, is_forced=True):
+            why = f"{self.what} refuses every call: {result}"
             self._settle(miss, self._outage(miss, why))
-        elif found.is_permanent or miss.num_counted > self._policy.retries:
-            self._settle(miss, found)
+        elif result.is_permanent or miss.num_counted > self._policy.retries:
+            self._settle(miss, result)
         elif not answered_others and miss.attempts > self._policy.retries:
             # Is it the engine, or the query? Of the latter, the tries that follow count.
             self._answers_another(miss)
@@ -352,8 +352,8 @@ class ResilientSearch(SearchEngine):
         query = self._answered_query
         if query is None:
             return False
-        found = self._attempt([query], [miss], is_forced=is_forced)
-        return found is not None and isinstance(found[0], str)
+        results = self._attempt([query], [miss], is_forced=is_forced)
+        return results is not None and isinstance(results[0], str)
 
     def _attempt(
         self, queries: list[str], misses: list[_Miss], *, is_forced: bool = False
@@ -363,7 +363,7 @@ class ResilientSearch(SearchEngine):
         if not self._enter(is_new=is_new, is_forced=is_forced):
             return None
         began = time.monotonic()
-        found: list[str | ToolError] = []
+        results: list[str | ToolError] = []
         try:
             if self._limit:
                 with self._turn:
@@ -372,10 +372,10 @@ class ResilientSearch(SearchEngine):
                 began = time.monotonic()
             for miss in misses:
                 miss.attempts += 1
-            found = self._call(queries, began)
+            results = self._call(queries, began)
         finally:
-            self._leave(queries, found, began)
-        return found
+            self._leave(queries, results, began)
+        return results
 
     def _call(self, queries: list[str], began: float) -> list[str | ToolError]:
         """Calls the engine once, up to its deadline."""
@@ -426,13 +426,13 @@ class ResilientSearch(SearchEngine):
                 waits = [self._breaker.rest_s(now) or 1.0, self._breaker.patience_s(now)]
                 self._turn.wait(max(min(waits), 0.0) + 1e-3)
 
-    def _leave(self, queries: list[str], found: list[str | ToolError], began: float) -> None:
+    def _leave(self, queries: list[str], results: list[str | ToolError], began: float) -> None:
         """Ends a turn and records its outcome."""
         with self._turn:
             now = time.monotonic()
             self._num_running -= 1
-            failed = [one for one in found if isinstance(one, ToolError)]
-            if failed or not found:
+            failed = [one for one in results if isinstance(one, ToolError)]
+            if failed or not results:  # an interrupt leaves none
                 permanent = [error.is_permanent for error in failed]
                 self._breaker.failed(
                     now,
@@ -448,7 +448,7 @@ class ResilientSearch(SearchEngine):
                         f"{patience_s:.0f} s ({self.section}.outage_deadline_s). The last error: "
                         f"{failed[-1] if failed else 'none'}"
                     )
-            texts = [q for q, one in zip(queries, found, strict=False) if isinstance(one, str)]
+            texts = [q for q, one in zip(queries, results, strict=False) if isinstance(one, str)]
             if texts:
                 if self._is_told:
                     self._is_told = False

@@ -35,8 +35,8 @@ class KeywordSearch(SearchEngine):
     def run(self, query: str, /) -> str:
         """The text of the first keyword, in the mapping's order, that `query` contains."""
         lowered = query.lower()
-        found = (text for keyword, text in self._texts.items() if keyword in lowered)
-        return next(found, f"{NO_INFORMATION} for: {query}")
+        texts = (text for keyword, text in self._texts.items() if keyword in lowered)
+        return next(texts, f"{NO_INFORMATION} for: {query}")
 
 
 class EmptySearch(SearchEngine):
@@ -119,17 +119,17 @@ class DocumentSearch(SearchEngine):
 
     def run(self, query: str, /) -> str:
         """The best documents for a query, rendered."""
-        [found] = self.run_batch([query])
-        if isinstance(found, ToolError):
-            raise found
-        return found
+        [result] = self.run_batch([query])
+        if isinstance(result, ToolError):
+            raise result
+        return result
 
     def run_batch(self, queries: Sequence[str], /) -> list[str | ToolError]:
         """The best documents for each query, rendered, or why there are none."""
-        found = self.retrieve(queries, self.topk)
+        results = self.retrieve(queries, self.topk)
         return [
             one if isinstance(one, ToolError) else render_documents(hit.document for hit in one)
-            for one in found
+            for one in results
         ]
 
 
@@ -139,7 +139,7 @@ def batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 Progress = Callable[[int], None]
-"""Is told how many documents of an index are done, while it is built."""
+"""Callback that is told how many documents of an index are done, while it is built."""
 
 
 ENGINES: Mapping[str, str | type[SearchEngine]] = {

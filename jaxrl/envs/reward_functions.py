@@ -27,8 +27,9 @@ class Kind:
 
     Attributes:
         shown: how such a function is written.
-        arguments: of a group: for each call its members, and what is offered to the function.
-        read: from what came back, the function's name and the members' episodes to what was found.
+        arguments: from a group to its calls: for each the members, and arguments it may take.
+        read: from the part's name, what the function gave and the members' episodes to what is
+            measured in each.
     """
 
     shown: str
@@ -89,18 +90,18 @@ class RewardFunction:
             if p.kind in kinds and p.default is p.empty and p.name not in known
         ]
 
-    def _read(self, episodes: Sequence[Finished], found: Any) -> list[Measured]:
-        return self.kind.read(self.name, found, episodes)
+    def _read(self, episodes: Sequence[Finished], result: Any) -> list[Measured]:
+        return self.kind.read(self.name, result, episodes)
 
 
 def part_of(
     name: str, function: Any, *, part: str, settings: Mapping[str, Any], answer_is_text: bool
 ) -> RewardFunction:
-    """The reward part that a function is, which `config.reward.weights` names.
+    """Makes a reward part of a function that `config.reward.weights` names.
 
     Args:
         name: a dotted name.
-        function: found by it.
+        function: the object of that name.
         part: what the part is called.
         settings: of `config.reward.settings`, keyword arguments.
         answer_is_text: see `RewardFunction`.
@@ -111,16 +112,18 @@ def part_of(
     key = "reward.weights"
     expected = "; or ".join(kind.shown for kind in reversed(KINDS.values()))
     if not callable(function) or isinstance(function, type):
-        kind = "class" if isinstance(function, type) else type(function).__name__
-        raise ValueError(f"config.{key} names {name!r}, a {kind}; expected a function {expected}.")
+        type_name = "class" if isinstance(function, type) else type(function).__name__
+        raise ValueError(
+            f"config.{key} names {name!r}, a {type_name}; expected a function {expected}."
+        )
     try:
-        found = kind_of(function)
+        kind = kind_of(function)
     except (TypeError, ValueError) as error:  # it does not tell its parameters
         raise ValueError(
             f"config.{key} names {name!r}: {error}; expected a function {expected}."
         ) from error
     is_generator, parameters = inspect.isgeneratorfunction(function), inspect.signature(function)
-    if found is None or is_generator:
+    if kind is None or is_generator:
         shown = f"{'a generator' if is_generator else 'a function'} of {parameters}"
         raise ValueError(f"config.{key} names {name!r}, {shown}; expected a function {expected}.")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.parameters.values())
@@ -133,7 +136,7 @@ def part_of(
     return RewardFunction(
         name=part,
         function=function,
-        kind=found,
+        kind=kind,
         settings=settings,
         answer_is_text=answer_is_text,
     )
@@ -157,12 +160,12 @@ def _of_each(
     return [((index,), arguments(one)) for index, one in enumerate(group)]
 
 
-def _listed(name: str, found: Any, count: int, what: str) -> list[Any]:
+def _listed(name: str, result: Any, count: int, what: str) -> list[Any]:
     """The values that a part gave, in their order.
 
     Args:
         name: of the part.
-        found: what it gave; may be a generator, of which no more is asked than tells a wrong count.
+        result: what it gave; may be a generator, which is asked for one value too many at most.
         count: of the values that are expected.
         what: of which there are so many.
 
@@ -170,9 +173,9 @@ def _listed(name: str, found: Any, count: int, what: str) -> list[Any]:
         ValueError: they are more or fewer, have no order, as the keys of a dict, or are no numbers,
             as bytes.
     """
-    if not isinstance(found, Iterable) or isinstance(found, Mapping | Set | str | bytes):
-        raise ValueError(f"the reward part {name!r} gave {found!r:.200}; expected a list")
-    values = list(itertools.islice(found, count + 1))
+    if not isinstance(result, Iterable) or isinstance(result, Mapping | Set | str | bytes):
+        raise ValueError(f"the reward part {name!r} gave {result!r:.200}; expected a list")
+    values = list(itertools.islice(result, count + 1))
     if len(values) != count:
         many = f"more than {count}" if len(values) > count else str(len(values))
         raise ValueError(
@@ -181,10 +184,10 @@ def _listed(name: str, found: Any, count: int, what: str) -> list[Any]:
     return values
 
 
-def _read_turns(name: str, found: Any, episodes: Sequence[Finished]) -> list[Measured]:
+def _read_turns(name: str, result: Any, episodes: Sequence[Finished]) -> list[Measured]:
     [one] = episodes
-    given = _listed(name, found, len(one.episode.turns), "turns")
-    amounts = tuple(number(name, amount) for amount in given)
+    values = _listed(name, result, len(one.episode.turns), "turns")
+    amounts = tuple(number(name, value) for value in values)
     return [Measured(score=math.fsum(amounts), turns=amounts)]
 
 
@@ -215,21 +218,21 @@ def _verl_arguments(group: Sequence[Finished], answer_is_text: bool) -> Argument
     return _of_each(group, arguments)
 
 
-def _read_verl(name: str, found: Any, _: Sequence[Finished]) -> list[Measured]:
-    if not isinstance(found, Mapping):
-        return [Measured(score=number(name, found))]
-    if "score" not in found:
+def _read_verl(name: str, result: Any, _: Sequence[Finished]) -> list[Measured]:
+    if not isinstance(result, Mapping):
+        return [Measured(score=number(name, result))]
+    if "score" not in result:
         raise ValueError(
-            f"the reward part {name!r} gave a dict of {', '.join(map(repr, found)) or 'nothing'}; "
+            f"the reward part {name!r} gave a dict of {', '.join(map(repr, result)) or 'nothing'}; "
             "expected 'score' in it"
         )
     others = {}
-    for key, value in found.items():
+    for key, value in result.items():
         # Texts, lists and None among verl's further keys are for people, and not measured.
         is_scalar = getattr(value, "shape", ()) == () and callable(getattr(value, "item", None))
         if key != "score" and isinstance(value.item() if is_scalar else value, Real):
             others[str(key)] = number(f"{name}/{key}", value)
-    return [Measured(score=number(name, found["score"]), others=others)]
+    return [Measured(score=number(name, result["score"]), others=others)]
 
 
 def _trl_arguments(group: Sequence[Finished], _: bool) -> Arguments:
@@ -264,8 +267,8 @@ def completion_messages(one: Finished) -> list[Message]:
     return messages
 
 
-def _read_trl(name: str, found: Any, episodes: Sequence[Finished]) -> list[Measured]:
-    values = _listed(name, found, len(episodes), "completions")
+def _read_trl(name: str, result: Any, episodes: Sequence[Finished]) -> list[Measured]:
+    values = _listed(name, result, len(episodes), "completions")
     return [Measured(score=None if one is None else number(name, one)) for one in values]
 
 
@@ -292,7 +295,7 @@ KINDS: dict[str, Kind] = {
         arguments=lambda group, _: _of_each(
             group, lambda x: {"response": x.episode.response, "answers": x.episode.task.answers}
         ),
-        read=lambda name, found, _: [Measured(score=number(name, found))],
+        read=lambda name, result, _: [Measured(score=number(name, result))],
     ),
 }
 """Kinds of functions by the parameter that tells them."""

@@ -178,15 +178,15 @@ def last_boxed(text: str) -> str | None:
     # Where the content of each open brace begins, negative where it is not boxed. Numbers, since
     # hundreds of thousands of pairs set off the garbage collector again and again.
     opened: list[int] = []
-    found: tuple[int, int] | None = None
+    last: tuple[int, int] | None = None
     for brace in _BRACE.finditer(text):
         if brace[0] in ("{", "\\boxed{"):
             opened.append(-brace.end() if brace[0] == "{" else brace.end())
         elif brace[0] == "}" and opened:
             start = opened.pop()
-            if start > 0 and (found is None or start > found[0]):
-                found = start, brace.start()
-    return None if found is None else text[found[0] : found[1]].strip()
+            if start > 0 and (last is None or start > last[0]):
+                last = start, brace.start()
+    return None if last is None else text[last[0] : last[1]].strip()
 
 
 def bapo_correctness(

@@ -171,12 +171,12 @@ class SearchEnv(Env):
     def _reply(self, calls: list[_Call]) -> StepResult:
         """The reply to a turn whose calls are answered: their results, or the failure of one."""
         shown, errors = [], []
-        for found in [call.found for call in calls]:
-            if isinstance(found, OutageError) and found.fallback is None:
-                raise found
-            is_failure = isinstance(found, ToolError)
-            shown.append(getattr(found, "fallback", None) if is_failure else found)
-            errors += [str(found) or type(found).__name__] if is_failure else []
+        for result in [call.found for call in calls]:
+            if isinstance(result, OutageError) and result.fallback is None:
+                raise result
+            is_failure = isinstance(result, ToolError)
+            shown.append(getattr(result, "fallback", None) if is_failure else result)
+            errors += [str(result) or type(result).__name__] if is_failure else []
         results = [text for text in shown if isinstance(text, str)]
         is_whole = len(results) == len(calls)
         records = tuple(call.record for call in calls if call.record is not None)
@@ -264,8 +264,8 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
                 )
         return protocol(names)
     if names[:1] != ["search"]:
-        found = f"the search engine is called {names[0]!r}" if names else "there is no tool"
-        raise ValueError(f"{found}; expected 'search'.")
+        problem = f"the search engine is called {names[0]!r}" if names else "there is no tool"
+        raise ValueError(f"{problem}; expected 'search'.")
     taken = {"search", *bare.tags} - set(bare.tools[1:])
     for name in names[1:]:
         if not re.fullmatch(r"[a-z]\w*", name) or name in taken:

@@ -74,7 +74,7 @@ class Dialect:
         is_batch: False where it is one query, without a list around it.
         topk: the field that says how many documents are wanted.
         scores: the field that says whether scores are.
-        answer: of the hits of each query, and whether scores are wanted.
+        answer: renders the hits of each query, with scores where they are wanted.
     """
 
     queries: str
@@ -88,20 +88,20 @@ def _document(hit: Hit) -> dict[str, str]:
     return {"id": hit.document.id, "contents": hit.document.contents}
 
 
-def _search_r1_answer(found: list[list[Hit]], with_scores: bool) -> Any:
+def _search_r1_answer(results: list[list[Hit]], with_scores: bool) -> Any:
     if with_scores:
-        scored = [[{"document": _document(h), "score": h.score} for h in hits] for hits in found]
+        scored = [[{"document": _document(h), "score": h.score} for h in hits] for hits in results]
         return {"result": scored}
-    return {"result": [[_document(hit) for hit in hits] for hits in found]}
+    return {"result": [[_document(hit) for hit in hits] for hits in results]}
 
 
-def _flashrag_answer(found: list[list[Hit]], with_scores: bool) -> Any:
-    documents = [[_document(hit) for hit in hits] for hits in found]
-    return [documents, [[h.score for h in hits] for hits in found]] if with_scores else documents
+def _flashrag_answer(results: list[list[Hit]], with_scores: bool) -> Any:
+    documents = [[_document(hit) for hit in hits] for hits in results]
+    return [documents, [[h.score for h in hits] for hits in results]] if with_scores else documents
 
 
-def _flashrag_single_answer(found: list[list[Hit]], with_scores: bool) -> Any:
-    answer = _flashrag_answer(found, with_scores)
+def _flashrag_single_answer(results: list[list[Hit]], with_scores: bool) -> Any:
+    answer = _flashrag_answer(results, with_scores)
     return [part[0] for part in answer] if with_scores else answer[0]
 
 
@@ -168,17 +168,17 @@ def search(engine: DocumentSearch, queries: list[str], topk: int) -> list[list[H
         RefusedError: the engine failed, with when to ask again where it says so.
     """
     try:
-        found = engine.retrieve(queries, topk) if queries else []
+        results = engine.retrieve(queries, topk) if queries else []
     except ToolError as error:
         raise _unavailable(error) from error
     except Exception as error:
         raise RefusedError(FAILED, error_text(error)) from error
-    if len(found) != len(queries):
-        raise RefusedError(FAILED, f"{len(queries)} queries got {len(found)} results")
-    failed = next((one for one in found if isinstance(one, ToolError)), None)
+    if len(results) != len(queries):
+        raise RefusedError(FAILED, f"{len(queries)} queries got {len(results)} results")
+    failed = next((one for one in results if isinstance(one, ToolError)), None)
     if failed is not None:
         raise _unavailable(failed)
-    return [one for one in found if not isinstance(one, ToolError)]
+    return [one for one in results if not isinstance(one, ToolError)]
 
 
 def _unavailable(error: ToolError) -> RefusedError:
@@ -193,8 +193,8 @@ def search_together(
     """The hits of each request's queries, found in one call; or why there are none."""
     if len(requests) > 1:
         try:
-            found = iter(search(engine, [query for one in requests for query in one], topk))
-            return [list(itertools.islice(found, len(one))) for one in requests]
+            results = iter(search(engine, [query for one in requests for query in one], topk))
+            return [list(itertools.islice(results, len(one))) for one in requests]
         except RefusedError:
             pass  # which of them failed, each says by itself
     answers: list[list[list[Hit]] | RefusedError] = []
@@ -254,10 +254,10 @@ class Together:
                     break
                 batch.append(self._waiting.popleft())
             requests = [one.queries for one in batch]
-            found = await asyncio.get_running_loop().run_in_executor(
+            results = await asyncio.get_running_loop().run_in_executor(
                 self._threads, search_together, self._engine, requests, batch[0].topk
             )
-            for one, result in zip(batch, found, strict=True):
+            for one, result in zip(batch, results, strict=True):
                 if one.answer.done():  # its client went away
                     continue
                 if isinstance(result, RefusedError):
@@ -295,29 +295,25 @@ def make_app(
         body = json.dumps(content).encode()  # in ASCII, whatever is in a document
         return Response(body, status, headers, media_type="application/json")
 
-    async def read_body(request: Request) -> bytes:
-        most, body = int(max_request_mib * 2**20), bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > most:
-                text = f"the body has more than {max_request_mib:g} MiB; send fewer queries at once"
-                raise RefusedError(TOO_LARGE, text, {"Connection": "close"})
-        return bytes(body)
-
     together = Together(engine)
 
     async def answer(dialect: Dialect, request: Request) -> Response:
         try:
-            body = await read_body(request)
-            queries, topk, with_scores = read_request(body, dialect, engine.topk)
-            found = await together.search(queries, topk)
+            body = bytearray()
+            async for chunk in request.stream():  # by pieces, as a body may be of any size
+                body += chunk
+                if len(body) > int(max_request_mib * 2**20):
+                    why = f"the body has more than {max_request_mib:g} MiB; send fewer queries"
+                    raise RefusedError(TOO_LARGE, f"{why} at once", {"Connection": "close"})
+            queries, topk, with_scores = read_request(bytes(body), dialect, engine.topk)
+            results = await together.search(queries, topk)
         except RefusedError as error:
             if error.status >= FAILED:
                 print(printable(f"{request.url.path}: {error}"), file=sys.stderr, flush=True)
             return as_json({"detail": str(error)}, error.status, error.headers)
         except ClientDisconnect:
             return Response()  # which nobody reads
-        return as_json(dialect.answer(found, with_scores))
+        return as_json(dialect.answer(results, with_scores))
 
     async def elsewhere(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else FAILED
@@ -369,10 +365,10 @@ def make_engine(name: str, settings: Mapping[str, Any], **offered: Any) -> Docum
             "jaxrl.envs.retrieval.DocumentSearch."
         )
     parameters = inspect.signature(kind).parameters
-    given = {key: value for key, value in offered.items() if key in parameters} | dict(settings)
+    keywords = {key: offered[key] for key in offered if key in parameters} | dict(settings)
     try:
-        inspect.signature(kind).bind(**given)
-        return kind(**given)
+        inspect.signature(kind).bind(**keywords)
+        return kind(**keywords)
     except TypeError as error:
         raise ValueError(
             f"the settings of {name!r} are {dict(settings)}: {error}; it takes "
@@ -442,11 +438,9 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dic
     arguments = parser.parse_args(argv)
     if not isinstance(arguments.settings, dict):
         parser.error(f"--settings is {arguments.settings!r}; expected an object")
-    given = {name: getattr(arguments, name) for name in ARGUMENTS}
-    return arguments, {
-        **arguments.settings,
-        **{name: value for name, value in given.items() if value is not None},
-    }
+    named = {name: getattr(arguments, name) for name in ARGUMENTS}
+    named = {name: value for name, value in named.items() if value is not None}
+    return arguments, {**arguments.settings, **named}
 
 
 def in_arguments(text: str, engine: str) -> str:

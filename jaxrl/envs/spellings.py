@@ -41,10 +41,10 @@ def places_of(
         text: in which they are looked for.
     """
     data = text.encode("utf-8", "surrogatepass")
-    found = [place for key, _ in needles for place in _occurrences(key.encode(), data)]
+    as_written = [place for key, _ in needles for place in _occurrences(key.encode(), data)]
     plain, steps = _unescaped(data)
     matches: list[tuple[tuple[int, int], bool]] = []
-    for needle, is_base64 in (one for _, codings in needles for one in codings):
+    for needle, is_base64 in (coding for _, codings in needles for coding in codings):
         for start, end in _occurrences(needle[:_MAX_SPELLED], plain):
             # As much of a long key's rest as is there is left out too.
             more = zip(needle[_MAX_SPELLED:], plain[end : end + len(needle)], strict=False)
@@ -58,12 +58,13 @@ def places_of(
         if matches[index][1] and (rest := _BASE64_END.match(data, end)):
             spans[index] = (start, rest.end())
     apart: list[tuple[int, int]] = []
-    for start, end in sorted([*found, *spans]):
+    for start, end in sorted([*as_written, *spans]):
         if apart and start < apart[-1][1]:
             start, end = apart[-1][0], max(end, apart.pop()[1])
         apart.append((start, end))
     if text.isascii():
         return apart
+    # From bytes to characters, by the characters between one bound and the next.
     bounds = [0, *itertools.chain(*apart)]
     sizes = (
         len(data[start:end].decode("utf-8", "surrogatepass"))
@@ -152,16 +153,16 @@ def codings_of(secret: str) -> list[tuple[bytes, bool]]:
         **dict.fromkeys([data, data.replace(b" ", b"+"), *numbers], False),  # + as in forms
         **dict.fromkeys([*once, *(twice for one in once for twice in _base64(one))], True),
     }
-    found = {_unescaped(one)[0]: is_base64 for one, is_base64 in coded.items()}
-    return list(found.items())
+    needles = {_unescaped(one)[0]: is_base64 for one, is_base64 in coded.items()}
+    return list(needles.items())
 
 
 def _base64(data: bytes) -> list[bytes]:
     """Bytes in base64 with 0 to 2 others before them, without what depends on any beside them."""
-    found = []
+    codes = []
     for skipped in range(3):
         bits = 8 * (skipped + len(data))
         known = slice(-(-8 * skipped // 6), bits // 6)
         padded = bytes(skipped) + data
-        found += [base64.b64encode(padded)[known], base64.urlsafe_b64encode(padded)[known]]
-    return list(dict.fromkeys(found))
+        codes += [base64.b64encode(padded)[known], base64.urlsafe_b64encode(padded)[known]]
+    return list(dict.fromkeys(codes))

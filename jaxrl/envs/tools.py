@@ -99,18 +99,20 @@ class Tool(abc.ABC):
         one timeout a call. What would fail alike is left at that.
         """
         start = time.perf_counter()
-        found = run_together(self, calls)
-        failed = [i for i, a in enumerate(found) if isinstance(a, ToolError) and not a.is_permanent]
+        results = run_together(self, calls)
+        failed = [
+            i for i, a in enumerate(results) if isinstance(a, ToolError) and not a.is_permanent
+        ]
         again = side_by_side(
             lambda i: run_one(self, calls[i]), failed, max_threads=self.max_threads
         )
         for i, answer in zip(failed, again, strict=True):
-            found[i] = answer
+            results[i] = answer
         waited_s = time.perf_counter() - start
         attempts = [1 + (i in failed) for i in range(len(calls))]
         return [
             Answer.of(self, call, one, attempts=count, waited_s=waited_s)
-            for call, one, count in zip(calls, found, attempts, strict=True)
+            for call, one, count in zip(calls, results, attempts, strict=True)
         ]
 
 
@@ -198,10 +200,10 @@ class Answer:
 def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
     """Answers of a tool to a batch, or its failure for each call, whatever it raised."""
     try:
-        found = [_text_or_error(tool, answer) for answer in tool.run_batch(calls)]
-        if len(found) != len(calls):
-            raise ToolError(f"{len(calls)} calls of {tool.name} got {len(found)} answers.")
-        return found
+        answers = [_text_or_error(tool, answer) for answer in tool.run_batch(calls)]
+        if len(answers) != len(calls):
+            raise ToolError(f"{len(calls)} calls of {tool.name} got {len(answers)} answers.")
+        return answers
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # as in `run_one`; of which call it does not say

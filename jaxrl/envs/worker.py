@@ -35,15 +35,15 @@ def main() -> None:
         asked = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            found = answer(asked)
+            reply = answer(asked)
         except Exception as error:  # MemoryError and RecursionError too
-            found = {"error": type(error).__name__}
+            reply = {"error": type(error).__name__}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _tell(answers, found)
+        _tell(answers, reply)
 
 
-def _tell(answers: TextIO, found: Mapping[str, Any]) -> None:
-    answers.write(json.dumps(found) + "\n")
+def _tell(answers: TextIO, reply: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(reply) + "\n")
     answers.flush()
 
 
@@ -52,8 +52,8 @@ def search() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     import re
 
     def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-        found = re.findall(asked["pattern"], asked["text"])
-        return {"found": found[-1] if found else None}
+        matches = re.findall(asked["pattern"], asked["text"])
+        return {"found": matches[-1] if matches else None}
 
     return answer
 

@@ -19,11 +19,11 @@ _BUSY_FACTOR, _BUSY_S = 20.0, 60.0  # how much longer than its computing time a 
 
 
 class WorkerLostError(RuntimeError):
-    """A worker ended for another reason than its limit, or did not begin."""
+    """A worker ended before it was ready."""
 
 
 class WorkerPool:
-    """Workers that are started when there is something to ask, and asked one question at a time."""
+    """Workers that start when there is something to ask, and are asked one question at a time."""
 
     def __init__(self, kind: str, *, deadline_s: float, memory_mib: int, size: int) -> None:
         """Starts no process yet.
@@ -59,26 +59,22 @@ class WorkerPool:
         """
         status = 0
         for _ in range(2):
+            worker, is_fit = self._idle.get(), False
             try:
-                return self._ask_one(question)
+                worker = worker or self._start()
+                worker.tell(question)
+                answer = worker.hear(self._patience_s)
+                is_fit = "error" not in answer  # which may leave little memory behind
+                return answer
             except EndedError as lost:
                 status = lost.status
+            finally:
+                if not is_fit:
+                    self._end(worker)
+                self._idle.put(worker if is_fit else None)
             if status == -signal.SIGPROF:
                 return {"error": "its time is over"}
         return {"error": f"it ended two workers, the second with {status}"}
-
-    def _ask_one(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        worker, is_fit = self._idle.get(), False
-        try:
-            worker = worker or self._start()
-            worker.tell(question)
-            found = worker.hear(self._patience_s)
-            is_fit = "error" not in found  # which may leave little memory behind
-            return found
-        finally:
-            if not is_fit:
-                self._end(worker)
-            self._idle.put(worker if is_fit else None)
 
     def _start(self) -> Child:
         names = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH")

@@ -31,8 +31,8 @@ def rollout_metrics(
         "critic/rewards/min": min(rewards, default=math.nan),
     }
     for name in sorted({name for t in scored for name in t.reward_parts}):
-        found = [t.reward_parts[name] for t in scored if name in t.reward_parts]
-        metrics[f"reward/{name}/mean"] = mean(found)
+        values = [t.reward_parts[name] for t in scored if name in t.reward_parts]
+        metrics[f"reward/{name}/mean"] = mean(values)
     metrics |= {
         "response_length/mean": mean(lengths),
         "response_length/max": max(lengths, default=math.nan),

@@ -21,7 +21,7 @@ from jaxrl.settings import Settings
 
 
 def missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
-    """A warning where files that the records speak of are missing; else none."""
+    """A list with a warning of missing files that records mention; empty where none is missing."""
     names = []
     for record in records:
         stage, step = record.get("stage", "train"), record["step"]
@@ -47,7 +47,7 @@ def open_log(
 ) -> MetricsLog:
     """The workdir's `metrics.jsonl`, cut back to `num_records` records, with its mirrors.
 
-    Told are records that are lost or damaged, and files that they speak of and that are missing.
+    Warns of records that are lost or damaged, and of files that they mention and that are missing.
     """
     if not is_written:
         return MetricsLog(None, num_records)

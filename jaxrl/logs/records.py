@@ -62,11 +62,11 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def rounded(values: np.ndarray, *, is_relative: bool = False) -> list[float]:
-    """Numbers with six digits behind the point, or six that count.
+    """Rounds numbers to six digits behind the point, or to six significant ones.
 
     Args:
         values: float [L].
-        is_relative: keep six digits of small numbers too, as weights of tokens are.
+        is_relative: six significant digits, for numbers that may be small, as weights of tokens.
     """
     return [float(f"{x:.6g}") if is_relative else round(float(x), 6) for x in values]
 

@@ -87,7 +87,7 @@ def engine_metrics(engine: Sampler, before: Counts) -> dict[str, float]:
 
 
 def wait_metrics(engine: Sampler) -> dict[str, float]:
-    """Seconds by cause in which a process's devices waited for replies; of the longest waiting."""
+    """Seconds by cause that devices waited for replies; of each the most that a process waited."""
     parts = distributed.gather({name: engine.waits[name] for name in WAITS})
     return {f"timing_s/wait_{name}": max(part[name] for part in parts) for name in WAITS}
 
@@ -104,7 +104,7 @@ def memory_metrics() -> dict[str, float]:
     A CPU's own memory is the process's: what is resident, programs and files in memory included.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
+    peaks = [used["peak_bytes_in_use"] for used in stats if "peak_bytes_in_use" in used]
     if not peaks and jax.default_backend() == "cpu":
         # Linux counts in KiB, macOS in bytes.
         unit = 1 if sys.platform == "darwin" else 1024
@@ -169,11 +169,11 @@ def window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[st
     if controllers.buckets is None:
         return metrics
     for name in BUCKETS:
-        own = [t for t in scored if controllers.bucket(t.task_id) == name]
-        metrics[f"difficulty/{name}/share"] = len(own) / max(len(scored), 1)
-        metrics[f"difficulty/{name}/response_length"] = mean([t.num_sampled for t in own])
+        inside = [t for t in scored if controllers.bucket(t.task_id) == name]
+        metrics[f"difficulty/{name}/share"] = len(inside) / max(len(scored), 1)
+        metrics[f"difficulty/{name}/response_length"] = mean([t.num_sampled for t in inside])
         if controllers.threshold is not None:
-            metrics[f"difficulty/{name}/high_window_tokens"] = mean(_window_counts(own))
+            metrics[f"difficulty/{name}/high_window_tokens"] = mean(_window_counts(inside))
     return metrics
 
 
@@ -188,7 +188,7 @@ def sample_fields(
     fields: list[dict[str, Any]] = []
     for group_id, group in enumerate(groups):
         for trajectory in group.trajectories:
-            found: dict[str, Any] = {
+            sample: dict[str, Any] = {
                 "group_id": group_id,
                 "uid": trajectory.task_id,
                 "global_id": f"{trajectory.task_id}/{trajectory.sample_index}",
@@ -198,15 +198,15 @@ def sample_fields(
             }
             if (windows := trajectory.windows) is not None:
                 has_level = not np.isnan(windows.percentile)
-                found["high_entropy_token_num"] = windows.count
-                found["entropy_percentile_thresholds"] = windows.percentile if has_level else None
-                found["high_entropy_threshold"] = controllers.entropy_threshold
+                sample["high_entropy_token_num"] = windows.count
+                sample["entropy_percentile_thresholds"] = windows.percentile if has_level else None
+                sample["high_entropy_threshold"] = controllers.entropy_threshold
             if controllers.buckets is not None:
-                found["difficulty"] = controllers.bucket(trajectory.task_id)
+                sample["difficulty"] = controllers.bucket(trajectory.task_id)
             if controllers.coefficients is not None:
-                name = found["difficulty"]
+                name = sample["difficulty"]
                 targets, alphas = controllers.coefficients.targets, controllers.coefficients.alphas
-                found["target_high_entropy_token_num"] = targets.get(name)
-                found["alpha_entropy"] = alphas[name]
-            fields.append(found)
+                sample["target_high_entropy_token_num"] = targets.get(name)
+                sample["alpha_entropy"] = alphas[name]
+            fields.append(sample)
     return fields

@@ -19,12 +19,13 @@ from jaxrl.types import Batch, Group, Params, Trajectory, members
 
 
 def make_notes(count: int, score: ScoreStep, shape: BatchShape, method: Method) -> TakeNotes:
-    """`end = take_notes(groups, controllers, params, ref_params)` before the updates of a step.
+    """Makes `take_notes(groups, controllers, params, ref_params)`, called before a step's updates.
 
-    `end(params)` after them gives what they knew of each trajectory's tokens: by name float32 [L],
-    0 where nothing is trained; {} of a trajectory without a loss. Log-probabilities are scored
-    apart from the update, all by the same program in the same rows, so that those from before and
-    after differ by the parameters alone. The groups have their advantages.
+    It returns `end`. After the updates, `end(params)` gives what they knew of the tokens of each
+    trajectory: by name float32 [L], 0 where nothing is trained; {} for one without a loss.
+    Log-probabilities are scored apart from the update, all by the same program in the same rows, so
+    that those from before and after differ by the parameters alone. The groups have their
+    advantages.
 
     Args:
         count: trajectories whose tokens are scored, the first of a step; -1: all.
@@ -53,13 +54,13 @@ def make_notes(count: int, score: ScoreStep, shape: BatchShape, method: Method) 
                     notes[index] = {n: np.where(mask, x[place], 0.0) for n, x in known.items()}
 
         def add(name: str, policy: Params, *, is_reference: bool = False) -> None:
-            def found_in(batch: Batch, packed: Packed) -> list[jax.Array]:
+            def score_batch(batch: Batch, packed: Packed) -> list[jax.Array]:
                 if is_reference:  # with experts it routes by itself, not as was recorded
                     batch = score.model.without_recorded(batch)
                 return [gather(score(policy, batch, packed))]
 
-            found = by_token([*trained.values()], score.model.mesh, shape, found_in)
-            for index, (logprobs,) in zip(trained, found, strict=True):
+            scores = by_token([*trained.values()], score.model.mesh, shape, score_batch)
+            for index, (logprobs,) in zip(trained, scores, strict=True):
                 notes[index][name] = logprobs
 
         def end(params: Params) -> list[dict[str, np.ndarray]]:

@@ -63,15 +63,21 @@ class MetricsLog:
             return
         # A killed process may have left a last line that is not whole.
         whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        found = [(line, parse_record(line)) for line in whole[:num_records]]
-        bad = [number for number, (_, record) in enumerate(found, start=1) if record is None]
+        parsed = [(line, parse_record(line)) for line in whole[:num_records]]
+        bad = [number for number, (_, record) in enumerate(parsed, start=1) if record is None]
         if bad:
             aside = set_aside(path, is_copied=True)
             for number in bad:
                 log(f"warning: {path}:{number} is no record and is left out; {aside} keeps it")
-        kept = [line for line, record in found if record is not None and not is_later(record)]
+        kept = [line for line, record in parsed if record is not None and not is_later(record)]
+        # The signs of later steps go with their records, and damaged ones without a word.
         self._marks = path.with_name(MARKS)
-        _keep_records(self._marks, lambda record: not is_later(record))
+        marks = self._marks.read_bytes().splitlines() if self._marks.exists() else []
+        signs = [(line, parse_record(line)) for line in marks]
+        sound = [line for line, sign in signs if sign is not None and not is_later(sign)]
+        if len(sound) < len(marks):
+            with written_whole(self._marks) as file:
+                file.writelines(line.decode("utf-8") + "\n" for line in sound)
         if len(kept) < num_records:
             where = "it is missing" if not path.exists() else "the first ones are lost"
             if kept:
@@ -126,17 +132,6 @@ class MetricsLog:
 
 MARKS = "sentinel.jsonl"
 """Beside `metrics.jsonl`: what was seen of steps that were not sound."""
-
-
-def _keep_records(path: Path, is_kept: Callable[[Record], bool]) -> None:
-    """Leaves out lines of a file of records, and those that are damaged."""
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines()
-    kept = [line for line in lines if (one := parse_record(line)) is not None and is_kept(one)]
-    if len(kept) < len(lines):
-        with written_whole(path) as file:
-            file.writelines(line.decode("utf-8") + "\n" for line in kept)
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:

@@ -28,14 +28,14 @@ def token_weights(
         ValueError: an aggregation of one's own returned something else.
     """
     token_counts = np.array([mask.sum() for mask in loss_masks], np.int64)
-    found = np.asarray(aggregation(token_counts))
-    is_weight = np.isfinite(found) & (found >= 0)  # below 0 the policy would learn the opposite
-    if found.shape not in ((), token_counts.shape) or not is_weight.all():
+    weights = np.asarray(aggregation(token_counts))
+    is_weight = np.isfinite(weights) & (weights >= 0)  # below 0 the policy would learn the opposite
+    if weights.shape not in ((), token_counts.shape) or not is_weight.all():
         raise ValueError(
-            f"config.loss.aggregation returned {list(found.shape)} with {is_weight.sum()} "
+            f"config.loss.aggregation returned {list(weights.shape)} with {is_weight.sum()} "
             f"weights; expected finite [{len(token_counts)}] from 0, one a trajectory."
         )
-    weights = np.broadcast_to(found, token_counts.shape)
+    weights = np.broadcast_to(weights, token_counts.shape)
     return [
         np.where(mask, weight, 0.0).astype(np.float32)
         for mask, weight in zip(loss_masks, weights, strict=True)
@@ -82,4 +82,4 @@ AGGREGATIONS: dict[str, Callable[..., Any]] = {
 
 ARRAYS = ("token_counts",)
 """Arrays that an aggregation may ask for: int [N], tokens trained on of each trajectory of a
-mini-batch, those among them that the update leaves out since they have no signal."""
+mini-batch, also of those that the update leaves out since they have no signal."""

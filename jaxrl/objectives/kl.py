@@ -12,7 +12,7 @@ Array = jax.Array | np.ndarray
 
 
 def k1(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Unbiased, of either sign.
+    """Unbiased estimate, of either sign.
 
     Args:
         log_ratios: nats, `anchor_logprobs - logprobs`; 0 where nothing is estimated.
@@ -21,12 +21,12 @@ def k1(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
 
 
 def k2(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Biased; its gradient is in expectation that of the KL divergence."""
+    """Biased estimate; its gradient is in expectation that of the KL divergence."""
     return log_ratios**2 / 2
 
 
 def k3(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Unbiased and never negative: `exp(d) - d - 1`; verl's `low_var_kl`.
+    """Unbiased estimate that is never negative: `exp(d) - d - 1`; verl's `low_var_kl`.
 
     As there, `d` is kept within 20 and the estimate within 10: the gradient is zero beyond.
     """

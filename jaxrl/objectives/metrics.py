@@ -86,5 +86,5 @@ REDUCTIONS = {
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; NaN, without a warning, of nothing."""
+    """The mean; NaN, without a warning, for no values."""
     return float(np.mean(values)) if values else math.nan

@@ -11,7 +11,7 @@ Array = jax.Array | np.ndarray
 def segment_sums(
     values: Float[Array, "R T"], segment_ids: Int[Array, "R T"]
 ) -> Float[jax.Array, "R T"]:
-    """Every token gets the sum of `values` over its segment, all tokens of one the same bits.
+    """Sums of `values` over each token's segment, the same bits for all tokens of a segment.
 
     Two scans of logarithmic depth along the row: running sums that begin anew with each segment,
     then each segment's last one copied back over it. A GPU adds up a scatter in any order, and a

@@ -59,8 +59,8 @@ def by_turn(
     num_turns = next(c.shape[1] for c in columns.values() if getattr(c, "ndim", 0) == 2)
 
     def of_turn(turn: jax.Array) -> jax.Array:
-        given = [columns[name] for name in arrays]
-        return estimator(*(jnp.asarray(c)[:, turn] if c.ndim == 2 else c for c in given))
+        inputs = [columns[name] for name in arrays]
+        return estimator(*(jnp.asarray(c)[:, turn] if c.ndim == 2 else c for c in inputs))
 
     # One turn after another: an estimator's comparisons are N x N.
     return jax.lax.map(of_turn, jnp.arange(num_turns)).T

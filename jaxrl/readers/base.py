@@ -20,7 +20,7 @@ Record = dict[str, Any]
 class Reader(ABC):
     """The records of a source by their index from 0; an index of places, not the records, is held.
 
-    What makes one takes `source` (the configured text), `config_key` (that configured it, for
+    A factory of one takes `source` (the configured text), `config_key` (that configured it, for
     messages) and what else it needs: `split`, `columns`, settings of its own. It raises
     `ValueError` or `OSError`, in one line that names file, row and key.
     """
@@ -59,28 +59,29 @@ class Joined(Reader):
         return int(self._ends[-1])
 
     def _find(self, index: int) -> tuple[Reader, int]:
+        """The reader that has a record, and the record's index in it."""
         at = bisect.bisect_right(self._ends, index)
         return self._readers[at], index - (self._ends[at - 1] if at else 0)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """See `Reader`."""
-        found = [self._find(index) for index in indices]
+        places = [self._find(index) for index in indices]
         records: dict[tuple[int, int], Record] = {}
-        for reader in dict.fromkeys(reader for reader, _ in found):
-            own = [index for one, index in found if one is reader]
-            for index, record in zip(own, reader.read(own), strict=True):
+        for reader in dict.fromkeys(reader for reader, _ in places):
+            within = [index for one, index in places if one is reader]
+            for index, record in zip(within, reader.read(within), strict=True):
                 records[id(reader), index] = record
-        return [records[id(reader), index] for reader, index in found]
+        return [records[id(reader), index] for reader, index in places]
 
     def place(self, index: int) -> str:
         """See `Reader`."""
-        reader, own = self._find(index)
-        return reader.place(own)
+        reader, within = self._find(index)
+        return reader.place(within)
 
     def folder(self, index: int) -> Path:
         """See `Reader`."""
-        reader, own = self._find(index)
-        return reader.folder(own)
+        reader, within = self._find(index)
+        return reader.folder(within)
 
 
 class Listed(Reader):
@@ -108,14 +109,14 @@ class Listed(Reader):
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """See `Reader`."""
-        found = []
+        records = []
         for index in indices:
             record, place = self._records[index], self.place(index)
             if not isinstance(record, Mapping):
                 kind = type(record).__name__
                 raise ValueError(f"{place} is a {kind}; expected an object with fields.")
-            found.append(present(record, place))
-        return found
+            records.append(present(record, place))
+        return records
 
     def place(self, index: int) -> str:
         """See `Reader`."""
@@ -137,8 +138,8 @@ class Held:
         self._stamp = self._now()
 
     def _now(self) -> tuple[int, int]:
-        found = os.fstat(self.file.fileno())
-        return found.st_size, found.st_mtime_ns
+        stat = os.fstat(self.file.fileno())
+        return stat.st_size, stat.st_mtime_ns
 
     def check(self) -> None:
         """Refuses a file that was written to since it was opened.
@@ -188,15 +189,15 @@ def present(fields: Mapping[str, Any], place: str) -> Record:
     Raises:
         ValueError: a value is none that text can hold.
     """
-    found = {}
+    record = {}
     for name, value in fields.items():
         try:
             plain = as_plain(value)
         except TypeError as error:
             raise ValueError(_left_out(place, name, f"holds {error}")) from error
         if plain is not None:
-            found[str(name)] = plain
-    return found
+            record[str(name)] = plain
+    return record
 
 
 def refuse_bytes(record: Record, place: str) -> None:

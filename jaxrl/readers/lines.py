@@ -47,12 +47,12 @@ class _JsonLines(Reader):
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         self._held.check()
-        file, found = self._held.file, []
+        file, records = self._held.file, []
         for index in indices:
             if file.tell() != self._offsets[index]:
                 file.seek(self._offsets[index])
-            found.append(parse_line(file.readline(), self.place(index)))
-        return found
+            records.append(parse_line(file.readline(), self.place(index)))
+        return records
 
     def place(self, index: int) -> str:
         return f"{self._held.path}:{self._numbers[index]}"
@@ -91,7 +91,7 @@ class _Csv(Reader):
     """One file of CSV; a cell in quotes may hold line ends."""
 
     def __init__(self, path: Path, key: str, delimiter: str):
-        """Finds where each row begins, and checks that all have as many cells."""
+        """Finds where each row begins, and checks that each has as many cells as the header."""
         self._held, self._delimiter = Held(path), delimiter
         self._offsets, self._numbers = array("Q"), array("Q")
         self._at = self._number = 0
@@ -144,14 +144,14 @@ class _Csv(Reader):
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         self._held.check()
-        found = []
+        records = []
         for index in indices:
             cells = next(self._rows(self._offsets[index], self._numbers[index] - 1))
             named = zip(self._names, cells, strict=True)
             place = self.place(index)
-            told = ((name, cell) for name, cell in named if name.strip() and cell.strip())
-            found.append({name: _value(name, cell, place) for name, cell in told})
-        return found
+            filled = ((name, cell) for name, cell in named if name.strip() and cell.strip())
+            records.append({name: _value(name, cell, place) for name, cell in filled})
+        return records
 
     def place(self, index: int) -> str:
         return f"{self._held.path}:{self._numbers[index]}"

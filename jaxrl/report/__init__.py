@@ -64,9 +64,9 @@ def write_report(
 
 
 def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
-    """The report at the end of a run, which no mistake in it may spoil.
+    """Writes the report at the end of a run; an error in it is a warning, as the run is whole.
 
-    Told are what the run came to, in a line, and where the page is.
+    Logs what the run came to, in a line, and where the page is.
     """
     try:
         log(f"report: {write_report([workdir], log=log)}")

@@ -61,16 +61,16 @@ def costs_of(records: Sequence[Mapping[str, Any]]) -> Costs | None:
 
     head = "ledger/total/calls/"
     names = [name.removeprefix(head) for name in newest if name.startswith(head)]
-    used = {told: number(f"perf/ledger/total/{name}") for name, told in USED.items()}
+    used = {label: number(f"perf/ledger/total/{name}") for name, label in USED.items()}
     waits = {name: newest.get(f"timing_s/ledger/total/{name}") for name in ("p50", "p95", "max")}
     return Costs(
         tools={
             name: (int(number(head + name)), int(number(f"perf/ledger/total/attempts/{name}")))
             for name in names
         },
-        used={told: amount for told, amount in used.items() if amount},
+        used={label: amount for label, amount in used.items() if amount},
         waits={
-            name: found for name, wait in waits.items() if (found := number_of(wait)) is not None
+            name: value for name, wait in waits.items() if (value := number_of(wait)) is not None
         },
         num_trajectories=int(number("ledger/total/trajectories")),
         observation_tokens=int(number("ledger/total/observation_tokens")),
@@ -84,16 +84,16 @@ def attribution_of(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, dict[s
     Without those of right answers where nobody says which are right.
     """
     for evaluation in reversed(evaluations):
-        found = {
+        by_suite = {
             suite: {
-                told: number
-                for name, told in ATTRIBUTED.items()
+                label: number
+                for name, label in ATTRIBUTED.items()
                 if (number := number_of(mapping(mapping(by_set).get("all")).get(name))) is not None
             }
             for suite, by_set in mapping(evaluation.get("summary")).items()
         }
-        told = ATTRIBUTED["answer_in_results"]
-        known = {suite: one for suite, one in found.items() if told in one}
+        needed = ATTRIBUTED["answer_in_results"]
+        known = {suite: shares for suite, shares in by_suite.items() if needed in shares}
         if known:
             return known
     return {}

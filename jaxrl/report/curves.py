@@ -230,34 +230,33 @@ def group_runs(runs: Sequence[Facts], ignore: Sequence[str] = ()) -> list[Group]
         runs: in the order of the command line.
         ignore: keys or sections that may differ within a group, besides the seed.
     """
-
-    def counts(key: str) -> bool:
-        return not any(key == name or key.startswith(f"{name}.") for name in ("seed", *ignore))
-
-    def kept(run: Facts) -> dict[str, Any]:
-        # A key younger than the run has its default: what the run did without it.
-        config = {**defaults, **run.files.config} if run.files.config else {}
-        return {key: value for key, value in config.items() if counts(key)}
-
-    def alone(run: Facts) -> str | None:
-        # Of runs whose configuration is not known, none is a seed of another.
-        return None if run.files.config else str(run.files.workdir.resolve())
-
     defaults = flatten(default_config())
 
-    found: dict[str, list[Facts]] = {}
+    def compared(run: Facts) -> dict[str, Any]:
+        # A key younger than the run has its default: what the run did without it.
+        config = {**defaults, **run.files.config} if run.files.config else {}
+        ignored = ("seed", *ignore)
+        return {
+            key: value
+            for key, value in config.items()
+            if not any(key == name or key.startswith(f"{name}.") for name in ignored)
+        }
+
+    by_config: dict[str, list[Facts]] = {}
     for run in runs:
-        identity = json.dumps([alone(run), kept(run)], sort_keys=True, default=str)
-        found.setdefault(identity, []).append(run)
-    configs = [kept(members[0]) for members in found.values()]
+        # Of runs whose configuration is not known, none is a seed of another.
+        alone = None if run.files.config else str(run.files.workdir.resolve())
+        identity = json.dumps([alone, compared(run)], sort_keys=True, default=str)
+        by_config.setdefault(identity, []).append(run)
+    configs = [compared(members[0]) for members in by_config.values()]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     differ = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
     grouped = []
-    for members, config in zip(found.values(), configs, strict=True):
+    for members, config in zip(by_config.values(), configs, strict=True):
         names = [run.name for run in members]
         label = ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}"
-        own = {key: config.get(key) for key in differ}
-        grouped.append(Group(label=label, runs=members, config=own))
+        settings = {key: config.get(key) for key in differ}
+        grouped.append(Group(label=label, runs=members, config=settings))
     return grouped
 
 
@@ -307,8 +306,8 @@ def _chart(spec: _Spec, groups: Sequence[Group]) -> Chart:
                 curves: list[Curve] = [{} for _ in group.runs]
                 for run, curve in zip(group.runs, curves, strict=True):
                     for record in run.files.records:
-                        found = [number_of(record.get(name)) for name in metrics]
-                        numbers = [number for number in found if number is not None]
+                        values = [number_of(record.get(name)) for name in metrics]
+                        numbers = [value for value in values if value is not None]
                         if record["stage"] == stage and numbers:
                             curve[record["step"]] = (numbers[0], None, None)
                 made = _over_runs(
@@ -322,11 +321,13 @@ def _chart(spec: _Spec, groups: Sequence[Group]) -> Chart:
                 )
                 if made is not None:
                     series.append(made)
+    # Curves that are 0 throughout are named in place of lines on the axis, unless all are.
     note = spec.note
     zero = [s.label for s in series if not np.any(s.values)]
     if 0 < len(zero) < len(series):
         note += f" 0 throughout: {', '.join(zero)}."
         series = [s for s in series if np.any(s.values)]
+    # Values that a scale has no room for get another scale.
     scale = spec.scale
     if scale == "log" and any(np.any(s.values <= 0) for s in series):
         scale = "zero"
@@ -450,10 +451,11 @@ def _scored(
             # curve tells how they scored among the others.
             curves: list[Curve] = [{} for _ in group.runs]
             for run, curve in zip(group.runs, curves, strict=True):
-                for found in run.evaluations:
-                    score = found.scores.get(suite, {}).get(data_set)
+                for evaluation in run.evaluations:
+                    score = evaluation.scores.get(suite, {}).get(data_set)
                     if score is not None:
-                        curve.setdefault(found.weights_step, (score.value, score.low, score.high))
+                        point = score.value, score.low, score.high
+                        curve.setdefault(evaluation.weights_step, point)
             made = _over_runs(
                 group.runs,
                 curves,

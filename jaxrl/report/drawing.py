@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +109,34 @@ def _draw(chart: Chart, *, is_page: bool) -> Figure:
     figure = Figure(figsize=SIZE if is_page else (5.6, 4.2), layout="constrained")
     panels = figure.subplots(1, len(chart.stages), squeeze=False)[0]
     for axes, stage in zip(panels, chart.stages, strict=True):
-        own = [series for series in chart.series if series.stage == stage]
-        for series in own:
+        curves = [series for series in chart.series if series.stage == stage]
+        for series in curves:
             _draw_series(axes, series)
         for step in chart.marks if stage == "train" else ():
             axes.axvline(step, color=SOFT, linewidth=0.9, alpha=0.5, zorder=0)
         locator = MaxNLocator(nbins=6 // len(panels), integer=True, min_n_ticks=2)
         axes.xaxis.set_major_locator(locator)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        if len({step for s in own for step in s.steps}) == 1:
-            axes.set_xlim(own[0].steps[0] - 1, own[0].steps[0] + 1)
-        _set_values(axes, chart.scale, own)
+        if len({step for s in curves for step in s.steps}) == 1:
+            axes.set_xlim(curves[0].steps[0] - 1, curves[0].steps[0] + 1)
+        # Shares run from 0 to 1, amounts from 0.
+        if chart.scale == "log":
+            axes.set_yscale("log")
+            exponents = np.log10([x for s in curves for x in (s.values.min(), s.values.max())])
+            axes.set_ylim(10 ** np.floor(exponents.min()), 10 ** np.ceil(exponents.max() + 1e-9))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        elif chart.scale == "rate":
+            axes.set_ylim(-0.02, 1.02)
+            axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        else:
+            if chart.scale == "zero":
+                highs = [np.max(s.values if s.high is None else s.high) for s in curves]
+                axes.set_ylim(0, 1.05 * max(highs) or 1)
+            axes.yaxis.set_major_formatter(  # thousands apart; no trailing zeros
+                FuncFormatter(lambda x, _: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.6g}")
+            )
+        # Beside another panel there is no room for more than the stage.
         axes.set_xlabel("global step, " * (len(panels) == 1) + STAGES[stage])
     if not is_page:
         panels[0].set_ylabel(chart.unit)
@@ -168,23 +184,3 @@ def _draw_series(axes: Axes, series: Series) -> None:
         axes.plot(steps, values, color=look["color"], alpha=0.35, linewidth=0.9)
         values = series.smooth
     axes.plot(steps, values, **look)
-
-
-def _set_values(axes: Axes, scale: str, series: Sequence[Series]) -> None:
-    """Sets the limits of the value axis: shares run from 0 to 1, amounts from 0."""
-    if scale == "log":
-        axes.set_yscale("log")
-        exponents = np.log10([value for s in series for value in (s.values.min(), s.values.max())])
-        axes.set_ylim(10 ** np.floor(exponents.min()), 10 ** np.ceil(exponents.max() + 1e-9))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    elif scale == "rate":
-        axes.set_ylim(-0.02, 1.02)
-        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    else:
-        if scale == "zero":
-            highs = [np.max(s.values if s.high is None else s.high) for s in series]
-            axes.set_ylim(0, 1.05 * max(highs) or 1)
-        axes.yaxis.set_major_formatter(  # thousands apart; no trailing zeros
-            FuncFormatter(lambda x, _: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.6g}")
-        )

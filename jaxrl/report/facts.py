@@ -202,11 +202,11 @@ class Facts:
 def facts_of(run: RunFiles) -> Facts:
     """Collects the facts of a run for its report."""
     evaluations = evaluations_of(run)
-    asked = [found for found in run.evaluations if found["questions"]]
+    asked = [evaluation for evaluation in run.evaluations if evaluation["questions"]]
     # Shown are answers of the last evaluation, sampled ones where there are any.
     suites = list(asked[-1]["questions"]) if asked else []
     suite = min(suites, key=lambda s: [*SUITES, s].index(s), default=None)
-    with_suite = [found for found in asked if suite in found["questions"]]
+    with_suite = [evaluation for evaluation in asked if suite in evaluation["questions"]]
     pairs, changes = compare_questions(with_suite, suite) if suite else ([], {})
     last = asked[-1]["questions"] if asked else {}
     final = [evaluation for evaluation in evaluations if evaluation.stage == "evaluate"]
@@ -233,10 +233,10 @@ def facts_of(run: RunFiles) -> Facts:
     )
 
 
-def _where(found: dict[str, Any]) -> str:
-    place, weights = f"step {found['step']}", found["weights_step"]
-    place += f", weights of step {weights}" if weights != found["step"] else ""
-    return f"{STAGES.get(found['stage'], found['stage'])}, {place}"
+def _where(record: dict[str, Any]) -> str:
+    place, weights = f"step {record['step']}", record["weights_step"]
+    place += f", weights of step {weights}" if weights != record["step"] else ""
+    return f"{STAGES.get(record['stage'], record['stage'])}, {place}"
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
@@ -255,9 +255,9 @@ def evaluations_of(run: RunFiles) -> list[Evaluation]:
     """Collects scores: from the records, and from the files of `eval/` what these lack."""
     scores: dict[tuple[int, str], dict[str, dict[str, Score]]] = {}
     weights: dict[tuple[int, str], int] = {}
-    for found in (*run.records, *run.evaluations):
-        if isinstance(found.get("weights_step"), int):
-            weights[found["step"], found["stage"]] = found["weights_step"]
+    for record in (*run.records, *run.evaluations):
+        if isinstance(record.get("weights_step"), int):
+            weights[record["step"], record["stage"]] = record["weights_step"]
     for record in run.records:
         for key, value in record.items():
             match, number = _SCORE.fullmatch(key), number_of(value)
@@ -267,13 +267,13 @@ def evaluations_of(run: RunFiles) -> list[Evaluation]:
                 count = _scored({n: record.get(f"val-aux/{data_set}/{n}/{suite}") for n in names})
                 at = scores.setdefault((record["step"], record["stage"]), {})
                 at.setdefault(suite, {})[data_set] = _score(number, None, count)
-    for found in run.evaluations:
-        at = scores.setdefault((found["step"], found["stage"]), {})
-        for suite, by_set in mapping(found.get("summary")).items():
+    for evaluation in run.evaluations:
+        at = scores.setdefault((evaluation["step"], evaluation["stage"]), {})
+        for suite, by_set in mapping(evaluation.get("summary")).items():
             for data_set, means in mapping(by_set).items():
                 number = number_of(mapping(means).get("exact_match"))
                 if number is not None:
-                    interval: Any = found.get("intervals")
+                    interval: Any = evaluation.get("intervals")
                     for key in (suite, data_set, "exact_match"):
                         interval = mapping(interval).get(key)
                     count = _scored(means)
@@ -304,12 +304,12 @@ def _score(value: float, interval: Any, count: int | None) -> Score:
 
 def first_and_last(evaluations: Sequence[Evaluation]) -> list[Row]:
     """Each suite's and data set's first and last score; the suites in their usual order."""
-    found: dict[tuple[str, str], list[tuple[int, Score]]] = {}
+    histories: dict[tuple[str, str], list[tuple[int, Score]]] = {}
     for evaluation in evaluations:
         for suite, by_set in evaluation.scores.items():
             for data_set, score in by_set.items():
-                found.setdefault((suite, data_set), []).append((evaluation.weights_step, score))
-    order = [*SUITES, *dict.fromkeys(suite for suite, _ in found if suite not in SUITES)]
+                histories.setdefault((suite, data_set), []).append((evaluation.weights_step, score))
+    order = [*SUITES, *dict.fromkeys(suite for suite, _ in histories if suite not in SUITES)]
     return [
         Row(
             suite=suite,
@@ -319,7 +319,7 @@ def first_and_last(evaluations: Sequence[Evaluation]) -> list[Row]:
             steps=(scores[0][0], scores[-1][0]),
         )
         for (suite, data_set), scores in sorted(
-            found.items(), key=lambda item: (item[0][1] != "all", order.index(item[0][0]))
+            histories.items(), key=lambda item: (item[0][1] != "all", order.index(item[0][0]))
         )
     ]
 
@@ -328,11 +328,11 @@ def parts_of(evaluations: Sequence[dict[str, Any]]) -> list[Part]:
     """Parts of the reward in evaluations, those with weight first."""
     weights: dict[str, float] = {}
     means: dict[str, dict[str, list[Score]]] = {}
-    for found in evaluations:
-        for suite, own in mapping(found.get("reward_weights")).items():
-            by_set = mapping(mapping(found.get("summary")).get(suite))
-            intervals = mapping(mapping(found.get("intervals")).get(suite))
-            for name, weight in mapping(own).items():
+    for evaluation in evaluations:
+        for suite, by_part in mapping(evaluation.get("reward_weights")).items():
+            by_set = mapping(mapping(evaluation.get("summary")).get(suite))
+            intervals = mapping(mapping(evaluation.get("intervals")).get(suite))
+            for name, weight in mapping(by_part).items():
                 mean = number_of(mapping(by_set.get("all")).get(name))
                 if mean is not None and (known := number_of(weight)) is not None:
                     weights[name] = known
@@ -370,12 +370,12 @@ def held_out(facts: Facts) -> dict[tuple[str, str], tuple[Score | None, Score]]:
 
 def gain(facts: Facts) -> str:
     """The result of a run in a line: held-out scores before and after; "" where it has none."""
-    told: dict[str, list[str]] = {}
+    by_measure: dict[str, list[str]] = {}
     for (measure, suite), (before, after) in held_out(facts).items():
         name = SUITES[suite][0] if suite in SUITES else suite
         start = "" if before is None else f"{before.value:.3f} -> "
-        told.setdefault(measure, []).append(f"{name} {start}{after.value:.3f}")
-    return "; ".join(f"{measure}: {', '.join(scores)}" for measure, scores in told.items())
+        by_measure.setdefault(measure, []).append(f"{name} {start}{after.value:.3f}")
+    return "; ".join(f"{measure}: {', '.join(scores)}" for measure, scores in by_measure.items())
 
 
 def is_right(record: dict[str, Any]) -> bool | None:
@@ -394,8 +394,8 @@ def compare_questions(
     kind: always the first ones, so that nothing is picked by hand.
     """
 
-    def by_id(found: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-        records = found["questions"].get(suite, [])
+    def by_id(evaluation: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+        records = evaluation["questions"].get(suite, [])
         return {(str(r.get("task_id")), str(r.get("sample_index", 0))): r for r in records}
 
     first, last = by_id(evaluations[0]), by_id(evaluations[-1])
@@ -418,13 +418,13 @@ def compare_questions(
     other_set = [p for p, of in zip(pairs[best], sources, strict=True) if of != sources[0]]
     shown = [*pairs[best][:1], *(other_set or pairs[best][1:])[:1]]
     shown += [pair for name in others for pair in pairs[name][:1]]
-    return shown, {name: len(found) for name, found in pairs.items()}
+    return shown, {name: len(changed) for name, changed in pairs.items()}
 
 
 def group_failures(questions: dict[str, list[dict[str, Any]]], suite: str | None) -> list[Failures]:
     """Failures of one evaluation by kind, most frequent in the shown suite first."""
     kinds = {name: [failure_kind(r) for r in records] for name, records in questions.items()}
-    counts = {name: Counter(k for k in found if k) for name, found in kinds.items()}
+    counts = {name: Counter(k for k in of_suite if k) for name, of_suite in kinds.items()}
     example: dict[str, dict[str, Any]] = {}
     shown = suite or ""
     for record, kind in zip(questions.get(shown, []), kinds.get(shown, []), strict=True):
@@ -445,11 +445,11 @@ def failure_kind(record: dict[str, Any]) -> str | None:
         return None
     if outcome in KINDS:
         return str(outcome)
-    found = [s.text for s in segments(str(record.get("response", ""))) if s.kind == "information"]
-    if not found and not record.get("searches"):
+    results = [s.text for s in segments(str(record.get("response", ""))) if s.kind == "information"]
+    if not results and not record.get("searches"):
         return "no_search"
     # Whole words: "Ann" is not found in "Annapolis".
-    text = f" {normalize_answer(' '.join(found))} "
+    text = f" {normalize_answer(' '.join(results))} "
     answers = [normalize_answer(str(answer)) for answer in record["answers"]]
     return "found" if any(a and f" {a} " in text for a in answers) else "not_found"
 
@@ -481,13 +481,14 @@ def timings_of(records: Sequence[dict[str, Any]]) -> list[Timing]:
     """
     timings = []
     for stage in dict.fromkeys(record["stage"] for record in records):
-        own = [record for record in records if record["stage"] == stage]
+        of_stage = [record for record in records if record["stage"] == stage]
 
-        def total(*names: str, own: list[dict[str, Any]] = own) -> float:
-            return sum(number_of(record.get(name)) or 0.0 for record in own for name in names)
+        # An argument with a default, as the loop goes on to other records.
+        def total(*names: str, of_stage: list[dict[str, Any]] = of_stage) -> float:
+            return sum(number_of(r.get(name)) or 0.0 for r in of_stage for name in names)
 
         parts = {part: total(*names) for part, names in PARTS.items()}
-        steps = [record for record in own if "timing_s/step" in record]
+        steps = [record for record in of_stage if "timing_s/step" in record]
         step_s = total("timing_s/step")
         if not total("timing_s/update_actor"):  # a supervised step is nothing but its update
             parts["update"] = step_s - parts["generation"]
@@ -549,16 +550,17 @@ def progress_of(run: RunFiles) -> list[Progress]:
     wanted = stages if isinstance(stages, tuple | list) else ()
     progress = []
     for stage in (name for name in STAGES if name in wanted or name in seen):
-        own = [record for record in run.records if record["stage"] == stage]
-        done = sum("timing_s/step" in record for record in own)
+        of_stage = [record for record in run.records if record["stage"] == stage]
+        done = sum("timing_s/step" in record for record in of_stage)
         total = number_of(planned.get(stage))
         # Warm start comes before training; an evaluation may stand anywhere.
         is_done = total is not None and done >= total
         is_done |= stage == "sft" and "train" in seen
-        is_done |= any(record.get("stopped_early") for record in own)
+        is_done |= any(record.get("stopped_early") for record in of_stage)
         if stage == "evaluate":
-            done, total, is_done = min(len(own), 1), 1, bool(own)
+            done, total, is_done = min(len(of_stage), 1), 1, bool(of_stage)
         num_planned = None if total is None else int(total)
-        found = Progress(stage=stage, num_done=done, num_planned=num_planned, is_done=is_done)
-        progress.append(found)
+        progress.append(
+            Progress(stage=stage, num_done=done, num_planned=num_planned, is_done=is_done)
+        )
     return progress

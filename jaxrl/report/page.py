@@ -89,8 +89,8 @@ def spread_of(runs: Sequence[Facts], name: tuple[str, str]) -> tuple[str, str, i
         runs: seeds of one configuration.
         name: measure and suite, as of `held_out`.
     """
-    found = [held_out(run).get(name) for run in runs if run.is_finished]
-    scores = [pair for pair in found if pair]
+    finished = [held_out(run) for run in runs if run.is_finished]
+    scores = [scores_of[name] for scores_of in finished if name in scores_of]
     before = [first.value for first, _ in scores if first]
     after = spread([last.value for _, last in scores])
     return spread(before) if len(before) == len(scores) else "", after, len(scores)
@@ -146,16 +146,16 @@ def _ending(path: Any) -> str:
     return "/".join(Path(str(path or "")).parts[-2:])
 
 
-def score(found: Score | None) -> str:
+def score(exact_match: Score | None) -> str:
     """A share with three digits."""
-    return "–" if found is None else f"{found.value:.3f}"
+    return "–" if exact_match is None else f"{exact_match.value:.3f}"
 
 
-def interval(found: Score | None) -> str:
+def interval(exact_match: Score | None) -> str:
     """The 95% interval of a score."""
-    if found is None or found.low is None or found.high is None:
+    if exact_match is None or exact_match.low is None or exact_match.high is None:
         return ""
-    return f"{found.low:.3f} to {found.high:.3f}"
+    return f"{exact_match.low:.3f} to {exact_match.high:.3f}"
 
 
 def change(row: Row) -> str:
@@ -216,5 +216,5 @@ def image_files(record: Mapping[str, Any]) -> list[str]:
 def pieces(record: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """A record's response in pieces: kind, what to call it, text."""
     names = {"information": "found", "forged": "forged result", "text": "untagged"}
-    found = segments(str(record.get("response") or ""))
-    return [(piece.kind, names.get(piece.kind, piece.kind), piece.text) for piece in found]
+    parts = segments(str(record.get("response") or ""))
+    return [(part.kind, names.get(part.kind, part.kind), part.text) for part in parts]

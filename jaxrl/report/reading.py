@@ -65,10 +65,22 @@ def read_run(workdir: Path) -> RunFiles:
         problems.append(f"{len(bad)} lines of {HISTORY} are cut or damaged")
     changes = []
     for line in (line for line in lines if line["changes"]):
+        by_key = {key: mapping(change) for key, change in line["changes"].items()}
         accepted = line.get("accepted")
-        own = {key: mapping(change) for key, change in line["changes"].items()}
-        own_accepted = accepted if isinstance(accepted, list) else []
-        changes.append({**line, "changes": own, "accepted": own_accepted})
+        accepted = accepted if isinstance(accepted, list) else []
+        changes.append({**line, "changes": by_key, "accepted": accepted})
+    # What a watch has seen; most runs have no such file.
+    path = workdir / "sentinel.jsonl"
+    signs = []
+    written = _try(path, lambda p: p.read_bytes().splitlines(), problems) if path.exists() else []
+    for line in written or []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            sign = parse_json(line, path.name)
+            kinds = (("step", int), ("sign", str), ("text", str), ("action", str))
+            if all(isinstance(sign[name], kind) for name, kind in kinds):
+                signs.append(sign)
+    if num_bad := len(written or []) - len(signs):
+        problems.append(f"{num_bad} of {len(written)} lines of {path.name} are cut or damaged")
     return RunFiles(
         name=workdir.resolve().name,
         workdir=workdir,
@@ -79,23 +91,8 @@ def read_run(workdir: Path) -> RunFiles:
         problems=problems,
         changes=changes,
         error=_first_error(workdir, records, evaluations),
-        signs=_signs(workdir / "sentinel.jsonl", problems),
+        signs=signs,
     )
-
-
-def _signs(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Reads what a watch has seen; most runs have none."""
-    written = _try(path, lambda p: p.read_bytes().splitlines(), problems) if path.exists() else []
-    signs = []
-    for line in written or []:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            sign = parse_json(line, path.name)
-            kinds = (("step", int), ("sign", str), ("text", str), ("action", str))
-            if all(isinstance(sign[name], kind) for name, kind in kinds):
-                signs.append(sign)
-    if num_bad := len(written or []) - len(signs):
-        problems.append(f"{num_bad} of {len(written)} lines of {path.name} are cut or damaged")
-    return signs
 
 
 def _first_error(
@@ -110,7 +107,7 @@ def _first_error(
             return next(str(turn["error"]) for turn in turns if turn["error"])
         except (OSError, ValueError, KeyError, TypeError, StopIteration):
             pass  # not written, or not to be read
-    asked = [q for found in evaluations for qs in found["questions"].values() for q in qs]
+    asked = [q for evaluation in evaluations for qs in evaluation["questions"].values() for q in qs]
     return next((str(question["error"]) for question in asked if question.get("error")), "")
 
 
@@ -153,7 +150,7 @@ def _read_evaluations(
         for name, path in names
         if name and int(name[2]) <= end
     ]
-    found: list[dict[str, Any]] = []
+    evaluations: list[dict[str, Any]] = []
     first: dict[str, Any] = {}  # by suite
     last: dict[str, Any] = {}
     for at, path in sorted(places, key=lambda item: place(item[0])):
@@ -170,16 +167,15 @@ def _read_evaluations(
                     record["answers"] = answers if isinstance(answers, list) else []
                     record["outcome"] = outcome if isinstance(outcome, str) else ""
                     asked.setdefault(suite, []).append(record)
-        found.append({**content, **at, "weights_step": weights, "questions": {}})
+        evaluations.append({**content, **at, "weights_step": weights, "questions": {}})
         if asked:
-            new = {suite: found[-1] for suite in asked if suite not in first}
-            first |= new
-            if last:
+            first |= {suite: evaluations[-1] for suite in asked if suite not in first}
+            if last:  # no longer: it keeps the suites that it was the first to have
                 kept = [suite for suite in last["questions"] if first[suite] is last]
                 last["questions"] = {suite: last["questions"][suite] for suite in kept}
-            last = found[-1]
+            last = evaluations[-1]
             last["questions"] = asked
-    return found
+    return evaluations
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -187,7 +183,7 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def place(found: dict[str, Any]) -> tuple[int, int]:
+def place(record: dict[str, Any]) -> tuple[int, int]:
     """Key that sorts records and evaluations in the order of a run: step, then stage."""
-    stage = found["stage"]
-    return found["step"], STAGES.index(stage) if stage in STAGES else len(STAGES)
+    stage = record["stage"]
+    return record["step"], STAGES.index(stage) if stage in STAGES else len(STAGES)

@@ -27,21 +27,21 @@ def table(groups: Sequence[Group]) -> str:
     """
     runs = [run for group in groups for run in group.runs]
     scores = list(dict.fromkeys(name for run in runs for name in held_out(run)))
-    found = Table(box=box.SIMPLE, pad_edge=False)
-    found.add_column("run", overflow="fold")
+    grid = Table(box=box.SIMPLE, pad_edge=False)
+    grid.add_column("run", overflow="fold")
     if len(groups) > 1:
-        found.add_column("what differs", overflow="fold")
+        grid.add_column("what differs", overflow="fold")
     # Names and settings are folded; a number that is cut is another number.
-    found.add_column("step", justify="right", no_wrap=True)
+    grid.add_column("step", justify="right", no_wrap=True)
     for measure, suite in scores:
         head = Text(visible(f"{measure},\n{SUITES.get(suite, (suite,))[0]}"))
-        found.add_column(head, no_wrap=True)
-    found.add_column("tokens\nsampled", justify="right", no_wrap=True)
-    found.add_column("time", justify="right", no_wrap=True)
+        grid.add_column(head, no_wrap=True)
+    grid.add_column("tokens\nsampled", justify="right", no_wrap=True)
+    grid.add_column("time", justify="right", no_wrap=True)
 
     def add(*cells: str) -> None:
         # Not as markup: names, keys and values are foreign text.
-        found.add_row(*(Text(cell) for cell in cells))
+        grid.add_row(*(Text(cell) for cell in cells))
 
     for group in groups:
         settings = []
@@ -68,7 +68,7 @@ def table(groups: Sequence[Group]) -> str:
             add("mean ± deviation", *differs, "", *means, "", "")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.width = max(width, Measurement.get(console, console.options, found).minimum)
+    console.width = max(width, Measurement.get(console, console.options, grid).minimum)
     with console.capture() as lines:
-        console.print(found)
+        console.print(grid)
     return "\n".join(line.rstrip() for line in lines.get().splitlines() if line.strip())
