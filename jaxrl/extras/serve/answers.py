@@ -125,7 +125,7 @@ class Sample:
     """One sample of an answer: its pieces so far."""
 
     def __init__(self) -> None:
-        """Nothing has come yet."""
+        """Begins without a piece."""
         self.pieces: list[Piece] = []
         self.job: Job | None = None
         self._changed = asyncio.Event()
