@@ -77,7 +77,7 @@ def offered_tools(
     Raises:
         ValueError: a server cannot be reached, or is configured by what there is not.
     """
-    found: list[Tool] = []
+    tools: list[Tool] = []
     for spec in specs:
         try:
             server = McpServer(spec, deadline_s=deadline_s)
@@ -86,8 +86,8 @@ def offered_tools(
             raise ValueError(f"config.env.search.mcp holds {spec!r}: {error}.") from error
         names = ", ".join(tool.name for tool in offered)
         log(f"the MCP server {server.name!r} offers {names}")
-        found += offered
-    return found
+        tools += offered
+    return tools
 
 
 class McpServer:
@@ -132,10 +132,10 @@ class McpServer:
         Raises:
             ToolError: it cannot be reached, or lists none.
         """
-        found = self._ask(self._list())
-        if not found:
+        listed = self._ask(self._list())
+        if not listed:
             raise ToolError(f"the MCP server {self.name!r} lists no tools")
-        return [McpTool(self, tool) for tool in found]
+        return [McpTool(self, tool) for tool in listed]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Calls a tool of the server; an error that it reports is an answer too.
@@ -167,13 +167,13 @@ class McpServer:
 
     async def _list(self) -> list[Any]:
         client = await self._client()
-        found: list[Any] = []
+        tools: list[Any] = []
         cursors: list[str | None] = [None]
-        while len(found) <= _MAX_TOOLS and len(cursors) <= _MAX_PAGES:
+        while len(tools) <= _MAX_TOOLS and len(cursors) <= _MAX_PAGES:
             page = await client.list_tools(cursor=cursors[-1])
-            found += page.tools
-            if page.next_cursor is None and len(found) <= _MAX_TOOLS:
-                return found
+            tools += page.tools
+            if page.next_cursor is None and len(tools) <= _MAX_TOOLS:
+                return tools
             if page.next_cursor in cursors[1:]:
                 raise ToolError(
                     f"the MCP server {self.name!r} names the same page again of its tools"
@@ -394,16 +394,16 @@ class McpTool(JsonTool):
             ToolError: it could not be done.
         """
         try:
-            found = _checkers().ask({"schema": self._schema_text, **question})
+            reply = _checkers().ask({"schema": self._schema_text, **question})
         except (WorkerLostError, TimeoutError) as error:
             raise ToolError(f"the arguments of {self.name!r} cannot be checked: {error}") from error
-        if "error" in found:
+        if "error" in reply:
             raise ToolError(
                 f"the MCP server {self._server.name!r} gives the tool {self.name!r} a schema by "
-                f"which a check was not done after {_CHECK_S:g} s of computing ({found['error']}); "
+                f"which a check was not done after {_CHECK_S:g} s of computing ({reply['error']}); "
                 "leave that tool out, or have its schema made simpler"
             )
-        return found["problem"]
+        return reply["problem"]
 
     def run(self, call: str, /) -> str:
         """Calls the tool on the server.

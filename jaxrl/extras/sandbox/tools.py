@@ -79,11 +79,11 @@ class ProcessTool(Tool):
         """
         self._timeout_s, self._max_memory, self._max_output = timeout_s, max_memory, max_output
         try:
-            found = self.run("print(6 * 7)")
+            answer = self.run("print(6 * 7)")
         except ToolError as error:
             raise ValueError(f"{error}. {self.remedy}") from error
-        if found != "42":
-            raise ValueError(f"the sandbox answers print(6 * 7) with {found!r}. {self.remedy}")
+        if answer != "42":
+            raise ValueError(f"the sandbox answers print(6 * 7) with {answer!r}. {self.remedy}")
 
     @property
     @abc.abstractmethod
@@ -127,12 +127,16 @@ class ProcessTool(Tool):
 
     def _run_once(self, code: str, ends: float, is_second: bool) -> str | None:
         """The answer; None where the process was killed."""
+        limits = {
+            **{"AS": self._max_memory, "FSIZE": self._max_memory, "CORE": 0, "NPROC": 0},
+            **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
+        }
         scratch = tempfile.mkdtemp(prefix="jaxrl-sandbox-")
         try:
             with tempfile.TemporaryFile() as source:
                 source.write(code.encode("utf-8", "surrogatepass"))
                 source.seek(0)
-                program = ["-I", self.child, json.dumps(self._limits())]
+                program = ["-I", self.child, json.dumps(limits)]
                 child = Child(
                     self.command(program, scratch),
                     what="the process",
@@ -147,12 +151,6 @@ class ProcessTool(Tool):
                 return self._answer(child, ends, is_second)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-    def _limits(self) -> dict[str, int]:
-        return {
-            **{"AS": self._max_memory, "FSIZE": self._max_memory, "CORE": 0, "NPROC": 0},
-            **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
-        }
 
     def _answer(self, child: Child, ends: float, is_second: bool) -> str | None:
         ended = self._await_end(child, ends)

@@ -209,15 +209,15 @@ def kill_marked(mark: str) -> None:
     """
     sought, own = mark.encode(), os.getpid()
     for _ in range(20):  # they may start others meanwhile
-        killed = []
+        marked = []
         for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
             with contextlib.suppress(OSError):
                 with open(f"/proc/{name}/environ", "rb") as file:  # of one that is dead it is empty
                     is_marked = int(name) != own and sought in file.read()
                 if is_marked:
-                    killed.append(name)
+                    marked.append(name)
                     os.kill(int(name), signal.SIGKILL)
-        if not killed:
+        if not marked:
             return
         time.sleep(0.01)
 
