@@ -174,7 +174,7 @@ class Programs:
         return append_block(platform, model.num_heads, model.num_kv_heads)
 
     def _split(self, cache: Cache) -> Cache:
-        """Pages and heads stay split over the mesh, whatever the compiler would prefer."""
+        """Keeps pages and heads split over the mesh, whatever the compiler would prefer."""
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
 
     def _by_row(self, values: Any) -> Any:
@@ -291,12 +291,12 @@ class Programs:
                 f"not leave {missing[0]!r}, which it declares, in `through.beside.recorded`; set "
                 "it to False."
             )
-        for name, one in self.recorded.items():
+        for name, declared in self.recorded.items():
             array = beside.recorded[name]
-            if (array.shape, array.dtype) != ((num_tokens, *one.shape), one.dtype):
+            if (array.shape, array.dtype) != ((num_tokens, *declared.shape), declared.dtype):
                 raise ValueError(
-                    f"{type(self.architecture).__name__} declares {name!r} as {one.dtype} "
-                    f"{list(one.shape)} by token, but a pass over {num_tokens} tokens leaves "
+                    f"{type(self.architecture).__name__} declares {name!r} as {declared.dtype} "
+                    f"{list(declared.shape)} by token, but a pass over {num_tokens} tokens leaves "
                     f"{array.dtype} {list(array.shape)}; mend `recorded` or the pass."
                 )
         return {name: self._by_row(beside.recorded[name]) for name in self.recorded}
@@ -404,8 +404,9 @@ class Programs:
             )
             return state, chunk, report
 
-        one = partial(step, *self._reader(cache, rows.tables[:, :past_pages]))
-        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, one, (state, chunk, report))
+        one_step = partial(step, *self._reader(cache, rows.tables[:, :past_pages]))
+        begun = (state, chunk, report)
+        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, one_step, begun)
         write = self._each_shard(_write_chunk, (_PAGES, _ROWS, _ROWS, _ROWS, self._chunk), _PAGES)
         cache = jax.tree.map(
             lambda pages, new: write(pages, rows.tables, cached, state.length - cached, new),

@@ -360,7 +360,18 @@ class Engine:
         self._make_start = jax.jit(
             lambda: (programs.empty_state(), programs.nothing_seen(self._max_units))
         )
-        self._stops = _stop_tables(automaton, architecture.vocab_size, eos_ids, mesh)
+        # The automaton's tables are padded to the model's vocabulary, and lie on every device.
+        padding = ((0, 0), (0, architecture.vocab_size - automaton.is_hit.shape[1]))
+        is_end = np.zeros(architecture.vocab_size, bool)
+        is_end[list(eos_ids)] = True
+        self._stops = jax.device_put(
+            StopTables(
+                next_state=np.pad(automaton.next_state, padding),
+                is_hit=np.pad(automaton.is_hit, padding),
+                is_end=is_end,
+            ),
+            replicated(mesh),
+        )
         self._weights: Params | None = None
         self._next_request = 0
         self._temperature = self._top_p = 1.0  # of all requests there are
@@ -374,7 +385,7 @@ class Engine:
         self._forget()
 
     def _forget(self) -> None:
-        """No requests, and all pages free."""
+        """Forgets all requests, and frees all pages."""
         self._rows: dict[int, Row] = {}  # of all shards, by request
         self._queue: deque[tuple[int, Request]] = deque()
         self._in_flight: deque[_Chunk] = deque()
@@ -614,7 +625,7 @@ class Engine:
         return np.float32(self._temperature), np.float32(self._top_p)
 
     def _check_budget(self, length: int, budget: int) -> None:
-        """A row that may sample nothing would neither run nor stop, one too long has no pages."""
+        """Refuses a row that would neither run nor stop, or for which there are too few pages."""
         if budget < 1:
             raise ValueError(f"a request may sample {budget} tokens; expected at least 1.")
         if length + budget > self._max_total_tokens:
@@ -1082,6 +1093,7 @@ class Engine:
         small, large = self.append_sizes[0], self.append_sizes[-1]
         while any(pieces):
             left = max(len(of_shard) for of_shard in pieces) * self.programs.block
+            # The large program only where less than half of what it reads is padding.
             size = large if left > max(small, large // 2) else small
             blocks, members = self._host_blocks(pieces, size)
             self._cache, arrays = self._append(
@@ -1164,20 +1176,3 @@ def _recorded(row: Row, report: decode.Report, index: int, count: int) -> Mappin
         name: np.concatenate([*(one[name] for one in before), array[index, :count]])
         for name, array in report.recorded.items()
     }
-
-
-def _stop_tables(
-    automaton: StopAutomaton, vocab_size: int, eos_ids: Sequence[int], mesh: Mesh
-) -> StopTables:
-    """The automaton's tables padded to the model's vocabulary, on every device."""
-    padding = ((0, 0), (0, vocab_size - automaton.is_hit.shape[1]))
-    is_end = np.zeros(vocab_size, bool)
-    is_end[list(eos_ids)] = True
-    return jax.device_put(
-        StopTables(
-            next_state=np.pad(automaton.next_state, padding),
-            is_hit=np.pad(automaton.is_hit, padding),
-            is_end=is_end,
-        ),
-        replicated(mesh),
-    )

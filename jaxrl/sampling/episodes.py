@@ -351,7 +351,7 @@ class EpisodePlayer:
         return reply
 
     def _tokens(self, images: Sequence[Attachment]) -> list[int]:
-        """Tokens of each."""
+        """Number of tokens of each image."""
         return [self._reader.num_units(image) for image in images]
 
     def _give_up(self) -> StepResult:

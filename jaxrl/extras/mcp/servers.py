@@ -33,7 +33,7 @@ _SHOWN = 500  # characters of what a server wrote on its standard error
 
 
 def check_servers(specs: Sequence[Any]) -> None:
-    """Refuses servers in `config.env.search.mcp` of which cannot be told how to reach them.
+    """Refuses servers in `config.env.search.mcp` that do not say how to reach them.
 
     Raises:
         ValueError: says what is expected.
@@ -67,7 +67,7 @@ def _is_server(spec: Any) -> bool:
 def offered_tools(
     specs: Sequence[Mapping[str, Any]], deadline_s: float, log: Callable[[str], None]
 ) -> list[Tool]:
-    """The tools of servers that were checked, which are asked for them.
+    """Asks servers, which were checked, for their tools.
 
     Args:
         specs: one for each server, see `McpServer`.
@@ -196,7 +196,7 @@ class McpServer:
                 self._held = held = _Held()
                 held.task = asyncio.create_task(_hold(held, self._opener()))
                 _OPEN.add(held)
-                weakref.finalize(self, held.let_go).atexit = False
+                weakref.finalize(self, held.let_go).atexit = False  # `_end_all` waits for it then
             return await asyncio.shield(self._held.client)
 
     def _opener(self) -> Callable[[], Any]:
@@ -388,7 +388,7 @@ class McpTool(JsonTool):
             raise CallError(problem)
 
     def _problem(self, question: Mapping[str, Any]) -> str | None:
-        """Has a worker check arguments: of a few lines of schema, a check may take hours.
+        """Checks arguments in a worker: by a few lines of schema that may take hours.
 
         Raises:
             ToolError: it could not be done.

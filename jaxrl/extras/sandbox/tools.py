@@ -109,7 +109,7 @@ class ProcessTool(Tool):
         """The path of `CHILD` inside."""
 
     def run(self, code: str, /) -> str:
-        """Runs code: what it printed, or the type and text of its error.
+        """Runs code; returns what it printed, or the type and text of its error.
 
         A process that is killed may have been so from outside, as the system does when memory runs
         out, so its code runs again in what is left of its time. Where it is killed again, it is the
@@ -157,8 +157,9 @@ class ProcessTool(Tool):
         status = child.wait(_ENDING_S)
         if ended == "late" and is_second:  # maybe before it began: little time was left
             return TIMEOUT
-        ready, _, error = child.reported.partition(READY)
-        if ready or not child.reported.startswith(READY):
+        # What stands before `READY` is a failure of the sandbox, what stands behind it one of code.
+        before, _, error = child.reported.partition(READY)
+        if before or not child.reported.startswith(READY):
             if ended == "late":
                 raise ToolError("the Python sandbox failed: it did not start in time")
             told = child.reported.decode("utf-8", "replace").strip() or f"status {status}"

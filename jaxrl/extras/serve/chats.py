@@ -178,6 +178,7 @@ def read_reply(text: str, *, has_tools: bool) -> ChatMessage:
     if has_tools:
         calls = [_readable(one) for one in read_tool_calls(text).calls]
         if calls and None not in calls:
+            # A call among the thoughts is none.
             start = text.index(CALL, text.rfind("</think>") + 1)
             return ChatMessage(
                 role="assistant",
@@ -300,6 +301,7 @@ class Chats:
         eos_ids = self.tokenizer.eos_ids
         if not ids or ids[0] not in eos_ids:
             return None
+        # The end of the message is left out where the model has written it.
         return ids[int(stored[-1]) in eos_ids :]
 
     def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:

@@ -346,7 +346,7 @@ async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=[*waiting].index):
+            for task in sorted(done, key=[*waiting].index):  # a set; who waits longest goes first
                 stream = waiting.pop(task)
                 try:
                     yield task.result()

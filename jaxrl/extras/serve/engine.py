@@ -115,9 +115,9 @@ class ServedEngine(Engine):
 
     @property
     def lacks_pages(self) -> bool:
-        """True where requests that wait to go on would have to give up pages, or others lack them.
+        """True where requests that run, come back or come next lack pages that others hold.
 
-        For those that run or come next, not for rows in which to decode.
+        That they lack a row in which to be decoded does not count.
         """
         return any(map(self._is_short, self._shards)) or self._lacks_pages_for_next
 

@@ -380,7 +380,7 @@ class Endpoint:
         return any(hmac.compare_digest(given.encode(code), key) for code in ("latin-1", "utf-8"))
 
     async def _while_there(self, exchange: Exchange, work: Any) -> None:
-        """Does what a client wants, unless it leaves."""
+        """Does the work for a client, and breaks it off if the client leaves."""
         working = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(exchange.gone())
         leaving.add_done_callback(lambda _: working.cancel())

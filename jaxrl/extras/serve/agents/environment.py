@@ -31,7 +31,7 @@ class AgentSettings:
 
     @property
     def place(self) -> str:
-        """The function, of one that is here its file and name."""
+        """The function as `runner.load` takes it; of an agent that is here, file and name."""
         file = SHIPPED.get(self.function)
         return str(Path(__file__).with_name(file)) if file else self.function
 

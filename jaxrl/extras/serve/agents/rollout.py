@@ -167,7 +167,7 @@ class AgentRollout(EpisodePlayer):
         self._programs.open()
 
     def prompt_fits(self, task: Task) -> bool:
-        """Returns True of any task: what of it becomes a prompt is its agent's business."""
+        """Returns True for any task: its agent makes the prompts."""
         return True
 
     def __call__(
@@ -235,7 +235,7 @@ class AgentRollout(EpisodePlayer):
         return [next(scored) if game in over else None for game in games]
 
     def _listening(self) -> Worker:
-        """The engine's worker, paused; with the server, which is started where there is none."""
+        """The engine's worker, paused; the first call starts it and the server."""
         if self._worker is None:
             settings, tokenizer = self._settings, self._tokenizer
             self._worker = Worker(
@@ -314,7 +314,7 @@ class AgentRollout(EpisodePlayer):
             self._changed.wait(LOOK_S)
 
     def _num_playing(self) -> int:
-        """Agents that are there, but for those that wait until their groups go on."""
+        """Number of agents that run, without those that wait until their groups go on."""
         with self._lock:
             members = list(self._members.values())
         return sum(one.over is not None or one.since is not None for one in members)
@@ -441,7 +441,7 @@ class AgentRollout(EpisodePlayer):
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, which does not keep its object."""
+    """Wraps a method so that its object is not kept alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:

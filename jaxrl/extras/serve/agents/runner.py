@@ -182,7 +182,7 @@ async def _tell(stream: Any, data: bytes) -> None:
 
 
 async def _last(stream: Any) -> str:
-    """Reads a stream to its end; its last words."""
+    """Reads a stream to its end; returns the end of its text."""
     data = b""
     while piece := await stream.read(OUTPUT):
         data = (data + piece)[-OUTPUT:]
