@@ -1014,6 +1014,7 @@ class Engine:
         Attachments are embedded for as many rows at a time as there is room for. Text goes through
         the same programs; the embeddings that lie there from before are not read.
         """
+        small, large = self.append_sizes[0], self.append_sizes[-1]
         left = [deque(row for row in rows if row.unread) for rows in running]
         while any(left):
             rows = [self._next_readers(of_shard) for of_shard in left]
@@ -1026,7 +1027,19 @@ class Engine:
                 pieces.append(deque())
                 for row in of_shard:
                     pieces[-1].extend(self._pieces(row, units))
-            self._append_pieces(pieces)
+            while any(pieces):
+                longest = max(len(of_shard) for of_shard in pieces) * self.programs.block
+                # The large program only where less than half of what it reads is padding.
+                size = large if longest > max(small, large // 2) else small
+                blocks, members = self._host_blocks(pieces, size)
+                self._cache, arrays = self._append(
+                    self._weights, self._cache, blocks, self._seen, variant=size
+                )
+                if arrays:
+                    jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
+                    recorded = Recorded(arrays)
+                    for piece, index in members:
+                        piece.row.reads.append(Read(recorded, index, piece.num_tokens))
 
     def _next_readers(self, rows: deque[Row]) -> list[Row]:
         """The next rows of a shard, taken away, whose attachments can be seen together."""
@@ -1088,22 +1101,6 @@ class Engine:
         row.length += count
         row.unread, row.unread_attachments, row.unread_arrays = [], (), {}
         return pieces
-
-    def _append_pieces(self, pieces: list[deque[_Piece]]) -> None:
-        small, large = self.append_sizes[0], self.append_sizes[-1]
-        while any(pieces):
-            left = max(len(of_shard) for of_shard in pieces) * self.programs.block
-            # The large program only where less than half of what it reads is padding.
-            size = large if left > max(small, large // 2) else small
-            blocks, members = self._host_blocks(pieces, size)
-            self._cache, arrays = self._append(
-                self._weights, self._cache, blocks, self._seen, variant=size
-            )
-            if arrays:
-                jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
-                recorded = Recorded(arrays)
-                for piece, index in members:
-                    piece.row.reads.append(Read(recorded, index, piece.num_tokens))
 
     def _host_blocks(
         self, pieces: list[deque[_Piece]], num_tokens: int
