@@ -785,7 +785,7 @@ class Engine:
             for row in shard.short_of_pages:
                 missing = shard.missing(row)
                 while row.saved is None and missing > shard.pool.num_free:
-                    if shard.drop_kept():
+                    if shard.drop_kept():  # prompts that no row has go first
                         continue
                     if self._in_flight:  # its rows still write to their pages
                         return False

@@ -142,6 +142,7 @@ class Weights:
             self._own += made
             if is_free:
                 jax.block_until_ready(made)
+                # Of what was given up, arrays that are weights themselves stay; the others go.
                 taken = {self._same[place] for place in places if place not in wanted}
                 self._own += [arrays[p] for p in is_free & taken]
                 delete([arrays[p] for p in is_free - taken])

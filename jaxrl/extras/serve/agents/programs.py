@@ -202,6 +202,7 @@ class Programs:
                 for name, since in one.playing.items()
                 if since and now - since > REACTION_S
             ]
+            # A process that took note stays, though its agent is deaf; others are stuck.
             deaf = [(one, name) for one, name in late if name in one.warned]
             for process, name in deaf:
                 del process.playing[name]
