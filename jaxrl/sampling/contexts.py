@@ -49,12 +49,12 @@ def last_turns(turns: Sequence[PlayedTurn], count: int) -> list[int]:
 
 
 POLICIES: Mapping[str, Keep] = {"drop_observations": drop_observations, "last_turns": last_turns}
-"""By `rollout.context.name`."""
+"""Policies by `rollout.context.name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contexts:
-    """When a context ends, and how the next one begins.
+    """Rule by which a context ends and the next one begins.
 
     Attributes:
         name: out of `POLICIES`.

@@ -38,7 +38,7 @@ Array = Any
 """A device array, or its host copy."""
 
 RUNNING, STOP_STRING, END_OF_TURN, OUT_OF_BUDGET = 0, 1, 2, 3
-"""Why a row stopped: not at all, a stop string, an end-of-turn id, no tokens left."""
+"""Reasons why a row stopped: it has not, a stop string, an end-of-turn id, no tokens left."""
 
 _PAGES, _ROWS, _QUERIES = P(PIECES, "tensor"), P(PIECES), P(PIECES, None, "tensor")
 
@@ -174,7 +174,7 @@ class Programs:
         return append_block(platform, model.num_heads, model.num_kv_heads)
 
     def _split(self, cache: Cache) -> Cache:
-        """Pages and heads stay split over the mesh, whatever the compiler would prefer."""
+        """Keeps pages and heads split over the mesh, whatever the compiler would prefer."""
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
 
     def _by_row(self, values: Any) -> Any:
@@ -291,13 +291,13 @@ class Programs:
                 f"not leave {missing[0]!r}, which it declares, in `through.beside.recorded`; set "
                 "it to False."
             )
-        for name, one in self.recorded.items():
-            found = beside.recorded[name]
-            if (found.shape, found.dtype) != ((num_tokens, *one.shape), one.dtype):
+        for name, declared in self.recorded.items():
+            array = beside.recorded[name]
+            if (array.shape, array.dtype) != ((num_tokens, *declared.shape), declared.dtype):
                 raise ValueError(
-                    f"{type(self.architecture).__name__} declares {name!r} as {one.dtype} "
-                    f"{list(one.shape)} by token, but a pass over {num_tokens} tokens leaves "
-                    f"{found.dtype} {list(found.shape)}; mend `recorded` or the pass."
+                    f"{type(self.architecture).__name__} declares {name!r} as {declared.dtype} "
+                    f"{list(declared.shape)} by token, but a pass over {num_tokens} tokens leaves "
+                    f"{array.dtype} {list(array.shape)}; mend `recorded` or the pass."
                 )
         return {name: self._by_row(beside.recorded[name]) for name in self.recorded}
 
@@ -380,7 +380,10 @@ class Programs:
                 logits, uniforms[index], temperature, top_p, kind=kind
             )
             budget = state.budget - state.active
-            status = _status(stops, state.stop_state, token, budget)
+            # A stop string counts before an end-of-turn id, and that before an empty budget.
+            status = jnp.where(budget <= 0, OUT_OF_BUDGET, RUNNING)
+            status = jnp.where(stops.is_end[token], END_OF_TURN, status)
+            status = jnp.where(stops.is_hit[state.stop_state, token], STOP_STRING, status)
             stop_state = stops.next_state[state.stop_state, token].astype(jnp.int32)
             report = Report(
                 token_ids=report.token_ids.at[index].set(jnp.where(state.active, token, -1)),
@@ -401,8 +404,9 @@ class Programs:
             )
             return state, chunk, report
 
-        one = partial(step, *self._reader(cache, rows.tables[:, :past_pages]))
-        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, one, (state, chunk, report))
+        one_step = partial(step, *self._reader(cache, rows.tables[:, :past_pages]))
+        begun = (state, chunk, report)
+        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, one_step, begun)
         write = self._each_shard(_write_chunk, (_PAGES, _ROWS, _ROWS, _ROWS, self._chunk), _PAGES)
         cache = jax.tree.map(
             lambda pages, new: write(pages, rows.tables, cached, state.length - cached, new),
@@ -419,7 +423,7 @@ class Programs:
         return self._split(cache), self._widen(state), by_row
 
     def decode_packed(self, *arguments: Any) -> tuple[Cache, State, Packed]:
-        """As `decode_chunk`, for the host."""
+        """Decodes as `decode_chunk`, and packs the report for the host."""
         cache, state, report = self.decode_chunk(*arguments)
         numbers = [report.logprobs, report.entropies]
         ints = [jax.lax.bitcast_convert_type(one, jnp.int32) for one in numbers]
@@ -570,12 +574,3 @@ def _write_chunk(
     if chunk.ndim == 5:
         chunk = jnp.concatenate(chunk, axis=1)
     return kv_cache.write_tokens(pages, tables, start, counts, chunk)
-
-
-def _status(
-    stops: StopTables, stop_state: jax.Array, token: jax.Array, budget: jax.Array
-) -> jax.Array:
-    """Why each row stops at this token; a stop string counts before an empty budget."""
-    status = jnp.where(budget <= 0, OUT_OF_BUDGET, RUNNING)
-    status = jnp.where(stops.is_end[token], END_OF_TURN, status)
-    return jnp.where(stops.is_hit[stop_state, token], STOP_STRING, status)

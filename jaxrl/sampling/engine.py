@@ -22,6 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -152,8 +153,8 @@ def sample_keys(
         count = len(block[0])
         padded = [np.pad(x.astype(np.int32), (0, _KEY_BLOCK - count)) for x in block]
         with jax.default_device(device):
-            found = _sample_keys(seed, stage, step, *padded)
-        keys[start : start + count] = np.asarray(found)[:count]
+            of_block = _sample_keys(seed, stage, step, *padded)
+        keys[start : start + count] = np.asarray(of_block)[:count]
     return keys
 
 
@@ -205,7 +206,7 @@ def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> l
 
 
 def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
-    """Into how many tokens those to read are padded, the smaller first.
+    """Numbers of tokens to which those to read are padded, the smaller first.
 
     Reading few costs an accelerator what reading many does; a CPU computes the padding.
     """
@@ -216,7 +217,7 @@ def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
 
 
 def patch_sizes(max_units: int, unit: int) -> list[int]:
-    """Into how many patches of a shard attachments are padded, the smaller first.
+    """Numbers of patches to which a shard's attachments are padded, the smaller first.
 
     Args:
         max_units: of the attachments of one trajectory.
@@ -344,8 +345,33 @@ class Engine:
             patch_sizes(self._max_units, architecture.tower.unit) if architecture.tower else []
         )
         self.kinds = tuple(kinds)
-        self._declare()
-        self._stops = _stop_tables(automaton, architecture.vocab_size, eos_ids, mesh)
+        # The programs, compiled by `compile` or else when they are first called.
+        programs = self.programs
+        self._append = CompiledFunction(
+            programs.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
+        )
+        self._copy = CompiledFunction(programs.copy_pages, name="copy", donate_argnums=(0,))
+        self._swap = CompiledFunction(programs.swap_pages, name="swap", donate_argnums=(0,))
+        self._see = CompiledFunction(
+            programs.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
+        )
+        self._decode = self._declare_decode()
+        self._make_cache = jax.jit(programs.empty_cache, static_argnums=(0, 1))
+        self._make_start = jax.jit(
+            lambda: (programs.empty_state(), programs.nothing_seen(self._max_units))
+        )
+        # The automaton's tables are padded to the model's vocabulary, and lie on every device.
+        padding = ((0, 0), (0, architecture.vocab_size - automaton.is_hit.shape[1]))
+        is_end = np.zeros(architecture.vocab_size, bool)
+        is_end[list(eos_ids)] = True
+        self._stops = jax.device_put(
+            StopTables(
+                next_state=np.pad(automaton.next_state, padding),
+                is_hit=np.pad(automaton.is_hit, padding),
+                is_end=is_end,
+            ),
+            replicated(mesh),
+        )
         self._weights: Params | None = None
         self._next_request = 0
         self._temperature = self._top_p = 1.0  # of all requests there are
@@ -359,7 +385,7 @@ class Engine:
         self._forget()
 
     def _forget(self) -> None:
-        """No requests, and all pages free."""
+        """Forgets all requests, and frees all pages."""
         self._rows: dict[int, Row] = {}  # of all shards, by request
         self._queue: deque[tuple[int, Request]] = deque()
         self._in_flight: deque[_Chunk] = deque()
@@ -377,23 +403,6 @@ class Engine:
             )
             for index in range(self.num_shards)
         ]
-
-    def _declare(self) -> None:
-        """The programs, compiled by `compile` or else when they are first called."""
-        programs = self.programs
-        self._append = CompiledFunction(
-            programs.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
-        )
-        self._copy = CompiledFunction(programs.copy_pages, name="copy", donate_argnums=(0,))
-        self._swap = CompiledFunction(programs.swap_pages, name="swap", donate_argnums=(0,))
-        self._see = CompiledFunction(
-            programs.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
-        )
-        self._decode = self._declare_decode()
-        self._make_cache = jax.jit(programs.empty_cache, static_argnums=(0, 1))
-        self._make_start = jax.jit(
-            lambda: (programs.empty_state(), programs.nothing_seen(self._max_units))
-        )
 
     def set_chunk(self, num_steps: int) -> None:
         """Decodes from here on in chunks of so many steps, by a program of their own.
@@ -500,8 +509,8 @@ class Engine:
 
     def shapes(self) -> str:
         """The set of shapes that may be compiled, for people."""
-        own = [*map(self._row_sizes_of, self.kinds), self.append_sizes, self.patch_sizes]
-        *rows, read, see = ([size * self.num_shards for size in sizes] for sizes in own)
+        of_shard = [*map(self._row_sizes_of, self.kinds), self.append_sizes, self.patch_sizes]
+        *rows, read, see = ([size * self.num_shards for size in sizes] for sizes in of_shard)
         decode = ", ".join(f"{n} rows ({kind})" for n, kind in zip(rows, self.kinds, strict=True))
         return (
             f"decode {self.programs.num_steps} steps of {decode}; read {read} tokens; "
@@ -616,7 +625,7 @@ class Engine:
         return np.float32(self._temperature), np.float32(self._top_p)
 
     def _check_budget(self, length: int, budget: int) -> None:
-        """A row that may sample nothing would neither run nor stop, one too long has no pages."""
+        """Refuses a row that would neither run nor stop, or for which there are too few pages."""
         if budget < 1:
             raise ValueError(f"a request may sample {budget} tokens; expected at least 1.")
         if length + budget > self._max_total_tokens:
@@ -670,29 +679,29 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits or is queued."""
+        """True while nothing runs, waits or is queued."""
         return not self._queue and not self._rows
 
     @property
     def is_stalled(self) -> bool:
-        """Nothing happens before the caller resumes or finishes a request."""
+        """True where nothing happens before the caller resumes or finishes a request."""
         return not (self._in_flight or self._has_more)
 
     @property
     def _has_more(self) -> bool:
-        """Some row may run, come back or be admitted."""
+        """True where some row may run, come back or be admitted."""
         runs = any(row.saved is None and not row.is_waiting for row in self._rows.values())
         comes = any(shard.next_back() for shard in self._shards)
         return runs or comes or self._free_shard() is not None
 
     @property
     def is_busy(self) -> bool:
-        """The device has not done all that it was given."""
+        """True while the device has not done all that it was given."""
         return bool(self._in_flight) and not self._in_flight[-1].report.values.is_ready()
 
     @property
     def wait_cause(self) -> str:
-        """Why nothing more is decoded now, out of `WAITS`."""
+        """Cause for which nothing more is decoded now, out of `WAITS`."""
         if self._has_more:
             return "lag"
         is_short = self._queue or any(row.saved is not None for row in self._rows.values())
@@ -776,7 +785,7 @@ class Engine:
             for row in shard.short_of_pages:
                 missing = shard.missing(row)
                 while row.saved is None and missing > shard.pool.num_free:
-                    if shard.drop_kept():
+                    if shard.drop_kept():  # prompts that no row has go first
                         continue
                     if self._in_flight:  # its rows still write to their pages
                         return False
@@ -825,9 +834,9 @@ class Engine:
         request = self._queue[0][1]
         loads = loads or [shard.load for shard in self._shards]
         each = zip(self._shards, loads, strict=True)
-        rooms = [shard.room(request.prompt, request.budget, load) for shard, load in each]
-        found = [room for room in rooms if room]
-        return min(found)[-1] if found else None
+        each_room = (shard.room(request.prompt, request.budget, load) for shard, load in each)
+        rooms = [room for room in each_room if room]
+        return min(rooms)[-1] if rooms else None
 
     def _admit(self) -> None:
         """Moves requests from the queue to where there is room."""
@@ -891,7 +900,7 @@ class Engine:
         """
         if self._nothing is None:
             self._nothing = self._device_pages(lambda leaf: np.zeros(leaf, self.programs.dtype))
-        found = []
+        contents = []
         for start in range(0, max(len(sources), len(targets)), MOVED_PAGES):
             read, write = sources[start : start + MOVED_PAGES], targets[start : start + MOVED_PAGES]
             places = np.full((2, self.num_shards, MOVED_PAGES), self.num_pages, np.int32)
@@ -905,8 +914,8 @@ class Engine:
             )
             if read:
                 own = slice(shard * MOVED_PAGES, shard * MOVED_PAGES + len(read))
-                found.append(jax.tree.map(partial(_part, own), jax.device_get(outgoing)))
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *found) if found else ()
+                contents.append(jax.tree.map(itemgetter(own), jax.device_get(outgoing)))
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *contents) if contents else ()
 
     def _incoming(self, shard: int, saved: Any, first: int, count: int) -> Cache:
         """Saved pages where the program that writes them expects them."""
@@ -996,8 +1005,8 @@ class Engine:
             pending=pending, length=length, budget=budget, stop_state=stop_state, active=active
         )
         tables, keys = self._tables[slots], self._keys[slots]
-        given = Rows(source=source, state=state, tables=tables, keys=keys, offset=offset)
-        return given, members
+        chunk = Rows(source=source, state=state, tables=tables, keys=keys, offset=offset)
+        return chunk, members
 
     def _read_tokens(self, running: list[list[Row]]) -> None:
         """Reads what rows have to read before they are decoded, in pieces of `Programs.block`.
@@ -1005,6 +1014,7 @@ class Engine:
         Attachments are embedded for as many rows at a time as there is room for. Text goes through
         the same programs; the embeddings that lie there from before are not read.
         """
+        small, large = self.append_sizes[0], self.append_sizes[-1]
         left = [deque(row for row in rows if row.unread) for rows in running]
         while any(left):
             rows = [self._next_readers(of_shard) for of_shard in left]
@@ -1017,7 +1027,19 @@ class Engine:
                 pieces.append(deque())
                 for row in of_shard:
                     pieces[-1].extend(self._pieces(row, units))
-            self._append_pieces(pieces)
+            while any(pieces):
+                longest = max(len(of_shard) for of_shard in pieces) * self.programs.block
+                # The large program only where less than half of what it reads is padding.
+                size = large if longest > max(small, large // 2) else small
+                blocks, members = self._host_blocks(pieces, size)
+                self._cache, arrays = self._append(
+                    self._weights, self._cache, blocks, self._seen, variant=size
+                )
+                if arrays:
+                    jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
+                    recorded = Recorded(arrays)
+                    for piece, index in members:
+                        piece.row.reads.append(Read(recorded, index, piece.num_tokens))
 
     def _next_readers(self, rows: deque[Row]) -> list[Row]:
         """The next rows of a shard, taken away, whose attachments can be seen together."""
@@ -1064,8 +1086,8 @@ class Engine:
             arrays = {n: one.filled(count) for n, one in self._tower.arrays.items()}
             arrays |= row.unread_arrays
             if row.unread_attachments:
-                found = np.concatenate([next(units) for _ in row.unread_attachments])
-                arrays[UNITS][np.equal(row.unread, self._tower.token_id)] = found
+                places = np.concatenate([next(units) for _ in row.unread_attachments])
+                arrays[UNITS][np.equal(row.unread, self._tower.token_id)] = places
         pieces = [
             _Piece(
                 row,
@@ -1079,21 +1101,6 @@ class Engine:
         row.length += count
         row.unread, row.unread_attachments, row.unread_arrays = [], (), {}
         return pieces
-
-    def _append_pieces(self, pieces: list[deque[_Piece]]) -> None:
-        small, large = self.append_sizes[0], self.append_sizes[-1]
-        while any(pieces):
-            left = max(len(of_shard) for of_shard in pieces) * self.programs.block
-            size = large if left > max(small, large // 2) else small
-            blocks, members = self._host_blocks(pieces, size)
-            self._cache, arrays = self._append(
-                self._weights, self._cache, blocks, self._seen, variant=size
-            )
-            if arrays:
-                jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
-                recorded = Recorded(arrays)
-                for piece, index in members:
-                    piece.row.reads.append(Read(recorded, index, piece.num_tokens))
 
     def _host_blocks(
         self, pieces: list[deque[_Piece]], num_tokens: int
@@ -1166,24 +1173,3 @@ def _recorded(row: Row, report: decode.Report, index: int, count: int) -> Mappin
         name: np.concatenate([*(one[name] for one in before), array[index, :count]])
         for name, array in report.recorded.items()
     }
-
-
-def _part(which: slice, array: np.ndarray) -> np.ndarray:
-    return array[which]
-
-
-def _stop_tables(
-    automaton: StopAutomaton, vocab_size: int, eos_ids: Sequence[int], mesh: Mesh
-) -> StopTables:
-    """The automaton's tables padded to the model's vocabulary, on every device."""
-    padding = ((0, 0), (0, vocab_size - automaton.is_hit.shape[1]))
-    is_end = np.zeros(vocab_size, bool)
-    is_end[list(eos_ids)] = True
-    return jax.device_put(
-        StopTables(
-            next_state=np.pad(automaton.next_state, padding),
-            is_hit=np.pad(automaton.is_hit, padding),
-            is_end=is_end,
-        ),
-        replicated(mesh),
-    )

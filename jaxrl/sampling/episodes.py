@@ -86,7 +86,7 @@ class Limits:
 
 @dataclass(kw_only=True)
 class Schedule:
-    """When the environment's replies enter; all rollouts of a run have the same.
+    """Moments at which the environment's replies enter, the same in all rollouts of a run.
 
     Attributes:
         deterministic: by the number of chunks, waiting for the environment where need be, so that
@@ -351,7 +351,7 @@ class EpisodePlayer:
         return reply
 
     def _tokens(self, images: Sequence[Attachment]) -> list[int]:
-        """Tokens of each."""
+        """Number of tokens of each image."""
         return [self._reader.num_units(image) for image in images]
 
     def _give_up(self) -> StepResult:
@@ -361,10 +361,10 @@ class EpisodePlayer:
         late = failed_step(f"{type(self._env).__name__}.step: {why}")
         return dataclasses.replace(late, latency_s=deadline_s)
 
-    def _check_count(self, method: str, found: int, expected: int) -> None:
-        if found != expected:
+    def _check_count(self, method: str, count: int, expected: int) -> None:
+        if count != expected:
             raise ValueError(
-                f"{type(self._env).__name__}.{method} gave {found} results for {expected} "
+                f"{type(self._env).__name__}.{method} gave {count} results for {expected} "
                 "episodes; expected one for each, in their order."
             )
 
@@ -459,9 +459,9 @@ class EpisodePlayer:
     def _score(self, samples: Sequence[Sample], sampling: Sampling) -> list[Group]:
         size = sampling.group_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        found = [self._found([s for s in group if not s.has_failed]) for group in groups]
-        paid = self._pay([[finished for _, finished in of_task] for of_task in found])
-        for of_task, rewards in zip(found, paid, strict=True):
+        scored = [self._scored([s for s in group if not s.has_failed]) for group in groups]
+        paid = self._pay([[finished for _, finished in of_task] for of_task in scored])
+        for of_task, rewards in zip(scored, paid, strict=True):
             for (sample, finished), reward in zip(of_task, rewards, strict=True):
                 sample.reward_records = tuple(map(writable_record, finished.records))
                 if isinstance(reward, BaseException):
@@ -477,7 +477,7 @@ class EpisodePlayer:
             for group in groups
         ]
 
-    def _found(self, samples: Sequence[Sample]) -> list[tuple[Sample, Finished]]:
+    def _scored(self, samples: Sequence[Sample]) -> list[tuple[Sample, Finished]]:
         """Asks the environment for scores; a sample that it cannot score has failed instead."""
         if not samples:
             return []
@@ -494,7 +494,7 @@ class EpisodePlayer:
             if _ends_run(error):
                 raise
             if len(samples) > 1:  # one of them, maybe
-                return [one for sample in samples for one in self._found([sample])]
+                return [one for sample in samples for one in self._scored([sample])]
             samples[0].fail(error)
             return []
 

@@ -69,8 +69,8 @@ class Counts:
 
 
 WAITS = ("lag", "cache", "tasks")
-"""Why nothing is decoded while a reply is waited for: rows could be, but the reply is due; others
-have no room in the cache; all trajectories wait."""
+"""Causes for which nothing is decoded while a reply is waited for: rows could be, but the reply is
+due; others have no room in the cache; all trajectories wait."""
 
 
 class Sampler(Protocol):

@@ -141,13 +141,13 @@ def checked_reward(reward: Any) -> Reward:
     )
 
 
-def _check_types(method: str, found: Any, wanted: type, fields: Mapping[str, Any]) -> None:
+def _check_types(method: str, result: Any, wanted: type, fields: Mapping[str, Any]) -> None:
     """Refuses what is no `wanted`, or has a field of another type."""
     name = wanted.__name__
-    if not isinstance(found, wanted):
-        raise TypeError(f"{method} gave {type(found).__name__}; expected {name}")
+    if not isinstance(result, wanted):
+        raise TypeError(f"{method} gave {type(result).__name__}; expected {name}")
     for field_name, kind in fields.items():
-        value = getattr(found, field_name)
+        value = getattr(result, field_name)
         if not isinstance(value, kind):
             shown = getattr(kind, "__name__", kind)
             raise TypeError(f"{name}.{field_name} is {value!r:.100}; expected {shown}")

@@ -122,7 +122,11 @@ class Rollout(EpisodePlayer):
         going = [one for group in held.values() for one in group if id(one) not in asking]
         going = [one for one in going if one.episode.outcome is None]
         playing = self._begin(going, sampling) if going else {}
-        playing |= self._submit(fresh, new, sampling)
+        # Keys from a device that samples: another may be busy with an update.
+        for sample, key in zip(fresh, keys_of(new, sampling, self._engine.device), strict=True):
+            sample.key = key
+        opened = [sample for sample in fresh if sample.episode.outcome is None]
+        playing |= self._begin(opened, sampling)
         self._threads = Threads()
         try:
             with stopped_by(should_stop):
@@ -139,8 +143,8 @@ class Rollout(EpisodePlayer):
             self._engine.clear()
             self._held = {keys[i]: group for i, group in enumerate(groups) if i not in over}
             self._held_calls = calls
-        found = iter(self._score([one for place in over for one in groups[place]], sampling))
-        return [next(found) if place in over else None for place in range(len(groups))]
+        scored = iter(self._score([one for place in over for one in groups[place]], sampling))
+        return [next(scored) if place in over else None for place in range(len(groups))]
 
     def _take_held(
         self, keys: Sequence[tuple[int, int, int]], sampling: Sampling
@@ -260,21 +264,6 @@ class Rollout(EpisodePlayer):
             else:
                 members.append((event.request, sample, text))
         return members
-
-    def _submit(
-        self, samples: Sequence[Sample], draws: Sequence[Draw], sampling: Sampling
-    ) -> dict[int, Sample]:
-        """Hands the samples that are to be decoded to the engine; each by its request."""
-        # On a device that samples: another may be busy with an update.
-        keys = keys_of(draws, sampling, self._engine.device)
-        opened = [
-            (sample, key)
-            for sample, key in zip(samples, keys, strict=True)
-            if sample.episode.outcome is None
-        ]
-        for sample, key in opened:
-            sample.key = key
-        return self._begin([sample for sample, _ in opened], sampling)
 
     def _begin(self, samples: Sequence[Sample], sampling: Sampling) -> dict[int, Sample]:
         """Hands samples to the engine where they stand in a context; each by its request."""

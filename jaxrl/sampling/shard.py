@@ -61,7 +61,7 @@ class Prefix:
 
     @property
     def num_tokens(self) -> int:
-        """All but the last."""
+        """Tokens that its pages hold: all but the last."""
         return len(self.prompt.ids) - 1
 
 
@@ -175,7 +175,7 @@ class Shard:
             del self.prefixes[prefix.prompt]
 
     def _is_known(self, prefix: Prefix) -> bool:
-        """False of one that other weights read."""
+        """Return False for a prompt that was read with other weights."""
         return self.prefixes.get(prefix.prompt) is prefix
 
     def finish(self, row: Row, next_prompt: Prompt) -> None:
@@ -200,7 +200,7 @@ class Shard:
         return bool(kept)
 
     def forget_prompts(self) -> None:
-        """No later request shares what is there: other weights would read it otherwise."""
+        """Lets no later request share what is there, since other weights come."""
         self.drop_kept()
         self.prefixes.clear()
 
@@ -245,6 +245,7 @@ class Shard:
         prefix = self.prefixes.get(prompt)
         there = len(prefix.kept or prefix.shared) if prefix else 0
         has_pages = pages_for(longest, self._page_tokens) - there <= self.pool.num_free
+        # Best where the prompt was read before, then where the fewest rows run.
         return (prefix is None, load, self.index) if has_pages else None
 
     def admit(self, request: int, prompt: Prompt, *, slot: int, budget: int) -> Row:

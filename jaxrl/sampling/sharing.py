@@ -51,7 +51,6 @@ def shared(
             raise OutageError(outage)
         if any(part is None for part in parts):
             raise Interrupted("a rollout was asked to stop")
-        found = [group for part in parts for group in codecs.groups_from_json(part or ())]
-        return restored(found)
+        return restored([group for part in parts for group in codecs.groups_from_json(part or ())])
 
     return everywhere

@@ -80,8 +80,8 @@ class Weights:
         lie = jax.tree.leaves(param_shardings(self._mesh, policy))
         program = jax.make_jaxpr(self._prepare)(self._params)
         places = {id(variable): place for place, variable in enumerate(program.jaxpr.invars)}
-        found = [places.get(id(variable)) for variable in program.jaxpr.outvars]
-        pairs = zip(found, program.out_avals, jax.tree.leaves(self.layouts), strict=True)
+        params = [places.get(id(variable)) for variable in program.jaxpr.outvars]
+        pairs = zip(params, program.out_avals, jax.tree.leaves(self.layouts), strict=True)
         return {
             place: param
             for place, (param, shape, layout) in enumerate(pairs)
@@ -142,6 +142,7 @@ class Weights:
             self._own += made
             if is_free:
                 jax.block_until_ready(made)
+                # Of what was given up, arrays that are weights themselves stay; the others go.
                 taken = {self._same[place] for place in places if place not in wanted}
                 self._own += [arrays[p] for p in is_free & taken]
                 delete([arrays[p] for p in is_free - taken])
@@ -179,15 +180,15 @@ def related(program: Any) -> list[tuple[list[int], list[int]]]:
 
 def _needs(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
     """The sources of each output, given those of each input."""
-    found = {id(variable): needed for variable, needed in zip(jaxpr.invars, inputs, strict=True)}
+    sources = {id(variable): needed for variable, needed in zip(jaxpr.invars, inputs, strict=True)}
     for equation in jaxpr.eqns:
-        given = [found.get(id(variable), set()) for variable in equation.invars]
-        made = [set[int]().union(*given)] * len(equation.outvars)
+        needed = [sources.get(id(variable), set()) for variable in equation.invars]
+        made = [set[int]().union(*needed)] * len(equation.outvars)
         if equation.primitive.name in CALLS:
             [inner] = [x for x in equation.params.values() if isinstance(x, ClosedJaxpr)]
-            made = _needs(inner.jaxpr, given)
-        found |= zip(map(id, equation.outvars), made, strict=True)
-    return [found.get(id(variable), set()) for variable in jaxpr.outvars]
+            made = _needs(inner.jaxpr, needed)
+        sources |= zip(map(id, equation.outvars), made, strict=True)
+    return [sources.get(id(variable), set()) for variable in jaxpr.outvars]
 
 
 CALLS = {"jit", "pjit", "custom_vjp_call"}

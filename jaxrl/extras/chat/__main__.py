@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Display) -> int:
-    """Answers all questions; how many were refused."""
+    """Answers all questions; returns how many were refused."""
     step, model = arguments.step, arguments.model
     if not arguments.temperature >= 0:
         raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")

@@ -311,7 +311,7 @@ def _tokens(answer: Mapping[str, Any]) -> dict[str, int]:
         usage = {}
     if not isinstance(usage, dict):
         raise ToolError(f"the reply's usage is {usage!r:.100}; expected an object")
-    found = {}
+    counts = {}
     for name in ("prompt_tokens", "completion_tokens"):
         count = usage.get(name)
         if count is not None and not (type(count) is int and 0 <= count <= MAX_COUNT):
@@ -319,8 +319,8 @@ def _tokens(answer: Mapping[str, Any]) -> dict[str, int]:
                 f"the reply's usage has {name} {count!r:.40}; expected a whole number from 0 to "
                 f"{MAX_COUNT}"
             )
-        found[name] = count or 0
-    return found
+        counts[name] = count or 0
+    return counts
 
 
 class ChatRollout(EpisodePlayer):

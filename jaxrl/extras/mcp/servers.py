@@ -33,7 +33,7 @@ _SHOWN = 500  # characters of what a server wrote on its standard error
 
 
 def check_servers(specs: Sequence[Any]) -> None:
-    """Refuses servers in `config.env.search.mcp` of which cannot be told how to reach them.
+    """Refuses servers in `config.env.search.mcp` that do not say how to reach them.
 
     Raises:
         ValueError: says what is expected.
@@ -67,7 +67,7 @@ def _is_server(spec: Any) -> bool:
 def offered_tools(
     specs: Sequence[Mapping[str, Any]], deadline_s: float, log: Callable[[str], None]
 ) -> list[Tool]:
-    """The tools of servers that were checked, which are asked for them.
+    """Asks servers, which were checked, for their tools.
 
     Args:
         specs: one for each server, see `McpServer`.
@@ -77,7 +77,7 @@ def offered_tools(
     Raises:
         ValueError: a server cannot be reached, or is configured by what there is not.
     """
-    found: list[Tool] = []
+    tools: list[Tool] = []
     for spec in specs:
         try:
             server = McpServer(spec, deadline_s=deadline_s)
@@ -86,8 +86,8 @@ def offered_tools(
             raise ValueError(f"config.env.search.mcp holds {spec!r}: {error}.") from error
         names = ", ".join(tool.name for tool in offered)
         log(f"the MCP server {server.name!r} offers {names}")
-        found += offered
-    return found
+        tools += offered
+    return tools
 
 
 class McpServer:
@@ -132,10 +132,10 @@ class McpServer:
         Raises:
             ToolError: it cannot be reached, or lists none.
         """
-        found = self._ask(self._list())
-        if not found:
+        listed = self._ask(self._list())
+        if not listed:
             raise ToolError(f"the MCP server {self.name!r} lists no tools")
-        return [McpTool(self, tool) for tool in found]
+        return [McpTool(self, tool) for tool in listed]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Calls a tool of the server; an error that it reports is an answer too.
@@ -167,13 +167,13 @@ class McpServer:
 
     async def _list(self) -> list[Any]:
         client = await self._client()
-        found: list[Any] = []
+        tools: list[Any] = []
         cursors: list[str | None] = [None]
-        while len(found) <= _MAX_TOOLS and len(cursors) <= _MAX_PAGES:
+        while len(tools) <= _MAX_TOOLS and len(cursors) <= _MAX_PAGES:
             page = await client.list_tools(cursor=cursors[-1])
-            found += page.tools
-            if page.next_cursor is None and len(found) <= _MAX_TOOLS:
-                return found
+            tools += page.tools
+            if page.next_cursor is None and len(tools) <= _MAX_TOOLS:
+                return tools
             if page.next_cursor in cursors[1:]:
                 raise ToolError(
                     f"the MCP server {self.name!r} names the same page again of its tools"
@@ -196,7 +196,7 @@ class McpServer:
                 self._held = held = _Held()
                 held.task = asyncio.create_task(_hold(held, self._opener()))
                 _OPEN.add(held)
-                weakref.finalize(self, held.let_go).atexit = False
+                weakref.finalize(self, held.let_go).atexit = False  # `_end_all` waits for it then
             return await asyncio.shield(self._held.client)
 
     def _opener(self) -> Callable[[], Any]:
@@ -388,22 +388,22 @@ class McpTool(JsonTool):
             raise CallError(problem)
 
     def _problem(self, question: Mapping[str, Any]) -> str | None:
-        """Has a worker check arguments: of a few lines of schema, a check may take hours.
+        """Checks arguments in a worker: by a few lines of schema that may take hours.
 
         Raises:
             ToolError: it could not be done.
         """
         try:
-            found = _checkers().ask({"schema": self._schema_text, **question})
+            reply = _checkers().ask({"schema": self._schema_text, **question})
         except (WorkerLostError, TimeoutError) as error:
             raise ToolError(f"the arguments of {self.name!r} cannot be checked: {error}") from error
-        if "error" in found:
+        if "error" in reply:
             raise ToolError(
                 f"the MCP server {self._server.name!r} gives the tool {self.name!r} a schema by "
-                f"which a check was not done after {_CHECK_S:g} s of computing ({found['error']}); "
+                f"which a check was not done after {_CHECK_S:g} s of computing ({reply['error']}); "
                 "leave that tool out, or have its schema made simpler"
             )
-        return found["problem"]
+        return reply["problem"]
 
     def run(self, call: str, /) -> str:
         """Calls the tool on the server.

@@ -106,7 +106,7 @@ class StdioServer:
             limit=MAX_ANSWER_MIB * 2**20,
             start_new_session=True,
         )
-        found, read = anyio.create_memory_object_stream(0)
+        incoming, read = anyio.create_memory_object_stream(0)
         write, asked = anyio.create_memory_object_stream(0)
         pending: set[Any] = set()  # ids of requests without an answer
 
@@ -119,8 +119,8 @@ class StdioServer:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(keep_end)
-                tasks.start_soon(_pass_on, process.stdout, found, pending)
-                tasks.start_soon(_send, process.stdin, asked, pending, found)
+                tasks.start_soon(_pass_on, process.stdout, incoming, pending)
+                tasks.start_soon(_send, process.stdin, asked, pending, incoming)
                 try:
                     yield read, write
                 finally:
@@ -130,17 +130,17 @@ class StdioServer:
                         await _end(process)
                     tasks.cancel_scope.cancel()
         finally:
-            for stream in (found, read, write, asked):
+            for stream in (incoming, read, write, asked):
                 stream.close()
 
 
-async def _pass_on(stdout: asyncio.StreamReader, found: Any, pending: set[Any]) -> None:
+async def _pass_on(stdout: asyncio.StreamReader, incoming: Any, pending: set[Any]) -> None:
     """Passes a server's messages to the session; other lines are left out, but counted."""
     types = importlib.import_module("mcp_types")
     message_of = importlib.import_module("mcp.shared.message").SessionMessage
     anyio, size = importlib.import_module("anyio"), 0
     with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
-        async with found:
+        async with incoming:
             while True:
                 try:
                     line = await stdout.readline()
@@ -154,7 +154,7 @@ async def _pass_on(stdout: asyncio.StreamReader, found: Any, pending: set[Any]) 
                             message=f"the answer has more than {MAX_ANSWER_MIB} MiB",
                         )
                         refusal = types.JSONRPCError(jsonrpc="2.0", id=number, error=error)
-                        await found.send(message_of(refusal))
+                        await incoming.send(message_of(refusal))
                     return
                 if not line:
                     return
@@ -165,10 +165,10 @@ async def _pass_on(stdout: asyncio.StreamReader, found: Any, pending: set[Any]) 
                 if isinstance(message, types.JSONRPCResponse | types.JSONRPCError):
                     pending.discard(message.id)
                     size = 0
-                await found.send(message_of(message))
+                await incoming.send(message_of(message))
 
 
-async def _send(stdin: asyncio.StreamWriter, asked: Any, pending: set[Any], found: Any) -> None:
+async def _send(stdin: asyncio.StreamWriter, asked: Any, pending: set[Any], incoming: Any) -> None:
     """Sends the session's requests; closes the session where the server does not take them."""
     types = importlib.import_module("mcp_types")
     try:
@@ -180,7 +180,7 @@ async def _send(stdin: asyncio.StreamWriter, asked: Any, pending: set[Any], foun
                 stdin.write(text.encode() + b"\n")
                 await stdin.drain()
     except OSError:
-        found.close()
+        incoming.close()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -120,10 +120,10 @@ class OpenSearchRetriever(DocumentSearch):
             body = "".join(json.dumps(line) + "\n" for line in lines).encode()
             headers = {"Content-Type": "application/x-ndjson"}
             requests.append(Request(url=self._url, body=body, headers=headers))
-        found: list[list[Hit] | ToolError] = []
+        hits: list[list[Hit] | ToolError] = []
         for batch, answer in zip(asked, self._client.ask(requests), strict=True):
-            found += self._hits(answer, len(batch))
-        return found
+            hits += self._hits(answer, len(batch))
+        return hits
 
     def _hits(self, answer: Any, count: int) -> Sequence[list[Hit] | ToolError]:
         if isinstance(answer, ToolError):

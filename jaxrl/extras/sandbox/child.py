@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def run(code: bytes, report: int) -> int:
-    """Runs the code; the exit status."""
+    """Runs the code; returns the exit status."""
     status, error = 0, b""
     try:
         text = code.decode("utf-8")

@@ -79,11 +79,11 @@ class ProcessTool(Tool):
         """
         self._timeout_s, self._max_memory, self._max_output = timeout_s, max_memory, max_output
         try:
-            found = self.run("print(6 * 7)")
+            answer = self.run("print(6 * 7)")
         except ToolError as error:
             raise ValueError(f"{error}. {self.remedy}") from error
-        if found != "42":
-            raise ValueError(f"the sandbox answers print(6 * 7) with {found!r}. {self.remedy}")
+        if answer != "42":
+            raise ValueError(f"the sandbox answers print(6 * 7) with {answer!r}. {self.remedy}")
 
     @property
     @abc.abstractmethod
@@ -109,7 +109,7 @@ class ProcessTool(Tool):
         """The path of `CHILD` inside."""
 
     def run(self, code: str, /) -> str:
-        """Runs code: what it printed, or the type and text of its error.
+        """Runs code; returns what it printed, or the type and text of its error.
 
         A process that is killed may have been so from outside, as the system does when memory runs
         out, so its code runs again in what is left of its time. Where it is killed again, it is the
@@ -127,12 +127,16 @@ class ProcessTool(Tool):
 
     def _run_once(self, code: str, ends: float, is_second: bool) -> str | None:
         """The answer; None where the process was killed."""
+        limits = {
+            **{"AS": self._max_memory, "FSIZE": self._max_memory, "CORE": 0, "NPROC": 0},
+            **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
+        }
         scratch = tempfile.mkdtemp(prefix="jaxrl-sandbox-")
         try:
             with tempfile.TemporaryFile() as source:
                 source.write(code.encode("utf-8", "surrogatepass"))
                 source.seek(0)
-                program = ["-I", self.child, json.dumps(self._limits())]
+                program = ["-I", self.child, json.dumps(limits)]
                 child = Child(
                     self.command(program, scratch),
                     what="the process",
@@ -148,19 +152,14 @@ class ProcessTool(Tool):
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _limits(self) -> dict[str, int]:
-        return {
-            **{"AS": self._max_memory, "FSIZE": self._max_memory, "CORE": 0, "NPROC": 0},
-            **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
-        }
-
     def _answer(self, child: Child, ends: float, is_second: bool) -> str | None:
         ended = self._await_end(child, ends)
         status = child.wait(_ENDING_S)
         if ended == "late" and is_second:  # maybe before it began: little time was left
             return TIMEOUT
-        ready, _, error = child.reported.partition(READY)
-        if ready or not child.reported.startswith(READY):
+        # What stands before `READY` is a failure of the sandbox, what stands behind it one of code.
+        before, _, error = child.reported.partition(READY)
+        if before or not child.reported.startswith(READY):
             if ended == "late":
                 raise ToolError("the Python sandbox failed: it did not start in time")
             told = child.reported.decode("utf-8", "replace").strip() or f"status {status}"

@@ -125,7 +125,7 @@ class Sample:
     """One sample of an answer: its pieces so far."""
 
     def __init__(self) -> None:
-        """Nothing has come yet."""
+        """Begins without a piece."""
         self.pieces: list[Piece] = []
         self.job: Job | None = None
         self._changed = asyncio.Event()
@@ -254,9 +254,9 @@ class Answers:
 
     @contextlib.contextmanager
     def reading(self, answer: Answer) -> Any:
-        """Has an answer sampled, as far as it is not, while somebody reads it.
+        """Has what is left of an answer sampled while somebody reads it.
 
-        Who leaves as the last reader ends it.
+        The last reader to leave ends it.
 
         Raises:
             RefusedError: too many wait, or the server ends.

@@ -46,7 +46,7 @@ class Call:
 
     @property
     def text(self) -> str:
-        """As Qwen's templates write it, which is what is read back."""
+        """The call as Qwen's templates write it, which is what is read back."""
         arguments = self.arguments
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -178,6 +178,7 @@ def read_reply(text: str, *, has_tools: bool) -> ChatMessage:
     if has_tools:
         calls = [_readable(one) for one in read_tool_calls(text).calls]
         if calls and None not in calls:
+            # A call among the thoughts is none.
             start = text.index(CALL, text.rfind("</think>") + 1)
             return ChatMessage(
                 role="assistant",
@@ -231,7 +232,13 @@ class Chats:
             RefusedError: the chat template refuses the chat, or describes no tools, or the texts
                 cannot fit.
         """
-        self._check_size(messages, tools)
+        # Refuse texts that cannot fit, before minutes go to them: a token holds so many bytes at
+        # most, and each message takes at least one.
+        described = json.dumps(list(tools), ensure_ascii=False, separators=(",", ":"))
+        texts = [described, *(message.rendered["content"] for message in messages)]
+        least = max(sum(len(text.encode()) for text in texts) // self._longest_token, len(messages))
+        if least > self._max_prompt_tokens:
+            raise TooLongError(least, self._max_prompt_tokens + 1)
         try:
             self._check_tools(tools)
             with self._lock:  # not while a template is rendered: the event loop waits here too
@@ -294,20 +301,8 @@ class Chats:
         eos_ids = self.tokenizer.eos_ids
         if not ids or ids[0] not in eos_ids:
             return None
+        # The end of the message is left out where the model has written it.
         return ids[int(stored[-1]) in eos_ids :]
-
-    def _check_size(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Refuses texts that cannot fit, before minutes go to them.
-
-        A token holds so many bytes at most, and each message takes at least one.
-        """
-        described = json.dumps(list(tools), ensure_ascii=False, separators=(",", ":"))
-        texts = [described, *(message.rendered["content"] for message in messages)]
-        least = max(sum(len(text.encode()) for text in texts) // self._longest_token, len(messages))
-        if least > self._max_prompt_tokens:
-            raise TooLongError(least, self._max_prompt_tokens + 1)
 
     def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Refuses tools of which the template says nothing, or whose calls are not read back."""
@@ -330,9 +325,9 @@ def _digests(
 ) -> list[bytes]:
     """A digest of each beginning of a chat, of one message and more."""
     state = hashlib.sha256(json.dumps([session, list(tools)], sort_keys=True).encode())
-    found = []
+    digests = []
     for message in messages:
         text = message.compared.encode()
         state.update(len(text).to_bytes(8, "big") + text)
-        found.append(state.digest())
-    return found
+        digests.append(state.digest())
+    return digests

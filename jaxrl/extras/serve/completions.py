@@ -69,7 +69,7 @@ SAMPLED = {name: UNSUPPORTED[name] for name in (
     "min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "prompt_logprobs",
     "structured_outputs", "length_penalty", "best_of", "use_beam_search",
 )}  # fmt: skip
-"""Those of them that are about drawing, for dialects of ids."""
+"""Unsupported fields that are about drawing, for dialects of ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,10 +276,10 @@ class Writer:
             if self.shown.has_ids:
                 choice["token_ids"] = list(piece.token_ids)
             choices.append(choice)
-        found = {**self._whole("chat.completion"), "choices": choices, "usage": self.usage()}
+        whole = {**self._whole("chat.completion"), "choices": choices, "usage": self.usage()}
         if self.shown.has_ids:
-            found["prompt_token_ids"] = list(self.answer.question.prompt_ids)
-        return found
+            whole["prompt_token_ids"] = list(self.answer.question.prompt_ids)
+        return whole
 
     async def events(self) -> AsyncIterator[tuple[str, dict[str, Any] | str]]:
         """A stream: the beginnings of all samples, what comes of them, an end."""
@@ -346,7 +346,7 @@ async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=[*waiting].index):
+            for task in sorted(done, key=[*waiting].index):  # a set; who waits longest goes first
                 stream = waiting.pop(task)
                 try:
                     yield task.result()

@@ -40,10 +40,10 @@ class ServedEngine(Engine):
     def __init__(self, *arguments: Any, **settings: Any):
         """Takes the arguments of `Engine`; the kinds given come before the others there are."""
         # The first one has programs for the fewest rows, so it is not the one that few ask for.
-        given = settings.pop("kinds", ())
+        kinds = settings.pop("kinds", ())
         if self.draws_any:
-            given = dict.fromkeys([*given, next_token.PLAIN, *next_token.KINDS])
-        super().__init__(*arguments, **settings, kinds=tuple(given))
+            kinds = dict.fromkeys([*kinds, next_token.PLAIN, *next_token.KINDS])
+        super().__init__(*arguments, **settings, kinds=tuple(kinds))
         self._ways: dict[int, Way] = {}
 
     def clear(self) -> None:
@@ -115,9 +115,9 @@ class ServedEngine(Engine):
 
     @property
     def lacks_pages(self) -> bool:
-        """True where requests that wait to go on would have to give up pages, or others lack them.
+        """True where requests that run, come back or come next lack pages that others hold.
 
-        For those that run or come next, not for rows in which to decode.
+        That they lack a row in which to be decoded does not count.
         """
         return any(map(self._is_short, self._shards)) or self._lacks_pages_for_next
 
@@ -163,8 +163,8 @@ class ServedEngine(Engine):
 
     def _ways_of(self, running: list[list[Row]], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Temperature and `top_p` by row, float32 [r]."""
-        found = np.ones((2, self.num_shards * num_rows), np.float32)
+        ways = np.ones((2, self.num_shards * num_rows), np.float32)
         for shard, rows in enumerate(running):
             for index, row in enumerate(rows[:num_rows], start=shard * num_rows):
-                found[:, index] = self._ways[row.request]
-        return found[0], found[1]
+                ways[:, index] = self._ways[row.request]
+        return ways[0], ways[1]

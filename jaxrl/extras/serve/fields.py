@@ -163,6 +163,7 @@ class Fields:
         for field, neutral in allowed.items():
             value = self.values.get(field)
             is_neutral = any(type(value) is type(one) and value == one for one in neutral)
+            # 0 and 0.0 are the same, 0 and false are not.
             if isinstance(value, int | float) and not isinstance(value, bool):
                 is_neutral = any(value == one and not isinstance(one, bool) for one in neutral)
             if value is not None and not is_neutral:

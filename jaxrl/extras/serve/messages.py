@@ -75,9 +75,9 @@ def read_messages(fields: Fields) -> list[ChatMessage]:
     Raises:
         RefusedError: names what is wrong.
     """
-    found = []
+    messages = []
     if "system" in fields.values:
-        found.append(ChatMessage(role="system", content=_text(fields, "system")))
+        messages.append(ChatMessage(role="system", content=_text(fields, "system")))
     for index, value in enumerate(fields.items("messages")):
         message = fields_of(value, f"messages[{index}]")
         role = message.text("role")
@@ -85,10 +85,10 @@ def read_messages(fields: Fields) -> list[ChatMessage]:
             raise message.refuse("role", "'user' or 'assistant'")
         if "content" not in message.values:
             raise message.refuse("content", "a text, or a list of blocks")
-        found += _assistant(message) if role == "assistant" else _user(message)
-    if not found or found[-1].role == "system":
+        messages += _assistant(message) if role == "assistant" else _user(message)
+    if not messages or messages[-1].role == "system":
         raise RefusedError(400, "messages is empty; expected at least one.", param="messages")
-    return found
+    return messages
 
 
 def _blocks(fields: Fields, field: str = "content") -> list[Fields]:
@@ -131,22 +131,22 @@ def _assistant(message: Fields) -> list[ChatMessage]:
 
 
 def _user(message: Fields) -> list[ChatMessage]:
-    found: list[ChatMessage] = []
+    messages: list[ChatMessage] = []
     for block in _blocks(message):
         if block.values["type"] == "text":
             text = block.text("text")
-            if found and found[-1].role == "user":
-                text = found.pop().content + text
-            found.append(ChatMessage(role="user", content=text))
+            if messages and messages[-1].role == "user":
+                text = messages.pop().content + text
+            messages.append(ChatMessage(role="user", content=text))
         elif block.values["type"] == "tool_result":
             others = (("tool_call_id", block.text("tool_use_id")),)
             content = _text(block) if "content" in block.values else ""
-            found.append(ChatMessage(role="tool", content=content, others=others))
+            messages.append(ChatMessage(role="tool", content=content, others=others))
         else:
             raise block.refuse("type", "'text' or 'tool_result' in a message of the user")
-    if not found:
+    if not messages:
         raise message.refuse("content", "at least one block")
-    return found
+    return messages
 
 
 def read_tools(fields: Fields) -> list[Mapping[str, Any]]:
@@ -176,14 +176,34 @@ class MessageWriter(Writer):
         """The whole answer."""
         [sample] = self.answer.samples
         piece = joined(sample.pieces)
-        found = {**self._begun(sample), "content": self._content(sample), **self._ended(sample)}
-        found["usage"]["output_tokens"] = len(piece.token_ids)
+        reply, _ = self.message(sample)
+        content: list[dict[str, Any]] = []
+        if reply.content or not reply.calls:
+            content.append({"type": "text", "text": reply.content})
+        for number, call in enumerate(reply.calls):
+            name = f"toolu_{self.answer.id[:16]}_{number}"
+            content.append(
+                {"type": "tool_use", "id": name, "name": call.name, "input": call.arguments}
+            )
+        # The string that stopped the answer stands behind its text.
+        data = b"".join(self.chats.tokenizer.vocab_bytes[id] for id in piece.token_ids)
+        behind = data[piece.text_bytes :]
+        stops = self.answer.question.stops
+        stop = next((one for one in stops if behind.startswith(one.encode())), None)
+        reason = "end_turn" if stop is None else "stop_sequence"
+        if piece.end != STOP:
+            reason, stop = "max_tokens", None
+        elif reply.calls:
+            reason = "tool_use"
+        ended = {"content": content, "stop_reason": reason, "stop_sequence": stop}
+        whole = {**self._begun(sample), **ended}
+        whole["usage"]["output_tokens"] = len(piece.token_ids)
         if self.shown.has_ids:
-            found["prompt_token_ids"] = list(self.answer.question.prompt_ids)
-            found["token_ids"] = list(piece.token_ids)
+            whole["prompt_token_ids"] = list(self.answer.question.prompt_ids)
+            whole["token_ids"] = list(piece.token_ids)
         if self.shown.has_logprobs:
-            found["logprobs"] = list(piece.logprobs)
-        return found
+            whole["logprobs"] = list(piece.logprobs)
+        return whole
 
     def _begun(self, sample: Sample) -> dict[str, Any]:
         num_cached = joined(sample.pieces).num_cached
@@ -202,33 +222,6 @@ class MessageWriter(Writer):
                 "output_tokens": 0,
             },
         }
-
-    def _content(self, sample: Sample) -> list[dict[str, Any]]:
-        reply, _ = self.message(sample)
-        content: list[dict[str, Any]] = []
-        if reply.content or not reply.calls:
-            content.append({"type": "text", "text": reply.content})
-        for number, call in enumerate(reply.calls):
-            name = f"toolu_{self.answer.id[:16]}_{number}"
-            content.append(
-                {"type": "tool_use", "id": name, "name": call.name, "input": call.arguments}
-            )
-        return content
-
-    def _ended(self, sample: Sample) -> dict[str, Any]:
-        """The reason why it ends, and the string that has stopped it."""
-        reply, _ = self.message(sample)
-        piece = joined(sample.pieces)
-        data = b"".join(self.chats.tokenizer.vocab_bytes[id] for id in piece.token_ids)
-        behind = data[piece.text_bytes :]
-        stops = self.answer.question.stops
-        found = next((one for one in stops if behind.startswith(one.encode())), None)
-        reason = "end_turn" if found is None else "stop_sequence"
-        if piece.end != STOP:
-            reason, found = "max_tokens", None
-        elif reply.calls:
-            reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": found}
 
     async def events(self) -> AsyncIterator[tuple[str, dict[str, Any] | str]]:
         """A stream: the message begins, its blocks, its end."""

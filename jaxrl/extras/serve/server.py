@@ -20,6 +20,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
@@ -132,8 +133,8 @@ class Exchange:
     def __init__(self, scope: Any, receive: Any, send: Any):
         """Reads the head; see ASGI (https://asgi.readthedocs.io)."""
         self.method: str = scope["method"]
-        found = ROLLOUT.fullmatch(scope["path"])
-        self.rollout, self.path = found.groups() if found else ("", scope["path"])
+        in_session = ROLLOUT.fullmatch(scope["path"])
+        self.rollout, self.path = in_session.groups() if in_session else ("", scope["path"])
         self._headers: list[tuple[str, str]] = [
             (name.decode("latin-1").lower(), value.decode("latin-1"))
             for name, value in scope["headers"]
@@ -152,8 +153,8 @@ class Exchange:
     @property
     def keys(self) -> tuple[str, str]:
         """The keys that a client gives, as OpenAI's and Anthropic's do; "" for none."""
-        scheme, _, given = self.header("authorization").partition(" ")
-        bearer = given.strip() if scheme.lower() == "bearer" else ""
+        scheme, _, value = self.header("authorization").partition(" ")
+        bearer = value.strip() if scheme.lower() == "bearer" else ""
         return bearer, self.header("x-api-key")
 
     async def body(self, most: int) -> bytes:
@@ -196,8 +197,8 @@ class Exchange:
         self, status: int, content: bytes, kind: str, headers: Mapping[str, str] | None = None
     ) -> None:
         """Sends a whole answer."""
-        given = {"content-type": kind, "content-length": str(len(content)), **(headers or {})}
-        await self._begin(status, given)
+        every = {"content-type": kind, "content-length": str(len(content)), **(headers or {})}
+        await self._begin(status, every)
         body = b"" if self.method == "HEAD" else content
         await self._write({"type": "http.response.body", "body": body})
 
@@ -219,7 +220,7 @@ class Exchange:
         await self._write({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
     async def end_stream(self) -> None:
-        """Ends them."""
+        """Ends the stream of events."""
         await self._write({"type": "http.response.body", "body": b""})
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
@@ -277,9 +278,12 @@ class Endpoint:
         }
         self._posts: dict[str, tuple[Reader, Callable[[Answer, Any], Any]]] = {
             "/v1/chat/completions": (self._read_chat, self._write_chat),
-            "/inference/v1/generate": (self._read_ids, lambda answer, _: Ids(answer)),
+            "/inference/v1/generate": (
+                lambda fields, _: (generate.read(fields, self._limits), None),
+                lambda answer, _: Ids(answer),
+            ),
             MESSAGES: (self._read_messages, self._write_messages),
-            COUNT: (self._read_count, self._write_messages),
+            COUNT: (partial(self._read_messages, counts=True), self._write_messages),
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -303,27 +307,25 @@ class Endpoint:
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
     async def _refuse(self, exchange: Exchange, error: RefusedError) -> None:
-        value = self._error(exchange, error)
+        # The clients of each address read an error in their own dialect.
+        is_named = exchange.path.startswith(MESSAGES)
+        text = printable(str(error))
+        value: dict[str, Any]
+        if is_named:
+            kind = error.kind if error.status != 500 else "api_error"
+            text = error.short if isinstance(error, TooLongError) else text
+            value = {"type": "error", "error": {"type": kind, "message": text}}
+        else:
+            fields = {"message": text, "type": error.kind, "param": error.param, "code": error.code}
+            value = {"error": fields}
         try:
             if exchange.has_begun:
-                is_named = exchange.path.startswith(MESSAGES)
                 await exchange.event("error" if is_named else "", value)
                 await exchange.end_stream()
             else:
                 await exchange.send_json(value, error.status, error.headers)
         except GoneError:
             pass
-
-    def _error(self, exchange: Exchange, error: RefusedError) -> dict[str, Any]:
-        """An error as the clients of an address read it."""
-        text = printable(str(error))
-        if exchange.path.startswith(MESSAGES):
-            kind = error.kind if error.status != 500 else "api_error"
-            text = error.short if isinstance(error, TooLongError) else text
-            return {"type": "error", "error": {"type": kind, "message": text}}
-        return {
-            "error": {"message": text, "type": error.kind, "param": error.param, "code": error.code}
-        }
 
     async def _answer(self, exchange: Exchange) -> None:
         self._check(exchange)
@@ -378,7 +380,7 @@ class Endpoint:
         return any(hmac.compare_digest(given.encode(code), key) for code in ("latin-1", "utf-8"))
 
     async def _while_there(self, exchange: Exchange, work: Any) -> None:
-        """Does what a client wants, unless it leaves."""
+        """Does the work for a client, and breaks it off if the client leaves."""
         working = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(exchange.gone())
         leaving.add_done_callback(lambda _: working.cancel())
@@ -418,10 +420,10 @@ class Endpoint:
                 f"X-Session-ID has {len(session)} characters; expected at most {MAX_SESSION}.",
                 param="X-Session-ID",
             )
-        own = f"{session}\n{exchange.path}\n"
-        digest = hashlib.sha256(own.encode() + data).hexdigest()
+        place = f"{session}\n{exchange.path}\n"
+        digest = hashlib.sha256(place.encode() + data).hexdigest()
         key = exchange.header("idempotency-key")
-        names = [digest, *([f"{own}{key}"] if key else [])]
+        names = [digest, *([f"{place}{key}"] if key else [])]
         # Who asks again while the first request is prepared waits for it.
         lock = self._locks.setdefault(names[-1], asyncio.Lock())
         with contextlib.ExitStack() as reading:
@@ -494,14 +496,8 @@ class Endpoint:
             counts=counts,
         )
 
-    def _read_count(self, fields: Fields, session: str) -> tuple[Question, Any]:
-        return self._read_messages(fields, session, counts=True)
-
     def _write_messages(self, answer: Answer, shown: Any) -> Any:
         return messages.MessageWriter(answer=answer, shown=shown, chats=self._chats)
-
-    def _read_ids(self, fields: Fields, session: str) -> tuple[Question, Any]:
-        return generate.read(fields, self._limits), None
 
     async def _health(self, exchange: Exchange) -> None:
         status = "damaged" if self.worker.is_damaged else "ok"

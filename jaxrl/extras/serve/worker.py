@@ -317,7 +317,8 @@ class Worker:
                         continue
                     self._drop()
                     self._admit()
-                    self._release_for_others()
+                    while self._kept and self.engine.lacks_pages:  # others want those of kept rows
+                        self._release()
                     for event in self.engine.step(ahead=int(self.engine.overlaps)):
                         self._take(event)
                 except Exception as error:  # of the device, or a bug: the next may be answered
@@ -367,7 +368,12 @@ class Worker:
             with self._changed:
                 if not self._queue:
                     return
-                job = self._next()
+                # The oldest that goes on from a row, unless the oldest of all has waited for half
+                # its time. So sessions that have begun end before others begin: with all of them
+                # side by side, their rows might not find pages, and be read again with every turn.
+                job = self._queue[0]
+                if time.monotonic() <= job.patient_until:
+                    job = next(filter(self._goes_on, self._queue), job)
                 self._queue.remove(job)
             self.totals.prompt_tokens += len(job.read_ids)
             try:
@@ -376,39 +382,28 @@ class Worker:
                 self._tell_end(job, FAILED, _told(error))
                 raise
 
-    def _next(self) -> Job:
-        """The oldest job that goes on from a row, unless the oldest has waited for half its time.
-
-        So sessions that have begun end before others begin: with all of them under way side by
-        side, their rows might not find pages, and would be read again with every turn.
-        """
-        first = self._queue[0]
-        if time.monotonic() > first.patient_until:
-            return first
-        return next(filter(self._goes_on, self._queue), first)
-
     def _goes_on(self, job: Job) -> bool:
         """Return True if a row waits that had ids of the job's when it was first asked."""
         if job.found is None:
-            found = self._longest(job.read_ids)
-            job.found = () if found is None else (found, self._kept[found])
+            request = self._longest(job.read_ids)
+            job.found = () if request is None else (request, self._kept[request])
         return bool(job.found) and self._kept.get(job.found[0]) is job.found[1]
 
     def _place(self, job: Job) -> int:
         """Hands a job to the engine; the number of its request."""
         token_ids, budget = job.read_ids, job.budget - len(job.token_ids)
-        found = self._longest(token_ids)
-        if found is None:
+        number = self._longest(token_ids)
+        if number is None:
             request = Request(prompt_ids=token_ids, sample_key=job.sample_key, budget=budget)
             temperature, top_p = job.way
             [number] = self.engine.submit([request], temperature=temperature, top_p=top_p)
             return number
-        stored = self._kept.pop(found)
+        stored = self._kept.pop(number)
         job.num_cached = len(stored) - 1  # the last one is read when the turn goes on
         self.totals.reused_tokens += job.num_cached
         new = token_ids[len(stored) :]
-        self.engine.go_on(found, new, budget, sample_key=job.sample_key, way=job.way)
-        return found
+        self.engine.go_on(number, new, budget, sample_key=job.sample_key, way=job.way)
+        return number
 
     def _longest(self, prompt_ids: tuple[int, ...]) -> int | None:
         """The request with the most ids that waits and that the prompt goes on from."""
@@ -420,11 +415,6 @@ class Worker:
             and prompt_ids[: len(ids)] == ids
         ]
         return max(fitting)[1] if fitting else None
-
-    def _release_for_others(self) -> None:
-        """Gives up rows that wait, while others want their pages."""
-        while self._kept and self.engine.lacks_pages:
-            self._release()
 
     def _release(self) -> None:
         """Gives up the row that was used least recently, of those that no job goes on from."""
@@ -474,8 +464,9 @@ class Worker:
             if token in job.stop_ids or token in self._eos_ids:
                 return ids, STOP, start
             job.data += self._vocab_bytes[token]
-            found = [job.data.find(stop, max(start - longest + 1, 0)) for stop in job.stops]
-            if places := [place for place in found if place >= 0]:
+            # A string that stops it may have begun in tokens before this one.
+            starts = [job.data.find(stop, max(start - longest + 1, 0)) for stop in job.stops]
+            if places := [place for place in starts if place >= 0]:
                 return ids, STOP, min(places)
         end = "" if event.status == decode.RUNNING else LENGTH
         return ids, end, len(job.data)

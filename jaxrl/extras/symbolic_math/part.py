@@ -25,7 +25,7 @@ _CACHED = 20_000  # questions
 class MathVerify:
     """The reward part `math_verify`: 1 where the final answer equals an accepted one, else 0.
 
-    Compared is what the environment found as the final answer. An abstention is 0. An answer that
+    The final answer that the environment read is compared. An abstention is 0. An answer that
     takes too long, or more memory than allowed, or that ends two workers, is not shown to be equal:
     it is 0 too and counted (`undecided`), as it is the answer that did so. Were it an environment
     error, a policy could leave the statistics of its group by writing what hangs. A worker that
@@ -53,7 +53,7 @@ class MathVerify:
     def calls(self, group: Sequence[Finished]) -> list[Call]:
         """One for each episode."""
         return [
-            Call(members=(index,), make=partial(self.measure, one), read=lambda found: [found])
+            Call(members=(index,), make=partial(self.measure, one), read=lambda value: [value])
             for index, one in enumerate(group)
         ]
 
@@ -64,8 +64,8 @@ class MathVerify:
     def measure(self, one: Finished) -> Measured:
         """Measures an episode's score."""
         answer = "" if one.reward.is_abstention else one.reward.final_answer.strip()
-        found = self.is_equal(answer, one.episode.task.answers) if answer else False
-        return Measured(score=float(found is True), others={"undecided": float(found is None)})
+        equal = self.is_equal(answer, one.episode.task.answers) if answer else False
+        return Measured(score=float(equal is True), others={"undecided": float(equal is None)})
 
     def is_equal(self, answer: str, truths: Sequence[str]) -> bool | None:
         """Returns True if an answer equals an accepted one; None where limits end the comparison.
@@ -83,8 +83,8 @@ class MathVerify:
         return self._ask(_inner(answer), open_)
 
     def _compared(self, answer: str, truths: Sequence[str]) -> bool | None:
-        found = self.pool.ask({"answer": answer, "truths": list(truths)})
-        return bool(found["equal"]) if "equal" in found else None
+        verdict = self.pool.ask({"answer": answer, "truths": list(truths)})
+        return bool(verdict["equal"]) if "equal" in verdict else None
 
 
 def _inner(text: str) -> str:

@@ -112,10 +112,10 @@ class WebSearch(DocumentSearch):
         answers = self._client.ask(
             [self._provider.request(self._url, asked[i], count) for i in numbers]
         )
-        found: list[list[Hit] | ToolError] = [[] for _ in queries]  # of a blank query nothing
+        hits: list[list[Hit] | ToolError] = [[] for _ in queries]  # of a blank query nothing
         for i, answer in zip(numbers, answers, strict=True):
-            found[i] = self._hits(answer, topk)
-        return found
+            hits[i] = self._hits(answer, topk)
+        return hits
 
     def _hits(self, answer: Any, topk: int) -> list[Hit] | ToolError:
         if isinstance(answer, ToolError):
@@ -193,10 +193,10 @@ def _results(fields: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: there is none.
     """
-    found = fields.get(name)
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    results = fields.get(name)
+    if not isinstance(results, list) or not all(isinstance(one, dict) for one in results):
         raise ValueError(f"an object with {sorted(fields)[:8]}; expected a list of {name!r}")
-    return found
+    return results
 
 
 def _hit(result: Mapping[str, Any], address: str, text: str) -> Hit:

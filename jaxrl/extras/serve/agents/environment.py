@@ -31,7 +31,7 @@ class AgentSettings:
 
     @property
     def place(self) -> str:
-        """The function, of one that is here its file and name."""
+        """The function as `runner.load` takes it; of an agent that is here, file and name."""
         file = SHIPPED.get(self.function)
         return str(Path(__file__).with_name(file)) if file else self.function
 
@@ -105,7 +105,20 @@ class AgentEnv(Env):
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
         """Returns what the agents said."""
-        return [self._reward(episode) for episode in group]
+        rewards = []
+        for episode in group:
+            assert isinstance(episode, AgentEpisode)
+            earned = episode.earned
+            assert earned is not None
+            is_paid = self._correct_by == "reward"
+            reward = Reward(
+                parts={"reward": earned.reward, "exact_match": float(earned.is_correct)},
+                final_answer=earned.final_answer,
+                is_correct=earned.reward > 0 if is_paid else earned.is_correct,
+                is_abstention=earned.is_abstention,
+            )
+            rewards.append(reward)
+        return rewards
 
     def rollout(self, *around: Any) -> Any:
         """Returns the rollout that plays with agents; `around` as of `AgentRollout`."""
@@ -114,16 +127,3 @@ class AgentEnv(Env):
 
             self._rollout = AgentRollout(self, *around)
         return self._rollout
-
-    def _reward(self, episode: Episode) -> Reward:
-        assert isinstance(episode, AgentEpisode)
-        earned = episode.earned
-        assert earned is not None
-        is_paid = self._correct_by == "reward"
-        is_correct = earned.reward > 0 if is_paid else earned.is_correct
-        return Reward(
-            parts={"reward": earned.reward, "exact_match": float(earned.is_correct)},
-            final_answer=earned.final_answer,
-            is_correct=is_correct,
-            is_abstention=earned.is_abstention,
-        )

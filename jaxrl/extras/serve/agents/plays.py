@@ -116,7 +116,7 @@ class RolloutPlay:
         read_text: Callable[[Sequence[int], int], str],
         changed: Callable[[], None],
     ):
-        """Nothing has been asked yet.
+        """Begins the session; nothing has been asked yet.
 
         Args:
             key: uint32 [2], on which the draws of the episode depend.
@@ -157,9 +157,9 @@ class RolloutPlay:
                 )
             contexts = contexts_of(self._calls())
             used = sum(len(ids) for ids, _ in contexts)
-            found = _goes_on(contexts, question.prompt_ids)
-            if found is not None:
-                used -= len(contexts[found][0])
+            place = _goes_on(contexts, question.prompt_ids)
+            if place is not None:  # whose ids are in the prompt
+                used -= len(contexts[place][0])
             sampled = sum(len(call.token_ids) for _, calls in contexts for call in calls)
             length = used + len(question.prompt_ids)
             room = min(
@@ -293,11 +293,11 @@ def contexts_of(calls: Sequence[Call]) -> list[tuple[tuple[int, ...], list[Call]
     """
     contexts: list[tuple[tuple[int, ...], list[Call]]] = []
     for call in calls:
-        found = _goes_on(contexts, call.prompt_ids)
-        if found is None:
+        place = _goes_on(contexts, call.prompt_ids)
+        if place is None:
             contexts.append((call.ids, [call]))
         else:
-            contexts[found] = call.ids, [*contexts[found][1], call]
+            contexts[place] = call.ids, [*contexts[place][1], call]
     return contexts
 
 

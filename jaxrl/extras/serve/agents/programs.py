@@ -45,7 +45,7 @@ Ended = Callable[[str, Any, str], None]
 
 
 class _Child(Child):
-    """A process of agents, and its folder. One that reads nothing stops nobody who tells it."""
+    """A process of agents, and its folder. Who tells it something never waits until it reads."""
 
     def __init__(self, words: Sequence[str], *, what: str, env: Mapping[str, str]):
         """Starts it.
@@ -69,11 +69,11 @@ class _Child(Child):
         return self._process.poll() is not None
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Writes a line to it, when it reads; who hears it learns where it does not."""
+        """Queues a line, which is written when it reads; `hear` finds out that it has ended."""
         self._lines.put(json.dumps(message).encode() + b"\n")
 
     def read(self, is_enough: Callable[[], bool], patience_s: float) -> bool:
-        """Reads, and of what is printed keeps the end."""
+        """Reads, and keeps only the end of what is printed."""
 
         def is_read() -> bool:
             del self.reported[:-_KEPT]
@@ -135,11 +135,11 @@ class Programs:
             processes: among which episodes of a function are divided.
             ended: called from threads with each episode that has ended, also one that was given up.
         """
-        given = {"agent": agent, "command": list(command), "settings": dict(settings)}
+        played = {"agent": agent, "command": list(command), "settings": dict(settings)}
         # Run as a file, its folder would come first where modules are looked for.
         self._words = [
             *(python or sys.executable, "-c", _START, str(Path(__file__).with_name("runner.py"))),
-            json.dumps(given),
+            json.dumps(played),
         ]
         # Another interpreter has its own packages.
         left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if python else ()
@@ -153,7 +153,7 @@ class Programs:
         self._finalizer = weakref.finalize(self, _close_all, self._children)
 
     def open(self) -> None:
-        """Starts all processes, so that an agent that cannot be loaded is told at once.
+        """Starts all processes, so that one that cannot load the agent shows at once.
 
         Raises:
             ValueError: it cannot.
@@ -182,7 +182,7 @@ class Programs:
         process.child.tell(episode)
 
     def stop(self, name: str) -> None:
-        """Gives an episode up: it is told as ended by then or soon."""
+        """Gives an episode up: `ended` is called with it soon, if it was not before."""
         with self._lock:
             for process in self._processes:
                 if name in process.playing and not process.playing[name]:
@@ -202,6 +202,7 @@ class Programs:
                 for name, since in one.playing.items()
                 if since and now - since > REACTION_S
             ]
+            # A process that took note stays, though its agent is deaf; others are stuck.
             deaf = [(one, name) for one, name in late if name in one.warned]
             for process, name in deaf:
                 del process.playing[name]
@@ -232,7 +233,7 @@ class Programs:
             self._is_starting = False
 
     def _start(self) -> _Process:
-        """Starts a process; who calls takes it in."""
+        """Starts a process, which the caller adds to the others."""
         try:
             child = _Child(self._words, what=self._what, env=self._environment)
         except OSError as error:

@@ -26,7 +26,6 @@ from jaxrl.envs.calls import MAX_ERROR
 from jaxrl.envs.text import writable
 from jaxrl.extras.serve.agents.environment import AgentEnv, AgentEpisode
 from jaxrl.extras.serve.agents.plays import (
-    Call,
     RolloutPlay,
     RolloutPlays,
     contexts_of,
@@ -84,7 +83,7 @@ class _Member:
     has_ended: bool = False
 
     def end(self, error: str = "") -> None:
-        """Nothing more comes of it; the first word counts."""
+        """Ends it, so that nothing more comes of it; the first word counts."""
         self.play.end()
         if self.over is None:
             self.error, self.over = error, time.monotonic()
@@ -154,13 +153,21 @@ class AgentRollout(EpisodePlayer):
             ended=_weakly(self._take_end),
         )
         self._servers: list[Server] = []  # one, once it is started
+        host, port = env.settings.host, env.settings.port
+        try:
+            self._taken = take_port(host, port, key="that of each episode")
+        except OSError as error:  # which names options that a run does not have
+            raise ValueError(
+                f"config.env.agents.port is {port} and host {host!r}, which cannot be had: "
+                f"{getattr(error.__cause__, 'strerror', error)}; expected a port that is free, or "
+                "0 for any, and an address of this machine."
+            ) from error
         # Threads of both go on by themselves: they end with this, or with the process.
-        self._taken = _take_port(env.settings.host, env.settings.port)
         self._finalizer = weakref.finalize(self, _end, self._programs, self._servers, self._taken)
         self._programs.open()
 
     def prompt_fits(self, task: Task) -> bool:
-        """Returns True of any task: what of it becomes a prompt is its agent's business."""
+        """Returns True for any task: its agent makes the prompts."""
         return True
 
     def __call__(
@@ -228,7 +235,7 @@ class AgentRollout(EpisodePlayer):
         return [next(scored) if game in over else None for game in games]
 
     def _listening(self) -> Worker:
-        """The engine's worker, paused; with the server, which is started where there is none."""
+        """The engine's worker, paused; the first call starts it and the server."""
         if self._worker is None:
             settings, tokenizer = self._settings, self._tokenizer
             self._worker = Worker(
@@ -307,7 +314,7 @@ class AgentRollout(EpisodePlayer):
             self._changed.wait(LOOK_S)
 
     def _num_playing(self) -> int:
-        """Agents that are there, but for those that wait until their groups go on."""
+        """Number of agents that run, without those that wait until their groups go on."""
         with self._lock:
             members = list(self._members.values())
         return sum(one.over is not None or one.since is not None for one in members)
@@ -408,7 +415,8 @@ class AgentRollout(EpisodePlayer):
                 else:
                     sample.append_observation(new)
                     between.append(self._tokenizer.decode(new))
-                _append(sample, call)
+                logprobs, entropies = np.array([call.logprobs, call.entropies], np.float32)
+                sample.append(call.token_ids, logprobs, entropies, call.versions)
                 texts.append(call.text)
                 before = call.ids
         for text, shown in zip(texts, [*between, None], strict=False):
@@ -433,25 +441,14 @@ class AgentRollout(EpisodePlayer):
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, which does not keep its object."""
+    """Wraps a method so that its object is not kept alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
-        if found := reference():
-            found(*arguments)
+        if bound := reference():
+            bound(*arguments)
 
     return call
-
-
-def _take_port(host: str, port: int) -> socket.socket:
-    try:
-        return take_port(host, port, key="that of each episode")
-    except OSError as error:  # which names options that a run does not have
-        raise ValueError(
-            f"config.env.agents.port is {port} and host {host!r}, which cannot be had: "
-            f"{getattr(error.__cause__, 'strerror', error)}; expected a port that is free, or 0 "
-            "for any, and an address of this machine."
-        ) from error
 
 
 def _end(programs: Programs, servers: Sequence[Server], taken: socket.socket) -> None:
@@ -464,8 +461,3 @@ def _end(programs: Programs, servers: Sequence[Server], taken: socket.socket) ->
 def _text(vocab_bytes: Sequence[bytes], token_ids: Sequence[int], num_bytes: int) -> str:
     data = b"".join(vocab_bytes[id] for id in token_ids)
     return data[:num_bytes].decode("utf-8", "replace")
-
-
-def _append(sample: Sample, call: Call) -> None:
-    logprobs, entropies = np.array([call.logprobs, call.entropies], np.float32)
-    sample.append(call.token_ids, logprobs, entropies, call.versions)

@@ -65,12 +65,12 @@ def load(name: str) -> Callable[..., Any]:
     else:
         path, attribute = (file, attribute) if file else name.rsplit(".", 1)
         module = importlib.import_module(path)
-    found: Any = module
+    function: Any = module
     for part in attribute.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{name} is a {type(found).__name__}; expected a function")
-    return found
+        function = getattr(function, part)
+    if not callable(function):
+        raise TypeError(f"{name} is a {type(function).__name__}; expected a function")
+    return function
 
 
 def by_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Play:
@@ -93,11 +93,11 @@ def by_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Pl
         def call() -> None:
             try:
                 value = function(episode["task"], **arguments, **settings)
-                told = done.set_result, value
+                outcome = done.set_result, value
             except BaseException as error:
-                told = done.set_exception, RuntimeError(_text(error))
+                outcome = done.set_exception, RuntimeError(_text(error))
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(tell, *told)
+                loop.call_soon_threadsafe(tell, *outcome)
 
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
@@ -182,7 +182,7 @@ async def _tell(stream: Any, data: bytes) -> None:
 
 
 async def _last(stream: Any) -> str:
-    """Reads a stream to its end; its last words."""
+    """Reads a stream to its end; returns the end of its text."""
     data = b""
     while piece := await stream.read(OUTPUT):
         data = (data + piece)[-OUTPUT:]
@@ -209,15 +209,15 @@ def kill_marked(mark: str) -> None:
     """
     sought, own = mark.encode(), os.getpid()
     for _ in range(20):  # they may start others meanwhile
-        found = []
+        marked = []
         for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
             with contextlib.suppress(OSError):
                 with open(f"/proc/{name}/environ", "rb") as file:  # of one that is dead it is empty
                     is_marked = int(name) != own and sought in file.read()
                 if is_marked:
-                    found.append(name)
+                    marked.append(name)
                     os.kill(int(name), signal.SIGKILL)
-        if not found:
+        if not marked:
             return
         time.sleep(0.01)
 
@@ -254,14 +254,14 @@ async def serve(play: Play, lines: Any, say: Callable[[Mapping[str, Any]], None]
                 raise RuntimeError(
                     f"the reward has {count} bytes as JSON; expected at most {MAX_REWARD}"
                 )
-            told = {"reward": value}
+            outcome = {"reward": value}
         except asyncio.CancelledError:
-            told = {"error": "it was given up"}
+            outcome = {"error": "it was given up"}
         except Exception as error:
-            told = {"error": str(error) if type(error) is RuntimeError else _text(error)}
+            outcome = {"error": str(error) if type(error) is RuntimeError else _text(error)}
         del playing[name]
         _left[:] = [thread for thread in _left if thread.is_alive()]
-        say({"episode": name, "left": len(_left), **told})
+        say({"episode": name, "left": len(_left), **outcome})
 
     while line := await lines.readline():
         message = json.loads(line)

@@ -54,7 +54,7 @@ async def play(
     solved_from: float = 1.0,
     traces: str = "",
 ) -> dict[str, Any]:
-    """Plays an episode of an environment; its reward.
+    """Plays an episode of an environment; returns its reward.
 
     Many may run at once in an event loop. They share the environment, which is loaded once, and
     the processes of tools that its taskset declares. Tools that its tasks declare cost a process
@@ -195,11 +195,11 @@ def load(environment: str, arguments: Mapping[str, Any]) -> Any:
     block["taskset"] = {**block.get("taskset", {}), "id": environment}
     for name, field in env_config_type(environment, block.get("id", "")).model_fields.items():
         if isinstance(seat := field.default, AgentConfig):
-            given = block.setdefault(name, {})
+            agent = block.setdefault(name, {})
             if "runtime" not in seat.model_fields_set:
-                given.setdefault("runtime", {"type": "subprocess"})
+                agent.setdefault("runtime", {"type": "subprocess"})
             if seat.harness is None and default_harness_id(environment) != environment:
-                given.setdefault("harness", {"id": CHAT})
+                agent.setdefault("harness", {"id": CHAT})
     return load_environment(resolve_env_config(block))
 
 
@@ -285,8 +285,8 @@ def _add_chat() -> None:
                         break
                     for call in message.tool_calls:
                         content = await self.answer(call.function, routes, connections)
-                        told = {"role": "tool", "tool_call_id": call.id, "content": content}
-                        messages.append(bound_tool_message(told))
+                        result = {"role": "tool", "tool_call_id": call.id, "content": content}
+                        messages.append(bound_tool_message(result))
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
         async def answer(self, call: Any, routes: Any, connections: Any) -> Any:
