@@ -12,11 +12,11 @@ from jaxrl.envs.json_http import (
     JsonClient,
     Request,
     check_url,
-    finite,
     key_of,
     plain_text,
     shown_url,
 )
+from jaxrl.envs.json_text import number_of
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, batches
 
 MAX_TEXT = 100_000
@@ -175,7 +175,7 @@ def _score(score: Any) -> float | None:
         return None
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise ValueError(f"{_kind(score)} as a score; expected a number")
-    return finite(score)
+    return number_of(score)
 
 
 def _counted(items: Any, count: int, what: str) -> list[Any]:

@@ -11,7 +11,6 @@ import datetime
 import email.utils
 import functools
 import json
-import math
 import os
 import re
 import ssl
@@ -272,16 +271,6 @@ def plain_text(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def finite(value: Any) -> float | None:
-    """A number as a float; None for anything else, and for what is not finite as one."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # JSON has whole numbers of any size
-        return None
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:

@@ -523,6 +523,7 @@ def learning_of(records: Sequence[dict[str, Any]]) -> Learning:
     steps = [r for r in records if r["stage"] == "train" and "timing_s/step" in r]
     failed = [step for step in steps if step.get(ENVIRONMENT_ERRORS) == 1]
     silent = [step for step in steps if step.get("rollout/informative_share") == 0]
+    equal = [step for step in silent if step.get(ENVIRONMENT_ERRORS) != 1]
     learned = [step.get("actor/num_learned", step.get("actor/grad_norm")) for step in steps]
     unscored = []
     for record in records:
@@ -534,7 +535,7 @@ def learning_of(records: Sequence[dict[str, Any]]) -> Learning:
     return Learning(
         num_steps=len(steps),
         num_failed=len(failed),
-        num_equal=sum(step not in failed for step in silent),
+        num_equal=len(equal),
         num_skipped=sum(step.get("actor/skipped") == 1 for step in steps),
         # Where nothing tells, as in records of other times, nothing is said.
         has_learned=any(number_of(x) for x in learned) or all(x is None for x in learned),

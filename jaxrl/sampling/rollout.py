@@ -138,7 +138,7 @@ class Rollout(EpisodePlayer):
         finally:
             self._threads.close()
         over = [place for place, group in enumerate(groups) if not _is_open(group)]
-        over = over[: len(groups) - sampling.unfinished]
+        over = over[: max(len(groups) - sampling.unfinished, 0)]
         if len(over) < len(groups):
             self._engine.clear()
             self._held = {keys[i]: group for i, group in enumerate(groups) if i not in over}

@@ -280,10 +280,10 @@ def test_calls_wait_for_an_engine_that_comes_back():
     is_up = threading.Event()
     engine = Batches(lambda query, _: query if is_up.is_set() else ConnectionError("refused"))
     search = ResilientSearch(engine, policy(retries=1, breaker_failures=2))
-    threading.Timer(0.5, is_up.set).start()
+    threading.Timer(1.0, is_up.set).start()
     found = search.answer_all(["a", "b", "c"])
     assert [answer.found for answer in found] == ["a", "b", "c"]
-    assert all(answer.record.waited_s >= 0.5 for answer in found)
+    assert all(answer.record.waited_s >= 0.5 for answer in found)  # begun within half a second
     assert sum(answer.record.attempts for answer in found) == len(engine.asked)
 
 

@@ -14,11 +14,11 @@ from jaxrl.envs.json_http import (
     JsonClient,
     Request,
     check_url,
-    finite,
     key_of,
     plain_text,
     shown_url,
 )
+from jaxrl.envs.json_text import number_of
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, batches
 
 MAX_TEXT = 100_000
@@ -165,7 +165,7 @@ class OpenSearchRetriever(DocumentSearch):
             case {"_id": str() as key, "_source": dict() as source}:
                 title = _field(source, self._title, key) if self._title else ""
                 text = _field(source, self._text, key)
-                return Hit(Document(key, title, text), finite(hit.get("_score")))
+                return Hit(Document(key, title, text), number_of(hit.get("_score")))
         kind = sorted(hit)[:8] if isinstance(hit, dict) else type(hit).__name__
         raise ValueError(f'a hit with {kind}; expected "_id" and "_source"')
 

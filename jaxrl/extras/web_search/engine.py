@@ -14,11 +14,11 @@ from jaxrl.envs.json_http import (
     JsonClient,
     Request,
     check_url,
-    finite,
     key_of,
     plain_text,
     shown_url,
 )
+from jaxrl.envs.json_text import number_of
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit
 
 MAX_TEXT = 10_000
@@ -211,7 +211,7 @@ def _hit(result: Mapping[str, Any], address: str, text: str) -> Hit:
         if value is not None and not isinstance(value, str):
             raise ValueError(f"a {type(value).__name__} as {name!r} of a result; expected text")
         texts.append(" ".join(plain_text((value or "")[:MAX_TEXT]).split()))
-    return Hit(Document(*texts), finite(result.get("score")))
+    return Hit(Document(*texts), number_of(result.get("score")))
 
 
 PROVIDERS: Mapping[str, Provider] = {
