@@ -166,8 +166,8 @@ def _first(values: jax.Array, count: int) -> jax.Array:
     groups = padded.reshape(len(values), -1, GROUP)
     best = jnp.sort(_first(groups.max(axis=2), count), axis=1)
     inside = jnp.take_along_axis(groups, best[:, :, None], axis=1).reshape(len(values), -1)
-    found = jax.lax.top_k(inside, count)[1]
-    return jnp.take_along_axis(best, found // GROUP, axis=1) * GROUP + found % GROUP
+    largest = jax.lax.top_k(inside, count)[1]
+    return jnp.take_along_axis(best, largest // GROUP, axis=1) * GROUP + largest % GROUP
 
 
 def _search_device(
@@ -214,8 +214,8 @@ def _search_device(
         own = scales[places] if has_scales else None
         scores = _scores(query[None], passages[places], own, is_cpu=is_cpu)[0]
         scores = jnp.where(places < count[0], scores, -jnp.inf)
-        found, where = jax.lax.top_k(scores, min(num, len(places)))
-        return found, places[where]
+        largest, where = jax.lax.top_k(scores, min(num, len(places)))
+        return largest, places[where]
 
     scores, places = jax.lax.map(again, (queries, chosen))
     return scores[None], places[None]
@@ -310,13 +310,13 @@ class Passages:
                 np.int32(start),
                 mesh=self._mesh,
             )
-            found = np.array([np.asarray(top).max() for top in tops])
-            if not np.isfinite(found).all():
+            maxima = np.array([np.asarray(top).max() for top in tops])
+            if not np.isfinite(maxima).all():
                 raise ValueError(
                     "among the vectors of the passages is one with a value that is no finite "
                     "number."
                 )
-            largest = np.maximum(largest, found)
+            largest = np.maximum(largest, maxima)
         self._max_norm, self._max_scale = map(float, largest)
 
     def search(self, queries: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
@@ -345,8 +345,8 @@ class Passages:
             unsure = []
             for start in range(0, len(left), self._query_rows):
                 block = left[start : start + self._query_rows]
-                found = self._candidates_of(queries[block], num)
-                for row, candidates, weakest in zip(block, *found, strict=True):
+                chosen = self._candidates_of(queries[block], num)
+                for row, candidates, weakest in zip(block, *chosen, strict=True):
                     query, own = queries[row].astype(np.float64), np.sort(candidates)
                     # From the vectors in the file, which is read forwards. Each row is summed by
                     # itself and in one order: equal vectors have equal scores.
@@ -370,7 +370,7 @@ class Passages:
         if self._dtype == "int8":
             query_scales = _query_scales(rows)
             rows = np.round(rows / query_scales[:, None])
-        found = _search(
+        by_device = _search(
             self._passages,
             self._scales,
             self._counts,
@@ -379,7 +379,7 @@ class Passages:
             block=self._layout.block,
             num=num,
         )
-        device_scores, device_places = map(np.asarray, jax.device_get(found))
+        device_scores, device_places = map(np.asarray, jax.device_get(by_device))
         starts = np.arange(len(device_places))[:, None] * self._layout.passages
         places, weakest = [], []
         for row in range(len(queries)):

@@ -14,10 +14,9 @@ from jaxrl.envs.json_text import number_of, parse_json
 from jaxrl.extras.view.values import damaged_text
 
 CHUNK = 2**20
-MAX_LINE = 2**20  # bytes of a record; the longest have some kilobytes
 """Bytes that are read at a time."""
 
-"""Metrics of this beginning are signs of trouble: at a step that shows one it is above 0."""
+MAX_LINE = 2**20  # bytes of a record; the longest have some kilobytes
 
 DEFAULTS = (
     *("critic/rewards/mean", "reward/exact_match/mean", "val-core/all/exact_match/mean@1"),
@@ -127,9 +126,18 @@ class Curves:
         for line in self._lines.new():
             if (record := _record(line)) is None:
                 self._lines.num_damaged += bool(line.strip())
-            else:
-                with self._lock:
-                    self._add(record)
+                continue
+            with self._lock:
+                number = len(self.steps)
+                self.steps.append(record["step"])
+                self.stages.append(record.get("stage", "train"))
+                for name, value in record.items():
+                    amount = number_of(value)
+                    if name in ("step", "stage") or amount is None:
+                        continue
+                    places, values = self._columns.setdefault(name, (array("q"), array("d")))
+                    places.append(number)
+                    values.append(amount)
         for line in self._told_lines.new():
             told = _record(line)
             if told is None or not isinstance(told.get("sign"), str):
@@ -137,18 +145,6 @@ class Curves:
             else:
                 with self._lock:
                     self._told.append(told)
-
-    def _add(self, record: dict[str, Any]) -> None:
-        number, step, stage = len(self.steps), record["step"], record.get("stage", "train")
-        self.steps.append(step)
-        self.stages.append(stage)
-        for name, value in record.items():
-            amount = number_of(value)
-            if name in ("step", "stage") or amount is None:
-                continue
-            places, values = self._columns.setdefault(name, (array("q"), array("d")))
-            places.append(number)
-            values.append(amount)
 
     def names(self) -> list[str]:
         """Metrics that the run has, in alphabetical order."""

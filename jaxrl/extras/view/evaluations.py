@@ -55,7 +55,7 @@ class Evaluations:
 
     def refresh(self) -> bool:
         """Reads files that are new or have changed; returns True if there were any."""
-        found: dict[tuple[str, int], tuple[Path, tuple[int, int], list[Answer] | None]] = {}
+        listed: dict[tuple[str, int], tuple[Path, tuple[int, int], list[Answer] | None]] = {}
         try:
             entries = sorted(self.folder.iterdir())
         except OSError:
@@ -67,11 +67,11 @@ class Evaluations:
             about = path.stat()
             key, identity = (name[1], int(name[2])), (about.st_size, about.st_mtime_ns)
             known = self._files.get(key)
-            found[key] = known if known and known[1] == identity else (path, identity, None)
-        if found == self._files:
+            listed[key] = known if known and known[1] == identity else (path, identity, None)
+        if listed == self._files:
             return False
         files, problems = {}, []
-        for (stage, step), (path, identity, answers) in found.items():
+        for (stage, step), (path, identity, answers) in listed.items():
             if answers is None:
                 answers = []
                 try:
