@@ -186,12 +186,12 @@ class Experts:
                 jax.lax.all_gather(array, "expert", tiled=True) for array in (x, chosen, shares)
             )
         first = jax.lax.axis_index("expert") * len(weights["gate"])
-        found = mix(x, weights, chosen, shares, product=self.product, first=first)
+        mixed = mix(x, weights, chosen, shares, product=self.product, first=first)
         if sums_width and self.mesh.shape["tensor"] > 1:
-            found = jax.lax.psum(found, "tensor")
+            mixed = jax.lax.psum(mixed, "tensor")
         if gathers:
-            found = jax.lax.psum_scatter(found, "expert", tiled=True)
-        return found.astype(dtype)
+            mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
+        return mixed.astype(dtype)
 
 
 XLA = Experts(name="xla", reason="which every platform has", product=grouped_product)

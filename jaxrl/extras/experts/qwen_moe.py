@@ -245,14 +245,14 @@ class QwenMoeConfig(QwenConfig):
 
     def begin_layers(self, beside: Beside, num_tokens: int) -> Carried:
         """The number of the first layer with experts, and that nothing was found in one yet."""
-        found = routing.begin(
+        noted = routing.begin(
             beside,
             num_layers=len(self.expert_layers),
             num_tokens=num_tokens,
             num_chosen=self.num_chosen,
             num_experts=self.num_experts,
         )
-        return jnp.zeros((), jnp.int32), found
+        return jnp.zeros((), jnp.int32), noted
 
     def end_layers(self, beside: Beside, carried: Carried) -> None:
         """Experts chosen, and their use."""
@@ -264,7 +264,7 @@ class QwenMoeConfig(QwenConfig):
         """Experts where the layer has some, else the MLP."""
         if "moe" not in layer:
             return self.feed_forward(layer, x), carried
-        number, found = carried
+        number, noted = carried
         kernels = {name: part["kernel"] for name, part in layer["moe"].items()}
         router = kernels.pop("router")
         logits = project("dv", x, router.astype(x.dtype), router)
@@ -275,7 +275,7 @@ class QwenMoeConfig(QwenConfig):
             given=routing.given_in(beside, number),
         )
         added = self.experts(x, kernels, choice.chosen, choice.shares)
-        return added, (number + 1, routing.note(beside, found, number, choice))
+        return added, (number + 1, routing.note(beside, noted, number, choice))
 
     def feed_forward_names(self) -> dict[str, str]:
         """Names of the MLP, and of the experts."""

@@ -130,8 +130,8 @@ def _vocabulary(
     pairs = [merge.split(" ") for merge in merges]
     wrong = [merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2]
     if wrong or len(set(tokens)) != len(tokens):
-        found = f"the merge {wrong[0]!r:.80}" if wrong else "a token twice"
-        raise ValueError(f"{path}: its vocabulary has {found}, so it is damaged.")
+        problem = f"the merge {wrong[0]!r:.80}" if wrong else "a token twice"
+        raise ValueError(f"{path}: its vocabulary has {problem}, so it is damaged.")
     return tokens, kinds, pairs
 
 

@@ -178,8 +178,8 @@ class PagesCall(NamedTuple):
 
     def copied(self, step: int) -> list[int]:
         """The pages of which keys and values are copied for a step."""
-        found = [self.steps.page(step, index, self.width) for index in range(self.width)]
-        return [int(self.steps.tables[place]) for place, is_live in found if is_live]
+        pages = [self.steps.page(step, index, self.width) for index in range(self.width)]
+        return [int(self.steps.tables[place]) for place, is_live in pages if is_live]
 
 
 def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:

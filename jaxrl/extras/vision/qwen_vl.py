@@ -237,8 +237,8 @@ def put_images(
     image tokens after the first layers; of text it is 0.
     """
     apart = units.reshape(len(seen), -1)
-    found = jax.vmap(lambda seen, units: seen.at[units].get(mode="clip"))(seen, apart)
-    found = found.reshape(len(x), -1, x.shape[1]).swapaxes(0, 1).astype(x.dtype)
+    vectors = jax.vmap(lambda seen, units: seen.at[units].get(mode="clip"))(seen, apart)
+    vectors = vectors.reshape(len(x), -1, x.shape[1]).swapaxes(0, 1).astype(x.dtype)
     is_seen = (units >= 0)[:, None]
-    added = jnp.where(is_seen, found[1:], 0) if len(found) > 1 else None
-    return jnp.where(is_seen, found[0], x), added
+    added = jnp.where(is_seen, vectors[1:], 0) if len(vectors) > 1 else None
+    return jnp.where(is_seen, vectors[0], x), added
