@@ -75,12 +75,12 @@ WIDTHS = ((2048, 768), (64, 48))
 
 
 def kernels_of(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """What to import of the platform's kernels, by name, the preferred first."""
+    """Dotted names of the platform's kernels, by name, the preferred first."""
     return dict(table.get(jax.devices()[0].platform, {}))
 
 
 def check_choices() -> tuple[dict[str, Any], bool]:
-    """What the check of a run's start says of each kernel, and whether one of each line passes."""
+    """Findings of a run's start about each kernel, and whether one of each line passes."""
     device, findings, passed = jax.devices()[0], dict[str, Any](), dict[str, bool]()
     tables = attention_choice.TRAIN, attention_choice.PAGES, experts_choice.KERNELS
     for table, dtype in itertools.product(tables, DTYPES[::-1]):

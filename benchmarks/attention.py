@@ -54,7 +54,7 @@ NUM_LAYERS = 4
 
 
 class Sizes(NamedTuple):
-    """How much there is of each case."""
+    """Sizes of the cases."""
 
     row_tokens: int
     rows: int  # of those of a load

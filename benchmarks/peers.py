@@ -508,7 +508,7 @@ PEERS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def installed() -> list[str]:
-    """The peers that are."""
+    """Names of the peers whose modules are installed."""
     find = importlib.util.find_spec
     return [name for name, (_, needed) in PEERS.items() if all(map(find, needed))]
 

@@ -263,7 +263,7 @@ def weight_numbers(
 
 @jax.jit
 def _products(one: Params, other: Params) -> Any:
-    """By path the inner products of two trees, of layers [L]."""
+    """Inner products of two trees by path; those of layers are [L]."""
 
     def product(path: tuple[str, ...], a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.sum(a * b, axis=tuple(range(path[0] == "blocks", a.ndim)))

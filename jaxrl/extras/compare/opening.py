@@ -246,6 +246,7 @@ def _configurations(
         leave_out_scores(config)  # rewards are as they were paid
         name_installed(config)
         validate(config, needs_data=False)
+        # The mesh of this host may have other shards than the run's: whole rows on each.
         shards, rows = fit_mesh(config), config.optimizer.micro_rows
         config.optimizer.micro_rows = -(-max(rows, 1) // shards) * shards
     return own, other

@@ -275,7 +275,7 @@ def _build(
     """Builds an index in a folder beside, then renames it."""
     building = folder.with_name(f"{folder.name}.building")
     manifest, digest = _read_json(building / _MANIFEST), source.digest
-    wanted = {**source.manifest, _LINES: 0}
+    wanted = {**source.manifest, _LINES: 0}  # but for digests, which are those of the files there
     is_same = isinstance(manifest, dict) and {**manifest, _LINES: 0} == wanted
     has_lines = all((building / name).is_file() for name in _LINE_FILES)
     if not (is_same and has_lines):

@@ -71,7 +71,7 @@ _MOST_EXPERTS = 1_000_000
 """Limit for all layers; each has tensors of its own, which are looked for by their names."""
 
 Carried = tuple[jax.Array, Found]
-"""The number of the next layer with experts, and what was found in those before."""
+"""Number of the next layer with experts, and the findings of those before."""
 
 
 class Kernels(nnx.Module):
@@ -244,7 +244,7 @@ class QwenMoeConfig(QwenConfig):
         return routing.RouterStatistics()
 
     def begin_layers(self, beside: Beside, num_tokens: int) -> Carried:
-        """The number of the first layer with experts, and that nothing was found in one yet."""
+        """Number of the first layer with experts, and empty findings."""
         noted = routing.begin(
             beside,
             num_layers=len(self.expert_layers),

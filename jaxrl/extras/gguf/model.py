@@ -302,21 +302,21 @@ def _rope_scaling(
 ) -> dict[str, Any] | None:
     """The `rope_scaling` of `config.json` that the metadata comes to; None without any."""
     begins = f"{family}.rope.scaling."
-    given = {k.removeprefix(begins): v for k, v in metadata.items() if k.startswith(begins)}
-    given.pop("finetuned", None)
-    kind = given.pop("type", "none")
+    settings = {k.removeprefix(begins): v for k, v in metadata.items() if k.startswith(begins)}
+    settings.pop("finetuned", None)
+    kind = settings.pop("type", "none")
     if kind == "none":
         return None
     names = {"factor": "factor"}
     if kind == "yarn":
         names["original_context_length"] = "original_max_position_embeddings"
-    unknown = sorted(given.keys() - names.keys())
+    unknown = sorted(settings.keys() - names.keys())
     if kind not in ("linear", "yarn") or unknown:
         raise ValueError(
             f"{path}: RoPE scaling {kind!r:.80}{f' with {unknown[0]}' if unknown else ''} is not "
             "supported; expected linear, or yarn with its factor and original_context_length."
         )
-    return {"rope_type": kind, **{names[name]: value for name, value in given.items()}}
+    return {"rope_type": kind, **{names[name]: value for name, value in settings.items()}}
 
 
 def _hf_tensors(tensors: dict[str, Any], *, is_tied: bool) -> dict[str, Any]:

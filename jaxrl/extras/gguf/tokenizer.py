@@ -103,7 +103,7 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, dict[str,
 def _vocabulary(
     path: Path, metadata: dict[str, Any]
 ) -> tuple[list[str], list[int], list[list[str]]]:
-    """Tokens by id, what kinds they are, and merges in their order; of a kind that is read."""
+    """Tokens by id, their kinds, and merges in order; refuses vocabularies that are not read."""
     kind, pre = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}pre")
     if kind != "gpt2":
         raise ValueError(

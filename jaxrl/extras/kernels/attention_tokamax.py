@@ -173,7 +173,7 @@ class Tokamax:
         return gradients["q"], gradients["k"], gradients["v"]
 
     def is_hopper(self) -> bool:
-        """True if the devices are, whose matrix units `gradients_hopper` is written for."""
+        """Return True if these are Hopper GPUs, which `gradients_hopper` is written for."""
         return bool(tokamax_part("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
     def _settings(self, q: jax.Array, k: jax.Array, keys: Keys) -> dict[str, Any]:

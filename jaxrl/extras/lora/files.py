@@ -172,7 +172,7 @@ def check_adapter(path: str | Path, adapter: Adapter) -> None:
     file = folder / TENSORS_FILE
     stored = {tensor.name: tensor for tensor in open_file(file)}
     made_for = fields.get("base_model_name_or_path")
-    # PEFT's name and shape of every tensor of an adapter.
+    # PEFT's name and shape of every tensor: of one layer, [out, in] where we have [L, in, out].
     shapes = {
         name: leaf.shape[:0:-1]
         for param, leaf in flatten_dict(adapter.parts()[0].abstract_params(), sep="/").items()

@@ -89,7 +89,10 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
         "searching": len(asked) / max(len(scored), 1),
         "searches": _mean([sum(turn.tool_call is not None for turn in t.turns) for t in scored]),
         "found": _mean([has_found(t) for t in asked if t.task.answers]),
-        "prompts": sum(len({_prompt(t) for t in group.scored}) > 1 for group in groups),
+        "prompts": sum(
+            len({t.token_ids[: t.prompt_length].tobytes() for t in group.scored}) > 1
+            for group in groups
+        ),
         "uneven": max((unevenness(group) for group in groups), default=0.0)
         if method.advantage.estimator.name in SUMS_TO_ZERO and not method.advantage.by_turn
         else 0.0,
@@ -111,10 +114,6 @@ def _per_token(trajectories: Sequence[Trajectory], name: str) -> float | None:
     """Mean of an array over all sampled tokens."""
     count = sum(t.num_sampled for t in trajectories)
     return sum(float(getattr(t, name).sum()) for t in trajectories) / count if count else None
-
-
-def _prompt(trajectory: Trajectory) -> bytes:
-    return trajectory.token_ids[: trajectory.prompt_length].tobytes()
 
 
 def _sampled(trajectory: Trajectory) -> bytes:
@@ -161,7 +160,7 @@ def unevenness(group: Group) -> float:
 
 
 def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """For each judge that was asked, the share of 1 among its verdicts."""
+    """Share of 1 among the verdicts of each judge that was asked."""
     judges = {str(one.tool) for t in trajectories for one in t.reward_records}
     by_judge = {
         judge: [t.reward_parts[judge] for t in trajectories if judge in t.reward_parts]

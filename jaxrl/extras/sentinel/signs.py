@@ -101,7 +101,7 @@ def judge(
         sign = rule()
         counts[name] = state.get("counts", {}).get(name, 0) + 1 if sign else 0
         if sign and counts[name] >= wanted:
-            sound = step - counts[name]
+            sound = step - counts[name]  # the last step without it
             if name == "reward":
                 sound = min(sound, best["number"])
             signs.append(Sign(name=sign[0], text=sign[1], since=max(sound, 0)))
@@ -234,16 +234,16 @@ def sampler_differs(history: History, limit: float, *, has_lag: bool) -> Found:
     if not is_sign:
         return None
     before = f"; before it was {median(usual):.2g} ({band(median(usual))})" if usual else ""
-    told = f"sampler and trainer are {now:.2g} nats a token apart ({band(now)}){before}. "
+    text = f"sampler and trainer are {now:.2g} nats a token apart ({band(now)}){before}. "
     # k3 of the gap d is exp(d) - 1 - d: about |d| where the trainer finds tokens impossible that
     # were sampled, about d^2 / 2 where weights or rounding differ a little.
     if (history.now["gap_k3"] or 0.0) > 0.5 * now and (history.now["gap_max"] or 0.0) > 5.0:
-        return "ids_differ", told + (
+        return "ids_differ", text + (
             f"Single tokens are up to {history.now['gap_max']:.0f} nats apart: the trainer reads "
             "other ids than were sampled, or other positions. Look for text that is tokenised "
             "again, ids that were cut or swapped, another chat template."
         )
-    return "sampler_differs", told + (
+    return "sampler_differs", text + (
         "All tokens are a little off: the sampler has other weights than the trainer (an update "
         "that did not reach it, a quantised copy), or computes in another way (dtype, attention, "
         "temperature). config.loss.correction weighs it out, but look for the cause first."

@@ -140,8 +140,8 @@ def _reward(record: dict[str, Any], weights: Any) -> float | None:
     if not isinstance(weights, dict) or record.get("outcome") == "environment_error":
         return None
     total = 0.0
-    for part, given in weights.items():
-        weight, amount = number_of(given), number_of(record.get(part))
+    for part, value in weights.items():
+        weight, amount = number_of(value), number_of(record.get(part))
         if weight is None or (weight and amount is None):
             return None
         total += weight * (amount or 0.0)

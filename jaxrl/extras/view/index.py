@@ -362,6 +362,7 @@ class TrajectoryIndex:
             with os.scandir(self.folder) as entries:
                 for entry in entries:
                     name = _FILE.fullmatch(entry.name)
+                    # One spelling, the one that is written: a step has one file.
                     if name is None or entry.name != f"step_{int(name[1]):06d}.jsonl":
                         continue
                     try:
@@ -455,7 +456,7 @@ class TrajectoryIndex:
             self._folded = [text.casefold() for text in texts["question"]]
 
     def _save(self) -> list[str]:
-        """Keeps the index; what hinders that."""
+        """Writes the index to the cache; returns the problems of that."""
         if self.cache is None:
             return []
         blocks = sorted(self._blocks.items())

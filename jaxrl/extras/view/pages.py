@@ -69,7 +69,7 @@ class Run:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The tokenizer's; looked for again as long as there is none."""
+        """The tokenizer's vocabulary; looked for again as long as there is none."""
         with self._lock:
             if self._vocabulary is None or not self._vocabulary.bytes:
                 self._vocabulary = Vocabulary.of(self.workdir, self.config)

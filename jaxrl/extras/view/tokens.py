@@ -176,8 +176,8 @@ class Tokens:
         loss = config.get("loss.name")
         low, high = (number_of(config.get(f"loss.clip_{side}")) for side in ("low", "high"))
         if loss not in ("clip", "gspo", "cispo") or low is None or high is None:
-            told = "the run has no config.json" if loss is None else f"loss.name is {loss!r:.60}"
-            raise LackingError(f"{told}; known are the ranges of clip, gspo and cispo")
+            problem = "the run has no config.json" if loss is None else f"loss.name is {loss!r:.60}"
+            raise LackingError(f"{problem}; known are the ranges of clip, gspo and cispo")
         log_ratios, advantages = self.log_ratios(), self.advantages()
         if loss == "gspo" and self.is_sampled.any():
             raw = self.numbers("new_logprobs") - self.numbers("old_logprobs")
