@@ -110,7 +110,7 @@ class QwenMoeConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
-        """The old and the new spelling of its fields; null is as absent.
+        """Reads the old and the new spelling of its fields; null is as absent.
 
         Raises:
             ValueError: as `QwenConfig`, or numbers of experts or layers make no sense.
@@ -206,7 +206,7 @@ class QwenMoeConfig(QwenConfig):
         return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
 
     def linear_layers(self) -> tuple[str, ...]:
-        """Neither routers nor experts."""
+        """Linear layers of the dense model, without routers and experts."""
         return tuple(name for name in super().linear_layers() if not name.startswith("blocks/moe/"))
 
     @property

@@ -324,5 +324,5 @@ class Qwen3VLConfig(QwenVLConfig):
         }
 
     def hf_renamed(self) -> dict[str, str]:
-        """None."""
+        """Empty: names of tensors have no other beginnings."""
         return {}
