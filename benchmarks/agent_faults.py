@@ -169,12 +169,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 time.sleep(0.2)
             if process.wait():
                 sys.exit(f"the run {name} ended with {process.returncode}; see {workdir}.log")
-        found = measure(workdir, notes)
-        num_errors = sum(found["errors"].values())
+        numbers = measure(workdir, notes)
+        num_errors = sum(numbers["errors"].values())
         rows.append(
-            (name, found["tokens"] / found["seconds"], 1 - num_errors / found["trajectories"])
+            (name, numbers["tokens"] / numbers["seconds"], 1 - num_errors / numbers["trajectories"])
         )
-        print(name, json.dumps(found), flush=True)
+        print(name, json.dumps(numbers), flush=True)
     (_, sound, _), (_, faulty, share) = rows
     shown = [(name, f"{rate:.0f}", f"{sane:.3f}") for name, rate, sane in rows]
     print(table(("run", "trained tokens a second", "episodes without a fault"), shown))

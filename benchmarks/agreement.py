@@ -75,13 +75,13 @@ WIDTHS = ((2048, 768), (64, 48))
 
 
 def kernels_of(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """What to import of the platform's kernels, by name, the preferred first."""
+    """Dotted names of the platform's kernels, by name, the preferred first."""
     return dict(table.get(jax.devices()[0].platform, {}))
 
 
 def check_choices() -> tuple[dict[str, Any], bool]:
-    """What the check of a run's start says of each kernel, and whether one of each line passes."""
-    device, found, passed = jax.devices()[0], dict[str, Any](), dict[str, bool]()
+    """Findings of a run's start about each kernel, and whether one of each line passes."""
+    device, findings, passed = jax.devices()[0], dict[str, Any](), dict[str, bool]()
     tables = attention_choice.TRAIN, attention_choice.PAGES, experts_choice.KERNELS
     for table, dtype in itertools.product(tables, DTYPES[::-1]):
         line = [name for name in kernels_of(table) if takes(name, dtype)]
@@ -94,12 +94,12 @@ def check_choices() -> tuple[dict[str, Any], bool]:
             for verdict in first_sound(make, load, XLA.train).verdicts:
                 case = f"{verdict.operation}, {sizes}, {dtype}"
                 label = f"{case}: {name}"
-                found[label] = f"{'passes' if verdict.is_sound else 'FAILS'}: {verdict.finding}"
-                print(f"  {label} {found[label]}", flush=True)
+                findings[label] = f"{'passes' if verdict.is_sound else 'FAILS'}: {verdict.finding}"
+                print(f"  {label} {findings[label]}", flush=True)
                 passed[case] = passed.get(case, False) or verdict.is_sound
     if not passed:
-        found["nothing to check"] = f"{device.platform}s have XLA's attention and experts alone"
-    return found, all(passed.values())
+        findings["nothing to check"] = f"{device.platform}s have XLA's attention and experts alone"
+    return findings, all(passed.values())
 
 
 def _trials(
@@ -146,8 +146,8 @@ def train_distance(
 
     out, *gradients = jax.jit(run)(*(jnp.asarray(x, dtype) for x in (q, k, v, gradient)))
     out = np.where((ids[0] > 0)[:, :, None, None], np.asarray(out, np.float32), 0)
-    found = zip(("out", "dq", "dk", "dv"), (out, *gradients), wanted, strict=True)
-    return {name: far(got, one) for name, got, one in found}
+    pairs = zip(("out", "dq", "dk", "dv"), (out, *gradients), wanted, strict=True)
+    return {name: far(got, one) for name, got, one in pairs}
 
 
 def pages_distance(
@@ -209,11 +209,11 @@ def worst_of(
     for name, *what, dtype in (case for case in cases if takes(case[0], case[-1])):
         label = f"{' '.join([name, *what])}, {dtype}"
         try:
-            found = list(distances(name, *what, dtype))
+            measured = list(distances(name, *what, dtype))
         except Exception as error:
             failed[label] = f"does not run: {type(error).__name__}: {error}"
         else:
-            worst[label] = {part: max(one[part] for one in found) for part in found[0]}
+            worst[label] = {part: max(one[part] for one in measured) for part in measured[0]}
     return {**worst, **failed}, within_bounds(worst) and not (is_named and failed)
 
 
@@ -246,8 +246,8 @@ def experts_distance(product: Product, rng: np.random.Generator, dtype: str) -> 
     with jax.default_matmul_precision("highest"):
         got = jax.jit(run)(*operands, jnp.asarray(sizes, jnp.int32), jnp.asarray(gradient, dtype))
     ends = (count, count, num_groups)
-    found = zip(("out", "of rows", "of weights"), got, wanted, ends, strict=True)
-    return {name: far(one[:end], other[:end]) for name, one, other, end in found}
+    pairs = zip(("out", "of rows", "of weights"), got, wanted, ends, strict=True)
+    return {name: far(one[:end], other[:end]) for name, one, other, end in pairs}
 
 
 def check_experts(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
@@ -294,17 +294,17 @@ def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
     engine.row_sizes = engine.row_sizes[-1:]
     engine.set_weights(jax.device_put(cpu_params(), device))
     requests = rollout.even_requests(MODEL, SAMPLED, 0)
-    found: dict[int, tuple[list[int], list[float]]] = {
+    samples: dict[int, tuple[list[int], list[float]]] = {
         number: ([], []) for number in engine.submit(requests, temperature=0.0)
     }
     while not engine.is_idle:
         for event in engine.step():
-            tokens, logprobs = found[event.request]
+            tokens, logprobs = samples[event.request]
             tokens.extend(event.token_ids.tolist())
             logprobs.extend(event.logprobs.tolist())
             if event.status:
                 engine.finish(event.request)
-    return list(found.values())
+    return list(samples.values())
 
 
 def cpu_params() -> Any:

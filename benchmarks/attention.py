@@ -55,7 +55,7 @@ NUM_LAYERS = 4
 
 
 class Sizes(NamedTuple):
-    """How much there is of each case."""
+    """Sizes of the cases."""
 
     row_tokens: int
     rows: int  # of those of a load
@@ -248,8 +248,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             "TFLOP/s" if is_update else "GB/s",
         )
         rows.append([*names, f"{us:,.0f}", f"{rate:,.{0 if rate >= 10 else 3}f} {unit}"])
-        found = dict(zip(("model", "case", "load", "kernel"), names, strict=True))
-        figures.append(found | {"us": us, "rate": rate, "unit": unit})
+        labels = dict(zip(("model", "case", "load", "kernel"), names, strict=True))
+        figures.append(labels | {"us": us, "rate": rate, "unit": unit})
         print(" | ".join(rows[-1]), flush=True)
     print(table(["model", "case", "load", "kernel", "us a layer", "rate"], rows))
     if not figures:

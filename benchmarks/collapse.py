@@ -174,8 +174,8 @@ class Curve:
 
     def reaches(self, score: float) -> int | None:
         """The first evaluated step with that score; None without any."""
-        found = (s for s, value in zip(self.steps, self.scores, strict=True) if value >= score)
-        return next(found, None)
+        steps = (s for s, value in zip(self.steps, self.scores, strict=True) if value >= score)
+        return next(steps, None)
 
     @property
     def falls(self) -> int | None:

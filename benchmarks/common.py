@@ -179,8 +179,8 @@ def processor() -> str:
 
 def versions(*packages: str) -> dict[str, str]:
     """Python's version, and those of packages."""
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), **found}
+    installed = {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), **installed}
 
 
 def libtpu_environment() -> dict[str, str]:
@@ -188,11 +188,11 @@ def libtpu_environment() -> dict[str, str]:
 
     `LIBTPU_DIR` may name a folder of `pip install --target`.
     """
-    found = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    variables = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     if folder := os.environ.get("LIBTPU_DIR"):
         paths = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        found |= {"TPU_LIBRARY_PATH": f"{folder}/libtpu/libtpu.so", "PYTHONPATH": paths}
-    return found
+        variables |= {"TPU_LIBRARY_PATH": f"{folder}/libtpu/libtpu.so", "PYTHONPATH": paths}
+    return variables
 
 
 def peak_bytes() -> tuple[int, str]:

@@ -118,7 +118,7 @@ def drawn(chances: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def entropy(chances: np.ndarray) -> float:
-    """Nats."""
+    """Entropy of one distribution, nats."""
     return float(-(chances * np.log(np.maximum(chances, 1e-30))).sum())
 
 

@@ -48,8 +48,8 @@ def made_up(count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
 
     def near(places: np.ndarray) -> np.ndarray:
         noise = rng.standard_normal(places.shape, np.float32)
-        found = places + SPREAD / width**0.5 * noise
-        return found / np.linalg.norm(found, axis=1, keepdims=True)
+        vectors = places + SPREAD / width**0.5 * noise
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     centres = rng.standard_normal((max(count // 100, 1), width), np.float32)
     centres /= np.linalg.norm(centres, axis=1, keepdims=True)
@@ -74,8 +74,8 @@ def searched(count: int, width: int, dtype: str, repetitions: int) -> dict[str, 
         query_rows=QUERY_ROWS,
     )
     exact = np.argsort(-(queries @ vectors.T), axis=1)[:, :TOPK]
-    found, _ = passages.search(queries, TOPK)
-    hits = [len({*a} & {*b}) / TOPK for a, b in zip(found, exact, strict=True)]
+    best, _ = passages.search(queries, TOPK)
+    hits = [len({*a} & {*b}) / TOPK for a, b in zip(best, exact, strict=True)]
     alone = seconds(lambda: passages.search(queries[:1], TOPK), repetitions)
     together = seconds(lambda: passages.search(queries, TOPK), repetitions)
     return {
@@ -97,7 +97,7 @@ def encoded(folder: Path, dtype: str, repetitions: int) -> dict[str, float]:
         for name, shape in needed_params(model.model).items()
     }
     params = jax.device_put(unflatten_dict(weights, sep="/"), NamedSharding(mesh, P()))
-    found = {}
+    by_rows = {}
     for rows in (1, 8, NUM_QUERIES):
         ids = jnp.ones((rows, QUERY_TOKENS), jnp.int32)
         lengths = jnp.full(rows, QUERY_TOKENS, jnp.int32)
@@ -105,8 +105,8 @@ def encoded(folder: Path, dtype: str, repetitions: int) -> dict[str, float]:
         def work(ids: jax.Array = ids, lengths: jax.Array = lengths) -> None:
             encode_rows(params, ids, lengths, model=model, mesh=mesh).block_until_ready()
 
-        found[str(rows)] = seconds(work, repetitions) / rows
-    return found
+        by_rows[str(rows)] = seconds(work, repetitions) / rows
+    return by_rows
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

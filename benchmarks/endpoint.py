@@ -206,14 +206,14 @@ def sessions_of(
         draws: the questions.
     """
     size = len(trajectories) // len(draws)
-    found = []
+    episodes = []
     for index, trajectory in enumerate(trajectories):
         turns = [
             {"token_ids": new, "text": text, "budget": budget}
             for (new, budget), text in zip(turns_of(trajectory), ["", *texts], strict=False)
         ]
         question = draws[index // size].task.question
-        found.append(
+        episodes.append(
             {
                 "name": f"{index}",
                 "seed": index,
@@ -222,7 +222,7 @@ def sessions_of(
                 "turns": turns,
             }
         )
-    return found
+    return episodes
 
 
 def measure(

@@ -93,16 +93,16 @@ def compile_all(flags: argparse.Namespace) -> dict[Label, Callable[[], Any]]:
 
 def measure(runs: dict[Label, Callable[[], Any]], rounds: int) -> dict[Label, tuple[float, float]]:
     """Medians of each case, ms on the clock and on processors."""
-    found: dict[Label, list[tuple[float, float]]] = {label: [] for label in runs}
+    times_of: dict[Label, list[tuple[float, float]]] = {label: [] for label in runs}
     for _ in range(rounds):
         for label, run in runs.items():
             began = time.perf_counter(), time.process_time()
             jax.block_until_ready(run())
             ended = time.perf_counter(), time.process_time()
-            found[label].append((1e3 * (ended[0] - began[0]), 1e3 * (ended[1] - began[1])))
+            times_of[label].append((1e3 * (ended[0] - began[0]), 1e3 * (ended[1] - began[1])))
     return {
         label: (statistics.median(a for a, _ in times), statistics.median(b for _, b in times))
-        for label, times in found.items()
+        for label, times in times_of.items()
     }
 
 

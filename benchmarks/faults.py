@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=int, default=30, help="the first step with the fault")
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args(argv)
-    rows, found = [], {}
+    rows, seen = [], {}
     for fault in args.faults:
         workdir = args.workdir / fault.replace(" ", "_")
         config = collapse.get_config(args.world)
@@ -254,13 +254,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         early = [one for one in signs_of(workdir) if one[0] < args.step]
         first = min(signs, default=None)
         right = [step for step, sign in signs if sign in FAULTS[fault]]
-        found[fault] = {"signs": signs, "before": early}
+        seen[fault] = {"signs": signs, "before": early}
         told = ", ".join(f"{sign} ({step})" for step, sign in signs) or "none"
         late = f"{right[0] - args.step + 1}" if right else "-"
         rows.append([fault, late, told, f"{len(early)}"])
         print(f"{fault}: first {first}, named rightly in step {late}", flush=True)
     args.workdir.mkdir(parents=True, exist_ok=True)
-    (args.workdir / "faults.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (args.workdir / "faults.json").write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
     print(table(["fault", "named rightly in its step", "signs (step)", "signs before it"], rows))
 
 

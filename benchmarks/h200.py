@@ -129,20 +129,20 @@ class Run:
         """Ends the process; its record, how it ended, and what it printed. None: at its limit."""
         self.kill()
         seconds = time.monotonic() - self.started
-        found: dict[str, Any] = {"ending": f"ended with {code}", "seconds": seconds}
-        found["command"] = "python " + shlex.join(self.words[1:-1])
-        found["printed"] = self.record.with_suffix(".log").read_text("utf-8", "replace")
+        result: dict[str, Any] = {"ending": f"ended with {code}", "seconds": seconds}
+        result["command"] = "python " + shlex.join(self.words[1:-1])
+        result["printed"] = self.record.with_suffix(".log").read_text("utf-8", "replace")
         try:
             figures = json.loads(self.record.read_text(encoding="utf-8"))
-            found["record"], found["shown"] = figures, shown(figures)
+            result["record"], result["shown"] = figures, shown(figures)
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            found |= {"said_last": found["printed"][-2000:], "no_record": repr(error)}
-            found.pop("record", None)
+            result |= {"said_last": result["printed"][-2000:], "no_record": repr(error)}
+            result.pop("record", None)
         if code is None:
-            found["ending"] = f"stopped after {seconds:.0f} s"
+            result["ending"] = f"stopped after {seconds:.0f} s"
         elif code == 0:
-            found["ending"] = "done" if "record" in found else "ended without a record"
-        return found
+            result["ending"] = "done" if "record" in result else "ended without a record"
+        return result
 
     def kill(self) -> None:
         """Ends the process and what it has started."""
@@ -253,16 +253,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     together = [part for part in chosen if not part.is_timed]
     rounds = [together] * bool(together) + [[part] for part in chosen if part.is_timed]
 
-    def keep(name: str, found: dict[str, Any]) -> None:
+    def keep(name: str, result: dict[str, Any]) -> None:
         with (flags.out / "log.txt").open("a", encoding="utf-8") as file:
-            file.write(f"\n$ {found['command']}\n{found.pop('printed')}")
-        about = found.pop("shown", None) or found.get("said_last", "")
-        results[name] = found
+            file.write(f"\n$ {result['command']}\n{result.pop('printed')}")
+        about = result.pop("shown", None) or result.get("said_last", "")
+        results[name] = result
         files = {"results.json": json.dumps(results, indent=2) + "\n", "table.md": report(results)}
         for file_name, text in files.items():
             with written_whole(flags.out / file_name) as file:
                 file.write(text)
-        print(f"{name}: {found['ending']}, {found['seconds']:.0f} s: {about}", flush=True)
+        print(f"{name}: {result['ending']}, {result['seconds']:.0f} s: {about}", flush=True)
 
     running: dict[str, Run] = {}
     with tempfile.TemporaryDirectory() as folder:

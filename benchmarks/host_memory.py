@@ -43,11 +43,11 @@ def measure(arguments: Sequence[str]) -> dict[str, int]:
 def main(argv: Sequence[str]) -> None:
     """Prints both, and by how much the plan is off."""
     files = [one.removeprefix("--json=") for one in argv if one.startswith("--json=")]
-    found = measure([one for one in argv if not one.startswith("--json=")])
-    planned, seen = (found[name] / 2**30 for name in ("planned", "seen"))
+    sizes = measure([one for one in argv if not one.startswith("--json=")])
+    planned, seen = (sizes[name] / 2**30 for name in ("planned", "seen"))
     print(f"planned {planned:.2f} GiB, seen {seen:.2f} GiB: {planned / seen - 1:+.0%}")
     for file in files:
-        Path(file).write_text(json.dumps(found) + "\n", encoding="utf-8")
+        Path(file).write_text(json.dumps(sizes) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -48,11 +48,11 @@ def write_passages(path: Path, start: int, count: int) -> None:
 
 def queries(path: Path) -> list[str]:
     """Words of passages from the beginning of the corpus."""
-    rng, found = np.random.default_rng(1), []
+    rng, texts = np.random.default_rng(1), []
     with path.open(encoding="utf-8") as lines:
         for line, _ in zip(lines, range(NUM_QUERIES), strict=False):
-            found.append(" ".join(rng.choice(json.loads(line)["text"].split(), QUERY_WORDS)))
-    return found
+            texts.append(" ".join(rng.choice(json.loads(line)["text"].split(), QUERY_WORDS)))
+    return texts
 
 
 HOSTILE = {
@@ -66,8 +66,8 @@ def measured(corpus: Path) -> dict[str, float]:
     """Seconds of opening and searching; what the process held at most, in GiB."""
     start = time.perf_counter()
     engine = LocalSearch(corpus)
-    found = {"open_s": time.perf_counter() - start}
-    found["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    figures = {"open_s": time.perf_counter() - start}
+    figures["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     asked = queries(corpus)
     engine.run_batch(asked[:50])
     latencies = []
@@ -75,17 +75,17 @@ def measured(corpus: Path) -> dict[str, float]:
         start = time.perf_counter()
         engine.run(query)
         latencies.append(time.perf_counter() - start)
-    found["median_s"] = statistics.median(latencies)
-    found["p99_s"] = sorted(latencies)[int(0.99 * len(latencies))]
+    figures["median_s"] = statistics.median(latencies)
+    figures["p99_s"] = sorted(latencies)[int(0.99 * len(latencies))]
     start = time.perf_counter()
     engine.run_batch(asked)
-    found["batch_s"] = time.perf_counter() - start
+    figures["batch_s"] = time.perf_counter() - start
     for name, query in HOSTILE.items():
         start = time.perf_counter()
         engine.run(query)
-        found[name] = time.perf_counter() - start
-    found["searching_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return found
+        figures[name] = time.perf_counter() - start
+    figures["searching_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return figures
 
 
 def in_process(corpus: Path) -> dict[str, float]:

@@ -76,21 +76,21 @@ def measure(model: common.ModelSizes, work: Even, rank: int, repetitions: int) -
         "separate": (make_engine(model, apart, work), policy),
         "merged": (make_engine(model, replace(apart, is_merged=True), work), policy),
     }
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    times_of: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for number in range(repetitions + 1):
         for name, (engine, params) in kinds.items():
             handing = hand_over(engine, params)
             started = time.perf_counter()
             sample_all(engine, even_requests(model, work, number))
             if number:  # the first one warms up
-                found[name].append((time.perf_counter() - started, handing))
+                times_of[name].append((time.perf_counter() - started, handing))
     tokens = work.num_prompts * work.group_size * work.new_tokens
     return {
         name: {
             "tokens_per_s": tokens / min(seconds for seconds, _ in times),
             "hand_over_ms": 1e3 * min(handing for _, handing in times),
         }
-        for name, times in found.items()
+        for name, times in times_of.items()
     }
 
 
@@ -104,13 +104,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", default="", help="file for the figures")
     flags = parser.parse_args(arguments)
     work = replace(WORK, num_rows=flags.num_rows, num_prompts=flags.num_rows // WORK.group_size)
-    found = measure(common.MODELS[flags.model], work, flags.rank, flags.repetitions)
-    for name, figures in found.items():
+    by_kind = measure(common.MODELS[flags.model], work, flags.rank, flags.repetitions)
+    for name, figures in by_kind.items():
         rate, handing = figures["tokens_per_s"], figures["hand_over_ms"]
         print(f"{name:12} {rate:10,.0f} tokens/s, {handing:8.1f} ms to hand over")
     if flags.json:
-        common.write_json(Path(flags.json), {**vars(flags), "figures": found})
-    return found
+        common.write_json(Path(flags.json), {**vars(flags), "figures": by_kind})
+    return by_kind
 
 
 if __name__ == "__main__":

@@ -332,9 +332,9 @@ def compiled(program: Any, platform: str) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         sizes = program.compile(compiler_options={"xla_dump_to": folder}).memory_analysis()
         [report] = Path(folder).glob("*memory-usage-report.txt")
-        found = re.match(r"Memory Space: default .*\nTotal bytes: (\d+)", report.read_text())
-        assert found, f"{report} begins otherwise"
-        return Compiled(total=int(found[1]), arguments=sizes.argument_size_in_bytes)
+        total = re.match(r"Memory Space: default .*\nTotal bytes: (\d+)", report.read_text())
+        assert total, f"{report} begins otherwise"
+        return Compiled(total=int(total[1]), arguments=sizes.argument_size_in_bytes)
 
 
 def compiled_bytes(program: Any, platform: str) -> int:
@@ -404,12 +404,12 @@ def compare(
     parts: Sequence[str] = PARTS,
 ) -> dict[str, tuple[int, int]]:
     """Planned and compiled bytes of one device, for each part."""
-    found = {}
+    sizes = {}
     for part in parts:
         programs = programs_of(config, model, target, devices, part).values()
         needed = max(compiled_bytes(lower(), target.platform) + more for lower, more in programs)
-        found[part] = planned_bytes(config, model, target, part), needed
-    return found
+        sizes[part] = planned_bytes(config, model, target, part), needed
+    return sizes
 
 
 def shipped(

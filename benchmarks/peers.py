@@ -461,10 +461,10 @@ class Tunix:
         from tunix.rl.common import compute_per_token_logps
 
         prompts, new = jnp.split(ids, [self._work.prompt_tokens], axis=1)
-        found = compute_per_token_logps(
+        logprobs = compute_per_token_logps(
             self._graph, state, prompts, new, -1, -1, stop_gradient=False
         )
-        return found, new >= 0
+        return logprobs, new >= 0
 
     def _loss(self, state: Any, ids: jax.Array, advantages: jax.Array) -> jax.Array:
         logprobs, mask = self._logprobs(state, ids)
@@ -508,9 +508,9 @@ PEERS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def installed() -> list[str]:
-    """The peers that are."""
-    found = importlib.util.find_spec
-    return [name for name, (_, needed) in PEERS.items() if all(map(found, needed))]
+    """Names of the peers whose modules are installed."""
+    find = importlib.util.find_spec
+    return [name for name, (_, needed) in PEERS.items() if all(map(find, needed))]
 
 
 ONE_THREAD = {
@@ -611,12 +611,12 @@ def take_turns(
         extra: dict[str, list[float]] = {peer.name: [] for peer in able}
         for number in range(flags.warm_up + flags.repetitions):
             for peer in able:
-                found = peer.ask(what, number)
+                reply = peer.ask(what, number)
                 if number >= flags.warm_up:
-                    seconds[peer.name].append(found["cpu_s"])
-                    extra[peer.name].append(found["extra_bytes"] or math.nan)
-                    figures[peer.name]["num_recompilations"] += found["num_compilations"]
-                figures[peer.name]["peak_bytes"] = found["peak_bytes"]
+                    seconds[peer.name].append(reply["cpu_s"])
+                    extra[peer.name].append(reply["extra_bytes"] or math.nan)
+                    figures[peer.name]["num_recompilations"] += reply["num_compilations"]
+                figures[peer.name]["peak_bytes"] = reply["peak_bytes"]
         for name, taken in seconds.items():
             figures[name][f"{what} tokens_per_cpu_s"] = count / statistics.median(taken)
             figures[name][f"{what} extra_bytes"] = statistics.median(extra[name])

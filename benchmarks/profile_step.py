@@ -93,7 +93,7 @@ def read_program(text: str) -> dict[str, Operation]:
     """The operations of a compiled program by name, from its HLO text."""
     shapes: dict[str, list[int]] = {}
     parts: dict[str, list[Operation]] = defaultdict(list)  # of each computation
-    found: dict[str, tuple[str, Operation]] = {}
+    operations: dict[str, tuple[str, Operation]] = {}
     computation = ""
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
@@ -114,13 +114,13 @@ def read_program(text: str) -> dict[str, Operation]:
         elif opcode in MOVES:
             one = Operation(operator="moves", path=one.path)
         parts[computation].append(one)
-        found[name] = computation, one
+        operations[name] = computation, one
     # XLA names none of the operations that it makes of others: then the scopes that all others of
     # a loop's body have in common.
     common_paths = {name: _common(one.path for one in ones) for name, ones in parts.items()}
     return {
         name: one if one.path else replace(one, path=common_paths[computation])
-        for name, (computation, one) in found.items()
+        for name, (computation, one) in operations.items()
     }
 
 
@@ -167,15 +167,15 @@ def read_events(profile: ProfileData) -> Iterator[Event]:
     """The operations of all programs."""
     for plane in profile.planes:
         for line in plane.lines:
-            found = []
+            events = []
             for event in line.events:
                 stats = dict(event.stats)
                 if "hlo_op" in stats:
-                    found.append((event.start_ns, -event.duration_ns, stats))
-            yield from _without_inner(sorted(found, key=lambda one: one[:2]))
+                    events.append((event.start_ns, -event.duration_ns, stats))
+            yield from _without_inner(sorted(events, key=lambda one: one[:2]))
 
 
-def _without_inner(found: Iterable[tuple[float, float, dict[str, Any]]]) -> Iterator[Event]:
+def _without_inner(events: Iterable[tuple[float, float, dict[str, Any]]]) -> Iterator[Event]:
     """The events of a thread, sorted by their start, the outer of two first."""
     under_way: list[list[Any]] = []  # end, what is left of it, stats
 
@@ -189,7 +189,7 @@ def _without_inner(found: Iterable[tuple[float, float, dict[str, Any]]]) -> Iter
                 seconds=left / 1e9,
             )
 
-    for start, negative, stats in found:
+    for start, negative, stats in events:
         yield from ended(start)
         if under_way:
             under_way[-1][1] += negative
@@ -199,11 +199,11 @@ def _without_inner(found: Iterable[tuple[float, float, dict[str, Any]]]) -> Iter
 
 def live_programs() -> dict[str, list[dict[str, Operation]]]:
     """The operations of every compiled program of this process, by the program's name."""
-    found: dict[str, list[dict[str, Operation]]] = defaultdict(list)
+    programs: dict[str, list[dict[str, Operation]]] = defaultdict(list)
     for executable in jax.devices()[0].client.live_executables():
         for module in executable.hlo_modules():
-            found[module.name.removeprefix("jit_")].append(read_program(module.to_string()))
-    return found
+            programs[module.name.removeprefix("jit_")].append(read_program(module.to_string()))
+    return programs
 
 
 Times = dict[tuple[str, str, str, str], list[float]]

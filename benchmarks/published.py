@@ -93,9 +93,9 @@ class Case:
 
     def made(self, num_layers: int = 0) -> tuple[ConfigDict, Any]:
         """The configuration with the micro-batch that the devices allow, and its model."""
-        found = memory.shipped_on(self.config, self.model, self.target, num_layers, self.keys)
-        check_rows(found[0], target_mesh(*found, self.target), self.target.num_processes)
-        return found
+        shipped = memory.shipped_on(self.config, self.model, self.target, num_layers, self.keys)
+        check_rows(shipped[0], target_mesh(*shipped, self.target), self.target.num_processes)
+        return shipped
 
 
 def _mesh(fsdp: int, tensor: int = 1, expert: int = 1) -> dict[str, int]:
@@ -159,18 +159,18 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 def compilers() -> dict[str, str]:
     """Environment of a process that compiles for devices that are not there."""
     # The last line of a failure is then its error, not JAX's note on what it left out of the rest.
-    found = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
+    env = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
     if folder := os.environ.get("CUDA_PLUGIN_DIR"):
         own = Path(folder) / "nvidia" / "cuda_nvcc"
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={own}"
-        paths = [found.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")), folder]
-        found |= {
+        paths = [env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")), folder]
+        env |= {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PATH": f"{own / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "XLA_FLAGS": flags.strip(),
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }
-    return found
+    return env
 
 
 def devices_of(case: Case, part: str) -> list[Any]:
@@ -185,8 +185,8 @@ def devices_of(case: Case, part: str) -> list[Any]:
         name = f"{case.device}:{HOST if is_local else case.slice}"
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     shape = f"1x{target.num_processes}x{target.num_local}"
-    found = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=shape)
-    return list(found.devices)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=shape)
+    return list(topology.devices)
 
 
 USED = re.compile(r"Used (\d+(?:\.\d+)?)G of \d+(?:\.\d+)?G hbm")
@@ -197,7 +197,7 @@ def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
     """Compiles the programs of a part: bytes of one device, and seconds, by program."""
     config, model = case.made(num_layers)
     devices = devices_of(case, part)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     # Kernels of tokamax and JAX look at the machine's devices for how they are lowered.
     with (
         mock.patch("jax.extend.backend.get_default_device", return_value=devices[0]),
@@ -208,18 +208,18 @@ def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
             started = time.perf_counter()
             lowered = lower()
             seconds = time.perf_counter() - started
-            found[name] = {"beside": beside, "lower_s": seconds}
+            figures[name] = {"beside": beside, "lower_s": seconds}
             started = time.perf_counter()
             try:
                 sizes = memory.compiled(lowered, case.target.platform)
             except jax.errors.JaxRuntimeError as error:
-                found[name]["refused"] = str(error)[:2000]
+                figures[name]["refused"] = str(error)[:2000]
                 if used := USED.search(str(error)):
-                    found[name]["total"] = int(float(used[1]) * GIB)
+                    figures[name]["total"] = int(float(used[1]) * GIB)
             else:
-                found[name] |= dataclasses.asdict(sizes)
-            found[name]["compile_s"] = time.perf_counter() - started
-    return found
+                figures[name] |= dataclasses.asdict(sizes)
+            figures[name]["compile_s"] = time.perf_counter() - started
+    return figures
 
 
 def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
@@ -241,15 +241,15 @@ def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
             ending = "done" if done.returncode == 0 else f"ended with {done.returncode}"
         except subprocess.TimeoutExpired:
             ending = f"stopped after {limit_s:.0f} s"
-    found = {"ending": ending, "seconds": time.monotonic() - started, "programs": {}}
+    result = {"ending": ending, "seconds": time.monotonic() - started, "programs": {}}
     if ending == "done":
-        found["programs"] = json.loads(record.read_text(encoding="utf-8"))
+        result["programs"] = json.loads(record.read_text(encoding="utf-8"))
     else:
-        found["said_last"] = (
+        result["said_last"] = (
             (out / "log.txt").read_bytes()[begins:].decode(errors="replace")[-2000:]
         )
     record.unlink(missing_ok=True)
-    return found
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,9 +406,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
     flags = parser.parse_args(argv)
     if flags.one:
-        found = compile_part(case_of(flags.one, flags.keys), flags.parts, flags.num_layers)
-        flags.out.write_text(json.dumps(found), encoding="utf-8")
-        return found
+        figures = compile_part(case_of(flags.one, flags.keys), flags.parts, flags.num_layers)
+        flags.out.write_text(json.dumps(figures), encoding="utf-8")
+        return figures
     if unknown := set(flags.cases.split(",")) - set(CASES):
         parser.error(f"--cases names {', '.join(sorted(unknown))}; expected some of {list(CASES)}")
     flags.out.mkdir(parents=True, exist_ok=True)
@@ -430,11 +430,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             wanted = compiled | {"part": part, "ending": "done"}
             if wanted.items() <= results.get(key, {}).items():
                 continue
-            found = run_part(flags, name, part)
-            results[key] = wanted | found
+            result = run_part(flags, name, part)
+            results[key] = wanted | result
             file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             (flags.out / "table.md").write_text(report(results), encoding="utf-8")
-            print(f"{key}: {found['ending']}, {found['seconds']:.0f} s", flush=True)
+            print(f"{key}: {result['ending']}, {result['seconds']:.0f} s", flush=True)
     print(report(results))
     return results
 

@@ -87,10 +87,10 @@ def recall(world: Path, counts: Sequence[int] = (1, 3, 5)) -> str:
     rows = []
     for name, head in ENGINES.items():
         engine = engines[name]
-        found = engine.retrieve([question["question"] for question in questions], max(counts))
+        rankings = engine.retrieve([question["question"] for question in questions], max(counts))
         shown = [
             [shows(question["answers"], hit.document.text) for hit in hits]
-            for question, hits in zip(questions, found, strict=True)
+            for question, hits in zip(questions, rankings, strict=True)
         ]
         shares = (sum(any(one[:count]) for one in shown) / len(shown) for count in counts)
         rows.append([head, *(f"{share:.3f}" for share in shares)])

@@ -281,8 +281,8 @@ def measure_even(
     if work.tail_rows:
         tail = even_requests(model, work, 0)[: work.tail_rows]
         sample_all(engine, tail)
-        found = decoding_figures(model, work, hardware, len(tail), sample_all(engine, tail))
-        figures |= {f"tail_{name}": value for name, value in found.items()}
+        of_tail = decoding_figures(model, work, hardware, len(tail), sample_all(engine, tail))
+        figures |= {f"tail_{name}": value for name, value in of_tail.items()}
     return figures
 
 
@@ -350,9 +350,9 @@ def measure_search(
 
         def play(number: int, latency_s: float) -> list[Trajectory]:
             env.latency_s = latency_s
-            found = members(episodes.play(number))
+            trajectories = members(episodes.play(number))
             engine.clear()  # two caches may not fit side by side
-            return found
+            return trajectories
 
         def search(number: int) -> None:
             before, searches = dataclasses.replace(engine.counts), env.num_searches

@@ -283,20 +283,20 @@ def content(path: Path) -> Any:
     if path.is_dir():
         # Orbax's own files hold the time too, so the arrays are read.
         reader = ocp.StandardCheckpointer()
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for folder in sorted(path.iterdir()):
             if folder.name == "position":
                 saved = json.loads((folder / "metadata").read_text(encoding="utf-8"))
                 # Paths are in the configuration, times in the record.
                 kept = {k: v for k, v in saved.items() if k not in ("config", "contents", "record")}
-                found |= {f"position/{name}": value for name, value in untimed(kept).items()}
+                values |= {f"position/{name}": value for name, value in untimed(kept).items()}
             elif folder.is_dir():
                 leaves = jax.tree_util.tree_leaves_with_path(reader.restore(folder))
                 for place, leaf in leaves:
                     array = np.asarray(leaf)
                     name = f"{folder.name}{jax.tree_util.keystr(place)}"
-                    found[name] = (array.dtype, array.shape, array.tobytes())
-        return found
+                    values[name] = (array.dtype, array.shape, array.tobytes())
+        return values
     if path.suffix == ".safetensors":
         return path.read_bytes()
     return [untimed(json.loads(text)) for text in lines_of(path)]
@@ -353,16 +353,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             known.write_text(json.dumps({"case": made_as, "processor_s": taken}))
         seconds = [json.loads(known.read_text())["processor_s"]]
         seconds.append(train(ROOT, case, world, model, new, out))
-        found = list(itertools.islice(differences(old, new), 20))
+        changes = list(itertools.islice(differences(old, new), 20))
         if case.stopped_at:
             whole = out / "after" / f"{name}_in_one_go"
             seconds.append(train(ROOT, replace(case, stopped_at=0), world, model, whole, out))
             of_break = itertools.islice(differences(whole, new, OF_A_START), 20)
-            found += [f"unlike in one go: {text}" for text in of_break]
-        has_changed |= bool(found)
+            changes += [f"unlike in one go: {text}" for text in of_break]
+        has_changed |= bool(changes)
         taken_by_each = ", ".join(f"{one:.0f}" for one in seconds)
-        told = f"{name}: {'differs' if found else 'the same'} (processor: {taken_by_each} s)"
-        print(told, *found, sep="\n  ", flush=True)
+        told = f"{name}: {'differs' if changes else 'the same'} (processor: {taken_by_each} s)"
+        print(told, *changes, sep="\n  ", flush=True)
     sys.exit(int(has_changed))
 
 

@@ -41,8 +41,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
         if body["model"] == "judge":
             text = f"Score: {zlib.crc32(first.encode()) % 11}"
         else:
-            found = re.search(r"is a (\w+) born in (\w+)", " ".join(later))
-            answer = found[1 if "job" in first else 2] if found else "nobody"
+            match = re.search(r"is a (\w+) born in (\w+)", " ".join(later))
+            answer = match[1 if "job" in first else 2] if match else "nobody"
             calls = (
                 f"<search> {first} </search>",
                 f"<python> print({len(first)} * 7) </python>",

@@ -173,9 +173,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     rates = {f"{p} x {d}": run_job(p, d, rest) for p, d in own.jobs}
     one = next(iter(rates.values()))
     figures = {
-        name: {f"{part} tokens_per_s": rate for part, rate in found.items()}
-        | {f"{part} over one": rate / one[part] for part, rate in found.items()}
-        for name, found in rates.items()
+        name: {f"{part} tokens_per_s": rate for part, rate in by_part.items()}
+        | {f"{part} over one": rate / one[part] for part, rate in by_part.items()}
+        for name, by_part in rates.items()
     }
     return common.finish("scaling", flags, model, work, hardware, figures)
 

@@ -129,8 +129,8 @@ class Device:
 
     def _counted(self, program: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, variant: Any) -> Any:
-            found = self._calls.setdefault(variant, [0, program, arguments])
-            found[0] += 1
+            counted = self._calls.setdefault(variant, [0, program, arguments])
+            counted[0] += 1
             return program(*arguments)
 
         return call
@@ -371,16 +371,16 @@ def measured(work: Work, times: Times) -> Measured:
     times.put_into(rollout, device)
     with contextlib.suppress(Interrupted):
         play(rollout, work, calibration.STEP, should_stop=lambda: rollout.is_enough)
-    found = rollout.measured()
-    assert found is not None
-    return found
+    seen = rollout.measured()
+    assert seen is not None
+    return seen
 
 
 def chosen_for(work: Work, times: Times) -> Work:
     """The work by the schedule that a run would choose."""
-    found = calibration.choose(measured(work, times), Chosen(), longest=10**6)
+    schedule = calibration.choose(measured(work, times), Chosen(), longest=10**6)
     return dataclasses.replace(
-        work, chunk_tokens=found.chunk_tokens, lag_chunks=found.observation_lag_chunks
+        work, chunk_tokens=schedule.chunk_tokens, lag_chunks=schedule.observation_lag_chunks
     )
 
 
@@ -399,7 +399,7 @@ def idle_shares(work: Work, times: Times) -> dict[str, float]:
 
 def idle(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """The table of `idle`."""
-    found = []
+    cells = []
     for latency_ms, rows, turn in itertools.product(flags.latency_ms, flags.rows, flags.turns):
         times = Times(
             latency_s=latency_ms / 1e3, step_s=flags.step_ms / 1e3, host_s=flags.host_ms / 1e3
@@ -413,8 +413,8 @@ def idle(flags: argparse.Namespace) -> list[dict[str, Any]]:
         for name, work in ways.items():
             sizes = {"chunk": work.chunk_tokens, "lag": work.lag_chunks}
             cell = {"latency ms": latency_ms, "rows": rows, "turn": turn, "schedule": name, **sizes}
-            found.append(cell | idle_shares(work, times))
-    return found
+            cells.append(cell | idle_shares(work, times))
+    return cells
 
 
 def host_cost(work: Work, repetitions: int) -> dict[str, float]:
@@ -437,7 +437,7 @@ def host_cost(work: Work, repetitions: int) -> dict[str, float]:
 
 def host(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """The table of `host`."""
-    found = []
+    cells = []
     for rows, turn, chunk in itertools.product(flags.rows, flags.turns, flags.chunks):
         work = Work(
             num_rows=rows,
@@ -447,8 +447,8 @@ def host(flags: argparse.Namespace) -> list[dict[str, Any]]:
             lag_chunks=3,
         )
         cell = {"rows": rows, "turn": turn, "chunk": chunk}
-        found.append(cell | host_cost(work, flags.repetitions))
-    return found
+        cells.append(cell | host_cost(work, flags.repetitions))
+    return cells
 
 
 CASES = {"idle": idle, "host": host}

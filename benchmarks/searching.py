@@ -104,8 +104,8 @@ class RandomSearches(Env):
         if len(episode.turns) >= self._max_searches or number % 4 == 0:
             return StepResult(outcome=Outcome.ANSWERED)
         query = " ".join(word(number // place % NUM_WORDS) for place in (1, 7, 49))
-        found = Observation(prefix="\n", body=self._search.run(query), suffix="\n")
-        return StepResult(observation=found, tool_call=query)
+        result = Observation(prefix="\n", body=self._search.run(query), suffix="\n")
+        return StepResult(observation=result, tool_call=query)
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
         """Scores by chance, but the same for the same text."""

@@ -135,8 +135,8 @@ def write_tasks(world: Path, model: str, out: Path, work: Work) -> None:
     counts = {"train": num_tasks, "eval": work.num_held_out}
     for split, count in counts.items():
         questions = read_jsonl(world / f"questions_{split}.jsonl")
-        found = engine.run_batch([good_query(one["question"]) for one in questions])
-        tasks = [reading_task(q, body(str(f))) for q, f in zip(questions, found, strict=True)]
+        results = engine.run_batch([good_query(one["question"]) for one in questions])
+        tasks = [reading_task(q, body(str(f))) for q, f in zip(questions, results, strict=True)]
         lengths = [len(tokenizer.render_prompt(one["messages"])) for one in tasks]
         fitting = zip(tasks, lengths, strict=True)
         tasks = [one for one, length in fitting if length <= work.max_prompt_tokens][:count]
@@ -283,12 +283,12 @@ def replayed_batches(out: Path, num_steps: int) -> list[dict[str, Any]]:
     """Our trajectories of the first steps, as TRL's `rollout_func` returns them."""
     batches = []
     for step in range(1, num_steps + 1):
-        found = read_jsonl(out / "jaxrl" / "trajectories" / f"step_{step:06d}.jsonl")
+        records = read_jsonl(out / "jaxrl" / "trajectories" / f"step_{step:06d}.jsonl")
         batches.append(
             {
-                "prompt_ids": [one["token_ids"][: one["prompt_length"]] for one in found],
-                "completion_ids": [one["token_ids"][one["prompt_length"] :] for one in found],
-                "logprobs": [one["rollout_logprobs"][one["prompt_length"] :] for one in found],
+                "prompt_ids": [one["token_ids"][: one["prompt_length"]] for one in records],
+                "completion_ids": [one["token_ids"][one["prompt_length"] :] for one in records],
+                "logprobs": [one["rollout_logprobs"][one["prompt_length"] :] for one in records],
             }
         )
     return batches
@@ -397,10 +397,10 @@ def with_interval(mean: float, interval: Sequence[float] | None) -> str:
 
 def by_question(record: Mapping[str, Any], suite: str, measure: str) -> dict[str, float]:
     """Mean over the answers to each question."""
-    found: dict[str, list[float]] = {}
+    by_task: dict[str, list[float]] = {}
     for one in record["questions"][suite]:
-        found.setdefault(one["task_id"], []).append(one[measure])
-    return {task: statistics.fmean(values) for task, values in found.items()}
+        by_task.setdefault(one["task_id"], []).append(one[measure])
+    return {task: statistics.fmean(values) for task, values in by_task.items()}
 
 
 def evaluate(out: Path, name: str, model: str, work: Work) -> dict[str, Any]:
@@ -476,8 +476,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     folders = {"before": model, "jaxrl": str(out / "jaxrl/export"), "TRL": str(out / "trl_model")}
     records = {name: evaluate(out, name, folder, work) for name, folder in folders.items()}
     lines += [table(["", "before", *TRAINERS, "jaxrl − TRL"], score_rows(records)), ""]
-    found = common.versions("jax", "jaxlib") | told["versions"]
-    lines.append(", ".join(f"{name} {version}" for name, version in found.items()))
+    versions = common.versions("jax", "jaxlib") | told["versions"]
+    lines.append(", ".join(f"{name} {version}" for name, version in versions.items()))
     lines.append(f"{common.processor()}, load average {os.getloadavg()[2]:.1f} at the end")
     report = "\n".join(lines)
     (out / "report.md").write_text(report + "\n")

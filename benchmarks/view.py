@@ -89,7 +89,7 @@ def write_run(folder: Path, trajectories: int, tokens: int) -> None:
                 place, name = PLACES[task % 5], NAMES[task // 5 % 5]
                 is_right = bool(rng.random() < 0.3)
                 search = "<search> " + name + " </search>"
-                found = "<information>" + f"{name} was born in {place}. " * 20 + "</information>"
+                result = "<information>" + f"{name} was born in {place}. " * 20 + "</information>"
                 record: dict[str, Any] = {
                     "task_id": f"task-{task:05d}",
                     "question": f"Where is number {task} of {name}, of {place}?",
@@ -102,8 +102,8 @@ def write_run(folder: Path, trajectories: int, tokens: int) -> None:
                     "final_answer": place if is_right else PLACES[rng.integers(5)],
                     "is_correct": is_right,
                     "advantage": round(float(rng.normal()), 4),
-                    "generated_text": search + found,
-                    "turns": [{"text": search, "tool_call": name, "observation": found}],
+                    "generated_text": search + result,
+                    "turns": [{"text": search, "tool_call": name, "observation": result}],
                 }
                 head = json.dumps(record, ensure_ascii=False).removesuffix("}")
                 file.write(f"{head}, {tails[rng.integers(NUM_TAILS)]}\n")

@@ -128,7 +128,7 @@ def make_people(
 
 
 def known(people: People) -> list[Person]:
-    """Those who have a document."""
+    """People who have a document."""
     return [person for person in people.values() if person.is_known]
 
 
@@ -235,7 +235,7 @@ class Demonstrator(quickstart.Demonstrator):
 def demonstrations(
     people: People, num: int, *, topk: int, python: Tool, rng: random.Random
 ) -> list[dict[str, Any]]:
-    """About the people of one world."""
+    """Demonstrations about the people of one world."""
     questions = train_questions(people, rng)
     with quickstart.opened_engine(known(people), topk=topk) as engine:
         demonstrator = Demonstrator(people, engine, python, HABITS, rng)

@@ -126,9 +126,9 @@ def gsm8k(row: Row) -> Fields:
 
 def verl_math(row: Row) -> Fields:
     """DAPO's set: verl's rows, whose chat asks for the line `Answer:` itself."""
-    found = {name: row[name] for name in ("prompt", "reward_model")}
+    fields = {name: row[name] for name in ("prompt", "reward_model")}
     id = (row.get("extra_info") or {}).get("index")
-    return found | ({"id": id} if id is not None else {})
+    return fields | ({"id": id} if id is not None else {})
 
 
 def enigmata(row: Row) -> Fields:
@@ -183,8 +183,8 @@ def _reader_of(source: str) -> Reader:
     if Path(source).suffix == ".json":
         # One array, or an object whose `Data` is one, as TriviaQA's; small enough to be held.
         with open(source, encoding="utf-8") as file:
-            found = json.load(file)
-        rows = found.get("Data", found.get("data")) if isinstance(found, dict) else found
+            content = json.load(file)
+        rows = content.get("Data", content.get("data")) if isinstance(content, dict) else content
         if not isinstance(rows, list):
             raise ValueError(f"{source} holds no array of questions; expected one, or 'Data'.")
         return Listed(rows, source, "--in")
@@ -238,14 +238,14 @@ def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
     Raises:
         FileNotFoundError, ValueError: it cannot be read, or a row is malformed; its place is named.
     """
-    found = Collapsed()
+    collapsed = Collapsed()
     for number, (row, place) in enumerate(rows_of(source)):
         convert = flash_rag if "golden_answers" in row else BENCHMARKS[name]
         try:
             fields = convert(row)
             task = parse_task(fields, place)
         except LeftOutError as error:
-            found.left_out[str(error)] += 1
+            collapsed.left_out[str(error)] += 1
             continue
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -255,8 +255,8 @@ def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
         except ValueError as error:
             raise ValueError(f"{place}: {str(error).removeprefix(f'{place}: ')}") from error
         own = task.id if fields.get("id") is not None else str(number)
-        found.add(task, own, data_source or name)
-    return found
+        collapsed.add(task, own, data_source or name)
+    return collapsed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -271,18 +271,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=0, help="the first so many tasks; 0: all")
     settings = parser.parse_args(argv)
     try:
-        found = tasks_of(settings.name, settings.source, settings.data_source)
+        collapsed = tasks_of(settings.name, settings.source, settings.data_source)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    tasks = list(found.tasks.values())[: settings.limit or None]
+    tasks = list(collapsed.tasks.values())[: settings.limit or None]
     if not tasks:
-        parser.error(f"{settings.source} holds no task; {dict(found.left_out)}")
+        parser.error(f"{settings.source} holds no task; {dict(collapsed.left_out)}")
     out = Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(out) as file:
         file.writelines(json.dumps(task, ensure_ascii=False) + "\n" for task in tasks)
     print(f"{out}: {len(tasks):,} tasks")
-    for why, count in found.left_out.items():
+    for why, count in collapsed.left_out.items():
         print(f"  left out: {count:,} {why}")
 
 

@@ -69,7 +69,7 @@ def with_calls(demonstration: Mapping[str, Any]) -> dict[str, Any]:
     messages = [{"role": "system", "content": SYSTEM}]
     for message in demonstration["messages"]:
         content = re.sub(
-            r"<search> (.*) </search>$", lambda found: "\n" + call(found[1]), message["content"]
+            r"<search> (.*) </search>$", lambda match: "\n" + call(match[1]), message["content"]
         )
         messages.append({**message, "content": content})
     return {**demonstration, "messages": messages}

@@ -225,7 +225,7 @@ def assign_mentors(
     rng.shuffle(places)
 
     def is_good(pupil: int, teacher: int) -> bool:
-        """Not their own teacher, and no document that a search for another master would prefer."""
+        """True unless they are one, or a search for another master would prefer the pupil."""
         (first, last), (teachers_first, teachers_last) = names[pupil], names[teacher]
         mixed = {(first, teachers_last), (teachers_first, last)}
         return pupil != teacher and not mixed & taken
@@ -397,7 +397,7 @@ class Demonstrator:
         return guess if read is None or read.untold_fact == attribute else read.facts[attribute]
 
     def _read(self, name: str, sought: str, titles: Sequence[str]) -> tuple[Person | None, bool]:
-        """Whose document is read, None where there is none, and whether it tells what was sought.
+        """Person whose document is read, or None, and whether it tells what was sought.
 
         Any of the pupils may be meant. Where strangers are shown instead, any of them will do;
         in place of a person who is not shown it is the first who is.
@@ -436,7 +436,7 @@ class Demonstrator:
 def demonstrations(
     world: World, people: People, num: int, rng: random.Random
 ) -> list[dict[str, Any]]:
-    """About the people of one world, all of one side."""
+    """Demonstrations about the people of one world, all of one side."""
     with quickstart.opened_engine(told(people), topk=world.topk) as engine:
         examiner = Examiner(people, engine, rng)
         questions = questions_about(world, people.values(), examiner, rng)
@@ -446,7 +446,7 @@ def demonstrations(
 
 
 def told(people: People) -> list[Any]:
-    """Those who have a document."""
+    """People who have a document."""
     return [person for person in people.values() if person.is_told]
 
 

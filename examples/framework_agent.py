@@ -58,8 +58,8 @@ class Corpus:
                 norm = 1.2 * (0.25 + 0.75 * self._lengths[place] / self._mean)
                 scores[place] += rarity * count * 2.2 / (count + norm)
         best = sorted(scores, key=lambda place: (-round(scores[place], 6), place))[:topk]
-        found = [self._documents[place] for place in best]
-        lines = [f"Doc {i}(Title: {d['title']}) {d['text']}" for i, d in enumerate(found, start=1)]
+        hits = [self._documents[place] for place in best]
+        lines = [f"Doc {i}(Title: {d['title']}) {d['text']}" for i, d in enumerate(hits, start=1)]
         return "\n".join(lines) or NOTHING
 
 
@@ -122,8 +122,8 @@ async def ask(
 
 def final_answer(text: str) -> str:
     """The last `<answer>` of a message; "" where it has none."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return found[-1].strip() if found else ""
+    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return answers[-1].strip() if answers else ""
 
 
 def normal(text: str) -> str:

@@ -184,15 +184,15 @@ def seek(
     name = question.scene.name if looks else rng.choice(sorted(towns))
     color, shape = name.split()
     [query] = rng.choices((name, color, shape), weights=(1, 2, 2))
-    found = next(
+    document = next(
         document
         for document in documents(towns)
         if set(query.split()) <= set(document["title"].split())
     )
-    answer = towns[found["title"]]
+    answer = towns[document["title"]]
     turns = [
         f"<think> {query} </think><search> {query} </search>",
-        render_documents([Document(**found)]),
+        render_documents([Document(**document)]),
         f"<answer> {answer} </answer>",
     ]
     return demonstration(question, turns, answer)

@@ -202,8 +202,8 @@ def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str])
     known = {own[0] for own in ids.values()}
     for text in texts:
         expected = [ids[word][0] for word in re.findall(r"\w+", text) if word in words]
-        found = [id for id in tokenizer.encode(text).ids if id in known]
-        assert found == expected, f"a split number or name in {text!r}"
+        actual = [id for id in tokenizer.encode(text).ids if id in known]
+        assert actual == expected, f"a split number or name in {text!r}"
 
 
 def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:

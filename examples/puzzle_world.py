@@ -87,15 +87,15 @@ MIXED = Habits(edge=0.6, look=0.15)
 
 def make_puzzles(num: int, num_closed: int, rng: random.Random) -> list[Puzzle]:
     """Different puzzles, each with at least one open way."""
-    found: dict[tuple[str, ...], Puzzle] = {}
+    puzzles: dict[tuple[str, ...], Puzzle] = {}
     places = [crossing for crossing in CROSSINGS if crossing not in (START, GOAL)]
-    while len(found) < num:
+    while len(puzzles) < num:
         drawn = set(rng.sample(places, num_closed))
         closed = tuple(crossing for crossing in CROSSINGS if crossing in drawn)
         ways = tuple(way for way in WAYS if drawn.isdisjoint(way))
         if ways:
-            found[closed] = Puzzle(closed=closed, ways=ways)
-    return list(found.values())
+            puzzles[closed] = Puzzle(closed=closed, ways=ways)
+    return list(puzzles.values())
 
 
 def task(puzzle: Puzzle) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def check_crossings_are_whole(
     for chat in chats[: quickstart.SAMPLE]:
         text = quickstart.render_chat(chat)
         expected = [ids[word][0] for word in re.findall(r"\w+", text) if word in ids]
-        found = [id for id in tokenizer.encode(text).ids if id in known]
-        assert found == expected, f"a split crossing in {text!r}"
+        actual = [id for id in tokenizer.encode(text).ids if id in known]
+        assert actual == expected, f"a split crossing in {text!r}"
 
 
 def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:

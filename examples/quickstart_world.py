@@ -228,12 +228,12 @@ class Demonstrator:
     def _research(self, question: dict[str, Any], messages: list[dict[str, str]]) -> str:
         """Appends the searches; returns the value found, or a guess."""
         hops, name = question["metadata"]["hops"], question["metadata"]["titles"][0]
-        found = None
+        person = None
         if self._rng.random() >= self._habits.guess:
-            found = self._look_up(name, hops[0], messages)
-        if found and len(hops) == 2 and self._rng.random() < self._habits.second_search:
-            found = self._look_up(found.facts["mentor"], hops[1], messages)
-        return found.facts[hops[-1]] if found else self._rng.choice(VALUES[hops[-1]])
+            person = self._look_up(name, hops[0], messages)
+        if person and len(hops) == 2 and self._rng.random() < self._habits.second_search:
+            person = self._look_up(person.facts["mentor"], hops[1], messages)
+        return person.facts[hops[-1]] if person else self._rng.choice(VALUES[hops[-1]])
 
     def _look_up(self, name: str, attribute: str, messages: list[dict[str, str]]) -> Person | None:
         """Searches once: the person if shown, else whoever is shown first, if anybody is."""

@@ -196,10 +196,10 @@ def fetch(package: Package, folder: Path) -> Path:
                 )
             made.rename(path)
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != package.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != package.sha256:
         raise FetchError(
-            f"{path} has the SHA-256 {found}; expected {package.sha256}. Delete the file and run "
+            f"{path} has the SHA-256 {digest}; expected {package.sha256}. Delete the file and run "
             "the command again; if it is the same again, the index serves another package."
         )
     return path

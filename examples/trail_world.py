@@ -26,7 +26,7 @@ from jaxrl.envs.local_search import LocalSearch
 OMITTED = "…"  # stands for results that were left out, and is one token
 QUESTION = "Which word ends the trail of {name}?"
 TALE = "rain road mill river bridge market winter harvest lantern orchard".split()  # noqa: SIM905
-"""What people talk of before they come to the point, `TALE_LENGTH` words of it."""
+"""Words that people use before they come to the point, `TALE_LENGTH` of them."""
 TALE_LENGTH = 30
 POOR_QUERY = 0.05
 """Chance that a demonstration searches by the surname alone; most often that shows others."""

@@ -23,7 +23,7 @@ SYSTEM = (
 
 
 def house(seed: int) -> dict[str, str]:
-    """What is seen in each room: one knows of the key, all others know of that one."""
+    """Text seen in each room: one tells of the key, all others of that room."""
     random_state = random.Random(seed)
     room, place = random_state.choice(ROOMS), random_state.choice(PLACES)
     return {
@@ -40,7 +40,7 @@ class RoomsData(vf.TaskData):
 
 
 class RoomsToolsConfig(vf.SharedToolsetConfig):
-    """Where the tool runs."""
+    """Place where the tool runs."""
 
 
 class RoomsTools(vf.Toolset[RoomsToolsConfig]):
@@ -66,7 +66,7 @@ class RoomsTask(vf.Task[RoomsData]):
 
 
 class RoomsConfig(vf.TasksetConfig):
-    """How many houses there are."""
+    """Number of houses, and their tool."""
 
     num_tasks: int = 100
     tools: RoomsToolsConfig = RoomsToolsConfig()

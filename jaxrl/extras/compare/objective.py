@@ -47,8 +47,8 @@ class TokenPass:
                 params, micro, temperature=temperature, quarters=quarters
             )
             losses, coefficients = token_terms(token_loss, logprobs, entropies, micro)
-            found = {"losses": losses, "coefficients": coefficients}
-            return {name: sums[name].at[index].set(values) for name, values in found.items()}
+            terms = {"losses": losses, "coefficients": coefficients}
+            return {name: sums[name].at[index].set(values) for name, values in terms.items()}
 
         self._add = MicroBatches(model, "comparison", add)
 
@@ -196,8 +196,8 @@ class Objective:
             metrics.append(
                 jax.device_get(sums.finished_metrics(self.model.architecture.statistics))
             )
-            found = {"weights": packed.batch.token_weights, **read(params, batch, packed)}
-            for name, values in found.items():
+            by_name = {"weights": packed.batch.token_weights, **read(params, batch, packed)}
+            for name, values in by_name.items():
                 pieces = unpack(packed, np.asarray(values), [*kept.values()])
                 tokens.setdefault(name, {}).update(zip(kept, pieces, strict=True))
         if gradient is None:
@@ -263,7 +263,7 @@ def weight_numbers(
 
 @jax.jit
 def _products(one: Params, other: Params) -> Any:
-    """By path the inner products of two trees, of layers [L]."""
+    """Inner products of two trees by path; those of layers are [L]."""
 
     def product(path: tuple[str, ...], a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.sum(a * b, axis=tuple(range(path[0] == "blocks", a.ndim)))
@@ -276,12 +276,12 @@ def inner_products(one: Params, other: Params, model: Model) -> dict[str, float]
     """Inner products of two gradients, by layer (`layer 0`, …) and by each other entry."""
     architecture = model.architecture.plain
     sums: dict[str, float] = {}
-    for path, found in jax.device_get(_products(one, other)).items():
+    for path, products in jax.device_get(_products(one, other)).items():
         names = [path[0]]
         if path[0] == "blocks":
             layers = architecture.stacks.get(path[1], range(architecture.num_layers))
             names = [f"layer {layer}" for layer in layers]
-        for name, value in zip(names, np.atleast_1d(found), strict=True):
+        for name, value in zip(names, np.atleast_1d(products), strict=True):
             sums[name] = sums.get(name, 0.0) + float(value)
     return sums
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,20 @@ def open_case(
             return TrainState(params=params, **items["optimizer"])
         return init_state(params, mesh, trained, optimizer)
 
+    notes = []
+    if chosen != step - 1:
+        when = "has been updated by it" if chosen >= step else "is older"
+        notes.append(
+            f"the batch of step {step} was sampled after step {step - 1}; checkpoint {chosen} "
+            f"{when}, so a step's own numbers differ from these"
+        )
+    if len(groups) != own.rollout.tasks_per_step:
+        notes.append(
+            f"{len(groups)} of the step's {own.rollout.tasks_per_step} groups are recorded; "
+            "statistics and weights are of these alone"
+        )
+    if not changed:
+        notes.append("both objectives are the run's own: no key was changed by --with")
     begun = progress.step - (progress.stage_step if progress.stage == "train" else 0)
     return Case(
         checkpoint=chosen,
@@ -162,7 +176,7 @@ def open_case(
         step=step - 1,
         stage_step=max(step - 1 - begun, 0),
         lr_scale=progress.watched.lr_scale,
-        notes=tuple(_notes(own, groups, step, chosen, changed)),
+        notes=tuple(notes),
     )
 
 
@@ -190,14 +204,14 @@ def choose_checkpoint(folder: Path, step: int, wanted: int | None = None) -> int
         return wanted
     if step - 1 in steps:
         return step - 1
-    found = [one for one in steps if one <= step]
-    if not found:
+    earlier = [one for one in steps if one <= step]
+    if not earlier:
         raise ValueError(
             f"--step={step}: {folder} has no checkpoint of this step or before; it holds {held}. "
             "Name one by --checkpoint, or raise config.checkpoint.keep in a run that is to be "
             "compared."
         )
-    return max(found)
+    return max(earlier)
 
 
 def _configurations(
@@ -209,25 +223,7 @@ def _configurations(
     if values is not None:
         load_values(other, values)
     other.update_from_flattened_dict(dict(keys))
-    _check_changes(own, other)
-    for config in (own, other):
-        config.stages = ("train",)
-        config.search.replay, config.optimizer.offload = "off", False
-        leave_out_scores(config)  # rewards are as they were paid
-        name_installed(config)
-        validate(config, needs_data=False)
-        shards, rows = fit_mesh(config), config.optimizer.micro_rows
-        config.optimizer.micro_rows = -(-max(rows, 1) // shards) * shards
-    return own, other
-
-
-def _changes(own: ConfigDict, other: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    before, after = flatten(own), flatten(other)
-    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
-
-
-def _check_changes(own: ConfigDict, other: ConfigDict) -> None:
-    """Refuses another value of what was decided before the batch was recorded."""
+    # What was decided before the batch was recorded cannot be another.
     changed = _changes(own, other)
     for key, (before, after) in changed.items():
         if not (key.startswith(SECTIONS) or key in KEYS):
@@ -244,6 +240,21 @@ def _check_changes(own: ConfigDict, other: ConfigDict) -> None:
                     "its recorded rewards hold its KL term (kl.place='reward'), so expected kl.* "
                     "as the run has it."
                 )
+    for config in (own, other):
+        config.stages = ("train",)
+        config.search.replay, config.optimizer.offload = "off", False
+        leave_out_scores(config)  # rewards are as they were paid
+        name_installed(config)
+        validate(config, needs_data=False)
+        # The mesh of this host may have other shards than the run's: whole rows on each.
+        shards, rows = fit_mesh(config), config.optimizer.micro_rows
+        config.optimizer.micro_rows = -(-max(rows, 1) // shards) * shards
+    return own, other
+
+
+def _changes(own: ConfigDict, other: ConfigDict) -> dict[str, tuple[Any, Any]]:
+    before, after = flatten(own), flatten(other)
+    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
 
 
 def _make_model(config: ConfigDict, log: Callable[[str], None]) -> tuple[Model, Any]:
@@ -272,27 +283,3 @@ def _make_model(config: ConfigDict, log: Callable[[str], None]) -> tuple[Model, 
     folder = model_folder(config.model.path, log)
     model.base = load_base(model, folder, config.model.architecture, lambda done, total: None)
     return model, trigger_ids(tokenizer, config.shaping.trigger_words)
-
-
-def _notes(
-    config: ConfigDict,
-    groups: Sequence[Group],
-    step: int,
-    checkpoint: int,
-    changed: Mapping[str, Any],
-) -> list[str]:
-    notes = []
-    if checkpoint != step - 1:
-        when = "has been updated by it" if checkpoint >= step else "is older"
-        notes.append(
-            f"the batch of step {step} was sampled after step {step - 1}; checkpoint {checkpoint} "
-            f"{when}, so a step's own numbers differ from these"
-        )
-    if len(groups) != config.rollout.tasks_per_step:
-        notes.append(
-            f"{len(groups)} of the step's {config.rollout.tasks_per_step} groups are recorded; "
-            "statistics and weights are of these alone"
-        )
-    if not changed:
-        notes.append("both objectives are the run's own: no key was changed by --with")
-    return notes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +48,18 @@ def read_groups(run: Path, step: int, group_size: int) -> list[Group]:
     if not groups:
         raise ValueError(f"{file} is empty; {ALL}.")
     for group in groups.values():
-        _check_size(group, group_size, file)
+        task = group[0].task_id
+        if len(group) > group_size:
+            raise ValueError(
+                f"{file} has a group of {len(group)} trajectories, of the task {task!r}; expected "
+                f"groups of config.rollout.group_size={group_size}."
+            )
+        if len(group) < group_size:
+            raise ValueError(
+                f"{file} has only {len(group)} of the {group_size} trajectories of the task "
+                f"{task!r}, and statistics of a part of a group would be wrong; {ALL}."
+            )
     return [Group(trajectories=tuple(group)) for group in groups.values()]
-
-
-def _check_size(group: Sequence[Trajectory], size: int, file: Path) -> None:
-    task = group[0].task_id
-    if len(group) > size:
-        raise ValueError(
-            f"{file} has a group of {len(group)} trajectories, of the task {task!r}; expected "
-            f"groups of config.rollout.group_size={size}."
-        )
-    if len(group) < size:
-        raise ValueError(
-            f"{file} has only {len(group)} of the {size} trajectories of the task {task!r}, and "
-            f"statistics of a part of a group would be wrong; {ALL}."
-        )
 
 
 def restored(record: Mapping[str, Any]) -> Trajectory:

@@ -94,11 +94,11 @@ class Encoder:
                     lengths[row] = len(ids[index])
                     token_ids[row, : lengths[row]] = ids[index]
                 arrays = jax.device_put((token_ids, lengths), split)
-                found = encode_rows(self._params, *arrays, model=self.model, mesh=self._mesh)
-                pending.append((block, found))
+                encoded = encode_rows(self._params, *arrays, model=self.model, mesh=self._mesh)
+                pending.append((block, encoded))
         vectors = np.zeros((len(texts), self.model.width), np.float32)
-        for block, found in pending:  # all are under way by now
-            vectors[block] = np.asarray(found)[: len(block)]
+        for block, encoded in pending:  # all are under way by now
+            vectors[block] = np.asarray(encoded)[: len(block)]
         return vectors
 
 

@@ -178,7 +178,7 @@ def read_embedding_model(
     folder = Path(path)
     model = read_encoder(folder)
     is_bert = isinstance(model, BertConfig)
-    found = EmbeddingModel(
+    embedding = EmbeddingModel(
         model=model,
         pooling="" if is_bert else "last",
         normalize=True,
@@ -186,27 +186,27 @@ def read_embedding_model(
         passage_prefix=None if is_bert else "",
         max_tokens=min(max_tokens, model.max_positions),
     )
-    found = _as_sentence_transformers(found, folder)
-    found = replace(
-        found,
-        pooling=pooling or found.pooling,
-        query_prefix=found.query_prefix if query_prefix == "auto" else query_prefix,
-        passage_prefix=found.passage_prefix if passage_prefix == "auto" else passage_prefix,
+    embedding = _as_sentence_transformers(embedding, folder)
+    embedding = replace(
+        embedding,
+        pooling=pooling or embedding.pooling,
+        query_prefix=embedding.query_prefix if query_prefix == "auto" else query_prefix,
+        passage_prefix=embedding.passage_prefix if passage_prefix == "auto" else passage_prefix,
     )
-    if not found.pooling:
+    if not embedding.pooling:
         raise ValueError(
             f"{str(path)!r} does not say how it pools (modules.json); set "
             "config.search.dense.pooling to 'mean' (E5) or 'first' (BGE)."
         )
     for name in ("query_prefix", "passage_prefix"):
-        if getattr(found, name) is None:
+        if getattr(embedding, name) is None:
             example = "query: " if name == "query_prefix" else "passage: "
             raise ValueError(
                 f"{str(path)!r} does not say what stands before a text; set "
                 f"config.search.dense.{name} to {example!r} (E5) or to what the model's authors "
                 "name, '' for nothing."
             )
-    return found
+    return embedding
 
 
 def _as_sentence_transformers(model: EmbeddingModel, folder: Path) -> EmbeddingModel:

@@ -155,25 +155,16 @@ class DenseSearch(DocumentSearch):
             return []
         texts = [writable(query) for query in queries]
         vectors = self._encoder.queries(texts, batch_tokens=self._settings.query_batch_tokens)
-        found = zip(*self._passages.search(vectors, topk), strict=True)
+        rankings = zip(*self._passages.search(vectors, topk), strict=True)
         return [
             [Hit(self._documents[int(i)], float(x)) for i, x in zip(places, scores, strict=True)]
-            for places, scores in found
+            for places, scores in rankings
         ]
 
     def _rows(self, documents: Documents) -> Rows:
-        """The function from places to vectors: of a file, or encoded here."""
-        if self._settings.embeddings:
-            return self._prebuilt(documents)
-        return lambda start, stop: self._encode(documents.texts(start, stop))
-
-    def _encode(self, texts: Sequence[str]) -> np.ndarray:
-        return self._encoder.passages(
-            [writable(text) for text in texts], batch_tokens=self._settings.batch_tokens
-        )
-
-    def _prebuilt(self, documents: Documents) -> Rows:
-        """Vectors of a file, which have to be those of these documents and this encoder."""
+        """Function from places to vectors: encoded here, or of a file that fits the encoder."""
+        if not self._settings.embeddings:
+            return lambda start, stop: self._encode(documents.texts(start, stop))
         key, path = "config.search.dense.embeddings", self._settings.embeddings
         vectors = read_prebuilt(Path(path))
         if (len(vectors), vectors.width) != (len(documents), self._encoder.model.width):
@@ -195,3 +186,8 @@ class DenseSearch(DocumentSearch):
                 "of the same encoder, pooling and passage_prefix."
             )
         return vectors
+
+    def _encode(self, texts: Sequence[str]) -> np.ndarray:
+        return self._encoder.passages(
+            [writable(text) for text in texts], batch_tokens=self._settings.batch_tokens
+        )

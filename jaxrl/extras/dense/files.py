@@ -240,10 +240,10 @@ def _vectors(source: Source, folder: Path, count: int) -> np.ndarray:
     damaged = f"delete the folder {folder}, and the next start builds it anew."
     dtype, shape = FILE_DTYPES[source.dtype], (count, source.width)
     expected = count * source.width * dtype.itemsize
-    found = (folder / _VECTORS).stat().st_size
-    if found != expected:
+    size = (folder / _VECTORS).stat().st_size
+    if size != expected:
         raise ValueError(
-            f"{folder / _VECTORS} has {found} bytes; expected {expected}, {shape[0]} vectors of "
+            f"{folder / _VECTORS} has {size} bytes; expected {expected}, {shape[0]} vectors of "
             f"{shape[1]} values: it is damaged; {damaged}"
         )
     vectors = np.memmap(folder / _VECTORS, dtype, "r", shape=shape)
@@ -275,7 +275,7 @@ def _build(
     """Builds an index in a folder beside, then renames it."""
     building = folder.with_name(f"{folder.name}.building")
     manifest, digest = _read_json(building / _MANIFEST), source.digest
-    wanted = {**source.manifest, _LINES: 0}
+    wanted = {**source.manifest, _LINES: 0}  # but for digests, which are those of the files there
     is_same = isinstance(manifest, dict) and {**manifest, _LINES: 0} == wanted
     has_lines = all((building / name).is_file() for name in _LINE_FILES)
     if not (is_same and has_lines):
@@ -295,16 +295,16 @@ def _build(
         for number in range(-(-len(documents) // CHUNK_ROWS)):
             start, stop = number * CHUNK_ROWS, min((number + 1) * CHUNK_ROWS, len(documents))
             if number not in done:
-                found, wide = rows(start, stop), (stop - start, source.width)
-                if found.shape != wide or not np.isfinite(found.astype(np.float32)).all():
-                    what = f"an array of {found.shape}"
-                    if found.shape == wide:  # a search could not rank them
+                block, wide = rows(start, stop), (stop - start, source.width)
+                if block.shape != wide or not np.isfinite(block.astype(np.float32)).all():
+                    what = f"an array of {block.shape}"
+                    if block.shape == wide:  # a search could not rank them
                         what = "no finite numbers"
                     raise ValueError(
                         f"the vectors of documents {start} to {stop} are {what}; expected finite "
                         f"numbers, {wide}."
                     )
-                vectors[start:stop] = found.astype(vectors.dtype)
+                vectors[start:stop] = block.astype(vectors.dtype)
                 vectors.flush()
                 line = {"chunk": number, "sha256": _digest(vectors[start:stop])}
                 # A line that a kill has cut ends before this one.

@@ -60,9 +60,9 @@ class Layout:
     @classmethod
     def of(cls, num_passages: int, num_devices: int, platform: str) -> Layout:
         """Blocks of equal size, whole groups each, as few as there may be on such devices."""
-        own = -(-num_passages // num_devices)
-        num_blocks = -(-own // (CPU_BLOCK if platform == "cpu" else MAX_BLOCK))
-        block = -(-own // (num_blocks * GROUP)) * GROUP
+        of_device = -(-num_passages // num_devices)
+        num_blocks = -(-of_device // (CPU_BLOCK if platform == "cpu" else MAX_BLOCK))
+        block = -(-of_device // (num_blocks * GROUP)) * GROUP
         return cls(num_blocks, block)
 
     @property
@@ -116,10 +116,10 @@ def _put(
         top = jnp.float32(0)
         if passages.dtype == jnp.int8:
             largest = jnp.max(jnp.abs(values), axis=1)
-            own = jnp.where(largest > 0, largest / 127, 1.0)
-            scales = jax.lax.dynamic_update_slice(scales, own, (start,))
-            values = jnp.round(values / own[:, None])
-            top = jnp.max(jnp.where(largest > 0, own, 0.0))
+            new_scales = jnp.where(largest > 0, largest / 127, 1.0)
+            scales = jax.lax.dynamic_update_slice(scales, new_scales, (start,))
+            values = jnp.round(values / new_scales[:, None])
+            top = jnp.max(jnp.where(largest > 0, new_scales, 0.0))
         if passages.dtype == jnp.uint16:
             values = jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
         values = values.astype(passages.dtype)
@@ -166,8 +166,8 @@ def _first(values: jax.Array, count: int) -> jax.Array:
     groups = padded.reshape(len(values), -1, GROUP)
     best = jnp.sort(_first(groups.max(axis=2), count), axis=1)
     inside = jnp.take_along_axis(groups, best[:, :, None], axis=1).reshape(len(values), -1)
-    found = jax.lax.top_k(inside, count)[1]
-    return jnp.take_along_axis(best, found // GROUP, axis=1) * GROUP + found % GROUP
+    largest = jax.lax.top_k(inside, count)[1]
+    return jnp.take_along_axis(best, largest // GROUP, axis=1) * GROUP + largest % GROUP
 
 
 def _search_device(
@@ -197,9 +197,9 @@ def _search_device(
     of_blocks = scales.reshape(len(blocks), -1)
 
     def maxima(_: None, numbered: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
-        index, rows, own = numbered
+        index, rows, row_scales = numbered
         is_there = index * block + jnp.arange(block) < count[0]
-        scores = _scores(queries, rows, own if has_scales else None, is_cpu=is_cpu)
+        scores = _scores(queries, rows, row_scales if has_scales else None, is_cpu=is_cpu)
         scores = jnp.where(is_there, scores, -jnp.inf)
         return None, scores.reshape(Q, -1, GROUP).max(axis=2)
 
@@ -211,11 +211,11 @@ def _search_device(
     def again(one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         query, own_groups = one
         places = (own_groups[:, None] * GROUP + jnp.arange(GROUP)).reshape(-1)
-        own = scales[places] if has_scales else None
-        scores = _scores(query[None], passages[places], own, is_cpu=is_cpu)[0]
+        row_scales = scales[places] if has_scales else None
+        scores = _scores(query[None], passages[places], row_scales, is_cpu=is_cpu)[0]
         scores = jnp.where(places < count[0], scores, -jnp.inf)
-        found, where = jax.lax.top_k(scores, min(num, len(places)))
-        return found, places[where]
+        largest, where = jax.lax.top_k(scores, min(num, len(places)))
+        return largest, places[where]
 
     scores, places = jax.lax.map(again, (queries, chosen))
     return scores[None], places[None]
@@ -310,13 +310,13 @@ class Passages:
                 np.int32(start),
                 mesh=self._mesh,
             )
-            found = np.array([np.asarray(top).max() for top in tops])
-            if not np.isfinite(found).all():
+            maxima = np.array([np.asarray(top).max() for top in tops])
+            if not np.isfinite(maxima).all():
                 raise ValueError(
                     "among the vectors of the passages is one with a value that is no finite "
                     "number."
                 )
-            largest = np.maximum(largest, found)
+            largest = np.maximum(largest, maxima)
         self._max_norm, self._max_scale = map(float, largest)
 
     def search(self, queries: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
@@ -345,14 +345,14 @@ class Passages:
             unsure = []
             for start in range(0, len(left), self._query_rows):
                 block = left[start : start + self._query_rows]
-                found = self._candidates_of(queries[block], num)
-                for row, candidates, weakest in zip(block, *found, strict=True):
-                    query, own = queries[row].astype(np.float64), np.sort(candidates)
+                chosen = self._candidates_of(queries[block], num)
+                for row, candidates, weakest in zip(block, *chosen, strict=True):
+                    query, ordered = queries[row].astype(np.float64), np.sort(candidates)
                     # From the vectors in the file, which is read forwards. Each row is summed by
                     # itself and in one order: equal vectors have equal scores.
-                    exact = (self.vectors[own].astype(np.float64) * query).sum(axis=1)
-                    best = np.lexsort((own, -exact))[:topk]
-                    places[row], scores[row] = own[best], exact[best]
+                    exact = (self.vectors[ordered].astype(np.float64) * query).sum(axis=1)
+                    best = np.lexsort((ordered, -exact))[:topk]
+                    places[row], scores[row] = ordered[best], exact[best]
                     bound = weakest + self._rounding(query)
                     if not is_last and scores[row, -1] <= bound:
                         unsure.append(row)
@@ -370,7 +370,7 @@ class Passages:
         if self._dtype == "int8":
             query_scales = _query_scales(rows)
             rows = np.round(rows / query_scales[:, None])
-        found = _search(
+        by_device = _search(
             self._passages,
             self._scales,
             self._counts,
@@ -379,15 +379,15 @@ class Passages:
             block=self._layout.block,
             num=num,
         )
-        device_scores, device_places = map(np.asarray, jax.device_get(found))
+        device_scores, device_places = map(np.asarray, jax.device_get(by_device))
         starts = np.arange(len(device_places))[:, None] * self._layout.passages
         places, weakest = [], []
         for row in range(len(queries)):
             scores = device_scores[:, row].ravel()
-            own = (device_places[:, row] + starts).ravel()
-            best = np.lexsort((own, -scores))[:num]
+            all_places = (device_places[:, row] + starts).ravel()
+            best = np.lexsort((all_places, -scores))[:num]
             best = best[scores[best] > -np.inf]
-            places.append(own[best])
+            places.append(all_places[best])
             weakest.append(float(scores[best[-1]]) * float(query_scales[row]))
         return places, weakest
 

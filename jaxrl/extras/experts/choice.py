@@ -120,11 +120,11 @@ def decide(name: str, platform: str, dtype: DTypeLike | None = None) -> tuple[st
     Raises:
         ValueError: names the key where they do not run on the devices, or not in this dtype.
     """
-    own = KERNELS.get(platform, {})
+    kernels = KERNELS.get(platform, {})
     if name == "auto":
-        line = (one for one in own if takes(one, dtype))
-        return (*line, "xla")[0], f"since the devices are {platform}s{excluded(own, dtype)}"
-    if name != "xla" and name not in own:
+        line = (one for one in kernels if takes(one, dtype))
+        return (*line, "xla")[0], f"since the devices are {platform}s{excluded(kernels, dtype)}"
+    if name != "xla" and name not in kernels:
         places = " and ".join(f"{place}s" for place in KERNELS if name in KERNELS[place])
         raise ValueError(
             f"config.model.experts is {name!r}, whose kernels are for {places}, but the devices "

@@ -43,12 +43,12 @@ def sort_pairs(chosen: Int[Array, "M k"], first: int | jax.Array, num_experts: i
     """Sorts pairs by the experts from `first` on, `num_experts` of them; others are left out."""
     M, k = chosen.shape
     room = M * min(k, num_experts)
-    own = chosen.reshape(-1) - first
-    is_here = (own >= 0) & (own < num_experts)
-    own = jnp.where(is_here, own, num_experts)
-    source = jnp.argsort(own, stable=True).astype(jnp.int32)
+    numbers = chosen.reshape(-1) - first
+    is_here = (numbers >= 0) & (numbers < num_experts)
+    numbers = jnp.where(is_here, numbers, num_experts)
+    source = jnp.argsort(numbers, stable=True).astype(jnp.int32)
     place = jnp.zeros(M * k, jnp.int32).at[source].set(jnp.arange(M * k, dtype=jnp.int32))
-    ends = count_up_to(own[source], jnp.arange(num_experts))
+    ends = count_up_to(numbers[source], jnp.arange(num_experts))
     is_taken = jnp.arange(room) < ends[-1]
     sizes = jnp.diff(ends, prepend=0)
     return Order(source[:room], is_taken, jnp.minimum(place, room - 1), is_here, sizes)
@@ -186,12 +186,12 @@ class Experts:
                 jax.lax.all_gather(array, "expert", tiled=True) for array in (x, chosen, shares)
             )
         first = jax.lax.axis_index("expert") * len(weights["gate"])
-        found = mix(x, weights, chosen, shares, product=self.product, first=first)
+        mixed = mix(x, weights, chosen, shares, product=self.product, first=first)
         if sums_width and self.mesh.shape["tensor"] > 1:
-            found = jax.lax.psum(found, "tensor")
+            mixed = jax.lax.psum(mixed, "tensor")
         if gathers:
-            found = jax.lax.psum_scatter(found, "expert", tiled=True)
-        return found.astype(dtype)
+            mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
+        return mixed.astype(dtype)
 
 
 XLA = Experts(name="xla", reason="which every platform has", product=grouped_product)

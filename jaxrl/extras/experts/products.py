@@ -45,8 +45,8 @@ def count_up_to(ordered: Int[Array, " A"], values: Int[Array, " G"]) -> Int[Arra
 
     Without a loop, which a GPU would go through launch by launch in every layer.
     """
-    found = jnp.searchsorted(ordered, values, side="right", method="scan_unrolled")
-    return found.astype(jnp.int32)
+    counts = jnp.searchsorted(ordered, values, side="right", method="scan_unrolled")
+    return counts.astype(jnp.int32)
 
 
 def sum_up(sizes: Int[Array, " G"]) -> Int[Array, " G"]:
@@ -109,10 +109,10 @@ def _by_tiles(
     def one(index: jax.Array, out: jax.Array) -> jax.Array:
         block = jax.lax.dynamic_slice_in_dim(padded, tiles.start[index], tile)
         own = jax.lax.dynamic_index_in_dim(weights, tiles.group[index], keepdims=False)
-        found = jnp.einsum(axes, block, own, preferred_element_type=jnp.float32)
+        product = jnp.einsum(axes, block, own, preferred_element_type=jnp.float32)
         # What a tile computes of rows behind its group, the next group's tiles write over.
         return jax.lax.dynamic_update_slice_in_dim(
-            out, found.astype(out.dtype), tiles.start[index], axis=0
+            out, product.astype(out.dtype), tiles.start[index], axis=0
         )
 
     out = jnp.zeros((len(padded), width), rows.dtype)

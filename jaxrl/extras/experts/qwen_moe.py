@@ -71,7 +71,7 @@ _MOST_EXPERTS = 1_000_000
 """Limit for all layers; each has tensors of its own, which are looked for by their names."""
 
 Carried = tuple[jax.Array, Found]
-"""The number of the next layer with experts, and what was found in those before."""
+"""Number of the next layer with experts, and the findings of those before."""
 
 
 class Kernels(nnx.Module):
@@ -110,7 +110,7 @@ class QwenMoeConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
-        """The old and the new spelling of its fields; null is as absent.
+        """Reads the old and the new spelling of its fields; null is as absent.
 
         Raises:
             ValueError: as `QwenConfig`, or numbers of experts or layers make no sense.
@@ -206,7 +206,7 @@ class QwenMoeConfig(QwenConfig):
         return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
 
     def linear_layers(self) -> tuple[str, ...]:
-        """Neither routers nor experts."""
+        """Linear layers of the dense model, without routers and experts."""
         return tuple(name for name in super().linear_layers() if not name.startswith("blocks/moe/"))
 
     @property
@@ -244,15 +244,15 @@ class QwenMoeConfig(QwenConfig):
         return routing.RouterStatistics()
 
     def begin_layers(self, beside: Beside, num_tokens: int) -> Carried:
-        """The number of the first layer with experts, and that nothing was found in one yet."""
-        found = routing.begin(
+        """Number of the first layer with experts, and empty findings."""
+        noted = routing.begin(
             beside,
             num_layers=len(self.expert_layers),
             num_tokens=num_tokens,
             num_chosen=self.num_chosen,
             num_experts=self.num_experts,
         )
-        return jnp.zeros((), jnp.int32), found
+        return jnp.zeros((), jnp.int32), noted
 
     def end_layers(self, beside: Beside, carried: Carried) -> None:
         """Experts chosen, and their use."""
@@ -264,7 +264,7 @@ class QwenMoeConfig(QwenConfig):
         """Experts where the layer has some, else the MLP."""
         if "moe" not in layer:
             return self.feed_forward(layer, x), carried
-        number, found = carried
+        number, noted = carried
         kernels = {name: part["kernel"] for name, part in layer["moe"].items()}
         router = kernels.pop("router")
         logits = project("dv", x, router.astype(x.dtype), router)
@@ -275,7 +275,7 @@ class QwenMoeConfig(QwenConfig):
             given=routing.given_in(beside, number),
         )
         added = self.experts(x, kernels, choice.chosen, choice.shares)
-        return added, (number + 1, routing.note(beside, found, number, choice))
+        return added, (number + 1, routing.note(beside, noted, number, choice))
 
     def feed_forward_names(self) -> dict[str, str]:
         """Names of the MLP, and of the experts."""

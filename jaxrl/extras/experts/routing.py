@@ -172,9 +172,9 @@ def given_in(beside: Beside, number: Any) -> jax.Array | None:
     return None if (given := beside.given.get(ROUTED)) is None else given[:, number]
 
 
-def note(beside: Beside, found: Found, number: Any, choice: Choice) -> Found:
-    """Adds the choice in that layer to what was found before."""
-    chosen, usage = found
+def note(beside: Beside, noted: Found, number: Any, choice: Choice) -> Found:
+    """Adds the choice in that layer to those in earlier ones."""
+    chosen, usage = noted
     if chosen is not None:
         chosen = chosen.at[number].set(choice.chosen.astype(chosen.dtype))
     if usage is not None and beside.counted is not None:
@@ -197,8 +197,8 @@ def note(beside: Beside, found: Found, number: Any, choice: Choice) -> Found:
     return chosen, usage
 
 
-def end(beside: Beside, found: Found) -> None:
+def end(beside: Beside, noted: Found) -> None:
     """Keeps what is asked for, after the last layer."""
-    chosen, beside.statistics = found
+    chosen, beside.statistics = noted
     if chosen is not None:
         beside.recorded[ROUTED] = jnp.moveaxis(chosen, 1, 0)

@@ -71,10 +71,10 @@ def _of_rows(
         rhs_group_dimensions=[0],
     )
     if interpret:
-        found = jax.lax.ragged_dot_general(
+        summed = jax.lax.ragged_dot_general(
             rows, weights, sizes, numbers, preferred_element_type=jnp.float32
         )
-        return found.astype(rows.dtype)
+        return summed.astype(rows.dtype)
     multiply = tokamax_part("ragged_dot.pallas_mosaic_gpu").PallasMosaicGpuRaggedDot(
         config=_settings(len(rows) // len(weights))
     )
@@ -117,16 +117,16 @@ def _of_weights(
             lhs_ragged_dimensions=[0],
             rhs_group_dimensions=[],
         )
-        found = jax.lax.ragged_dot_general(
+        summed = jax.lax.ragged_dot_general(
             rows, gradient, sizes, numbers, preferred_element_type=jnp.float32
         )
-        return found.astype(rows.dtype)
+        return summed.astype(rows.dtype)
     # Imported when asked: it brings parts of JAX that are for its tests.
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
     D, F = rows.shape[1], gradient.shape[1]
     padded = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE))) for x in (rows, gradient))
-    found = transposed_ragged_dot_mgpu.transposed_ragged_dot(
+    blocks = transposed_ragged_dot_mgpu.transposed_ragged_dot(
         *padded,
         group_sizes=sizes,
         block_m=TILE,
@@ -137,7 +137,7 @@ def _of_weights(
         # 6 to 8% faster than snaking (https://github.com/marin-community/marin/pull/6880).
         grid_block_n=1,
     )
-    return found[:, :D, :F]
+    return blocks[:, :D, :F]
 
 
 def _forward(

@@ -25,5 +25,5 @@ def grouped_product(
     padded = jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0)))
     inner, outer = (min(-(-size // 128) * 128, MAX_TILE) for size in weights.shape[1:])
     tiling = (TILE_ROWS, inner, outer)
-    found = ops.gmm(padded, weights, sizes, rows.dtype, tiling, None, None, False, interpret)
-    return jax.lax.slice_in_dim(found, 0, len(rows))
+    products = ops.gmm(padded, weights, sizes, rows.dtype, tiling, None, None, False, interpret)
+    return jax.lax.slice_in_dim(products, 0, len(rows))

@@ -174,10 +174,10 @@ class _Reader(gguf.GGUFReader):
     # A damaged number of fields or values would be counted down to its end, outside of the file.
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        found = super()._get(offset, dtype, count, override_order)
-        if len(found) < count:
+        values = super()._get(offset, dtype, count, override_order)
+        if len(values) < count:
             raise ValueError(f"{count} values at byte {offset} end behind it")
-        return found
+        return values
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type == gguf.GGUFValueType.ARRAY:  # the type of its values, their number, values
@@ -302,44 +302,44 @@ def _rope_scaling(
 ) -> dict[str, Any] | None:
     """The `rope_scaling` of `config.json` that the metadata comes to; None without any."""
     begins = f"{family}.rope.scaling."
-    given = {k.removeprefix(begins): v for k, v in metadata.items() if k.startswith(begins)}
-    given.pop("finetuned", None)
-    kind = given.pop("type", "none")
+    settings = {k.removeprefix(begins): v for k, v in metadata.items() if k.startswith(begins)}
+    settings.pop("finetuned", None)
+    kind = settings.pop("type", "none")
     if kind == "none":
         return None
     names = {"factor": "factor"}
     if kind == "yarn":
         names["original_context_length"] = "original_max_position_embeddings"
-    unknown = sorted(given.keys() - names.keys())
+    unknown = sorted(settings.keys() - names.keys())
     if kind not in ("linear", "yarn") or unknown:
         raise ValueError(
             f"{path}: RoPE scaling {kind!r:.80}{f' with {unknown[0]}' if unknown else ''} is not "
             "supported; expected linear, or yarn with its factor and original_context_length."
         )
-    return {"rope_type": kind, **{names[name]: value for name, value in given.items()}}
+    return {"rope_type": kind, **{names[name]: value for name, value in settings.items()}}
 
 
 def _hf_tensors(tensors: dict[str, Any], *, is_tied: bool) -> dict[str, Any]:
     """Each tensor by its HF name; unknown ones keep theirs, and are refused by `read_model`."""
-    found = {}
+    named = {}
     for name, tensor in tensors.items():
         layer, _, rest = name.removeprefix("blk.").partition(".")
         kind, _, end = rest.rpartition(".")
         if name == EMBEDDING:
-            found["model.embed_tokens.weight"] = tensor
+            named["model.embed_tokens.weight"] = tensor
         elif name == "output_norm.weight":
-            found["model.norm.weight"] = tensor
+            named["model.norm.weight"] = tensor
         elif name == OUTPUT:
-            found["lm_head.weight"] = tensor
+            named["lm_head.weight"] = tensor
         elif name.startswith("blk.") and kind in LAYER_NAMES:
-            found[f"model.layers.{layer}.{LAYER_NAMES[kind]}.{end}"] = tensor
+            named[f"model.layers.{layer}.{LAYER_NAMES[kind]}.{end}"] = tensor
         elif name != FREQUENCIES:  # which is in config.json
-            found[name] = tensor
+            named[name] = tensor
     if is_tied and OUTPUT in tensors:
         # Of two roundings of one matrix the finer is nearer to it.
-        both = (found["model.embed_tokens.weight"], found.pop("lm_head.weight"))
-        found["model.embed_tokens.weight"] = max(both, key=lambda tensor: tensor.n_bytes)
-    return found
+        both = (named["model.embed_tokens.weight"], named.pop("lm_head.weight"))
+        named["model.embed_tokens.weight"] = max(both, key=lambda tensor: tensor.n_bytes)
+    return named
 
 
 def write_model(contents: Contents, folder: Path) -> None:

@@ -103,7 +103,7 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, dict[str,
 def _vocabulary(
     path: Path, metadata: dict[str, Any]
 ) -> tuple[list[str], list[int], list[list[str]]]:
-    """Tokens by id, what kinds they are, and merges in their order; of a kind that is read."""
+    """Tokens by id, their kinds, and merges in order; refuses vocabularies that are not read."""
     kind, pre = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}pre")
     if kind != "gpt2":
         raise ValueError(
@@ -130,8 +130,8 @@ def _vocabulary(
     pairs = [merge.split(" ") for merge in merges]
     wrong = [merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2]
     if wrong or len(set(tokens)) != len(tokens):
-        found = f"the merge {wrong[0]!r:.80}" if wrong else "a token twice"
-        raise ValueError(f"{path}: its vocabulary has {found}, so it is damaged.")
+        problem = f"the merge {wrong[0]!r:.80}" if wrong else "a token twice"
+        raise ValueError(f"{path}: its vocabulary has {problem}, so it is damaged.")
     return tokens, kinds, pairs
 
 

@@ -263,6 +263,7 @@ def _backward_queries_kernel(
         return total + _dot(of_scores.astype(k.dtype), k, (1, 0))
 
     total = jax.lax.fori_loop(0, count, add, jnp.zeros(q.shape, jnp.float32))
+    # The scale of the products alone: `how.scale` has the base of the logarithm in it.
     out_ref[...] = (total * (how.scale * math.log(2))).astype(out_ref.dtype)
 
 

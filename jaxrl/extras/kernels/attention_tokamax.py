@@ -87,10 +87,11 @@ class Dense:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys
     ) -> tuple[jax.Array, jax.Array]:
         """Outputs `[R, Q, N, H]` and the log-sum-exp `[R, N, Q]`, minus infinity of nothing."""
+        R, Q, N, _ = q.shape
         scores = self._scores(q, k, keys)
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
-        return self._by_query("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(*_by_head(q))
+        return self._by_query("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(R, N, Q)
 
     def backward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys,
@@ -101,13 +102,13 @@ class Dense:
         by_group = (R, Q, K, N // K, H)
         lse = lse.reshape(R, K, N // K, Q)
         weights = jnp.exp(self._scores(q, k, keys) - lse[..., None])
-        given = gradient.astype(jnp.float32).reshape(by_group)
-        delta = (given * out.reshape(by_group)).sum(axis=-1).transpose(0, 2, 3, 1)
-        of_weights = jnp.einsum("rtkgh,rskh->rkgts", given, v.astype(jnp.float32))
+        of_out = gradient.astype(jnp.float32).reshape(by_group)
+        delta = (of_out * out.reshape(by_group)).sum(axis=-1).transpose(0, 2, 3, 1)
+        of_weights = jnp.einsum("rtkgh,rskh->rkgts", of_out, v.astype(jnp.float32))
         of_scores = weights * (of_weights - delta[..., None]) * self.scale
         of_queries = self._by_query("rkgts,rskh->rtkgh", of_scores, k, q)
         of_keys = jnp.einsum("rkgts,rtkgh->rskh", of_scores, q.reshape(by_group))
-        of_values = jnp.einsum("rkgts,rtkgh->rskh", weights, given)
+        of_values = jnp.einsum("rkgts,rtkgh->rskh", weights, of_out)
         return of_queries, of_keys.astype(k.dtype), of_values.astype(v.dtype)
 
     def _by_query(self, axes: str, weights: jax.Array, x: jax.Array, q: jax.Array) -> jax.Array:
@@ -125,11 +126,6 @@ class Dense:
         places = jnp.arange(T)
         is_read = (places >= keys.start[..., None]) & (places < ends[..., None])
         return jnp.where(is_read[:, None, None], products * self.scale, -jnp.inf)
-
-
-def _by_head(q: jax.Array) -> tuple[int, int, int]:
-    R, Q, N, _ = q.shape
-    return R, N, Q
 
 
 def _ends(keys: Keys, T: int) -> jax.Array:
@@ -153,7 +149,7 @@ class Tokamax:
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys
     ) -> tuple[jax.Array, jax.Array]:
-        """As `Dense.forward`."""
+        """Returns what `Dense.forward` does."""
         attention = tokamax_part("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         settings = self._settings(q, k, keys)
         config = attention.bind(q, k, v, return_residuals=True, **settings).heuristics_config
@@ -165,19 +161,19 @@ class Tokamax:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """As `Dense.backward`, over all blocks before the diagonal, or over all."""
+        """Returns what `Dense.backward` does, over all blocks before the diagonal, or over all."""
         attention = tokamax_part("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         bound = attention.bind(q, k, v, **self._settings(q, k, keys))
         settings = {key: x for key, x in bound.kwargs.items() if key != "return_residuals"}
         # A softmax whose highest score is the log-sum-exp has a sum of 1.
-        given = (lse, jnp.ones_like(lse)), out, gradient, q, k, v
+        arguments = (lse, jnp.ones_like(lse)), out, gradient, q, k, v
         backward = attention.vjp
-        config = backward.bind(*given, **settings).heuristics_config
-        found = backward.replace(config=config)(*given, **settings)
-        return found["q"], found["k"], found["v"]
+        config = backward.bind(*arguments, **settings).heuristics_config
+        gradients = backward.replace(config=config)(*arguments, **settings)
+        return gradients["q"], gradients["k"], gradients["v"]
 
     def is_hopper(self) -> bool:
-        """True if the devices are, whose matrix units `gradients_hopper` is written for."""
+        """Return True if these are Hopper GPUs, which `gradients_hopper` is written for."""
         return bool(tokamax_part("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
     def _settings(self, q: jax.Array, k: jax.Array, keys: Keys) -> dict[str, Any]:
@@ -230,8 +226,7 @@ def _backward(
     if isinstance(kernels, Tokamax) and q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
         from jaxrl.extras.kernels.gradients_hopper import gradients
 
-        found = gradients(q, k, v, reads, out, lse, gradient, scale=kernels.scale)
-        return *found, None
+        return *gradients(q, k, v, reads, out, lse, gradient, scale=kernels.scale), None
     ranges = _ranges(q, reads, shares_prompts)
     parts = [kernels.backward(q, k, v, one, out, lse, gradient) for one in ranges]
     return *(sum(of_range[1:], of_range[0]) for of_range in zip(*parts, strict=True)), None

@@ -48,7 +48,7 @@ def train(
     num_blocks = -(-Q // MAX_BLOCK)
     size = -(-Q // (num_blocks * LANES)) * LANES
     q, k, v, reads = in_blocks(q, k, v, reads, size)
-    own, length = q.shape[1], k.shape[1]
+    num_queries, length = q.shape[1], k.shape[1]
     blocks = splash.BlockSizes(
         block_q=size,
         block_kv=size,
@@ -60,7 +60,9 @@ def train(
         block_kv_dq=size,
     )
     attend = splash.make_splash_mha(
-        masks.MultiHeadMask([masks.CausalMask((own, length), offset=length - own)] * N),
+        masks.MultiHeadMask(
+            [masks.CausalMask((num_queries, length), offset=length - num_queries)] * N
+        ),
         block_sizes=blocks,
         head_shards=1,
         q_seq_shards=1,
@@ -71,7 +73,7 @@ def train(
     q = (q.astype(jnp.float32) * H**-0.5).astype(q.dtype)
     q, k, v = (jnp.pad(x, pad).swapaxes(1, 2) for x in (q, k, v))
     ids = reads[:, 0]  # a segment's tokens have one start
-    out = jax.vmap(attend)(q, k, v, splash.SegmentIds(ids[:, -own:], ids))
+    out = jax.vmap(attend)(q, k, v, splash.SegmentIds(ids[:, -num_queries:], ids))
     return out.swapaxes(1, 2)[:, :Q, :, :H]
 
 
@@ -154,12 +156,12 @@ class Steps(NamedTuple):
     def of(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
         """The steps over these pages of the tables, and their number."""
         B, M = tables.shape
-        own = -(-num_pages // width)
-        ends = jnp.cumsum(own)
+        num_steps = -(-num_pages // width)
+        ends = jnp.cumsum(num_steps)
         steps = jnp.arange(B * -(-M // width))
         # The blocks that end before it, counted: a TPU is slow to look up single numbers.
         blocks = (ends <= steps[:, None]).sum(axis=1, dtype=jnp.int32)
-        return cls(tables, num_pages, ends - own, jnp.minimum(blocks, B - 1)), ends[-1]
+        return cls(tables, num_pages, ends - num_steps, jnp.minimum(blocks, B - 1)), ends[-1]
 
 
 class PagesCall(NamedTuple):
@@ -178,8 +180,8 @@ class PagesCall(NamedTuple):
 
     def copied(self, step: int) -> list[int]:
         """The pages of which keys and values are copied for a step."""
-        found = [self.steps.page(step, index, self.width) for index in range(self.width)]
-        return [int(self.steps.tables[place]) for place, is_live in found if is_live]
+        pages = [self.steps.page(step, index, self.width) for index in range(self.width)]
+        return [int(self.steps.tables[place]) for place, is_live in pages if is_live]
 
 
 def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:

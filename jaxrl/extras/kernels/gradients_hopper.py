@@ -80,7 +80,7 @@ def gradients(
     (R, Q, N), (T, K) = q.shape[:3], k.shape[1:3]
     how = How(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
     delta = jnp.einsum("rqnh,rqnh->rnq", out, gradient, preferred_element_type=jnp.float32)
-    given = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
+    arrays = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
     call = partial(
         mosaic.kernel,
         grid_names=GRID,
@@ -98,7 +98,7 @@ def gradients(
             mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2),
         ],
         kernel_name="attention_backward_queries",
-    )(*given, *_blocks_of_keys(reads, how))
+    )(*arrays, *_blocks_of_keys(reads, how))
     of_keys, of_values = call(
         partial(_keys_kernel, how=how),
         grid=(T // TILE, R, K),
@@ -109,7 +109,7 @@ def gradients(
             mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2),
         ],
         kernel_name="attention_backward_keys",
-    )(*given, *_blocks_of_queries(reads, how))
+    )(*arrays, *_blocks_of_queries(reads, how))
     return of_queries, of_keys, of_values
 
 

@@ -247,16 +247,13 @@ def _attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
-        interpret=_interpreter() if interpret else None,
+        # By its name in a dictionary, since not every version of JAX has it. The interpreter raises
+        # where two threads touch memory in no order.
+        interpret=vars(plgpu)["InterpretGPUParams"](detect_races=True) if interpret else None,
         kernel_name="attention_pages",
     )
     limits = jnp.pad(limits, ((0, 0), (0, ROWS - rows)))
     return call(q, keys, values, tables, limits, work.pages, work.following, work.programs)
-
-
-def _interpreter() -> Any:
-    """Settings of the interpreter, which raises where two threads touch memory in no order."""
-    return vars(plgpu)["InterpretGPUParams"](detect_races=True)
 
 
 class Shared(NamedTuple):
@@ -340,8 +337,8 @@ def _multiply(
     rows, H = q.shape[2:]
     keys, values = shared.rings
     num_stages, page, _ = keys.shape
-    given = shared.queries.at[pl.ds(0, rows)]
-    plgpu.copy_gmem_to_smem(q.at[span.matrix, span.head], given, shared.are_queries)
+    filled = shared.queries.at[pl.ds(0, rows)]
+    plgpu.copy_gmem_to_smem(q.at[span.matrix, span.head], filled, shared.are_queries)
     plgpu.copy_gmem_to_smem(all_limits.at[span.matrix], shared.limits, shared.are_queries)
     plgpu.barrier_wait(shared.are_queries)
     limits = shared.limits[...]

@@ -178,16 +178,16 @@ class Adapter(Around):
         return only(axes, is_there)
 
     def _with_own_axes(self, axes: dict[str, Any]) -> dict[str, Any]:
-        found = flatten_dict(axes)
+        flat = flatten_dict(axes)
         for path in flatten_dict(self.abstract_params()):
             if path[-1] in (*TRAINED, "kernel_scale"):
-                layer, inputs, outputs = found[*path[:-1], "kernel"]
-                found[path] = {
+                layer, inputs, outputs = flat[*path[:-1], "kernel"]
+                flat[path] = {
                     "lora_a": (layer, inputs, None),
                     "lora_b": (layer, None, outputs),
                     "kernel_scale": (layer, outputs),
                 }[path[-1]]
-        return unflatten_dict(found)
+        return unflatten_dict(flat)
 
     def init(self, key: jax.Array) -> Params:
         """A new adapter: A uniform within 1 / sqrt(in), as PEFT draws it, and B zero."""
@@ -269,7 +269,7 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
             "config.model.lora.rank asks for an adapter, but the architecture "
             f"{type(model).__name__} names no layers that may have one (linear_layers)."
         )
-    found = set()
+    chosen = set()
     for name in names:
         meant = {
             layer
@@ -285,8 +285,8 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
                 f"config.model.lora.targets has {name!r}, which is no linear layer of the model; "
                 f"expected {ALL_LINEAR}, some of {', '.join(known)}, or of {', '.join(theirs)}."
             )
-        found |= meant
-    return tuple(layer for layer in layers if layer in found)
+        chosen |= meant
+    return tuple(layer for layer in layers if layer in chosen)
 
 
 def module_of(model: Architecture, layer: str) -> str:

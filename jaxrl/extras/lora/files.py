@@ -7,7 +7,6 @@ and `adapter_model.safetensors`, which holds A as [r, in] and B as [out, r] of e
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from jaxrl.extras.lora.keys import KEYS
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import (
     Progress,
-    StoredTensor,
     host_array,
     known_name,
     load_stored,
@@ -146,12 +144,7 @@ def check_adapter(path: str | Path, adapter: Adapter) -> None:
                 f"folder with {CONFIG_FILE} and {TENSORS_FILE}, as PEFT writes it."
             )
     fields = read_object(folder / CONFIG_FILE)
-    _check_fields(fields, adapter, folder / CONFIG_FILE)
-    stored = {tensor.name: tensor for tensor in open_file(folder / TENSORS_FILE)}
-    _check_tensors(stored, fields, adapter, folder / TENSORS_FILE)
-
-
-def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
+    file = folder / CONFIG_FILE
     if fields.get("peft_type") != "LORA":
         raise ValueError(f"{file}: peft_type is {fields.get('peft_type')!r}; expected 'LORA'.")
     for name in UNSUPPORTED:
@@ -170,22 +163,24 @@ def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
         "rslora": ("use_rslora", adapter.is_rank_stabilised),
     }
     for key, (name, wanted) in agreed.items():
-        found = fields.get(name, False)
-        if found != wanted:
+        value = fields.get(name, False)
+        if value != wanted:
             raise ValueError(
-                f"{file}: {name} is {found!r}, but config.model.lora.{key} is {wanted!r}; set it "
+                f"{file}: {name} is {value!r}, but config.model.lora.{key} is {wanted!r}; set it "
                 "as the adapter has it."
             )
-
-
-def _check_tensors(
-    stored: dict[str, StoredTensor], fields: dict[str, Any], adapter: Adapter, file: Path
-) -> None:
+    file = folder / TENSORS_FILE
+    stored = {tensor.name: tensor for tensor in open_file(file)}
     made_for = fields.get("base_model_name_or_path")
-    wanted = dict(_tensors_of(adapter))
+    # PEFT's name and shape of every tensor: of one layer, [out, in] where we have [L, in, out].
+    shapes = {
+        name: leaf.shape[:0:-1]
+        for param, leaf in flatten_dict(adapter.parts()[0].abstract_params(), sep="/").items()
+        for name in _tensor_names(adapter, param)
+    }
     there, expected = (
         sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in names})
-        for names in (stored, wanted)
+        for names in (stored, shapes)
     )
     if there != expected:
         [first, *_] = sorted({*there} ^ {*expected})
@@ -196,22 +191,15 @@ def _check_tensors(
             f"{', '.join(adapter.targets)} of {adapter.model.num_layers} layers. Set the targets "
             "as the adapter has them, or model.path to the model that it was made for."
         )
-    if unknown := sorted(stored.keys() - wanted.keys()):
+    if unknown := sorted(stored.keys() - shapes.keys()):
         raise ValueError(f"{file} has {unknown[0]!r}, which is not computed here.")
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         if name not in stored or stored[name].shape != shape:
-            found = list(stored[name].shape) if name in stored else "nothing"
+            held = list(stored[name].shape) if name in stored else "nothing"
             raise ValueError(
-                f"{file}: tensor {name!r} is {found}; the model of config.model.path calls for "
+                f"{file}: tensor {name!r} is {held}; the model of config.model.path calls for "
                 f"{list(shape)}. The adapter was made for {made_for!r}."
             )
-
-
-def _tensors_of(adapter: Adapter) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """PEFT's name and shape of every tensor of an adapter."""
-    for param, leaf in flatten_dict(adapter.parts()[0].abstract_params(), sep="/").items():
-        for name in _tensor_names(adapter, param):
-            yield name, leaf.shape[:0:-1]
 
 
 def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: str | Path) -> None:
@@ -274,15 +262,15 @@ def _target_modules(adapter: Adapter) -> list[str]:
     targets = {layer: module_of(model, layer) for layer in adapter.targets}
     tensors = {name.removesuffix(".weight") for name in model.hf_names().values()}
     others = [f".{module}" for module in tensors - {*targets.values()}]
-    found: set[str] = set()
+    modules: set[str] = set()
     for layer, module in targets.items():
         in_layer = module.rpartition("{}.")[2]
         names = (in_layer.rpartition(".")[2], in_layer)
         is_alone = (name for name in names if not any(o.endswith(f".{name}") for o in others))
         shortest = next(is_alone, None)
         whole = (_in_memory(model, one) for one in modules_of(model, layer))
-        found |= {shortest} if shortest else {*whole}
-    return sorted(found)
+        modules |= {shortest} if shortest else {*whole}
+    return sorted(modules)
 
 
 def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: str | Path) -> None:

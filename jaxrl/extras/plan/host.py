@@ -35,7 +35,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
-        found = [(1024 * kib["MemTotal"], 1024 * kib["MemAvailable"])]
+        limits = [(1024 * kib["MemTotal"], 1024 * kib["MemAvailable"])]
     except (OSError, ValueError, LookupError):  # another system than Linux, or one before 2014
         return None, None
     for folder, version in _groups(root):
@@ -47,8 +47,8 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
         except (OSError, ValueError, LookupError):  # "max", or a group that is not seen from here
             continue
         if limit < NO_LIMIT:
-            found.append((limit, max(limit - used, 0)))
-    totals, free = zip(*found, strict=True)
+            limits.append((limit, max(limit - used, 0)))
+    totals, free = zip(*limits, strict=True)
     return min(totals), min(free)
 
 

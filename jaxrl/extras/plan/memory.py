@@ -84,7 +84,7 @@ COMPUTING = ("sft update", "train update", "scoring", "rollout")
 """Phases in which something is compiled."""
 
 WINDOWED_BYTES = 100 * 2**20
-"""From which size on a TPU's compiler multiplies with a split kernel while its parts arrive.
+"""Size from which on a TPU's compiler multiplies with a split kernel while its parts arrive.
 
 It does with 130 MiB (Qwen2.5-7B's gate over fsdp=8), not with 65 (over fsdp=4 and tensor=2).
 """

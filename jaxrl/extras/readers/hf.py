@@ -36,20 +36,20 @@ def hugging_face(
             f"{source!r} is no folder; set {config_key} to one of `save_to_disk`."
         )
     try:
-        found = datasets.load_from_disk(str(folder))
+        rows = datasets.load_from_disk(str(folder))
     except Exception as error:  # Arrow's, its own and others, as the damage has it
         raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
     name = str(folder)
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            splits = ", ".join(map(repr, found))
+    if isinstance(rows, datasets.DatasetDict):
+        if split not in rows:
+            splits = ", ".join(map(repr, rows))
             place = config_key.removesuffix(".source") + ".split"
             raise ValueError(f"{place} is {split!r}; {folder} has the splits {splits}.")
-        found, name = found[split], f"{folder} [{split}]"
-    if not len(found):
+        rows, name = rows[split], f"{folder} [{split}]"
+    if not len(rows):
         raise ValueError(f"{name} holds no row; {config_key} must name at least one.")
     dropped = [name for name, field in (columns or {}).items() if field == ""]
-    return _Rows(found.remove_columns([one for one in dropped if one in found.column_names]), name)
+    return _Rows(rows.remove_columns([one for one in dropped if one in rows.column_names]), name)
 
 
 class _Rows(Reader):

@@ -58,13 +58,13 @@ class _Parquet(Reader):
         self._held.check()
         wanted = np.asarray(indices, np.int64)
         of_group = np.searchsorted(self._ends, wanted, side="right")
-        found: dict[int, Record] = {}
+        records: dict[int, Record] = {}
         for group in dict.fromkeys(of_group.tolist()):
-            own = wanted[of_group == group]
+            in_group = wanted[of_group == group]
             start = int(self._ends[group - 1]) if group else 0
-            rows = self._group(group).take(own - start).to_pylist()
-            found |= dict(zip(own.tolist(), rows, strict=True))
-        return [present(found[index], self.place(index)) for index in wanted.tolist()]
+            rows = self._group(group).take(in_group - start).to_pylist()
+            records |= dict(zip(in_group.tolist(), rows, strict=True))
+        return [present(records[index], self.place(index)) for index in wanted.tolist()]
 
     def _group(self, group: int) -> pa.Table:
         if group in self._groups:

@@ -92,11 +92,11 @@ class _Examples(Reader):
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         try:
-            found = self._examples.__getitems__(list(indices))
+            examples = self._examples.__getitems__(list(indices))
         except RuntimeError as error:
             raise ValueError(f"{self._folder} cannot be read: {one_line(error)}.") from error
         records = []
-        for example, index in zip(found, indices, strict=True):
+        for example, index in zip(examples, indices, strict=True):
             place = self.place(index)
             plain = present(example, place)
             fields = {name: value for name, value in plain.items() if value not in ("", [])}

@@ -69,7 +69,7 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
     rewards = np.array([t.reward for t in scored])
     right = [t for t in scored if (t.advantage or 0.0) > 0]
     asked = [t for t in scored if any(turn.tool_call is not None for turn in t.turns)]
-    found: Evidence = {
+    evidence: Evidence = {
         "num": len(scored),
         "groups": sum(bool(group.scored) for group in groups),
         "reward": _mean(rewards),
@@ -89,17 +89,20 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
         "searching": len(asked) / max(len(scored), 1),
         "searches": _mean([sum(turn.tool_call is not None for turn in t.turns) for t in scored]),
         "found": _mean([has_found(t) for t in asked if t.task.answers]),
-        "prompts": sum(len({_prompt(t) for t in group.scored}) > 1 for group in groups),
+        "prompts": sum(
+            len({t.token_ids[: t.prompt_length].tobytes() for t in group.scored}) > 1
+            for group in groups
+        ),
         "uneven": max((unevenness(group) for group in groups), default=0.0)
         if method.advantage.estimator.name in SUMS_TO_ZERO and not method.advantage.by_turn
         else 0.0,
         "yes": verdicts(scored),
         "twins": twins_of(groups),
     }
-    found |= {name: record.get(metric) for name, metric in METRICS.items()}
+    evidence |= {name: record.get(metric) for name, metric in METRICS.items()}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in found.items()
+        for name, value in evidence.items()
     }
 
 
@@ -111,10 +114,6 @@ def _per_token(trajectories: Sequence[Trajectory], name: str) -> float | None:
     """Mean of an array over all sampled tokens."""
     count = sum(t.num_sampled for t in trajectories)
     return sum(float(getattr(t, name).sum()) for t in trajectories) / count if count else None
-
-
-def _prompt(trajectory: Trajectory) -> bytes:
-    return trajectory.token_ids[: trajectory.prompt_length].tobytes()
 
 
 def _sampled(trajectory: Trajectory) -> bytes:
@@ -155,21 +154,21 @@ def has_found(trajectory: Trajectory) -> bool:
 
 def unevenness(group: Group) -> float:
     """The sum of a group's advantages over their largest size; 0 where all are 0."""
-    found = [t.advantage or 0.0 for t in group.scored]
-    largest = max(map(abs, found), default=0.0)
-    return abs(sum(found)) / largest if largest else 0.0
+    advantages = [t.advantage or 0.0 for t in group.scored]
+    largest = max(map(abs, advantages), default=0.0)
+    return abs(sum(advantages)) / largest if largest else 0.0
 
 
 def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """For each judge that was asked, the share of 1 among its verdicts."""
+    """Share of 1 among the verdicts of each judge that was asked."""
     judges = {str(one.tool) for t in trajectories for one in t.reward_records}
-    given = {
+    by_judge = {
         judge: [t.reward_parts[judge] for t in trajectories if judge in t.reward_parts]
         for judge in sorted(judges)
     }
     return {
         judge: sum(v == 1 for v in values) / len(values)
-        for judge, values in given.items()
+        for judge, values in by_judge.items()
         if values
     }
 

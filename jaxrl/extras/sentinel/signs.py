@@ -98,13 +98,13 @@ def judge(
     }
     counts, signs = {}, []
     for name, (rule, wanted) in rules.items():
-        found = rule()
-        counts[name] = state.get("counts", {}).get(name, 0) + 1 if found else 0
-        if found and counts[name] >= wanted:
-            sound = step - counts[name]
+        sign = rule()
+        counts[name] = state.get("counts", {}).get(name, 0) + 1 if sign else 0
+        if sign and counts[name] >= wanted:
+            sound = step - counts[name]  # the last step without it
             if name == "reward":
                 sound = min(sound, best["number"])
-            signs.append(Sign(name=found[0], text=found[1], since=max(sound, 0)))
+            signs.append(Sign(name=sign[0], text=sign[1], since=max(sound, 0)))
     kept = {key: value for key, value in now.items() if key != "twins"}
     following = {
         "steps": [*past, kept][-MEMORY:],
@@ -234,16 +234,16 @@ def sampler_differs(history: History, limit: float, *, has_lag: bool) -> Found:
     if not is_sign:
         return None
     before = f"; before it was {median(usual):.2g} ({band(median(usual))})" if usual else ""
-    told = f"sampler and trainer are {now:.2g} nats a token apart ({band(now)}){before}. "
+    text = f"sampler and trainer are {now:.2g} nats a token apart ({band(now)}){before}. "
     # k3 of the gap d is exp(d) - 1 - d: about |d| where the trainer finds tokens impossible that
     # were sampled, about d^2 / 2 where weights or rounding differ a little.
     if (history.now["gap_k3"] or 0.0) > 0.5 * now and (history.now["gap_max"] or 0.0) > 5.0:
-        return "ids_differ", told + (
+        return "ids_differ", text + (
             f"Single tokens are up to {history.now['gap_max']:.0f} nats apart: the trainer reads "
             "other ids than were sampled, or other positions. Look for text that is tokenised "
             "again, ids that were cut or swapped, another chat template."
         )
-    return "sampler_differs", told + (
+    return "sampler_differs", text + (
         "All tokens are a little off: the sampler has other weights than the trainer (an update "
         "that did not reach it, a quantised copy), or computes in another way (dtype, attention, "
         "temperature). config.loss.correction weighs it out, but look for the cause first."
@@ -323,17 +323,17 @@ def judge_says_yes(history: History) -> Found:
 
 def search_changed(history: History) -> Found:
     """Results that hold the answer far less often, though as much is asked."""
-    found, usual = history.recent("found"), history.before("found")
+    share, usual = history.recent("found"), history.before("found")
     searching, used = history.recent("searching"), history.before("searching")
-    if found is None or searching is None or len(usual) < MIN_USUAL:
+    if share is None or searching is None or len(usual) < MIN_USUAL:
         return None
     was, asked = median(usual[-20:]), median(used[-20:])
     num = RECENT * history.now["groups"] * searching
     error = math.sqrt(max(was * (1 - was), 0.01) / max(num, 1.0))
-    if was < 0.2 or found > 0.4 * was or was - found < 4 * error or searching < 0.5 * asked:
+    if was < 0.2 or share > 0.4 * was or was - share < 4 * error or searching < 0.5 * asked:
         return None
     return "search_changed", (
-        f"{found:.0%} of the responses that search find an accepted answer, where {was:.0%} did: "
+        f"{share:.0%} of the responses that search find an accepted answer, where {was:.0%} did: "
         "the tool returns something else than before, or queries have become useless. Ask it one "
         "of the queries in trajectories/ by hand."
     )

@@ -14,10 +14,9 @@ from jaxrl.envs.json_text import number_of, parse_json
 from jaxrl.extras.view.values import damaged_text
 
 CHUNK = 2**20
-MAX_LINE = 2**20  # bytes of a record; the longest have some kilobytes
 """Bytes that are read at a time."""
 
-"""Metrics of this beginning are signs of trouble: at a step that shows one it is above 0."""
+MAX_LINE = 2**20  # bytes of a record; the longest have some kilobytes
 
 DEFAULTS = (
     *("critic/rewards/mean", "reward/exact_match/mean", "val-core/all/exact_match/mean@1"),
@@ -99,8 +98,8 @@ class Curves:
         self._lock = threading.Lock()
         self._lines = LinesOf(self.workdir / "metrics.jsonl")
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        self._told_lines = LinesOf(self.workdir / "sentinel.jsonl")
-        self._told: list[dict[str, Any]] = []
+        self._sentinel_lines = LinesOf(self.workdir / "sentinel.jsonl")
+        self._signs: list[dict[str, Any]] = []
 
     @property
     def generation(self) -> int:
@@ -112,7 +111,7 @@ class Curves:
         """Lines that could not be read, by file."""
         return [
             damaged_text(lines.num_damaged, lines.path.name)
-            for lines in (self._lines, self._told_lines)
+            for lines in (self._lines, self._sentinel_lines)
             if lines.num_damaged
         ]
 
@@ -121,34 +120,31 @@ class Curves:
         with self._lock:
             if self._lines.begins_anew():
                 self.steps, self.stages, self._columns = array("q"), [], {}
-            if self._told_lines.begins_anew():
-                self._told = []
+            if self._sentinel_lines.begins_anew():
+                self._signs = []
         # Parsed without the lock: a long file takes seconds, and the page is shown what there is.
         for line in self._lines.new():
             if (record := _record(line)) is None:
                 self._lines.num_damaged += bool(line.strip())
-            else:
-                with self._lock:
-                    self._add(record)
-        for line in self._told_lines.new():
-            told = _record(line)
-            if told is None or not isinstance(told.get("sign"), str):
-                self._told_lines.num_damaged += bool(line.strip())
-            else:
-                with self._lock:
-                    self._told.append(told)
-
-    def _add(self, record: dict[str, Any]) -> None:
-        number, step, stage = len(self.steps), record["step"], record.get("stage", "train")
-        self.steps.append(step)
-        self.stages.append(stage)
-        for name, value in record.items():
-            amount = number_of(value)
-            if name in ("step", "stage") or amount is None:
                 continue
-            places, values = self._columns.setdefault(name, (array("q"), array("d")))
-            places.append(number)
-            values.append(amount)
+            with self._lock:
+                number = len(self.steps)
+                self.steps.append(record["step"])
+                self.stages.append(record.get("stage", "train"))
+                for name, value in record.items():
+                    amount = number_of(value)
+                    if name in ("step", "stage") or amount is None:
+                        continue
+                    places, values = self._columns.setdefault(name, (array("q"), array("d")))
+                    places.append(number)
+                    values.append(amount)
+        for line in self._sentinel_lines.new():
+            sign = _record(line)
+            if sign is None or not isinstance(sign.get("sign"), str):
+                self._sentinel_lines.num_damaged += bool(line.strip())
+            else:
+                with self._lock:
+                    self._signs.append(sign)
 
     def names(self) -> list[str]:
         """Metrics that the run has, in alphabetical order."""
@@ -194,7 +190,7 @@ class Curves:
                     "text": str(one.get("text", "")),
                     "action": str(one.get("action", "")),
                 }
-                for one in self._told
+                for one in self._signs
             ]
 
 

@@ -55,7 +55,7 @@ class Evaluations:
 
     def refresh(self) -> bool:
         """Reads files that are new or have changed; returns True if there were any."""
-        found: dict[tuple[str, int], tuple[Path, tuple[int, int], list[Answer] | None]] = {}
+        listed: dict[tuple[str, int], tuple[Path, tuple[int, int], list[Answer] | None]] = {}
         try:
             entries = sorted(self.folder.iterdir())
         except OSError:
@@ -67,11 +67,11 @@ class Evaluations:
             about = path.stat()
             key, identity = (name[1], int(name[2])), (about.st_size, about.st_mtime_ns)
             known = self._files.get(key)
-            found[key] = known if known and known[1] == identity else (path, identity, None)
-        if found == self._files:
+            listed[key] = known if known and known[1] == identity else (path, identity, None)
+        if listed == self._files:
             return False
         files, problems = {}, []
-        for (stage, step), (path, identity, answers) in found.items():
+        for (stage, step), (path, identity, answers) in listed.items():
             if answers is None:
                 answers = []
                 try:
@@ -140,8 +140,8 @@ def _reward(record: dict[str, Any], weights: Any) -> float | None:
     if not isinstance(weights, dict) or record.get("outcome") == "environment_error":
         return None
     total = 0.0
-    for part, given in weights.items():
-        weight, amount = number_of(given), number_of(record.get(part))
+    for part, value in weights.items():
+        weight, amount = number_of(value), number_of(record.get(part))
         if weight is None or (weight and amount is None):
             return None
         total += weight * (amount or 0.0)

@@ -171,13 +171,13 @@ def index_file(path: Path, step: int, code: Callable[[str, str], int]) -> Block:
     with path.open("rb") as file:
         about = os.fstat(file.fileno())
         for number, (offset, line) in enumerate(_lines(file)):
-            found = summary(line)
-            if found is None:
+            fields = summary(line)
+            if fields is None:
                 num_damaged += bool(line.strip())
                 continue
             place = {"offset": offset, "length": len(line), "line": number, "step": step}
-            codes = {name: code(name, found[name]) for name in TEXTS}
-            row = found | place | codes
+            codes = {name: code(name, fields[name]) for name in TEXTS}
+            row = fields | place | codes
             rows.append(tuple(row[name] for name in COLUMNS))
     listed = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
     columns: dict[str, np.ndarray] = {
@@ -315,20 +315,20 @@ class TrajectoryIndex:
         if not self._is_read:
             self._load()
             self._is_read = True
-        found = self._find()
+        on_disk = self._find()
         changed = {
             step: path
-            for step, (path, identity) in found.items()
+            for step, (path, identity) in on_disk.items()
             if step not in self._blocks or self._blocks[step].identity != identity
         }
         with self._lock:
-            gone = self._blocks.keys() - found.keys()
+            gone = self._blocks.keys() - on_disk.keys()
             for step in gone | changed.keys():
                 self._blocks.pop(step, None)
             if gone or changed:
                 self._table = None
-            self._paths = {step: path for step, (path, _) in found.items()}
-            self.num_files, self.num_indexed = len(found), len(self._blocks)
+            self._paths = {step: path for step, (path, _) in on_disk.items()}
+            self.num_files, self.num_indexed = len(on_disk), len(self._blocks)
         problems: list[str] = []
         saved = time.monotonic()
         for step in sorted(changed, reverse=True):
@@ -357,11 +357,12 @@ class TrajectoryIndex:
 
     def _find(self) -> dict[int, tuple[Path, tuple[int, int, int]]]:
         """Regular files by their step."""
-        found = {}
+        files = {}
         try:
             with os.scandir(self.folder) as entries:
                 for entry in entries:
                     name = _FILE.fullmatch(entry.name)
+                    # One spelling, the one that is written: a step has one file.
                     if name is None or entry.name != f"step_{int(name[1]):06d}.jsonl":
                         continue
                     try:
@@ -369,12 +370,12 @@ class TrajectoryIndex:
                     except FileNotFoundError:
                         continue  # replaced at this moment
                     if stat.S_ISREG(about.st_mode):  # a pipe would never end
-                        found[int(name[1])] = (self.folder / entry.name, _identity(about))
+                        files[int(name[1])] = (self.folder / entry.name, _identity(about))
         except FileNotFoundError:
             pass  # none yet
         except OSError as error:
             self.problems = [f"{self.folder.name} cannot be read: {error.strerror or error}"]
-        return found
+        return files
 
     @property
     def table(self) -> Table:
@@ -455,7 +456,7 @@ class TrajectoryIndex:
             self._folded = [text.casefold() for text in texts["question"]]
 
     def _save(self) -> list[str]:
-        """Keeps the index; what hinders that."""
+        """Writes the index to the cache; returns the problems of that."""
         if self.cache is None:
             return []
         blocks = sorted(self._blocks.items())

@@ -12,16 +12,16 @@ let shown = null;  // of the view: what to do when the state has changed
 let turn = 0;  // counts views, so that a late answer to an earlier one is dropped
 
 function el(tag, attributes = {}, ...children) {
-  const found = /^(svg|g|path|line|text|circle|title)$/.test(tag)
+  const element = /^(svg|g|path|line|text|circle|title)$/.test(tag)
     ? document.createElementNS("http://www.w3.org/2000/svg", tag)
     : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) found.addEventListener(name.slice(2), value);
-    else found.setAttribute(name, value === true ? "" : value);
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
   }
-  found.append(...children.flat().filter((one) => one !== null && one !== undefined && one !== ""));
-  return found;
+  element.append(...children.flat().filter((one) => one !== null && one !== undefined && one !== ""));
+  return element;
 }
 
 async function ask(address, parameters = []) {
@@ -84,18 +84,18 @@ function drawRuns() {
   });
   document.getElementById("runs").replaceChildren(...chips);
   document.title = `${state.runs.map((run) => run.name).join(", ")} · jaxrl view`;
-  const told = [];
+  const notes = [];
   const files = state.runs.reduce((sum, run) => sum + run.files, 0);
   const indexed = state.runs.reduce((sum, run) => sum + run.indexed, 0);
   if (indexed < files) {
-    told.push(el("span", {}, el("progress", { max: files, value: indexed }),
+    notes.push(el("span", {}, el("progress", { max: files, value: indexed }),
       ` ${count(indexed)} of ${count(files)} files of trajectories are indexed; lists are not whole yet `));
   }
   state.runs.forEach((run) => run.problems.forEach((text) => {
-    told.push(el("span", { class: "bad" }, `${run.name}: ${text}. `));
+    notes.push(el("span", { class: "bad" }, `${run.name}: ${text}. `));
   }));
-  (state.failures || []).forEach((text) => told.push(el("span", { class: "bad" }, `${text}. `)));
-  document.getElementById("told").replaceChildren(...told);
+  (state.failures || []).forEach((text) => notes.push(el("span", { class: "bad" }, `${text}. `)));
+  document.getElementById("told").replaceChildren(...notes);
 }
 
 async function poll() {
@@ -145,22 +145,22 @@ function ticks(low, high, wanted) {
   const rough = (high - low) / wanted || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const size = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
-  const found = [];
+  const values = [];
   for (let value = Math.ceil(low / size) * size; value <= high + size * 1e-9; value += size) {
-    found.push(Math.abs(value) < size * 1e-9 ? 0 : value);
+    values.push(Math.abs(value) < size * 1e-9 ? 0 : value);
   }
-  return found;
+  return values;
 }
 
 // Smallest and largest value of each column of pixels, in order: what a line through all points shows.
 function reduced(points) {
   const columns = WIDTH * 2;
   if (points.length <= 2 * columns) return points;
-  const first = points[0][0], span = points.at(-1)[0] - first || 1, found = [];
+  const first = points[0][0], span = points.at(-1)[0] - first || 1, kept = [];
   let column = -1, least, most;
   const close = () => {
     if (column < 0) return;
-    found.push(...(least[0] <= most[0] ? [least, most] : [most, least]));
+    kept.push(...(least[0] <= most[0] ? [least, most] : [most, least]));
   };
   for (const point of points) {
     const own = Math.floor((point[0] - first) / span * columns);
@@ -169,7 +169,7 @@ function reduced(points) {
     if (point[1] > most[1]) most = point;
   }
   close();
-  return found;
+  return kept;
 }
 
 function smoothed(points) {
@@ -279,16 +279,16 @@ async function curves(query, isShown) {
 
   function drawList() {
     const wanted = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = metrics.names.filter((name) => wanted.every((word) => name.toLowerCase().includes(word)));
+    const matching = metrics.names.filter((name) => wanted.every((word) => name.toLowerCase().includes(word)));
     const on = new Set(names());
-    found.sort((a, b) => on.has(b) - on.has(a));
-    list.replaceChildren(...found.slice(0, 300).map((name) => el("li", {}, el("label", {},
+    matching.sort((a, b) => on.has(b) - on.has(a));
+    list.replaceChildren(...matching.slice(0, 300).map((name) => el("li", {}, el("label", {},
       el("input", { type: "checkbox", checked: on.has(name), onchange: () => {
         chosen = on.has(name) ? names().filter((one) => one !== name) : [name, ...names()];
         update();
       } }), name))));
-    if (!found.length) list.append(el("li", { class: "soft" }, "no metric has these words"));
-    if (found.length > 300) list.append(el("li", { class: "soft" }, `and ${found.length - 300} more: search`));
+    if (!matching.length) list.append(el("li", { class: "soft" }, "no metric has these words"));
+    if (matching.length > 300) list.append(el("li", { class: "soft" }, `and ${matching.length - 300} more: search`));
   }
 
   async function load() {
@@ -383,7 +383,7 @@ async function trajectories(query, isShown) {
   const order = select("order", { "": "largest first", up: "smallest first" }, "direction");
   const outcomes = new Set(query.getAll("outcome"));
   let page = Number(query.get("page")) || 0;
-  const chips = el("span", { class: "row" }), told = el("p", { class: "soft", id: "counts" });
+  const chips = el("span", { class: "row" }), summary = el("p", { class: "soft", id: "counts" });
   const body = el("tbody"), pager = el("div", { class: "pager" });
   const inputs = [text, ...bounds, correct, sort, order];
 
@@ -399,7 +399,7 @@ async function trajectories(query, isShown) {
     try {
       answer = await ask("/api/trajectories", [...parameters, ...runs.map((run) => ["run", run])]);
     } catch (error) {
-      told.replaceChildren(el("span", { class: "bad" }, error.message));
+      summary.replaceChildren(el("span", { class: "bad" }, error.message));
       return;
     }
     if (!isShown() || mine !== update.turn) return;
@@ -409,7 +409,7 @@ async function trajectories(query, isShown) {
       onclick: () => { if (outcomes.has(name)) outcomes.delete(name); else outcomes.add(name); page = 0; update(); },
     }, words(name), " ", el("small", {}, count(answer.outcomes[name] || 0)))));
     const { right, wrong, unscored } = answer.correct;
-    told.replaceChildren(el("b", { "data-count": answer.count }, count(answer.count)), ` of ${count(answer.total)} trajectories · `,
+    summary.replaceChildren(el("b", { "data-count": answer.count }, count(answer.count)), ` of ${count(answer.total)} trajectories · `,
       `${count(right)} right · ${count(wrong)} wrong · ${count(unscored)} not scored · mean reward ${number(answer.mean_reward)}`);
     body.replaceChildren(...answer.rows.map((row) => {
       const to = address("trajectory", [["run", row.run], ["step", row.step], ["line", row.line]]);
@@ -440,7 +440,7 @@ async function trajectories(query, isShown) {
   main.replaceChildren(
     el("div", { class: "filters" }, text, correct,
       el("label", {}, "reward", bounds[0], bounds[1]), el("label", {}, "step", bounds[2], bounds[3]), sort, order),
-    el("div", { class: "filters" }, chips), told,
+    el("div", { class: "filters" }, chips), summary,
     el("div", { class: "scroll card" }, el("table", {}, el("thead", {}, el("tr", {},
       ...[["", ""], ["step", "n"], ["", ""], ["reward", "n"], ["advantage", "n"], ["outcome", ""],
         ["sampled / tokens", "n"], ["turns", "n"], ["question", ""], ["answer", ""]]
@@ -489,26 +489,26 @@ function legendOf(quantity) {
   };
   const unit = quantity.unit ? ` ${quantity.unit}` : "";
   const more = isOpen ? " and beyond" : "";
-  const found = [el("b", {}, quantity.label)];
+  const parts = [el("b", {}, quantity.label)];
   if (quantity.scale === "flag") {
     const cell = el("i");
     cell.style.background = color(quantity, 1, 1);
     const num = quantity.values.filter((value) => value).length;
-    found.push(el("span", { class: "ramp" }, el("span", { class: "cells" }, cell),
+    parts.push(el("span", { class: "ramp" }, el("span", { class: "cells" }, cell),
       `${count(num)} of ${count(quantity.values.filter((value) => value !== null).length)} tokens`));
   } else if (quantity.scale === "amount") {
     const isNegative = quantity.values.some((value) => value < 0);
-    found.push(el("span", { class: "ramp" }, "0", cells(0), `${isNegative ? ends(limit, -1) : ends(limit, 1)}${unit}${more}`));
+    parts.push(el("span", { class: "ramp" }, "0", cells(0), `${isNegative ? ends(limit, -1) : ends(limit, 1)}${unit}${more}`));
   } else {
-    found.push(el("span", { class: "ramp" }, ends(limit, -1), cells(-1), `${ends(limit, 1)}${unit}${more}`));
+    parts.push(el("span", { class: "ramp" }, ends(limit, -1), cells(-1), `${ends(limit, 1)}${unit}${more}`));
   }
   const values = quantity.values.filter((value) => value !== null);
   if (values.length && quantity.scale !== "flag") {
     const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
     const [least, most] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
-    found.push(el("span", { class: "soft" }, `mean ${number(mean)}, ${number(least)} to ${number(most)}`));
+    parts.push(el("span", { class: "soft" }, `mean ${number(mean)}, ${number(least)} to ${number(most)}`));
   }
-  return found;
+  return parts;
 }
 
 // A token as it is shown: line ends have a sign, the rest of a character that is in several tokens a dot.
@@ -517,31 +517,31 @@ function shownToken(text, isPiece) {
 }
 
 function segmentsOf(tokens) {
-  const found = [];
+  const segments = [];
   tokens.sampled.forEach((isSampled, i) => {
     const isAgain = tokens.contexts.some(([start, repeated]) => i >= start && i < start + repeated);
     const kind = isSampled ? "model" : i < (tokens.prompt_length || 0) ? "prompt" : isAgain ? "again" : "inserted";
-    if (!found.length || found.at(-1).kind !== kind) found.push({ kind, start: i });
-    found.at(-1).end = i + 1;
+    if (!segments.length || segments.at(-1).kind !== kind) segments.push({ kind, start: i });
+    segments.at(-1).end = i + 1;
   });
-  return found;
+  return segments;
 }
 
-function tokenView(told, by) {
-  const { tokens } = told;
+function tokenView(answer, by) {
+  const { tokens } = answer;
   const spans = tokens.texts.map((text, i) => {
     const isPiece = tokens.bytes[i] !== null;
     return el("span", { "data-i": i, class: isPiece && text === "" ? "piece" : null }, shownToken(text, isPiece));
   });
   const legend = el("div", { class: "legend", id: "legend" });
-  const buttons = told.quantities.map((quantity) => el("button", {
+  const buttons = answer.quantities.map((quantity) => el("button", {
     "data-by": quantity.name, disabled: quantity.values === null, title: quantity.why || quantity.label,
     onclick: () => paint(quantity.name),
   }, words(quantity.name)));
 
   function paint(name) {
-    const quantity = told.quantities.find((one) => one.name === name && one.values)
-      || told.quantities.find((one) => one.values);
+    const quantity = answer.quantities.find((one) => one.name === name && one.values)
+      || answer.quantities.find((one) => one.values);
     by = quantity?.name;
     buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.by === by)));
     if (!quantity) {
@@ -551,7 +551,7 @@ function tokenView(told, by) {
     const { limit } = scaleOf(quantity);
     spans.forEach((span, i) => { span.style.background = color(quantity, quantity.values[i], limit); });
     legend.replaceChildren(...legendOf(quantity));
-    keep("trajectory", [["run", told.run], ["step", told.step], ["line", told.line], ["by", by]]);
+    keep("trajectory", [["run", answer.run], ["step", answer.step], ["line", answer.line], ["by", by]]);
   }
 
   const box = el("div", { class: "card", id: "tokens" }, ...segmentsOf(tokens).map(({ kind, start, end }) => {
@@ -566,7 +566,7 @@ function tokenView(told, by) {
     const span = event.target.closest("[data-i]");
     if (!span) { tip.hidden = true; return; }
     const i = Number(span.dataset.i);
-    const rows = told.quantities.filter((one) => one.values && one.values[i] !== null).map((one) => el("tr", { class: one.name === by ? "on" : null },
+    const rows = answer.quantities.filter((one) => one.values && one.values[i] !== null).map((one) => el("tr", { class: one.name === by ? "on" : null },
       el("td", {}, words(one.name)), el("td", { class: "n" }, `${number(one.values[i], 6)}${one.unit ? ` ${one.unit}` : ""}`)));
     tip.replaceChildren(el("div", {}, el("b", { class: "said" }, JSON.stringify(tokens.texts[i])), ` id ${tokens.ids[i]}, place ${i}`),
       tokens.bytes[i] === null ? "" : el("div", { class: "soft" }, `part of a character; its bytes: ${tokens.bytes[i]}`),
@@ -578,15 +578,15 @@ function tokenView(told, by) {
     tip.style.top = `${y}px`;
   });
   box.addEventListener("pointerleave", () => { tip.hidden = true; });
-  const lacking = told.quantities.filter((one) => one.values === null);
+  const lacking = answer.quantities.filter((one) => one.values === null);
   paint(by);
   return [
     el("div", { class: "by", role: "group", "aria-label": "colour by" }, ...buttons), legend,
     lacking.length ? el("details", { class: "soft" }, el("summary", {}, `${lacking.length} not available: ${lacking.map((one) => words(one.name)).join(", ")}`),
       ...lacking.map((one) => el("div", { "data-why": one.name }, `${words(one.name)}: ${one.why}`))) : null,
-    told.has_tokenizer ? null : el("p", { class: "bad" }, told.tokenizer),
+    answer.has_tokenizer ? null : el("p", { class: "bad" }, answer.tokenizer),
     box,
-    told.has_tokenizer ? null : el("div", {}, el("h2", {}, "Text"), el("pre", { class: "card turn" }, String(told.record.generated_text || ""))),
+    answer.has_tokenizer ? null : el("div", {}, el("h2", {}, "Text"), el("pre", { class: "card turn" }, String(answer.record.generated_text || ""))),
   ];
 }
 
@@ -623,28 +623,28 @@ const OWN = new Set(["task_id", "question", "query", "answers", "outcome", "rewa
   "uid", "global_id", "ground_truth", "accuracy"]);
 
 async function trajectory(query, isShown) {
-  const told = await ask("/api/trajectory", ["run", "step", "line"].map((name) => [name, query.get(name) ?? ""]));
+  const answer = await ask("/api/trajectory", ["run", "step", "line"].map((name) => [name, query.get(name) ?? ""]));
   if (!isShown()) return;
-  const { record } = told;
+  const { record } = answer;
   const correct = record.outcome === "environment_error" ? -1 : Number(record.is_correct === true);
   const others = Object.entries(record).filter(([name]) => !OWN.has(name));
   main.replaceChildren(
     el("h1", { class: "said" }, String(record.query || record.question || record.task_id)),
     el("div", { class: "facts" },
-      el("span", {}, dot(told.run), ` ${state.runs[told.run]?.name ?? ""}, step ${count(told.step)}, line ${told.line + 1}`),
+      el("span", {}, dot(answer.run), ` ${state.runs[answer.run]?.name ?? ""}, step ${count(answer.step)}, line ${answer.line + 1}`),
       el("span", {}, verdict(correct), " answered ", el("b", { class: "said" }, record.final_answer || "nothing"),
         el("span", { class: "soft said" }, ` accepted: ${listed(record.answers).slice(0, 4).join(" | ") || "–"}`)),
       el("span", {}, words(String(record.outcome))),
       el("span", {}, "reward ", el("b", { id: "reward" }, number(record.reward))),
       el("span", {}, "advantage ", el("b", {}, number(record.advantage))),
-      el("a", { href: address("question", [["key", told.key]]) }, "this question over steps")),
+      el("a", { href: address("question", [["key", answer.key]]) }, "this question over steps")),
     el("div", { class: "group" }, el("span", { class: "soft" }, "same question, same step:"),
-      ...told.group.map((row) => el("a", {
+      ...answer.group.map((row) => el("a", {
         href: address("trajectory", [["run", row.run], ["step", row.step], ["line", row.line], ...(query.get("by") ? [["by", query.get("by")]] : [])]),
-        title: row.answer, "aria-current": row.line === told.line ? "true" : null,
+        title: row.answer, "aria-current": row.line === answer.line ? "true" : null,
       }, verdict(row.correct), ` ${number(row.reward)}`))),
     el("div", { class: "two" },
-      el("div", {}, ...tokenView(told, query.get("by") || "advantage").filter(Boolean)),
+      el("div", {}, ...tokenView(answer, query.get("by") || "advantage").filter(Boolean)),
       el("aside", {},
         el("h2", {}, "Parts of the reward"), partsTable(record),
         el("h2", {}, "Turns"), ...objects(record.turns).map((one, index) => turnView(one, index, record)),
@@ -657,14 +657,14 @@ async function trajectory(query, isShown) {
 
 async function questions(query, isShown) {
   const text = field(query, "text", { type: "search", placeholder: "text or id of the question", "aria-label": "text or id of the question" });
-  const told = el("span", { class: "soft" }), body = el("tbody");
+  const summary = el("span", { class: "soft" }), body = el("tbody");
   async function update() {
     keep("questions", text.value ? [["text", text.value]] : []);
     const runs = state.runs.map((_, index) => index).filter((index) => !hidden.has(index));
     const mine = ++update.turn;
     const answer = await ask("/api/questions", [["text", text.value], ...runs.map((run) => ["run", run])]);
     if (!isShown() || mine !== update.turn) return;
-    told.replaceChildren(`${count(answer.count)} questions${answer.count > answer.rows.length ? `, the first ${count(answer.rows.length)}` : ""}`);
+    summary.replaceChildren(`${count(answer.count)} questions${answer.count > answer.rows.length ? `, the first ${count(answer.rows.length)}` : ""}`);
     body.replaceChildren(...answer.rows.map((row) => el("tr", {},
       el("td", {}, dot(row.run)),
       el("td", { class: "text said", title: row.question }, el("a", { href: address("question", [["key", row.key]]) }, row.question || row.task)),
@@ -675,7 +675,7 @@ async function questions(query, isShown) {
   }
   update.turn = 0;
   text.addEventListener("input", debounced(update));
-  main.replaceChildren(el("div", { class: "filters" }, text, told),
+  main.replaceChildren(el("div", { class: "filters" }, text, summary),
     el("div", { class: "scroll card" }, el("table", {}, el("thead", {}, el("tr", {},
       ...[["", ""], ["question", ""], ["id", ""], ["trajectories", "n"], ["steps", "n"], ["mean reward, first → last step", "n"], ["evaluation answers", "n"]]
         .map(([name, kind]) => el("th", { class: kind, scope: "col" }, name)))), body)));
@@ -684,13 +684,13 @@ async function questions(query, isShown) {
 }
 
 function grouped(rows, key) {
-  const found = new Map();
-  rows.forEach((row) => found.set(key(row), [...(found.get(key(row)) || []), row]));
-  return [...found];
+  const groups = new Map();
+  rows.forEach((row) => groups.set(key(row), [...(groups.get(key(row)) || []), row]));
+  return [...groups];
 }
 
 async function question(query, isShown) {
-  const told = await ask("/api/question", [["key", query.get("key") ?? ""]]);
+  const answer = await ask("/api/question", [["key", query.get("key") ?? ""]]);
   if (!isShown()) return;
   const mean = (rows) => {
     const paid = rows.map((row) => row.reward).filter((reward) => reward !== null);
@@ -699,7 +699,7 @@ async function question(query, isShown) {
   const kind = (is) => is === 1 ? "right" : is === 0 ? "wrong" : "";
   const column = (title, rows, cards) => el("div", {}, el("h3", {}, title, el("small", {}, `mean ${mean(rows)}`)), ...cards);
   const sections = [];
-  told.runs.forEach(({ run, rows, left_out: leftOut }) => {
+  answer.runs.forEach(({ run, rows, left_out: leftOut }) => {
     if (!rows.length || hidden.has(run)) return;
     sections.push(el("h2", {}, dot(run), ` ${state.runs[run]?.name ?? ""}: training`,
       leftOut ? el("small", {}, ` ${count(leftOut)} earlier ones are left out`) : null));
@@ -708,7 +708,7 @@ async function question(query, isShown) {
         el("span", { class: "top" }, el("b", {}, number(row.reward)), el("small", {}, `advantage ${number(row.advantage, 3)}`)),
         el("span", { class: "said" }, row.answer || words(row.outcome))))))));
   });
-  told.evaluations.forEach(({ run, answers }) => {
+  answer.evaluations.forEach(({ run, answers }) => {
     if (!answers.length || hidden.has(run)) return;
     sections.push(el("h2", {}, dot(run), ` ${state.runs[run]?.name ?? ""}: evaluations`));
     sections.push(el("div", { class: "steps" }, ...grouped(answers, (one) => `${one.stage} ${one.step}`).map(([title, own]) => column(title, own,
@@ -717,8 +717,8 @@ async function question(query, isShown) {
         return el("div", {}, el("button", { class: `one card ${kind(one.exact_match)}`, title: "show the response", onclick: async () => {
           if (!more.hidden) { more.hidden = true; return; }
           try {
-            const found = await ask("/api/answer", [["run", run], ["stage", one.stage], ["step", one.step], ["suite", one.suite], ["row", one.row]]);
-            more.replaceChildren(String(found.response ?? ""));
+            const record = await ask("/api/answer", [["run", run], ["stage", one.stage], ["step", one.step], ["suite", one.suite], ["row", one.row]]);
+            more.replaceChildren(String(record.response ?? ""));
           } catch (error) {
             more.replaceChildren(error.message);
           }
@@ -727,8 +727,8 @@ async function question(query, isShown) {
         el("span", { class: "said" }, one.answer || words(one.outcome))), more);
       })))));
   });
-  main.replaceChildren(el("h1", { class: "said" }, told.question || told.task),
-    el("p", { class: "soft said" }, `${told.task} · accepted: ${told.accepted.join(" | ") || "–"}`),
+  main.replaceChildren(el("h1", { class: "said" }, answer.question || answer.task),
+    el("p", { class: "soft said" }, `${answer.task} · accepted: ${answer.accepted.join(" | ") || "–"}`),
     ...sections, sections.length ? "" : el("p", { class: "soft" }, "No chosen run has this question."));
 }
 

@@ -69,7 +69,7 @@ class Run:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The tokenizer's; looked for again as long as there is none."""
+        """The tokenizer's vocabulary; looked for again as long as there is none."""
         with self._lock:
             if self._vocabulary is None or not self._vocabulary.bytes:
                 self._vocabulary = Vocabulary.of(self.workdir, self.config)
@@ -79,8 +79,8 @@ class Run:
     def problems(self) -> list[str]:
         """Texts about files and lines that could not be read."""
         damaged = self.index.table.num_damaged
-        told = [*self.curves.problems, *self.evaluations.problems, *self.index.problems]
-        return told + ([damaged_text(damaged, "trajectories/")] if damaged else [])
+        problems = [*self.curves.problems, *self.evaluations.problems, *self.index.problems]
+        return problems + ([damaged_text(damaged, "trajectories/")] if damaged else [])
 
 
 def open_runs(workdirs: Iterable[Path], *, is_kept: bool = True) -> list[Run]:
@@ -93,7 +93,7 @@ def open_runs(workdirs: Iterable[Path], *, is_kept: bool = True) -> list[Run]:
     Raises:
         FileNotFoundError: a folder does not exist, or is no run's.
     """
-    found: dict[Path, Path] = {}
+    folders: dict[Path, Path] = {}
     for workdir in workdirs:
         if not workdir.is_dir():
             raise FileNotFoundError(
@@ -103,21 +103,16 @@ def open_runs(workdirs: Iterable[Path], *, is_kept: bool = True) -> list[Run]:
             raise FileNotFoundError(
                 f"{workdir} is no run: it holds none of {', '.join(WRITTEN)}. Name a run's workdir."
             )
-        found.setdefault(workdir.resolve(), workdir)
-    names = _short_names(list(found))
-    return [
-        Run(workdir, name, cache_of(workdir) if is_kept else None)
-        for workdir, name in zip(found.values(), names, strict=True)
-    ]
-
-
-def _short_names(paths: Sequence[Path]) -> list[str]:
-    """The end of each path, as long as it takes to tell it from the others."""
-    for length in range(1, max((len(path.parts) for path in paths), default=1) + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
+        folders.setdefault(workdir.resolve(), workdir)
+    # The end of each path, as long as it takes to tell it from the others.
+    for length in range(1, max((len(path.parts) for path in folders), default=1) + 1):
+        names = ["/".join(path.parts[-length:]) for path in folders]
         if len(set(names)) == len(names):
             break
-    return names
+    return [
+        Run(workdir, name, cache_of(workdir) if is_kept else None)
+        for workdir, name in zip(folders.values(), names, strict=True)
+    ]
 
 
 class Pages:
@@ -244,8 +239,8 @@ class Pages:
         where = np.concatenate([np.empty(0, np.int64), *rows.values()])
 
         def column(name: str) -> np.ndarray:
-            found = (tables[n].columns[name][rows[n]] for n in chosen)
-            return np.concatenate([np.empty(0, COLUMNS[name]), *found])
+            parts = (tables[n].columns[name][rows[n]] for n in chosen)
+            return np.concatenate([np.empty(0, COLUMNS[name]), *parts])
 
         key = column(SORTS[sort]).astype(np.float64)
         order = np.argsort(-key if is_descending else key, kind="stable")  # NaN is last
@@ -275,10 +270,10 @@ class Pages:
 
     def _row(self, run: int, table: Table, row: int) -> dict[str, Any]:
         columns = table.columns
-        numbers = ("step", "line", "reward", "advantage", "correct", "sample", "attempt")
-        found = {name: columns[name][row].item() for name in (*numbers, "turns", "tokens")}
+        names = ("step", "line", "reward", "advantage", "correct", "sample", "attempt")
+        numbers = {name: columns[name][row].item() for name in (*names, "turns", "tokens")}
         task = table.text("task", row)
-        return found | {
+        return numbers | {
             "run": run,
             "sampled": columns["sampled"][row].item(),
             "outcome": table.text("outcome", row),
@@ -294,26 +289,28 @@ class Pages:
         self._tasks[key] = task
         return key
 
-    def _task(self, key: str) -> str:
-        if key not in self._tasks:
-            for run in self.runs:
-                for task in (*run.index.table.texts["task"], *run.evaluations.answers):
-                    self._key(task)
-        if key not in self._tasks:
-            raise LookupError("there is no such question in these runs.")
-        return self._tasks[key]
-
     def trajectory(self, run: int, step: int, line: int) -> dict[str, Any]:
         """A trajectory, its tokens with their texts, and the quantities of these."""
         chosen = self._run(run)
         record = chosen.index.read(step, line)
-        told = Tokens.of(record)
+        tokens = Tokens.of(record)
         vocabulary = chosen.vocabulary
-        texts = vocabulary.texts(told.token_ids.tolist())
+        texts = vocabulary.texts(tokens.token_ids.tolist())
         table = chosen.index.table
         task = record.get("task_id")
         group = Filter(task=task, step_min=step, step_max=step).rows(table)
-        lists = {name for name, value in record.items() if _is_list_of_numbers(value)}
+        lists = {
+            name
+            for name, value in record.items()
+            if isinstance(value, list) and value and number_of(value[0]) is not None
+        }
+        # Of a file that somebody changed, only pairs of whole numbers.
+        contexts = record.get("contexts")
+        pairs = [
+            one
+            for one in (contexts if isinstance(contexts, list) else [])
+            if isinstance(one, list) and [*map(type, one)] == [int, int]
+        ]
         return {
             "run": run,
             "step": step,
@@ -327,19 +324,19 @@ class Pages:
             "has_tokenizer": bool(vocabulary.bytes),
             "tokenizer": vocabulary.source,
             "tokens": {
-                "ids": told.token_ids,
+                "ids": tokens.token_ids,
                 "texts": [one["text"] for one in texts],
                 "bytes": [one.get("bytes") for one in texts],
-                "sampled": told.is_sampled.astype(int),
+                "sampled": tokens.is_sampled.astype(int),
                 "prompt_length": record.get("prompt_length"),
-                "contexts": _pairs(record.get("contexts")),
+                "contexts": pairs,
             },
             "quantities": [
                 {
                     **{n: getattr(one, n) for n in ("name", "label", "unit", "scale", "why")},
                     "values": None if one.values is None else np.round(one.values, 6),
                 }
-                for one in quantities(told, chosen.config)
+                for one in quantities(tokens, chosen.config)
             ],
             "group": [self._row(run, table, int(row)) for row in group],
         }
@@ -388,8 +385,14 @@ class Pages:
         Args:
             key: of its task, as rows have it.
         """
-        task = self._task(key)
-        found, asked = [], []
+        if key not in self._tasks:  # of a page that was opened before this process began
+            for run in self.runs:
+                for task in (*run.index.table.texts["task"], *run.evaluations.answers):
+                    self._key(task)
+        if key not in self._tasks:
+            raise LookupError("there is no such question in these runs.")
+        task = self._tasks[key]
+        runs, evaluations = [], []
         question, accepted = "", []
         for number, run in enumerate(self.runs):
             table = run.index.table
@@ -407,14 +410,14 @@ class Pages:
                 row = table.columns
                 step, line = (row[name][rows[-1]].item() for name in ("step", "line"))
                 accepted = run.index.read(step, line).get("answers", [])
-            found.append({"run": number, "left_out": len(rows) - len(shown), "rows": shown})
-            asked.append({"run": number, "answers": list(map(dataclasses.asdict, answers))})
+            runs.append({"run": number, "left_out": len(rows) - len(shown), "rows": shown})
+            evaluations.append({"run": number, "answers": list(map(dataclasses.asdict, answers))})
         return {
             "task": task,
             "question": question,
             "accepted": accepted if isinstance(accepted, list) else [],
-            "runs": found,
-            "evaluations": asked,
+            "runs": runs,
+            "evaluations": evaluations,
         }
 
     def answer(self, run: int, stage: str, step: int, suite: str, row: int) -> dict[str, Any]:
@@ -424,20 +427,6 @@ class Pages:
 
 MAX_QUESTION = 400
 """Characters of a question in a row of a list."""
-
-
-def _pairs(value: Any) -> list[list[int]]:
-    """The pairs of whole numbers of a list; what else is there, of a file that was changed, is not.
-
-    Args:
-        value: as a record has its `contexts`.
-    """
-    some = value if isinstance(value, list) else []
-    return [one for one in some if isinstance(one, list) and [*map(type, one)] == [int, int]]
-
-
-def _is_list_of_numbers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and number_of(value[0]) is not None
 
 
 def _by_task(table: Table) -> list[dict[str, Any]]:

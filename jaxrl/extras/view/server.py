@@ -146,10 +146,10 @@ def _count(name: str, text: str) -> int:
 def _series(pages: Pages, asked: Asked) -> Any:
     since = {}
     for text in asked.texts("since"):
-        found = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text)
-        if found is None:
+        match = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text)
+        if match is None:
             raise RefusedError(400, f"since is {text!r:.40}; expected run.generation.records.")
-        run, generation, records = map(int, found.groups())
+        run, generation, records = map(int, match.groups())
         since[run] = (generation, records)
     return lambda names=asked.texts("name"): pages.series(names, since)
 

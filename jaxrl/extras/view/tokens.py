@@ -107,8 +107,8 @@ class Tokens:
             raise LackingError(
                 f"{name} is not as the tokens are: {what} for {len(self.token_ids)} tokens"
             )
-        found = [number_of(value) for value in values]
-        array = np.array([np.nan if value is None else value for value in found], np.float64)
+        amounts = [number_of(value) for value in values]
+        array = np.array([np.nan if one is None else one for one in amounts], np.float64)
         return np.where(self.is_sampled, array, np.nan)
 
     def advantages(self) -> np.ndarray:
@@ -176,8 +176,8 @@ class Tokens:
         loss = config.get("loss.name")
         low, high = (number_of(config.get(f"loss.clip_{side}")) for side in ("low", "high"))
         if loss not in ("clip", "gspo", "cispo") or low is None or high is None:
-            told = "the run has no config.json" if loss is None else f"loss.name is {loss!r:.60}"
-            raise LackingError(f"{told}; known are the ranges of clip, gspo and cispo")
+            problem = "the run has no config.json" if loss is None else f"loss.name is {loss!r:.60}"
+            raise LackingError(f"{problem}; known are the ranges of clip, gspo and cispo")
         log_ratios, advantages = self.log_ratios(), self.advantages()
         if loss == "gspo" and self.is_sampled.any():
             raw = self.numbers("new_logprobs") - self.numbers("old_logprobs")
@@ -186,14 +186,14 @@ class Tokens:
         ratios = np.exp(log_ratios)
         is_above, is_below = ratios > 1.0 + high, ratios < 1.0 - low
         if loss == "cispo":
-            found = np.where(is_above | is_below, 1.0, 0.0)
+            marks = np.where(is_above | is_below, 1.0, 0.0)
         else:
             is_bounded = (is_above & (advantages > 0)) | (is_below & (advantages < 0))
-            found = np.where(is_bounded, 1.0, 0.0)
+            marks = np.where(is_bounded, 1.0, 0.0)
             dual = number_of(config.get("loss.clip.dual_clip")) or 0.0
             if loss == "clip" and dual:
-                found = np.where((advantages < 0) & (ratios > dual), 2.0, found)
-        return np.where(np.isnan(ratios) | np.isnan(advantages), np.nan, found)
+                marks = np.where((advantages < 0) & (ratios > dual), 2.0, marks)
+        return np.where(np.isnan(ratios) | np.isnan(advantages), np.nan, marks)
 
 
 def quantities(record: Tokens, config: Mapping[str, Any]) -> list[Quantity]:
@@ -238,16 +238,16 @@ def quantities(record: Tokens, config: Mapping[str, Any]) -> list[Quantity]:
         (("kl_weight", "weight of the KL term", "", "amount"), lambda: numbers("kl_weights")),
         (("token_weight", "weight in the loss", "", "amount"), lambda: numbers("token_weights")),
     ]
-    found = []
+    listed = []
     for (name, label, unit, scale), compute in made:
         try:
             values, why = compute(), ""
         except LackingError as error:
             values, why = None, f"{error}."
-        found.append(
+        listed.append(
             Quantity(name=name, label=label, unit=unit, scale=scale, values=values, why=why)
         )
-    return found
+    return listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,11 +273,11 @@ class Vocabulary:
             config: the run's, flat.
         """
         path = config.get("model.path")
-        given = [lambda: str(workdir / "export")]
+        folders = [lambda: str(workdir / "export")]
         if isinstance(path, str) and path:
-            given.append(lambda: model_folder(str(folder_of(workdir) / path)))
+            folders.append(lambda: model_folder(str(folder_of(workdir) / path)))
         why = "config.json names no model.path"
-        for folder in given:
+        for folder in folders:
             try:
                 file = Path(folder()) / "tokenizer.json"
                 spec = parse_json(tokenizers.Tokenizer.from_file(str(file)).to_str(), str(file))
@@ -308,7 +308,12 @@ class Vocabulary:
         while place < len(whole):
             while starts[token + 1] <= place:
                 token += 1
-            character, width = _character(whole, place)
+            lead = whole[place]
+            width = 1 if lead < 0x80 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+            try:
+                character = whole[place : place + width].decode("utf-8")
+            except UnicodeDecodeError:  # one byte that begins no character
+                character, width = "\N{REPLACEMENT CHARACTER}", 1
             texts[token].append(character)
             place += width
             last = token
@@ -323,13 +328,3 @@ class Vocabulary:
             }
             for id, text, piece, cut in zip(ids, texts, pieces, is_cut, strict=True)
         ]
-
-
-def _character(data: bytes, place: int) -> tuple[str, int]:
-    """The character that begins at a place, and its bytes; U+FFFD for one byte that begins none."""
-    lead = data[place]
-    width = 1 if lead < 0x80 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
-    try:
-        return data[place : place + width].decode("utf-8"), width
-    except UnicodeDecodeError:
-        return "\N{REPLACEMENT CHARACTER}", 1

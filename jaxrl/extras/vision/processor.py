@@ -126,7 +126,12 @@ class Processor:
             if digest in self._made:
                 self._made.move_to_end(digest)
                 return self._made[digest]
-        made = self._make(picture)
+        with reading(picture):
+            with opened(picture) as image:
+                whole = upright(image)
+            fields = self._processor(whole, size=self._size, return_tensors="np")
+        t, h, w = (int(n) for n in fields["image_grid_thw"][0])
+        made = Image(patches=np.asarray(fields["pixel_values"], np.float32), grid=(t, h, w))
         with self._lock:
             if digest not in self._made:
                 self._made[digest] = made
@@ -135,14 +140,6 @@ class Processor:
                 _, old = self._made.popitem(last=False)
                 self._num_bytes -= old.patches.nbytes
         return made
-
-    def _make(self, picture: Picture) -> Image:
-        with reading(picture):
-            with opened(picture) as image:
-                whole = upright(image)
-            found = self._processor(whole, size=self._size, return_tensors="np")
-        t, h, w = (int(n) for n in found["image_grid_thw"][0])
-        return Image(patches=np.asarray(found["pixel_values"], np.float32), grid=(t, h, w))
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
         """Groups from another process or a checkpoint, with the images that they name.
@@ -195,7 +192,7 @@ def _load(folder: str) -> Any:
         with quiet_transformers():
             from transformers import AutoImageProcessor
 
-            found = AutoImageProcessor.from_pretrained(
+            processor = AutoImageProcessor.from_pretrained(
                 folder, backend="pil", local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # whatever transformers makes of a damaged file
@@ -204,9 +201,9 @@ def _load(folder: str) -> Any:
             "processor of the model in config.model.path."
         ) from error
     needed = ("merge_size", "patch_size", "temporal_patch_size", "get_number_of_image_patches")
-    if missing := [name for name in needed if not hasattr(found, name)]:
+    if missing := [name for name in needed if not hasattr(processor, name)]:
         raise ValueError(
-            f"{file} is of {type(found).__name__}, which has no {', '.join(missing)}; expected one "
-            "whose images have any size, as Qwen2.5-VL's have."
+            f"{file} is of {type(processor).__name__}, which has no {', '.join(missing)}; expected "
+            "one whose images have any size, as Qwen2.5-VL's have."
         )
-    return found
+    return processor

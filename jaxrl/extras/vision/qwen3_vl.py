@@ -232,8 +232,8 @@ class Qwen3Vision(VisionTower):
         weights = 1 - share, share
 
         def corner(i: int, j: int) -> jax.Array:
-            found = table[ends[i][:, 0] * self.side + ends[j][:, 1]].astype(jnp.float32)
-            return (weights[i][:, 0] * weights[j][:, 1])[:, None] * found
+            vectors = table[ends[i][:, 0] * self.side + ends[j][:, 1]].astype(jnp.float32)
+            return (weights[i][:, 0] * weights[j][:, 1])[:, None] * vectors
 
         return corner(0, 0) + corner(0, 1) + corner(1, 0) + corner(1, 1)
 
@@ -324,5 +324,5 @@ class Qwen3VLConfig(QwenVLConfig):
         }
 
     def hf_renamed(self) -> dict[str, str]:
-        """None."""
+        """Empty: names of tensors have no other beginnings."""
         return {}

@@ -54,7 +54,7 @@ class QwenVLConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenVLConfig:
-        """Both spellings: the decoder's fields in `text_config`, or as published beside it.
+        """Reads both spellings: the decoder's fields in `text_config`, or as published beside it.
 
         Raises:
             ValueError: the file names an architecture or a feature without a parity test here.
@@ -85,12 +85,12 @@ class QwenVLConfig(QwenConfig):
                 f"{source}: 'mrope_section' is {sections!r:.80}; expected three whole numbers that "
                 f"add up to half of a head, {text.head_dim // 2}."
             )
-        own = fields.get("vision_config")
-        if not isinstance(own, dict):
+        vision_fields = fields.get("vision_config")
+        if not isinstance(vision_fields, dict):
             raise ValueError(f"{source} lacks the field 'vision_config', an object.")
         fields = completed(fields, cls.model_type)
         image_id = whole_number(fields, "image_token_id", source)
-        tower = completed(own, cls.model_type, "vision_config")
+        tower = completed(vision_fields, cls.model_type, "vision_config")
         vision = cls.tower_class.from_fields(tower, image_id, source)
         if vision.out_width != text.width:
             raise ValueError(
@@ -237,8 +237,8 @@ def put_images(
     image tokens after the first layers; of text it is 0.
     """
     apart = units.reshape(len(seen), -1)
-    found = jax.vmap(lambda seen, units: seen.at[units].get(mode="clip"))(seen, apart)
-    found = found.reshape(len(x), -1, x.shape[1]).swapaxes(0, 1).astype(x.dtype)
+    vectors = jax.vmap(lambda seen, units: seen.at[units].get(mode="clip"))(seen, apart)
+    vectors = vectors.reshape(len(x), -1, x.shape[1]).swapaxes(0, 1).astype(x.dtype)
     is_seen = (units >= 0)[:, None]
-    added = jnp.where(is_seen, found[1:], 0) if len(found) > 1 else None
-    return jnp.where(is_seen, found[0], x), added
+    added = jnp.where(is_seen, vectors[1:], 0) if len(vectors) > 1 else None
+    return jnp.where(is_seen, vectors[0], x), added

@@ -110,7 +110,7 @@ class VisionTower(Tower):
         width, heads, act = whole("hidden_size"), whole("num_heads"), own["hidden_act"]
         rope = section(own, "rope_parameters", source)
         theta: Any = rope.get("rope_theta", own.get("rope_theta"))
-        found = {
+        sizes = {
             "width": width,
             "mlp_width": whole("intermediate_size"),
             "num_layers": whole("depth"),
@@ -129,7 +129,7 @@ class VisionTower(Tower):
             },
             source,
         )
-        return found | {"rope_theta": float(theta)}
+        return sizes | {"rope_theta": float(theta)}
 
     def hf_fields(self) -> dict[str, Any]:
         """The inverse of `from_fields`."""
@@ -180,15 +180,15 @@ class VisionTower(Tower):
         Raises:
             ValueError: as many tokens as the images take are not there.
         """
-        found = np.flatnonzero(np.asarray(token_ids) == self.token_id)
+        places = np.flatnonzero(np.asarray(token_ids) == self.token_id)
         counts = [self.num_tokens(image) for image in attachments]
-        if sum(counts) != len(found):
+        if sum(counts) != len(places):
             raise ValueError(
-                f"a prompt or an observation has {len(found)} image tokens (id {self.token_id}); "
+                f"a prompt or an observation has {len(places)} image tokens (id {self.token_id}); "
                 f"expected {sum(counts)} for its {len(counts)} images with grids "
                 f"{[image.grid for image in attachments]}."
             )
-        runs = np.split(found, np.cumsum(counts)[:-1]) if counts else []
+        runs = np.split(places, np.cumsum(counts)[:-1]) if counts else []
         if any(run[-1] - run[0] >= len(run) for run in runs):
             raise ValueError(
                 f"the image tokens (id {self.token_id}) of an image are not side by side; expected "
