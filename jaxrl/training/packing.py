@@ -194,16 +194,13 @@ def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[
     has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
     if num_pieces > 1:  # a token's logits are where the token before it is
         has_loss = np.roll(has_loss, -1, axis=2)
-    return [
-        _quarters(micro.reshape(num_shards, -1, num_pieces, micro.shape[1] // num_pieces))
-        for micro in has_loss[: packed.num_micro]
-    ]
-
-
-def _quarters(has_loss: np.ndarray) -> int:
-    """Quarters of one micro-batch, `[shards, rows, pieces, tokens]`."""
-    most, room = int(has_loss.sum(axis=(1, 3)).max()), has_loss[0, :, 0].size
-    return next(quarters for quarters in QUARTERS if 4 * most <= quarters * room)
+    rooms = []
+    for micro in has_loss[: packed.num_micro]:
+        # [shards, rows, pieces, tokens]
+        pieces = micro.reshape(num_shards, -1, num_pieces, micro.shape[1] // num_pieces)
+        most, room = int(pieces.sum(axis=(1, 3)).max()), pieces[0, :, 0].size
+        rooms.append(next(quarters for quarters in QUARTERS if 4 * most <= quarters * room))
+    return rooms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,8 +311,7 @@ def assign_rows(
     longest_first = sorted(range(len(items)), key=lambda i: (-items[i].length, i))
     by_prompt = sorted(longest_first, key=lambda i: (-totals[items[i].prompt], items[i].prompt))
     room = (row_tokens, row_tokens if row_units is None else row_units)
-    found = [_first_fit(items, order, room) for order in (longest_first, by_prompt)]
-    return min(found, key=len)
+    return min((_first_fit(items, order, room) for order in (longest_first, by_prompt)), key=len)
 
 
 def _first_fit(
@@ -563,8 +559,7 @@ def fill_attachments(
         for index, left_out in members:
             ids = sequences[index].token_ids
             columns = slice(start, start + len(ids) - left_out)
-            found = tower.token_arrays(ids, sequences[index].attachments)
-            for name, values in found.items():
+            for name, values in tower.token_arrays(ids, sequences[index].attachments).items():
                 arrays[name][row // b, row % b, columns] = values[left_out:]
             start += len(ids) - left_out
     for place, one, at, which in _on_devices(sequences, rows, shape, num_shards):
