@@ -105,7 +105,7 @@ def _open(setting: str) -> tuple[Path | None, str]:
         reason = _message(error)
     if not all(gather(folder is not None)):
         return None, reason
-    if not _is_one(wanted):
+    if not _is_shared(wanted):
         return None, "the processes of the job have no such folder in common"
     return folder, ""
 
@@ -123,7 +123,7 @@ def processor_type() -> str:
     return re.sub(r"\W+", "-", f"{platform.machine()}-{name[:40]}-{digest}").lower()
 
 
-def _is_one(folder: Path) -> bool:
+def _is_shared(folder: Path) -> bool:
     """True where all processes find what the first one wrote.
 
     Where only some found a program, those that compile it would wait for the others' part in it:
@@ -134,11 +134,11 @@ def _is_one(folder: Path) -> bool:
         if is_main():
             mark.touch()
     gather(None)  # it is written
-    is_found = all(gather(mark.exists()))
+    is_shared = all(gather(mark.exists()))
     with contextlib.suppress(OSError):
         if is_main():
             mark.unlink()
-    return is_found
+    return is_shared
 
 
 def _bytes_of_others(folder: Path) -> int:

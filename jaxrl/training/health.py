@@ -36,7 +36,7 @@ class Failures:
     num_batches: int
 
     def count(self, batch: Sequence[Trajectory]) -> None:
-        """Takes note of what was sampled at a time.
+        """Counts a batch of which every episode failed; another one ends the row.
 
         Raises:
             NothingWorksError: the limit is reached.

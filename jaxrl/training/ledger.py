@@ -223,7 +223,7 @@ class Ledger:
         }
 
     def used(self, head: str) -> dict[str, float]:
-        """Numbers for a record that are not; called as `search_metrics` calls those of searches.
+        """Numbers for a record that may differ then, by names like those of `search_metrics`.
 
         Args:
             head: stands within the names, as `total/`.

@@ -96,7 +96,8 @@ def unpack(
     arrays = []
     for own, sequence in zip(np.split(order, np.cumsum(counts)[:-1]), sequences, strict=True):
         places, starts = positions[own], [context.start for context in contexts_of(sequence)]
-        number = np.cumsum(np.diff(places, prepend=places[:1] - 1) != 1)  # of each one's context
+        # Of each token's context, which begins where positions do not go on by one.
+        number = np.cumsum(np.diff(places, prepend=places[:1] - 1) != 1)
         array = np.zeros(len(sequence.token_ids), values.dtype)
         array[np.array(starts)[number] + places] = values.ravel()[own]
         arrays.append(array)

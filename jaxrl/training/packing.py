@@ -535,14 +535,14 @@ def fill_attachments(
             for.
     """
     tower, b = shape.tower, shape.micro_rows
-    if tower is None or not any(one.attachments for one in sequences):
+    if tower is None or not any(sequence.attachments for sequence in sequences):
         return {}, None
     cells: dict[tuple[int, int], dict[Attachment, int]] = {}  # by micro-batch and device
-    for place, one, *_ in _on_devices(sequences, rows, shape, num_shards):
+    for place, attachment, *_ in _on_devices(sequences, rows, shape, num_shards):
         cell = cells.setdefault(place, {})
-        cell.setdefault(one, len(cell))
+        cell.setdefault(attachment, len(cell))
     units_of = {place: tower.arrange(tuple(cell)).units for place, cell in cells.items()}
-    most = max(sum(one.num_patches for one in cell) for cell in cells.values())
+    most = max(sum(attachment.num_patches for attachment in cell) for cell in cells.values())
     # A row's attachments may all have tokens in one piece of it, so a piece gets the room of rows.
     room = b // num_shards * shape.row_units * tower.unit
     if most > room:
@@ -553,7 +553,7 @@ def fill_attachments(
     sizes = {part: -(-room // (part * tower.unit)) * tower.unit for part in PARTS}
     part = next(part for part, size in sizes.items() if most <= size)
     whole = shape.num_micro, b, shape.row_tokens
-    arrays = {name: one.filled(*whole) for name, one in tower.arrays.items()}
+    arrays = {name: array.filled(*whole) for name, array in tower.arrays.items()}
     for row, members in enumerate(rows):
         start = 0
         for index, left_out in members:
@@ -562,8 +562,8 @@ def fill_attachments(
             for name, values in tower.token_arrays(ids, sequences[index].attachments).items():
                 arrays[name][row // b, row % b, columns] = values[left_out:]
             start += len(ids) - left_out
-    for place, one, at, which in _on_devices(sequences, rows, shape, num_shards):
-        arrays[UNITS][at] = units_of[place][cells[place][one]][which]
+    for place, attachment, at, which in _on_devices(sequences, rows, shape, num_shards):
+        arrays[UNITS][at] = units_of[place][cells[place][attachment]][which]
     return arrays, PackedAttachments(
         tower=tower,
         cells={place: tuple(cell) for place, cell in cells.items()},
@@ -588,12 +588,12 @@ def _on_devices(
         micro, within, start = row // b, row % b, 0
         shard = within * num_shards // b
         for index, left_out in members:
-            ids, own = sequences[index].token_ids, sequences[index].attachments
-            for one, run in zip(own, tower.runs(ids, own), strict=True):
+            ids, attachments = sequences[index].token_ids, sequences[index].attachments
+            for attachment, run in zip(attachments, tower.runs(ids, attachments), strict=True):
                 which = np.flatnonzero(run >= left_out)
                 columns = start - left_out + run[which]
                 for piece in np.unique(columns // size).tolist():
                     here = columns // size == piece
                     place = (micro, shard * shape.num_pieces + piece)
-                    yield place, one, (micro, within, columns[here]), which[here]
+                    yield place, attachment, (micro, within, columns[here]), which[here]
             start += len(ids) - left_out

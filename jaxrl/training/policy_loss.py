@@ -75,14 +75,14 @@ def make_policy_loss(method: Method) -> TokenLoss:
         metrics["actor/pg_loss"] = Metric(values, "loss")
         if loss.term is not None:
             # objectives/losses.py, by loss.term.name
-            added, told = check_loss(loss.term, called(loss.term), logprobs)
-            if both := sorted(told.keys() & measured.keys()):
+            added, term_metrics = check_loss(loss.term, called(loss.term), logprobs)
+            if both := sorted(term_metrics.keys() & measured.keys()):
                 raise LossError(
                     f"config.{loss.term.key} names {loss.term.name!r}, whose metrics hold "
                     f"{both[0]!r}, which {policy_loss.name!r} measures too; give it another name."
                 )
             values = values + loss.term_coef * added
-            metrics |= {f"actor/{name}": Metric(value) for name, value in told.items()}
+            metrics |= {f"actor/{name}": Metric(value) for name, value in term_metrics.items()}
             metrics["actor/term_loss"] = Metric(added, "loss")
         if kl_coef:
             anchor = batch.ref_logprobs if kl.anchor == "ref" else old
@@ -160,7 +160,7 @@ def _has_gradient(chosen: Chosen, shape: BatchShape) -> bool:
 
 
 def check_loss(chosen: Chosen, result: Any, logprobs: jax.Array) -> PolicyLoss:
-    """Refuses what is no loss of every token: a scalar would train, on padding too.
+    """Refuses anything but a loss for every token: a scalar would train, on padding too.
 
     Raises:
         LossError: says what the loss returned.
