@@ -119,27 +119,6 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.arange(logits.shape[-1]) == targets[..., None]
 
 
-def _of_logits(
-    logits: jax.Array,
-    targets: jax.Array,
-    measures: _Measures,
-    gradients: tuple[jax.Array, jax.Array],
-    entropy_gradient: bool,
-) -> jax.Array:
-    """The gradient of the logits from that of log-probabilities and entropies.
-
-    With p the probabilities and H the entropy, these are `one_hot - p` and `-p * (log p + H)`
-    times their own.
-    """
-    of_logprobs, of_entropies = (one[..., None] for one in gradients)
-    log_p = logits - measures.log_sums[..., None]
-    p = jnp.exp(log_p)
-    lost = of_logprobs
-    if entropy_gradient:
-        lost = lost + of_entropies * jnp.where(p > 0, log_p + measures.entropies[..., None], 0.0)
-    return jnp.where(_is_target(logits, targets), of_logprobs, 0.0) - p * lost
-
-
 @dataclass(frozen=True, kw_only=True)
 class OutputLayer:
     """Computes the output layer, chunk by chunk.
@@ -246,9 +225,20 @@ def _backward(
         read = lambda trained, hidden: layer.unembed(trained or tables, hidden)  # noqa: E731
         return jax.vjp(read, trained, hidden)[1](of_products)
 
-    def of_block(products: jax.Array, *given: Any) -> jax.Array:
-        logits, asked = products / temperature, layer.entropy_gradient
-        return _of_logits(logits, *given, entropy_gradient=asked) / temperature
+    def of_block(
+        products: jax.Array, targets: jax.Array, measures: _Measures, gradients: Any
+    ) -> jax.Array:
+        logits = products / temperature
+        # With p the probabilities and H the entropy, logits have `one_hot - p` times the gradient
+        # of a log-probability, and `-p * (log p + H)` times that of an entropy.
+        of_logprobs, of_entropies = (one[..., None] for one in gradients)
+        log_p = logits - measures.log_sums[..., None]
+        p = jnp.exp(log_p)
+        lost = of_logprobs
+        if layer.entropy_gradient:
+            lost += of_entropies * jnp.where(p > 0, log_p + measures.entropies[..., None], 0.0)
+        of_logits = jnp.where(_is_target(logits, targets), of_logprobs, 0.0) - p * lost
+        return of_logits / temperature
 
     def chunk(sums: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
         hidden, targets, measures, products, of_measures = xs

@@ -223,7 +223,7 @@ class Ledger:
         }
 
     def used(self, head: str) -> dict[str, float]:
-        """Numbers for a record that may differ then, by names like those of `search_metrics`.
+        """Numbers that may differ when a run is repeated; named as `search_metrics` names its own.
 
         Args:
             head: stands within the names, as `total/`.
