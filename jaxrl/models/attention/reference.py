@@ -209,17 +209,17 @@ def _backward(
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
     def one(sums: Sums, block: tuple[Any, ...]) -> tuple[Sums, jax.Array]:
-        index, given = block
-        of_queries, *of_pair = _backward_pair(given, index, k, v, is_diagonal=True)
+        index, queries = block
+        of_queries, *of_pair = _backward_pair(queries, index, k, v, is_diagonal=True)
         sums = _add_at(sums, index, of_pair)
 
         def add(i: jax.Array, carry: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
             j = block_at(i)
-            of_queries, *of_pair = _backward_pair(given, j, k, v, is_diagonal=False)
+            of_queries, *of_pair = _backward_pair(queries, j, k, v, is_diagonal=False)
             return carry[0] + of_queries, _add_at(carry[1], j, of_pair)
 
         if len(k) > 1:
-            count, block_at = _blocks_before(index, given[1])
+            count, block_at = _blocks_before(index, queries[1])
             of_queries, sums = jax.lax.fori_loop(0, count, add, (of_queries, sums))
         return sums, (of_queries * scale).astype(q.dtype)
 
@@ -236,10 +236,10 @@ Sums = tuple[jax.Array, jax.Array]
 
 
 def _backward_pair(
-    given: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
+    queries: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of queries, keys and values from a block of queries and key block `j`."""
-    q, reads, lse, gradient, delta = given
+    q, reads, lse, gradient, delta = queries
     weights = jnp.exp(_scores(q, k[j], reads, j, is_diagonal=is_diagonal) - lse)
     of_values = _product("rkth,rkts->rkhs", gradient, weights.astype(q.dtype))
     of_weights = _product("rkth,rksh->rkts", gradient, v[j])
