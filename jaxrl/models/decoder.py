@@ -763,9 +763,9 @@ class Decoder(Architecture):
     def linear_layers(self) -> tuple[str, ...]:
         """All with a kernel [L, in, out]."""
         params = flatten_dict(self.abstract_params()["blocks"], sep="/")
-        found = {name for name, leaf in params.items() if leaf.ndim == 3}
+        matrices = {name for name, leaf in params.items() if leaf.ndim == 3}
         names = (name.removeprefix("blocks/") for name in self.hf_names())
-        kernels = (n for n in names if n in found and n.endswith("/kernel"))
+        kernels = (n for n in names if n in matrices and n.endswith("/kernel"))
         return tuple(f"blocks/{name.removesuffix('/kernel')}" for name in kernels)
 
     def hf_copies(self) -> dict[str, str]:

@@ -51,5 +51,6 @@ def _defaults(model_type: str, part: str) -> dict[str, Any]:
         from transformers import CONFIG_MAPPING
 
     fields = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
-    found = fields[part] if part else fields
-    return {name: v for name, v in found.items() if v is not None and name not in SIZES}
+    if part:
+        fields = fields[part]
+    return {name: v for name, v in fields.items() if v is not None and name not in SIZES}

@@ -183,8 +183,8 @@ def load_hf(
         layouts = flatten_dict(sharding.param_shardings(mesh, config), sep="/")
     if entries is not None:
         layouts = {p: layout for p, layout in layouts.items() if p.split("/")[0] in entries}
-    found = partial(open_known, config, Path(path)) if is_late else stored
-    return load_stored(config, found, layouts, dtype=dtype, progress=progress)
+    tensors = partial(open_known, config, Path(path)) if is_late else stored
+    return load_stored(config, tensors, layouts, dtype=dtype, progress=progress)
 
 
 def load_stored(
@@ -224,8 +224,9 @@ def load_stored(
             array = np.empty(wanted, dtype)  # filled as it is read: there is no second copy of it
             places = product(*map(range, wanted[:axes]))
             for place, at in zip(places, product(*ranges[:axes]), strict=True):
-                tensor = tensors[_hf_name(config, param, names[param], at)]
-                array[place] = _read_part(tensor, param, index[axes:])
+                data, part = tensors[_hf_name(config, param, names[param], at)].data, index[axes:]
+                # HF has the axes of a kernel the other way round.
+                array[place] = data[part[::-1]].T if param.endswith("/kernel") else data[part]
             return array
 
         loaded = jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
@@ -276,11 +277,6 @@ def known_name(config: Architecture, name: str) -> str:
         if name.startswith(beginning):
             return known + name.removeprefix(beginning)
     return name
-
-
-def _read_part(tensor: StoredTensor, param: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of one tensor, `index` on the parameter's axes."""
-    return tensor.data[index[::-1]].T if param.endswith("/kernel") else tensor.data[index]
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -347,7 +343,13 @@ def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, fol
             raise lacking_tensor(folder, name, place, stored)
     for name, tensor in stored.items():
         if name in copies:
-            _check_copy(tensor, stored[copies[name]])
+            # A stored output layer of tied embeddings must be the embedding once more.
+            tied = stored[copies[name]]
+            if tensor.shape != tied.shape or not np.array_equal(tensor.data[:], tied.data[:]):
+                raise ValueError(
+                    f"{tensor.file}: tensor {tensor.name!r} differs from {tied.name!r} although "
+                    "config.json says tie_word_embeddings; set it to false if both are meant."
+                )
         elif name not in places:
             raise ValueError(
                 f"{tensor.file} holds the tensor {name!r} {list(tensor.shape)}, which the model "
@@ -379,15 +381,6 @@ def check_shape(tensor: StoredTensor, place: Place) -> None:
         raise ValueError(
             f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}; config.json "
             f"calls for {list(place.shape)}."
-        )
-
-
-def _check_copy(copy: StoredTensor, tensor: StoredTensor) -> None:
-    """A stored output layer of tied embeddings must be the embedding once more."""
-    if copy.shape != tensor.shape or not np.array_equal(copy.data[:], tensor.data[:]):
-        raise ValueError(
-            f"{copy.file}: tensor {copy.name!r} differs from {tensor.name!r} although "
-            "config.json says tie_word_embeddings; set it to false if both are meant."
         )
 
 
@@ -427,7 +420,11 @@ def save_hf(
 
     def tensor_of(name: str, dtype: np.dtype) -> np.ndarray:
         place = places[name]
-        return _hf_tensor(leaves[place.param], place, dtype)
+        leaf = leaves[place.param]
+        host = host_array(leaf[place.index] if place.index else leaf)
+        # The host casts, since XLA on a CPU may flush subnormal numbers to zero. The result is in C
+        # order: safetensors stores other orders wrongly.
+        return np.ascontiguousarray((host.T if place.is_transposed else host).astype(dtype))
 
     write_hf(tensor_of, config, path, source=source, dtypes=dtypes, max_shard_size=max_shard_size)
 
@@ -524,12 +521,12 @@ def _check_params(leaves: Mapping[str, Any], config: Architecture) -> None:
 
 def _check_source(config: Architecture, source: Path, path: Path) -> None:
     fields, file = read_fields(source)
-    found = config.from_dict(fields, source=file)
+    origin = config.from_dict(fields, source=file)
     if config.head_dtype:  # which no folder says
         config = config.with_head("")
-    if found != config:
+    if origin != config:
         wanted = vars(config)
-        differing = [name for name, value in vars(found).items() if value != wanted[name]]
+        differing = [name for name, value in vars(origin).items() if value != wanted[name]]
         raise ValueError(
             f"{str(source)!r} holds another model than the one to export: its "
             f"{', '.join(differing)} differ."
@@ -543,13 +540,6 @@ def tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
     if (source / DTYPES_FILE).is_file():
         return read_object(source / DTYPES_FILE)
     return {name: tensor.dtype for name, tensor in open_checked(source, config).items()}
-
-
-def _hf_tensor(leaf: jax.Array, place: Place, dtype: np.dtype) -> np.ndarray:
-    """One HF tensor on the host, in C order: safetensors stores other orders wrongly."""
-    host = host_array(leaf[place.index] if place.index else leaf)
-    # The host casts, since XLA on a CPU may flush subnormal numbers to zero.
-    return np.ascontiguousarray((host.T if place.is_transposed else host).astype(dtype))
 
 
 def host_array(array: jax.Array) -> np.ndarray:

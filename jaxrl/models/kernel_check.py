@@ -93,8 +93,8 @@ class Trial:
             rounded = jax.device_put(x.astype(self.dtype) if _is_wide(x) else x, self.device)
             placed.append(rounded.astype(jnp.float32) if widens and _is_wide(x) else rounded)
         program = jax.jit(partial(self.run, function)).lower(*placed)
-        found = program.compile(compiler_options=UNTUNED)(*placed)
-        return [np.asarray(x, np.float64) for x in found]
+        results = program.compile(compiler_options=UNTUNED)(*placed)
+        return [np.asarray(x, np.float64) for x in results]
 
     @functools.cached_property
     def exact(self) -> list[np.ndarray]:
@@ -207,7 +207,7 @@ def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool
     """Tells whether a kernel computes what XLA does, and what was measured."""
     begin = time.monotonic()
     try:
-        found = trial.results(load())
+        results = trial.results(load())
     except Interrupted:
         raise
     except Exception as error:
@@ -216,7 +216,7 @@ def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool
     seconds = time.monotonic() - begin
     itemsize = jnp.dtype(trial.dtype).itemsize
     errors = []
-    for name, got, exact, usual in zip(trial.names, found, trial.exact, trial.usual, strict=True):
+    for name, got, exact, usual in zip(trial.names, results, trial.exact, trial.usual, strict=True):
         if got.shape != exact.shape:
             return False, f"{name}: of shape {got.shape}, where XLA's is {exact.shape}"
         if not np.isfinite(got).all():
@@ -250,12 +250,12 @@ class Errors(NamedTuple):
     pieces: dict[str, float]  # along each axis, beside their own length, by indices as in numpy
 
     @classmethod
-    def of(cls, found: np.ndarray, exact: np.ndarray) -> Errors:
+    def of(cls, got: np.ndarray, exact: np.ndarray) -> Errors:
         """Compares both: over the whole array one of ten heads, or late keys, would hardly count.
 
         Late keys have short gradients, since few queries read them.
         """
-        off, square = (np.square(x).sum(axis=-1) for x in (found - exact, exact))
+        off, square = (np.square(x).sum(axis=-1) for x in (got - exact, exact))
         usual = square.mean() or 1.0
         pieces = {}
         for axis, size in enumerate(off.shape):

@@ -214,9 +214,9 @@ def entries_of(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, .
 def _find_runs(blocks: Params, stacks: Stacks) -> tuple[Run, ...]:
     common = next(blocks[name] for name in blocks if name not in stacks)
     count = len(jax.tree.leaves(common)[0])
-    found = groupby(range(count), lambda layer: entries_of(layer, tuple(blocks), stacks))
+    alike = groupby(range(count), lambda layer: entries_of(layer, tuple(blocks), stacks))
     runs = []
-    for names, layers in found:
+    for names, layers in alike:
         first, *rest = layers
         places = {n: list(stacks[n]).index(first) if n in stacks else first for n in names}
         runs.append(tuple((n, place, place + 1 + len(rest)) for n, place in places.items()))
@@ -241,7 +241,7 @@ def _split_backward(runs: tuple[Run, ...], _: None, gradients: list[Params]) -> 
     for gradient in gradients:
         for name, part in gradient.items():
             parts.setdefault(name, []).append(part)
-    return ({name: jax.tree.map(_joined, *found) for name, found in parts.items()},)
+    return ({name: jax.tree.map(_joined, *pieces) for name, pieces in parts.items()},)
 
 
 def _joined(*leaves: jax.Array) -> jax.Array:

@@ -57,8 +57,8 @@ def _move(
 
     `back` is the inverse: the gradient is moved as well, rather than scattered.
     """
-    found = jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, index)
-    return jnp.where(is_valid.reshape(*is_valid.shape, *[1] * (x.ndim - 2)), found, 0)
+    moved = jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, index)
+    return jnp.where(is_valid.reshape(*is_valid.shape, *[1] * (x.ndim - 2)), moved, 0)
 
 
 def _move_forward(x: jax.Array, *places: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -78,23 +78,23 @@ def take(x: jax.Array, places: Places) -> jax.Array:
     return _move(x, places.source, places.is_taken, places.place, places.is_wanted)
 
 
-def put(found: jax.Array, places: Places) -> jax.Array:
+def put(x: jax.Array, places: Places) -> jax.Array:
     """Scatters results of wanted tokens `[S, C]` to their places `[S, M]`, elsewhere 0."""
-    return _move(found, places.place, places.is_wanted, places.source, places.is_taken)
+    return _move(x, places.place, places.is_wanted, places.source, places.is_taken)
 
 
 def chunks_of(num_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Into how many chunks so many tokens of a shard are cut, and the tokens of each."""
+    """Number of chunks into which so many tokens of a shard are cut, and the tokens of each."""
     count = -(-num_tokens // max_tokens)
     return count, -(-num_tokens // count)
 
 
 def block_tokens(platform: str, num_ids: int) -> int:
-    """Whose logits are treated at once: on a CPU 2 MB, since each step to gradients is an array."""
+    """Tokens of a block: on a CPU 2 MB of logits, since each step to gradients is an array."""
     return max(2**19 // num_ids, 1) if platform == "cpu" else sys.maxsize
 
 
-class _Found(NamedTuple):
+class _Measures(NamedTuple):
     """Measures of tokens `[..., C]`, float32, nats."""
 
     logprobs: jax.Array
@@ -102,7 +102,7 @@ class _Found(NamedTuple):
     log_sums: jax.Array  # of the exponentials of the logits
 
 
-def _measure(logits: jax.Array, targets: jax.Array) -> _Found:
+def _measure(logits: jax.Array, targets: jax.Array) -> _Measures:
     """Measures `[..., V]` logits; masked ids have a huge negative logit and add exactly nothing."""
     highest = logits.max(axis=-1, keepdims=True)
     centred = logits - highest
@@ -112,32 +112,11 @@ def _measure(logits: jax.Array, targets: jax.Array) -> _Found:
     logprobs = jnp.where(_is_target(logits, targets), centred, 0.0).sum(axis=-1) - jnp.log(total)
     products = jnp.where(weights > 0, weights * centred, 0.0)
     entropies = jnp.log(total) - products.sum(axis=-1) / total
-    return _Found(logprobs, entropies, jnp.log(total) + highest[..., 0])
+    return _Measures(logprobs, entropies, jnp.log(total) + highest[..., 0])
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.arange(logits.shape[-1]) == targets[..., None]
-
-
-def _of_logits(
-    logits: jax.Array,
-    targets: jax.Array,
-    found: _Found,
-    gradients: tuple[jax.Array, jax.Array],
-    entropy_gradient: bool,
-) -> jax.Array:
-    """The gradient of the logits from that of log-probabilities and entropies.
-
-    With p the probabilities and H the entropy, these are `one_hot - p` and `-p * (log p + H)`
-    times their own.
-    """
-    of_logprobs, of_entropies = (one[..., None] for one in gradients)
-    log_p = logits - found.log_sums[..., None]
-    p = jnp.exp(log_p)
-    lost = of_logprobs
-    if entropy_gradient:
-        lost = lost + of_entropies * jnp.where(p > 0, log_p + found.entropies[..., None], 0.0)
-    return jnp.where(_is_target(logits, targets), of_logprobs, 0.0) - p * lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +193,7 @@ class OutputLayer:
 def _logprobs_and_entropies(
     layer: OutputLayer, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    found, _ = _forward(layer, tables, hidden, targets, temperature)
-    return found
+    return _forward(layer, tables, hidden, targets, temperature)[0]
 
 
 def _forward(
@@ -227,35 +205,46 @@ def _forward(
         hidden, targets = xs
         products = layer.unembed(tables, hidden)
         measure = lambda _, products, targets: _measure(products / temperature, targets)  # noqa: E731
-        empty = _Found(*[jnp.zeros(targets.shape, jnp.float32)] * 3)
-        found = layer.by_block(measure, empty, products, targets)
-        return None, (found, products if keeps_products else None)
+        empty = _Measures(*[jnp.zeros(targets.shape, jnp.float32)] * 3)
+        measures = layer.by_block(measure, empty, products, targets)
+        return None, (measures, products if keeps_products else None)
 
     xs = (layer.by_chunk(hidden), layer.by_chunk(targets))
-    _, (found, products) = jax.lax.scan(chunk, None, xs)
-    logprobs, entropies = (layer.whole(x, hidden.shape[1]) for x in found[:2])
-    return (logprobs, entropies), (tables, hidden, targets, temperature, found, products)
+    _, (measures, products) = jax.lax.scan(chunk, None, xs)
+    logprobs, entropies = (layer.whole(x, hidden.shape[1]) for x in measures[:2])
+    return (logprobs, entropies), (tables, hidden, targets, temperature, measures, products)
 
 
 def _backward(
     layer: OutputLayer, saved: tuple[Any, ...], gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[Any, jax.Array, None, None]:
-    tables, hidden, targets, temperature, found, products = saved
+    tables, hidden, targets, temperature, measures, products = saved
     trained = tables if layer.trains_tables else {}
 
     def of_shard(hidden: jax.Array, of_products: jax.Array) -> tuple[Any, jax.Array]:
         read = lambda trained, hidden: layer.unembed(trained or tables, hidden)  # noqa: E731
         return jax.vjp(read, trained, hidden)[1](of_products)
 
-    def of_block(products: jax.Array, *given: Any) -> jax.Array:
-        logits, asked = products / temperature, layer.entropy_gradient
-        return _of_logits(logits, *given, entropy_gradient=asked) / temperature
+    def of_block(
+        products: jax.Array, targets: jax.Array, measures: _Measures, gradients: Any
+    ) -> jax.Array:
+        logits = products / temperature
+        # With p the probabilities and H the entropy, logits have `one_hot - p` times the gradient
+        # of a log-probability, and `-p * (log p + H)` times that of an entropy.
+        of_logprobs, of_entropies = (one[..., None] for one in gradients)
+        log_p = logits - measures.log_sums[..., None]
+        p = jnp.exp(log_p)
+        lost = of_logprobs
+        if layer.entropy_gradient:
+            lost += of_entropies * jnp.where(p > 0, log_p + measures.entropies[..., None], 0.0)
+        of_logits = jnp.where(_is_target(logits, targets), of_logprobs, 0.0) - p * lost
+        return of_logits / temperature
 
     def chunk(sums: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
-        hidden, targets, found, products, of_found = xs
+        hidden, targets, measures, products, of_measures = xs
         if products is None:
             products = layer.unembed(tables, hidden)
-        of_products = layer.by_block(of_block, products, targets, found, of_found)
+        of_products = layer.by_block(of_block, products, targets, measures, of_measures)
         of_tables, of_hidden = jax.vmap(of_shard)(hidden, of_products)
         return jax.tree.map(jnp.add, sums, of_tables), of_hidden
 
@@ -263,8 +252,8 @@ def _backward(
     zeros = jax.tree.map(
         lambda x: layer.on_shards(jnp.zeros((shards, *x.shape), jnp.float32)), trained
     )
-    of_found = tuple(map(layer.by_chunk, gradients))
-    xs = (layer.by_chunk(hidden), layer.by_chunk(targets), found, products, of_found)
+    of_measures = tuple(map(layer.by_chunk, gradients))
+    xs = (layer.by_chunk(hidden), layer.by_chunk(targets), measures, products, of_measures)
     sums, of_hidden = jax.lax.scan(chunk, zeros, xs)
     of_tables = jax.tree.map(lambda total, x: total.sum(axis=0).astype(x.dtype), sums, trained)
     return of_tables or None, layer.whole(of_hidden, hidden.shape[1]), None, None

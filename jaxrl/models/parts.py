@@ -56,7 +56,7 @@ def divide(model: Architecture, is_trained: Callable[[tuple[str, ...]], bool]) -
 
 
 def only(tree: Params, is_in: Callable[[tuple[str, ...]], bool]) -> Params:
-    """The parameters whose path is in question."""
+    """The parameters whose paths `is_in` takes."""
     return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if is_in(path)})
 
 

@@ -86,7 +86,7 @@ class Model:
         self._trains_tables = bool(tables)
 
     def whole(self, params: Params) -> Params:
-        """All parameters of the policy, of those that are trained."""
+        """All parameters of the policy, from those that are trained."""
         return join(self.base, params)
 
     def split(self, policy: Params) -> tuple[Params, Params]:
@@ -100,7 +100,7 @@ class Model:
 
     @property
     def num_pieces(self) -> int:
-        """Into how many pieces a row is cut, which divides its tokens."""
+        """Number of pieces into which a row is cut; it divides the row's tokens."""
         return self.mesh.shape[CONTEXT]
 
     def of_text(self, batch: Batch) -> Batch:

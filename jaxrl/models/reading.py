@@ -71,18 +71,18 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
                 f"{' or '.join(map(repr, ARCHITECTURES))}, or an architecture "
                 "of your own in config.model.architecture."
             )
-    found = chosen("model.architecture", name, ARCHITECTURES, wanted="my_architecture.Pocket")
-    if not (isinstance(found, type) and issubclass(found, Architecture)):
+    family = chosen("model.architecture", name, ARCHITECTURES, wanted="my_architecture.Pocket")
+    if not (isinstance(family, type) and issubclass(family, Architecture)):
         raise ValueError(
             f"config.model.architecture is {name!r}, which is no subclass of "
             f"{Architecture.__module__}.{Architecture.__name__}."
         )
-    if inspect.isabstract(found):
+    if inspect.isabstract(family):
         raise ValueError(
             f"config.model.architecture is {name!r}, which does not define "
-            f"{', '.join(sorted(found.__abstractmethods__))}."
+            f"{', '.join(sorted(family.__abstractmethods__))}."
         )
-    return found
+    return family
 
 
 ARCHITECTURES = {

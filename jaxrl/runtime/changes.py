@@ -77,16 +77,16 @@ def changes_since(
     if contents is None:  # another path may hold the same
         different = [key for key in different if not _own(key, begun.contents)]
         contents = {}
-    found = []
+    changes = []
     for key in different:
         # A key that names another place with the same files changes nothing.
         files = _own(key, contents)
         is_moved = bool(files) and files == _own(key, begun.contents)
         free = is_free(key, begun.config, config) or is_moved
-        found.append(Change(key=key, before=begun.config[key], now=now[key], is_free=free))
+        changes.append(Change(key=key, before=begun.config[key], now=now[key], is_free=free))
     # Without the folder of a key, what it was about is refused where a name asks for it.
     gone = [key for key in begun.config.keys() - KEYS.keys() if not missing_folder(key)]
-    found += [
+    changes += [
         Change(key=key, before=begun.config[key], now=None, is_free=False) for key in sorted(gone)
     ]
     for name in sorted({*contents, *begun.contents}):
@@ -99,8 +99,8 @@ def changes_since(
         if before != after:
             free = is_free(key, begun.config, config)
             change = Change(key=f"{name} (content)", before=before, now=after, is_free=free)
-            found.append(change)
-    return found
+            changes.append(change)
+    return changes
 
 
 def is_free(key: str, before: Mapping[str, Any], config: ConfigDict) -> bool:

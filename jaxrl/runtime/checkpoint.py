@@ -200,8 +200,8 @@ class Checkpointer:
 
     def values(self) -> dict[int, float | None]:
         """The value of each checkpoint's evaluation; None where it has none."""
-        found = list(self._values().items()) if distributed.is_main() else []
-        return dict(distributed.from_main(found))  # as pairs, since JSON makes texts of keys
+        pairs = list(self._values().items()) if distributed.is_main() else []
+        return dict(distributed.from_main(pairs))  # as pairs, since JSON makes texts of keys
 
     def wait(self) -> None:
         """Waits until the last save is complete; an error of it is raised here."""
@@ -263,8 +263,8 @@ class Checkpointer:
         if distributed.is_main():
             chosen, damaged = choose_step(self._folder, steps())
         # As pairs: what processes exchange is JSON, which would make texts of the keys.
-        chosen, found = distributed.from_main((chosen, list(damaged.items())))
-        damaged = dict(found)
+        chosen, pairs = distributed.from_main((chosen, list(damaged.items())))
+        damaged = dict(pairs)
         if chosen is None and damaged:
             lines = "; ".join(f"checkpoint {step}: {what}" for step, what in damaged.items())
             raise CheckpointError(
@@ -441,8 +441,8 @@ def find_damage(folder: Path, step: int) -> str | None:
             return f"{name}: missing"
         if (folder / name).stat().st_size != size:
             return f"{name}: {(folder / name).stat().st_size} bytes, {size} were written"
-    for (name, (_, wanted)), found in zip(files.items(), _hashes(folder, files), strict=True):
-        if found != wanted:
+    for (name, (_, written)), digest in zip(files.items(), _hashes(folder, files), strict=True):
+        if digest != written:
             return f"{name}: its hash differs from what was written"
     return None
 

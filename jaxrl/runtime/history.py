@@ -70,9 +70,9 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     warnings: list[str] = []
     path = workdir / "config.json"
     try:
-        told = flat_json(path)
+        configured = flat_json(path)
     except (OSError, ValueError) as error:
-        told = {}
+        configured = {}
         damage = f"{path} cannot be read ({' '.join(str(error).split())[:200]}); "
         if isinstance(error, FileNotFoundError):
             damage = f"{path} is missing; "
@@ -87,7 +87,7 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
                 "with the configuration that is given now."
             ) from error
     # What was written last, so that a run that was once accepted needs no further consent.
-    unknown = sorted((told or saved).keys() - KEYS.keys())
+    unknown = sorted((configured or saved).keys() - KEYS.keys())
     unknown = [key for key in unknown if not missing_folder(key)]
     if unknown and not is_accepted:
         raise ValueError(
@@ -95,8 +95,8 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
             f"{', '.join(f'config.{key}' for key in unknown)}. Name another --workdir to begin "
             "anew; --accept_changes goes on without them."
         )
-    if told:  # without what was once accepted to be left out
-        saved = {key: value for key, value in saved.items() if key in KEYS or key in told}
+    if configured:  # without what was once accepted to be left out
+        saved = {key: value for key, value in saved.items() if key in KEYS or key in configured}
     lines, bad = read_history(workdir)
     warnings += [f"warning: {workdir / HISTORY}:{number} is no line of it" for number in bad]
     if position.get("contents") and not (workdir / HISTORY).exists():
@@ -107,7 +107,7 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     defaults = plain({name: key.default for name, key in KEYS.items()})
     return Begun(
         step=step,
-        config={**defaults, **plain(saved), **plain(told)} if saved or told else {},
+        config={**defaults, **plain(saved), **plain(configured)} if saved or configured else {},
         contents=contents,
         warnings=warnings,
     )

@@ -259,18 +259,15 @@ class Monitor:
             return False
         link.index, link.rest = int(index), rest
         self._missing.remove(link.index)
+        # All have come, and one that is lost does not come back: nobody else is let in.
         if not self._missing:
-            self._close_door()
+            assert self._listener is not None
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+            for stranger in self._strangers():
+                self._drop(stranger)
         return True
-
-    def _close_door(self) -> None:
-        """Lets nobody else in: all have come, and one that is lost does not come back."""
-        assert self._listener is not None
-        self._selector.unregister(self._listener)
-        self._listener.close()
-        self._listener = None
-        for link in self._strangers():
-            self._drop(link)
 
     def _overdue(self) -> Loss | None:
         """A process that has been silent for too long."""
@@ -315,8 +312,22 @@ class Monitor:
         text = f"process {loss.index} of {len(settings.names)} ({name}) was lost: {loss.lost}."
         advice = "" if loss.failed else " Start the job again: it goes on from its last checkpoint."
         print(f"error: {text}{advice}", file=sys.stderr, flush=True)
-        if self._own in self._links:
-            self._end_own(loss)
+        if self._own not in self._links:
+            return
+        # The own process is asked to end, and killed if it does not, or cannot since it is stopped.
+        is_silent = time.monotonic() - self._own.heard > settings.deadline_s
+        until = time.monotonic() + (0 if is_silent else GRACE_S)
+        self._tell_own(**asdict(loss))
+        for link in [link for link in self._links if link is not self._own]:
+            self._drop(link)
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+        while time.monotonic() < until:
+            for _ in self._selector.select(timeout=BEAT_S / 2):
+                if self._own.read() is None:
+                    return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(settings.pid, signal.SIGKILL)
 
     def _verdict(self) -> Loss | None:
         """The hub's answer to a report; None if it gives none."""
@@ -332,22 +343,6 @@ class Monitor:
                     if "lost" in line:
                         return Loss.from_line(line)
         return None
-
-    def _end_own(self, loss: Loss) -> None:
-        """Asks the own process to end; kills it if it does not, or cannot since it was stopped."""
-        is_silent = time.monotonic() - self._own.heard > self._settings.deadline_s
-        until = time.monotonic() + (0 if is_silent else GRACE_S)
-        self._tell_own(**asdict(loss))
-        for link in [link for link in self._links if link is not self._own]:
-            self._drop(link)
-        if self._listener is not None:
-            self._selector.unregister(self._listener)
-        while time.monotonic() < until:
-            for _ in self._selector.select(timeout=BEAT_S / 2):
-                if self._own.read() is None:
-                    return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._settings.pid, signal.SIGKILL)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ JOIN_S = 300.0
 """Seconds in which all processes of a job must have come."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""With which a client of HTTP/2 begins, and empty settings (RFC 9113, sections 3.4 and 6.5)."""
+"""First bytes of a client of HTTP/2, and empty settings (RFC 9113, sections 3.4 and 6.5)."""
 _SETTINGS = 4  # the type of the frame with which a server answers
 
 
@@ -272,10 +272,10 @@ def own_address() -> str:
 
 def route_to(host: str) -> str:
     """The address by which this host reaches another; its name where the system knows none."""
-    found: list[Any] = []
+    addresses: list[Any] = []
     with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
-    for family, kind, protocol, _, address in found:
+        addresses = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    for family, kind, protocol, _, address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # of UDP: asks for the route and sends nothing
             return str(probe.getpeername()[0])

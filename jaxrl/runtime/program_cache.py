@@ -91,8 +91,8 @@ def _open(setting: str) -> tuple[Path | None, str]:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         wanted.mkdir(mode=0o700, exist_ok=True)
         for path in (base, wanted):  # JAX runs what lies there, so nobody else may write it
-            found = path.stat()
-            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            status = path.stat()
+            if status.st_uid != os.getuid() or status.st_mode & 0o022:
                 raise PermissionError(
                     f"{path} belongs to another user or can be written by others, who could have "
                     "programs run here"
@@ -105,7 +105,7 @@ def _open(setting: str) -> tuple[Path | None, str]:
         reason = _message(error)
     if not all(gather(folder is not None)):
         return None, reason
-    if not _is_one(wanted):
+    if not _is_shared(wanted):
         return None, "the processes of the job have no such folder in common"
     return folder, ""
 
@@ -123,7 +123,7 @@ def processor_type() -> str:
     return re.sub(r"\W+", "-", f"{platform.machine()}-{name[:40]}-{digest}").lower()
 
 
-def _is_one(folder: Path) -> bool:
+def _is_shared(folder: Path) -> bool:
     """True where all processes find what the first one wrote.
 
     Where only some found a program, those that compile it would wait for the others' part in it:
@@ -134,11 +134,11 @@ def _is_one(folder: Path) -> bool:
         if is_main():
             mark.touch()
     gather(None)  # it is written
-    is_found = all(gather(mark.exists()))
+    is_shared = all(gather(mark.exists()))
     with contextlib.suppress(OSError):
         if is_main():
             mark.unlink()
-    return is_found
+    return is_shared
 
 
 def _bytes_of_others(folder: Path) -> int:
@@ -147,9 +147,9 @@ def _bytes_of_others(folder: Path) -> int:
     with contextlib.suppress(OSError):
         for other in folder.parent.glob("jax-*"):
             if other != folder:
-                found = [path.stat() for path in other.iterdir()]
-                used = max((file.st_mtime for file in found), default=0.0)
-                sizes[other] = (used, sum(file.st_size for file in found))
+                files = [path.stat() for path in other.iterdir()]
+                used = max((file.st_mtime for file in files), default=0.0)
+                sizes[other] = (used, sum(file.st_size for file in files))
     total = sum(size for _, size in sizes.values())
     for other, (_, size) in sorted(sizes.items(), key=lambda item: item[1]):
         if total > MAX_OTHER_BYTES:

@@ -43,15 +43,15 @@ def read(workdir: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines()
-    found = [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-    for number, line in enumerate(found, start=1):
+    decisions = [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    for number, line in enumerate(decisions, start=1):
         if not _is_decision(line):
             raise ValueError(
                 f"{path}:{number} is {json.dumps(line):.80}; expected an object with number, sign, "
                 "from_step, to_step, lr_scale, ledger and num_broken_off. Bring it back from a "
                 "copy, or name another --workdir."
             )
-    return found
+    return decisions
 
 
 def _is_decision(line: Any) -> bool:

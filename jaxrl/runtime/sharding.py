@@ -213,12 +213,12 @@ def check_model_fits(mesh: Mesh, config: Architecture) -> None:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Into how many parts packed rows are split."""
+    """Number of parts into which packed rows are split."""
     return math.prod(mesh.shape[axis] for axis in BATCH)
 
 
 def num_pieces(mesh: Mesh) -> int:
-    """Into how many parts tokens are split, and the sampler's rows: of rows and within each."""
+    """Number of parts into which tokens are split, and the sampler's rows."""
     return math.prod(mesh.shape[axis] for axis in PIECES)
 
 

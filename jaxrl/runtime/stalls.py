@@ -20,7 +20,7 @@ class Moving(Protocol):
     """Progress as `logs.display.Display` knows it."""
 
     moved_at: float
-    """When it was last told of any, by `time.monotonic`."""
+    """Time at which it was last told of any, by `time.monotonic`."""
 
     doing: str
     """The text that it was told then."""

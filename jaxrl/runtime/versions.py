@@ -140,26 +140,40 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     of gigabytes, the hash covers the size, the header with all names and shapes, and
     `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
     """
-    found = _model_digests("model.path", Path(model_folder(config.model.path)))
+    digests = _model_digests("model.path", Path(model_folder(config.model.path)))
     flat = flatten(config)
     for key, entry in KEYS.items():
         is_file = entry.holds and entry.holds not in (MODEL, CORPUS)
         if is_file and flat.get(key) and (file := Path(flat[key]) / entry.holds).is_file():
-            found[f"{key}/{entry.holds}"] = _digest(file)
+            digests[f"{key}/{entry.holds}"] = _digest(file)
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
-        found["sft.source"] = _data_digest(demonstrations)
-    for kind in _kinds(config):
-        for key, (files, told) in task_files(config, kind).items():
+        digests["sft.source"] = _data_digest(demonstrations)
+    # The tasks that the configured stages read.
+    readers = {"train": {"train"}, "eval": {"train", "evaluate"}}
+    kinds = [kind for kind, stages in readers.items() if stages & set(config.stages)]
+    for kind in kinds:
+        for key, (files, extra) in task_files(config, kind).items():
             # Of a single path its own digest, which the same data has wherever it is named.
-            digests = [_data_digest(file) for file in files]
-            whole = "\n".join([*digests, told] if told else digests).encode()
-            is_one = len(digests) == 1 and not told
-            found[key] = digests[0] if is_one else hashlib.sha256(whole).hexdigest()
+            parts = [*map(_data_digest, files), *([extra] if extra else [])]
+            is_single = len(files) == 1 and not extra
+            whole = "\n".join(parts).encode()
+            digests[key] = parts[0] if is_single else hashlib.sha256(whole).hexdigest()
     if corpus_section(config):
-        found |= search_fingerprints(config)
-    found |= {f"{key}{OF_CODE}": _digest(path) for key, path in _own_code(config).items()}
-    return dict(sorted(found.items()))
+        digests |= search_fingerprints(config)
+    # The files that dotted names stand for; what these import is not seen.
+    names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
+    names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
+    names |= {f"reward.weights.{name}": name for name in config.reward.weights}
+    for kind in kinds:
+        names |= {f"{source.key}.format": source.format for source in sources_of(config, kind)}
+    for key, name in names.items():
+        if is_own(name):
+            function = pkgutil.resolve_name(name)
+            module = getattr(function, "__module__", "") or name.rpartition(".")[0]
+            if path := getattr(sys.modules.get(module), "__file__", None):
+                digests[f"{key}{OF_CODE}"] = _digest(Path(path))
+    return dict(sorted(digests.items()))
 
 
 def search_fingerprints(config: ConfigDict) -> dict[str, str]:
@@ -167,46 +181,27 @@ def search_fingerprints(config: ConfigDict) -> dict[str, str]:
     section = CORPORA.get(config.search.engine, "")
     if not section:
         return {}
-    settings, found = config.search[section], dict[str, str]()
+    settings, digests = config.search[section], dict[str, str]()
     folder = index_folder(Path(settings.corpus), settings.index)
     for name, value in settings.items():
         key = f"search.{section}.{name}"
         if KEYS[key].holds == MODEL:
-            found |= _model_digests(key, Path(value))
+            digests |= _model_digests(key, Path(value))
         elif KEYS[key].holds == CORPUS and Path(value).is_file():
-            found[key] = corpus_digest(Path(value), folder)
-    return found
+            digests[key] = corpus_digest(Path(value), folder)
+    return digests
 
 
 def _model_digests(key: str, model: Path) -> dict[str, str]:
     """Hashes the files of a model's folder, which a key names."""
     files = [path for pattern in (*SIDE_FILES, INDEX_FILE) for path in model.glob(pattern)]
-    found = {f"{key}/{path.name}": _digest(path) for path in files if path.is_file()}
+    digests = {f"{key}/{path.name}": _digest(path) for path in files if path.is_file()}
     for path in model.glob("*.safetensors"):
         # Before the tensors stand a length of 8 bytes and so much JSON.
         with path.open("rb") as file:
             header = 8 + int.from_bytes(file.read(8), "little")
-        found[f"{key}/{path.name}"] = sampled_digest(path, header=header)
-    return found
-
-
-def _own_code(config: ConfigDict) -> dict[str, Path]:
-    """The files that dotted names stand for, by key; what these import is not seen."""
-    flat = flatten(config)
-    names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
-    names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
-    names |= {f"reward.weights.{name}": name for name in config.reward.weights}
-    for kind in _kinds(config):
-        names |= {f"{source.key}.format": source.format for source in sources_of(config, kind)}
-    found = {}
-    for key, name in names.items():
-        if is_own(name):
-            meant = pkgutil.resolve_name(name)
-            module = sys.modules.get(getattr(meant, "__module__", "") or name.rpartition(".")[0])
-            file = getattr(module, "__file__", None)
-            if file:
-                found[key] = Path(file)
-    return found
+        digests[f"{key}/{path.name}"] = sampled_digest(path, header=header)
+    return digests
 
 
 def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) -> None:
@@ -224,13 +219,13 @@ def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) 
     settings["--workdir"] = repr(str(workdir.resolve()))
     for engine in ("local", "dense"):  # made of the corpus, each host may have its own
         settings.pop(f"config.search.{engine}.index", None)
-    found = differences(gather([settings, {f"config.{k}": v for k, v in contents.items()}]))
-    if found:
-        rest = len(found) - MAX_DIFFERENCES
+    differing = differences(gather([settings, {f"config.{k}": v for k, v in contents.items()}]))
+    if differing:
+        rest = len(differing) - MAX_DIFFERENCES
         more = f"; and {rest} more" if rest > 0 else ""
         raise ValueError(
-            f"the processes of the job are not alike: {'; '.join(found[:MAX_DIFFERENCES])}{more}. "
-            "Start all of them with the same command and the same files."
+            f"the processes of the job are not alike: {'; '.join(differing[:MAX_DIFFERENCES])}"
+            f"{more}. Start all of them with the same command and the same files."
         )
 
 
@@ -244,7 +239,7 @@ def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
         everyone: of each process its settings, and the contents of files that settings name. Of
             such a setting the content counts: hosts may keep their files in different places.
     """
-    found = []
+    differing = []
     of_files = [f"{name}/" for _, contents in everyone for name in contents]
     for is_content in (False, True):
         every = [one[is_content] for one in everyone]
@@ -258,22 +253,16 @@ def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
                 lacking = [i for i in (0, other) if values[i] is None]
                 where = f"is missing in process {lacking[0]}" if lacking else "differs"
                 where += f" between the processes 0 and {other}" * (not lacking)
-                found.append(f"the content of {name} {where}")
+                differing.append(f"the content of {name} {where}")
             else:
-                told = (f"{values[i]!s:.80} in process {i}" for i in (0, other))
-                found.append(f"{name} is {' and '.join(told)}")
-    return found
+                both = (f"{values[i]!s:.80} in process {i}" for i in (0, other))
+                differing.append(f"{name} is {' and '.join(both)}")
+    return differing
 
 
 WEIGHT_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses a longer one
-
-
-def _kinds(config: ConfigDict) -> list[str]:
-    """The tasks that the configured stages read."""
-    readers = {"train": {"train"}, "eval": {"train", "evaluate"}}
-    return [kind for kind, stages in readers.items() if stages & set(config.stages)]
 
 
 def _data_digest(path: Path) -> str:

@@ -75,7 +75,7 @@ _GROUPS = ("groups", "leftover")
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """Where earlier steps have left off.
+    """Progress and leftovers of earlier steps.
 
     Attributes:
         num_tasks_taken: tasks that were taken from the stream.
@@ -333,7 +333,18 @@ def _filter_groups(
     passes = np.zeros(len(columns.group_ids), bool)
     metrics = np.zeros((1, len(passes)), np.float32)
     if "metric" in keep.arguments:
-        metrics = _compared(groups, before, method, kl_coef).T
+        # Of `filter.varied.metric`, [N, K]; K is 1 but for rewards by turns.
+        match method.filter.metric:
+            case "acc":
+                values = columns.is_correct[:, None]
+            case "score":
+                values = returns_of(before, method.advantage)
+            case "seq_reward":
+                values = returns_of(columns, method.advantage)
+            case _:
+                values = returns_of(columns, method.advantage)
+                values = values - rewards.kl_penalties(groups, kl_coef)[:, None]
+        metrics = values.astype(np.float32).T
     for metric in metrics:
         offered = {"scores": before.rewards, "metric": metric}
 
@@ -345,23 +356,6 @@ def _filter_groups(
     # A lone survivor of environment errors has nothing to differ from; a group of one is meant.
     fewest = min(2, method.group_size)
     return [group for i, group in enumerate(groups) if i in kept and len(group.scored) >= fewest]
-
-
-def _compared(
-    groups: Sequence[Group], before: Columns, method: Method, kl_coef: float
-) -> np.ndarray:
-    """The values of `filter.varied.metric`, float32 [N, K]; K is 1 but for rewards by turns."""
-    columns, settings = Columns(groups), method.advantage
-    match method.filter.metric:
-        case "acc":
-            found = columns.is_correct[:, None]
-        case "score":
-            found = returns_of(before, settings)
-        case "seq_reward":
-            found = returns_of(columns, settings)
-        case _:
-            found = returns_of(columns, settings) - rewards.kl_penalties(groups, kl_coef)[:, None]
-    return found.astype(np.float32)
 
 
 def filter_flags(keep: Chosen, column: Callable[[str], np.ndarray], count: int) -> np.ndarray:

@@ -68,8 +68,8 @@ class DifficultyBuckets:
         for task_id, right, total in zip(task_ids, num_correct, num_samples, strict=True):
             before_right, before_total = counts.get(task_id, (0, 0))
             counts[task_id] = before_right + int(right), before_total + int(total)
-        found = {task_id: difficulty(*count) for task_id, count in counts.items()}
-        return DifficultyBuckets(self.buckets | found)
+        graded = {task_id: difficulty(*count) for task_id, count in counts.items()}
+        return DifficultyBuckets(self.buckets | graded)
 
 
 @dataclass(frozen=True)
@@ -399,9 +399,9 @@ class Controllers:
         fresh = cls.init(method)
         states = {field.name: getattr(fresh, field.name) for field in dataclasses.fields(cls)}
         for name, state in states.items():
-            found = saved.get(name)
-            if state is not None and found and found.keys() == dataclasses.asdict(state).keys():
-                states[name] = type(state)(**found)
+            stored = saved.get(name)
+            if state is not None and stored and stored.keys() == dataclasses.asdict(state).keys():
+                states[name] = type(state)(**stored)
         return cls(**states)
 
     @property
@@ -434,13 +434,13 @@ class Controllers:
                 states[one.name] = {"count": len(state.task_ids)}
             elif state is not None:
                 states[one.name] = dataclasses.asdict(state)
-        found: dict[str, Any] = {}
+        numbers: dict[str, Any] = {}
         for name, state in states.items():
             for key, value in state.items():
                 inner = value if isinstance(value, dict) else {"": value}
                 for last, number in inner.items():
-                    found["/".join(x for x in ("controller", name, key, last) if x)] = number
-        return found
+                    numbers["/".join(x for x in ("controller", name, key, last) if x)] = number
+        return numbers
 
 
 def _init_kl(kl: KL) -> AdaptiveKL | LogKL | KLBudget | None:
@@ -499,8 +499,8 @@ def advance(
     # The threshold moves by the windows of scored trajectories, and then marks those of all.
     if moved.threshold is not None:
         trajectories = members(groups)
-        found = [_window_entropy(t, shaping.entropy_window) for t in trajectories]
-        pairs = list(zip(trajectories, found, strict=True))
+        entropies = [_window_entropy(t, shaping.entropy_window) for t in trajectories]
+        pairs = list(zip(trajectories, entropies, strict=True))
         threshold = moved.threshold.update(
             [values[valid] for trajectory, (values, valid) in pairs if trajectory.is_scored],
             percentile=shaping.entropy_percentile,

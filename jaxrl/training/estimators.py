@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,20 +23,26 @@ class Estimator:
         """Compiles nothing yet; `seed` is that of an estimator's draws."""
         self._advantage, self._seed = advantage, seed
         chosen, function = advantage.estimator, advantage.estimator.function
-        self._arrays = chosen.arguments
-        if advantage.by_turn:
-            function = self._of_turns(function)
+        names = self._arrays = chosen.arguments
+
+        # With an advantage for each turn, of columns that have one for each.
+        def estimate(*arrays: Any, **settings: Any) -> jax.Array:
+            columns = dict(zip(names, arrays, strict=True))
+            return by_turn(partial(function, **settings), names, columns)
+
         # Of every value that a setting takes there is a program.
-        compiled = jax.jit(function, static_argnames=tuple(chosen.settings))
+        compiled = jax.jit(
+            estimate if advantage.by_turn else function, static_argnames=tuple(chosen.settings)
+        )
         self._function = named(chosen.key, chosen.name, compiled)
 
     def scheduled(self, stage_step: int) -> dict[str, Any]:
         """The settings that have a schedule, after `stage_step` steps of the stage."""
-        found = {}
+        settings = {}
         for name, pairs in self._advantage.schedules.items():
             begun = [value for step, value in pairs if step <= stage_step]
-            found[name] = begun[-1] if begun else self._advantage.estimator.settings[name]
-        return found
+            settings[name] = begun[-1] if begun else self._advantage.estimator.settings[name]
+        return settings
 
     def check(self, count: int) -> None:
         """Refuses an estimator that gives no number a trajectory; it is traced for `count` of them.
@@ -53,12 +59,12 @@ class Estimator:
         ]
         begin = f"config.{chosen.key} names {chosen.name!r}"
         try:
-            found = jax.eval_shape(chosen, *arrays)
+            result = jax.eval_shape(chosen, *arrays)
         except (Exception, SystemExit) as error:
             raise ValueError(f"{begin}, which JAX cannot trace: {failure_text(error)}.") from error
-        is_array = isinstance(found, jax.ShapeDtypeStruct)
-        if not (is_array and found.shape == shape and jnp.issubdtype(found.dtype, jnp.floating)):
-            what = f"{found.dtype} {list(found.shape)}" if is_array else type(found).__name__
+        is_array = isinstance(result, jax.ShapeDtypeStruct)
+        if not (is_array and result.shape == shape and jnp.issubdtype(result.dtype, jnp.floating)):
+            what = f"{result.dtype} {list(result.shape)}" if is_array else type(result).__name__
             raise ValueError(
                 f"{begin}, which returned {what}; expected float32 {list(shape)}, one number a "
                 "trajectory."
@@ -86,32 +92,32 @@ class Estimator:
             offered[name]() if name in offered else getattr(columns, name) for name in self._arrays
         ]
         settings = {**self._advantage.estimator.settings, **self.scheduled(stage_step)}
-        found = np.asarray(self._function(*arrays, **settings), np.float32)
-        if found.shape != shape or not np.isfinite(found).all():
+        advantages = np.asarray(self._function(*arrays, **settings), np.float32)
+        if advantages.shape != shape or not np.isfinite(advantages).all():
             raise OwnCodeError(
                 f"config.advantage.name names {self._advantage.estimator.name!r}, which returned "
-                f"{list(found.shape)} "
-                f"with {np.isfinite(found).sum()} finite numbers; expected finite "
+                f"{list(advantages.shape)} "
+                f"with {np.isfinite(advantages).sum()} finite numbers; expected finite "
                 f"{list(shape)}, one a trajectory{' and turn' * (len(shape) == 2)}."
             )
-        if len(shape) == 2:
-            return _with_turns(groups, found)
-        return with_fields(groups, advantage=[float(advantage) for advantage in found])
-
-    def _of_turns(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The estimator with an advantage for each turn, of columns that have one for each."""
-        names = self._arrays
-
-        def estimate(*arrays: Any, **settings: Any) -> jax.Array:
-            columns = dict(zip(names, arrays, strict=True))
-            return by_turn(partial(function, **settings), names, columns)
-
-        return estimate
+        if len(shape) == 1:
+            return with_fields(groups, advantage=[float(advantage) for advantage in advantages])
+        # Each turn has its own, and the trajectory their mean over its sampled tokens.
+        turns = [
+            tuple(map(float, row[: max(len(t.turns), 1)]))
+            for t, row in zip(members(groups), advantages, strict=True)
+        ]
+        groups = with_fields(groups, turn_advantages=turns)
+        means = [
+            float(t.token_advantages[t.loss_mask].mean()) if t.num_sampled else 0.0
+            for t in members(groups)
+        ]
+        return with_fields(groups, advantage=means)
 
     def metrics(self, stage_step: int) -> dict[str, float]:
         """Values of the settings with a schedule, after `stage_step` steps of the stage."""
-        found = self.scheduled(stage_step)
-        return {f"advantage/{name}": value for name, value in found.items()}
+        settings = self.scheduled(stage_step)
+        return {f"advantage/{name}": value for name, value in settings.items()}
 
 
 def returns_of(columns: Columns, advantage: Advantage) -> np.ndarray:
@@ -131,18 +137,3 @@ def _check_rewards(trajectories: Sequence[Trajectory]) -> None:
                 f"the reward of the task {t.task_id!r} is {t.reward}: {', '.join(odd) or 'a sum'}; "
                 "expected float32, so mend the part or its weight in config.reward.weights."
             )
-
-
-def _with_turns(groups: Sequence[Group], found: np.ndarray) -> list[Group]:
-    """Groups whose trajectories have an advantage for each of their turns."""
-    trajectories = members(groups)
-    turns = [
-        tuple(map(float, row[: max(len(t.turns), 1)]))
-        for t, row in zip(trajectories, found, strict=True)
-    ]
-    groups = with_fields(groups, turn_advantages=turns)
-    means = [
-        float(t.token_advantages[t.loss_mask].mean()) if t.num_sampled else 0.0
-        for t in members(groups)
-    ]
-    return with_fields(groups, advantage=means)

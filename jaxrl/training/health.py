@@ -36,7 +36,7 @@ class Failures:
     num_batches: int
 
     def count(self, batch: Sequence[Trajectory]) -> None:
-        """Takes note of what was sampled at a time.
+        """Counts a batch of which every episode failed; another one ends the row.
 
         Raises:
             NothingWorksError: the limit is reached.
@@ -95,7 +95,7 @@ def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
 def why_nothing(
     trajectories: Sequence[Trajectory], update_metrics: Sequence[Mapping[str, Metric]]
 ) -> str | None:
-    """Why a step had nothing to learn from; None where it had, or where all answers are right.
+    """Tells why a step had nothing to learn from; None where it had, or all answers are right.
 
     That every episode failed is told where the batch is sampled; see `Failures`.
 

@@ -172,17 +172,17 @@ class Ledger:
             prices: of an attempt, by tool; the others are free.
             is_control: leave searches out, as a stand-in for the search engine answered them.
         """
-        found = list(trajectories)
-        calls = [call for t in found for turn in t.turns for call in calls_of(turn)]
-        calls += [call for t in found for call in t.reward_records]
+        trajectories = list(trajectories)
+        calls = [call for t in trajectories for turn in t.turns for call in calls_of(turn)]
+        calls += [call for t in trajectories for call in t.reward_records]
         calls = [call for call in calls if not (is_control and call.tool is None)]
-        policy: Mapping[str, float] = functools.reduce(_summed, (t.usage for t in found), {})
+        policy: Mapping[str, float] = functools.reduce(_summed, (t.usage for t in trajectories), {})
         usage = Usage.of(calls, prices)
         return cls(
-            num_trajectories=len(found),
+            num_trajectories=len(trajectories),
             num_calls=dict(Counter(call.tool or SEARCH for call in calls)),
-            observation_tokens=sum(t.response_length - t.num_sampled for t in found),
-            sampled_tokens=sum(t.num_sampled for t in found),
+            observation_tokens=sum(t.response_length - t.num_sampled for t in trajectories),
+            sampled_tokens=sum(t.num_sampled for t in trajectories),
             usage=dataclasses.replace(
                 usage, policy=policy, cost=usage.cost + policy.get("cost", 0.0)
             ),
@@ -223,7 +223,7 @@ class Ledger:
         }
 
     def used(self, head: str) -> dict[str, float]:
-        """Numbers for a record that are not; called as `search_metrics` calls those of searches.
+        """Numbers that may differ when a run is repeated; named as `search_metrics` names its own.
 
         Args:
             head: stands within the names, as `total/`.
@@ -234,7 +234,7 @@ class Ledger:
         if not usage.attempts:
             costs = {f"perf/ledger/{head}cost": usage.cost} if "cost" in usage.policy else {}
             return policy | costs
-        found = {
+        numbers = {
             "cost": usage.cost,
             **{f"attempts/{name}": count for name, count in sorted(usage.attempts.items())},
             "cache_hits": usage.sources.get("cache", 0),
@@ -246,7 +246,7 @@ class Ledger:
         waits = usage.waits.metrics()
         return {
             **policy,
-            **{f"perf/ledger/{head}{name}": number for name, number in found.items()},
+            **{f"perf/ledger/{head}{name}": number for name, number in numbers.items()},
             **{f"timing_s/ledger/{head}{name}": wait for name, wait in waits.items()},
         }
 

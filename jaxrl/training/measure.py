@@ -43,25 +43,25 @@ def make_measure(
     compare = jax.jit(compare, out_shardings=(whole, whole, whole))
 
     def measure(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
-        def found_in(batch: Batch, packed: Packed) -> tuple[jax.Array, ...]:
+        def compute(batch: Batch, packed: Packed) -> tuple[jax.Array, ...]:
             old = score(params, batch, packed)
             ref = score(ref_params, score.model.without_recorded(batch), packed)
             return compare(old, ref, batch.loss_mask)
 
         trajectories = members(groups)
-        found = [t.divergence for t in trajectories]
+        divergences = [t.divergence for t in trajectories]
         missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
         trained = [as_trained(trajectories[i], method.loss) for i in missing]
-        pieces = by_token(trained, mesh, shape, found_in)
-        for index, trajectory, own in zip(missing, trained, pieces, strict=True):
-            old_logprobs, ref_logprobs, per_token = own
-            found[index] = Divergence(
+        pieces = by_token(trained, mesh, shape, compute)
+        for index, trajectory, arrays in zip(missing, trained, pieces, strict=True):
+            old_logprobs, ref_logprobs, per_token = arrays
+            divergences[index] = Divergence(
                 old_logprobs=old_logprobs,
                 ref_logprobs=ref_logprobs,
                 per_token=per_token,
                 num_tokens=trajectory.num_sampled,
             )
-        return with_fields(groups, divergence=found)
+        return with_fields(groups, divergence=divergences)
 
     return measure
 
@@ -70,14 +70,14 @@ def by_token(
     trajectories: Sequence[Trajectory],
     mesh: Mesh,
     shape: BatchShape,
-    found_in: Callable[[Batch, Packed], Sequence[jax.Array]],
+    compute: Callable[[Batch, Packed], Sequence[jax.Array]],
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yields the arrays of each trajectory, `[L]`, out of `found_in(batch, packed)` `[A, b, T]`."""
+    """Yields the arrays of each trajectory, `[L]`, out of `compute(batch, packed)` `[A, b, T]`."""
     for start in range(0, len(trajectories), shape.num_sequences):
         some = trajectories[start : start + shape.num_sequences]
         nothing = np.zeros(len(some), np.float32)
         packed = pack(some, nothing, shape, num_shards=num_batch_shards(mesh))
-        arrays = [np.asarray(x) for x in found_in(put_batch(mesh, packed.batch), packed)]
+        arrays = [np.asarray(x) for x in compute(put_batch(mesh, packed.batch), packed)]
         yield from zip(*(unpack(packed, array, some) for array in arrays), strict=True)
 
 
@@ -93,11 +93,12 @@ def unpack(
     )
     order = np.argsort(segments, kind="stable")[np.count_nonzero(segments == 0) :]
     counts = np.bincount(segments, minlength=len(sequences) + 1)[1:]
-    found = []
+    arrays = []
     for own, sequence in zip(np.split(order, np.cumsum(counts)[:-1]), sequences, strict=True):
         places, starts = positions[own], [context.start for context in contexts_of(sequence)]
-        number = np.cumsum(np.diff(places, prepend=places[:1] - 1) != 1)  # of each one's context
+        # Of each token's context, which begins where positions do not go on by one.
+        number = np.cumsum(np.diff(places, prepend=places[:1] - 1) != 1)
         array = np.zeros(len(sequence.token_ids), values.dtype)
         array[np.array(starts)[number] + places] = values.ravel()[own]
-        found.append(array)
-    return found
+        arrays.append(array)
+    return arrays

@@ -91,11 +91,11 @@ def divide(
         if has_kl_weights(method.kl):
             fields["kl_weights"] = token_kl_weights(trained, controllers, method.kl)
         if is_measured(method.kl):
-            found = [t.required("divergence") for t in trained]
+            divergences = [t.required("divergence") for t in trained]
             if not takes_own:
-                fields["old_logprobs"] = [divergence.old_logprobs for divergence in found]
+                fields["old_logprobs"] = [divergence.old_logprobs for divergence in divergences]
             if has_kl_loss(method.kl):
-                fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in found]
+                fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in divergences]
         yield kept, fields
 
 
@@ -108,10 +108,10 @@ def keeper(filter: Filter) -> Callable[[Trajectory], bool]:
         return lambda _: True
 
     def is_kept(trajectory: Trajectory) -> bool:
-        found = chosen(trajectory)
-        if not isinstance(found, bool | np.bool_):
-            raise TypeError(f"it returned {found!r:.80}; expected True or False")
-        return bool(found)
+        keeps = chosen(trajectory)
+        if not isinstance(keeps, bool | np.bool_):
+            raise TypeError(f"it returned {keeps!r:.80}; expected True or False")
+        return bool(keeps)
 
     return named(chosen.key, chosen.name, is_kept)
 
@@ -217,8 +217,8 @@ def put_minibatches(
         if needs_old and batch.old_logprobs is None:
             batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))
         if needs_ref and ref_params is not None and batch.ref_logprobs is None:
-            found = score(ref_params, own_choice, packed)
-            batch = dataclasses.replace(batch, ref_logprobs=found)
+            ref_logprobs = score(ref_params, own_choice, packed)
+            batch = dataclasses.replace(batch, ref_logprobs=ref_logprobs)
         return dataclasses.replace(batch, rest=packed.rest and put(packed.rest))
 
     return [put(packed) for packed in minibatches]

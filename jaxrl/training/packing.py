@@ -194,16 +194,13 @@ def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[
     has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
     if num_pieces > 1:  # a token's logits are where the token before it is
         has_loss = np.roll(has_loss, -1, axis=2)
-    return [
-        _quarters(micro.reshape(num_shards, -1, num_pieces, micro.shape[1] // num_pieces))
-        for micro in has_loss[: packed.num_micro]
-    ]
-
-
-def _quarters(has_loss: np.ndarray) -> int:
-    """Quarters of one micro-batch, `[shards, rows, pieces, tokens]`."""
-    most, room = int(has_loss.sum(axis=(1, 3)).max()), has_loss[0, :, 0].size
-    return next(quarters for quarters in QUARTERS if 4 * most <= quarters * room)
+    rooms = []
+    for micro in has_loss[: packed.num_micro]:
+        # [shards, rows, pieces, tokens]
+        pieces = micro.reshape(num_shards, -1, num_pieces, micro.shape[1] // num_pieces)
+        most, room = int(pieces.sum(axis=(1, 3)).max()), pieces[0, :, 0].size
+        rooms.append(next(quarters for quarters in QUARTERS if 4 * most <= quarters * room))
+    return rooms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,8 +311,7 @@ def assign_rows(
     longest_first = sorted(range(len(items)), key=lambda i: (-items[i].length, i))
     by_prompt = sorted(longest_first, key=lambda i: (-totals[items[i].prompt], items[i].prompt))
     room = (row_tokens, row_tokens if row_units is None else row_units)
-    found = [_first_fit(items, order, room) for order in (longest_first, by_prompt)]
-    return min(found, key=len)
+    return min((_first_fit(items, order, room) for order in (longest_first, by_prompt)), key=len)
 
 
 def _first_fit(
@@ -539,14 +535,14 @@ def fill_attachments(
             for.
     """
     tower, b = shape.tower, shape.micro_rows
-    if tower is None or not any(one.attachments for one in sequences):
+    if tower is None or not any(sequence.attachments for sequence in sequences):
         return {}, None
     cells: dict[tuple[int, int], dict[Attachment, int]] = {}  # by micro-batch and device
-    for place, one, *_ in _on_devices(sequences, rows, shape, num_shards):
+    for place, attachment, *_ in _on_devices(sequences, rows, shape, num_shards):
         cell = cells.setdefault(place, {})
-        cell.setdefault(one, len(cell))
+        cell.setdefault(attachment, len(cell))
     units_of = {place: tower.arrange(tuple(cell)).units for place, cell in cells.items()}
-    most = max(sum(one.num_patches for one in cell) for cell in cells.values())
+    most = max(sum(attachment.num_patches for attachment in cell) for cell in cells.values())
     # A row's attachments may all have tokens in one piece of it, so a piece gets the room of rows.
     room = b // num_shards * shape.row_units * tower.unit
     if most > room:
@@ -557,18 +553,17 @@ def fill_attachments(
     sizes = {part: -(-room // (part * tower.unit)) * tower.unit for part in PARTS}
     part = next(part for part, size in sizes.items() if most <= size)
     whole = shape.num_micro, b, shape.row_tokens
-    arrays = {name: one.filled(*whole) for name, one in tower.arrays.items()}
+    arrays = {name: array.filled(*whole) for name, array in tower.arrays.items()}
     for row, members in enumerate(rows):
         start = 0
         for index, left_out in members:
             ids = sequences[index].token_ids
             columns = slice(start, start + len(ids) - left_out)
-            found = tower.token_arrays(ids, sequences[index].attachments)
-            for name, values in found.items():
+            for name, values in tower.token_arrays(ids, sequences[index].attachments).items():
                 arrays[name][row // b, row % b, columns] = values[left_out:]
             start += len(ids) - left_out
-    for place, one, at, which in _on_devices(sequences, rows, shape, num_shards):
-        arrays[UNITS][at] = units_of[place][cells[place][one]][which]
+    for place, attachment, at, which in _on_devices(sequences, rows, shape, num_shards):
+        arrays[UNITS][at] = units_of[place][cells[place][attachment]][which]
     return arrays, PackedAttachments(
         tower=tower,
         cells={place: tuple(cell) for place, cell in cells.items()},
@@ -593,12 +588,12 @@ def _on_devices(
         micro, within, start = row // b, row % b, 0
         shard = within * num_shards // b
         for index, left_out in members:
-            ids, own = sequences[index].token_ids, sequences[index].attachments
-            for one, run in zip(own, tower.runs(ids, own), strict=True):
+            ids, attachments = sequences[index].token_ids, sequences[index].attachments
+            for attachment, run in zip(attachments, tower.runs(ids, attachments), strict=True):
                 which = np.flatnonzero(run >= left_out)
                 columns = start - left_out + run[which]
                 for piece in np.unique(columns // size).tolist():
                     here = columns // size == piece
                     place = (micro, shard * shape.num_pieces + piece)
-                    yield place, one, (micro, within, columns[here]), which[here]
+                    yield place, attachment, (micro, within, columns[here]), which[here]
             start += len(ids) - left_out

@@ -75,14 +75,14 @@ def make_policy_loss(method: Method) -> TokenLoss:
         metrics["actor/pg_loss"] = Metric(values, "loss")
         if loss.term is not None:
             # objectives/losses.py, by loss.term.name
-            added, told = check_loss(loss.term, called(loss.term), logprobs)
-            if both := sorted(told.keys() & measured.keys()):
+            added, term_metrics = check_loss(loss.term, called(loss.term), logprobs)
+            if both := sorted(term_metrics.keys() & measured.keys()):
                 raise LossError(
                     f"config.{loss.term.key} names {loss.term.name!r}, whose metrics hold "
                     f"{both[0]!r}, which {policy_loss.name!r} measures too; give it another name."
                 )
             values = values + loss.term_coef * added
-            metrics |= {f"actor/{name}": Metric(value) for name, value in told.items()}
+            metrics |= {f"actor/{name}": Metric(value) for name, value in term_metrics.items()}
             metrics["actor/term_loss"] = Metric(added, "loss")
         if kl_coef:
             anchor = batch.ref_logprobs if kl.anchor == "ref" else old
@@ -149,8 +149,8 @@ def _has_gradient(chosen: Chosen, shape: BatchShape) -> bool:
     places = tuple(i for i, name in enumerate(chosen.arguments) if name in policys)
 
     def total(*arrays: jax.Array) -> jax.Array:
-        found = chosen(*arrays)
-        return jnp.sum(found.per_token if isinstance(found, PolicyLoss) else found)
+        loss = chosen(*arrays)
+        return jnp.sum(loss.per_token if isinstance(loss, PolicyLoss) else loss)
 
     try:
         jax.eval_shape(jax.grad(total, argnums=places), *arrays)
@@ -159,28 +159,28 @@ def _has_gradient(chosen: Chosen, shape: BatchShape) -> bool:
     return True
 
 
-def check_loss(chosen: Chosen, found: Any, logprobs: jax.Array) -> PolicyLoss:
-    """Refuses what is no loss of every token: a scalar would train, on padding too.
+def check_loss(chosen: Chosen, result: Any, logprobs: jax.Array) -> PolicyLoss:
+    """Refuses anything but a loss for every token: a scalar would train, on padding too.
 
     Raises:
         LossError: says what the loss returned.
     """
     begin = f"config.{chosen.key} names {chosen.name!r}, "
-    if not isinstance(found, PolicyLoss):
-        kind = "an array" if isinstance(found, jax.Array) else type(found).__name__
+    if not isinstance(result, PolicyLoss):
+        kind = "an array" if isinstance(result, jax.Array) else type(result).__name__
         raise LossError(
             f"{begin}which returned {kind}; expected a PolicyLoss (jaxrl/objectives/losses.py)."
         )
     begin += "whose"
-    if not isinstance(found.metrics, Mapping):
-        raise LossError(f"{begin} metrics are {type(found.metrics).__name__}; expected a mapping.")
-    taken = [one for one in found.metrics if not isinstance(one, str) or one in _MEASURED]
+    if not isinstance(result.metrics, Mapping):
+        raise LossError(f"{begin} metrics are {type(result.metrics).__name__}; expected a mapping.")
+    taken = [one for one in result.metrics if not isinstance(one, str) or one in _MEASURED]
     if taken:
         raise LossError(
             f"{begin} metrics hold {taken[0]!r}; expected texts other than {', '.join(_MEASURED)}, "
             "which are measured of every loss."
         )
-    for what, values in {"loss": found.per_token, **found.metrics}.items():
+    for what, values in {"loss": result.per_token, **result.metrics}.items():
         shape = getattr(values, "shape", None)
         if shape != logprobs.shape:
             got = type(values).__name__ if shape is None else f"of the shape {list(shape)}"
@@ -188,9 +188,9 @@ def check_loss(chosen: Chosen, found: Any, logprobs: jax.Array) -> PolicyLoss:
                 f"{begin} {what} is {got}; expected an array {list(logprobs.shape)}, a number a "
                 "token."
             )
-    if not jnp.issubdtype(found.per_token.dtype, jnp.floating):
-        raise LossError(f"{begin} loss is {found.per_token.dtype}; expected float32.")
-    return found
+    if not jnp.issubdtype(result.per_token.dtype, jnp.floating):
+        raise LossError(f"{begin} loss is {result.per_token.dtype}; expected float32.")
+    return result
 
 
 _MEASURED = ("entropy", "pg_loss", "kl_loss", "term_loss", "gated_share")

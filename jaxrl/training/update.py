@@ -140,11 +140,8 @@ class MicroBatches:
             name: of the program, for errors.
             step: `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
         """
-        self._mesh, self._dtype, self._recorded = (
-            model.mesh,
-            model.dtype,
-            model.architecture.recorded,
-        )
+        self._mesh, self._dtype = model.mesh, model.dtype
+        self._recorded = model.architecture.recorded
         self._pieces = num_batch_shards(model.mesh), model.mesh.shape[CONTEXT]
         self._is_looped = model.mesh.devices.flat[0].platform != "gpu"
 
@@ -164,9 +161,9 @@ class MicroBatches:
                 micro = replace(micro, attached=attached)
                 return step(params, sums, micro, index, room)
 
-            return (
-                jax.lax.fori_loop(start, stop, body, sums) if self._is_looped else body(start, sums)
-            )
+            if not self._is_looped:
+                return body(start, sums)
+            return jax.lax.fori_loop(start, stop, body, sums)
 
         self.program = CompiledFunction(
             run,
@@ -248,11 +245,11 @@ class Sums:
 
     def finished_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
         """Metrics of all micro-batches, and of the model's `statistics`."""
-        found = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
+        metrics = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
         if statistics is not None:
             measured = statistics.metrics(self.statistics)
-            found |= {name: Metric(value) for name, value in measured.items()}
-        return found
+            metrics |= {name: Metric(value) for name, value in measured.items()}
+        return metrics
 
 
 class Balance:
@@ -352,15 +349,15 @@ class Gradient:
 
         def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
             differentiate = jax.grad(micro_loss, has_aux=True)
-            new, found = differentiate(*model.split(params), micro, sums.balance, quarters)
+            new, measured = differentiate(*model.split(params), micro, sums.balance, quarters)
             with jax.named_scope("sum"):
                 gradients = jax.tree.map(jnp.add, sums.gradients, new)
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
-            return replace(sums.with_measured(*found), gradients=gradients)
+            return replace(sums.with_measured(*measured), gradients=gradients)
 
         def measure(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
-            _, found = micro_loss(*model.split(params), micro, None, quarters)
-            return sums.with_measured(*found)
+            _, measured = micro_loss(*model.split(params), micro, None, quarters)
+            return sums.with_measured(*measured)
 
         self._model = model
         self.balance = Balance(model) if balance_coef else None
@@ -397,9 +394,8 @@ class Gradient:
         """Adds up over the micro-batches of `packed`, which lies on the devices as `batch`."""
         policy, rest = self._model.whole(params), batch.rest
         batch = replace(batch, rest=None)
-        sums = self.begin(
-            policy, self._model.of_text(batch)
-        )  # attachments change no shape of a sum
+        # Attachments change no shape of a sum.
+        sums = self.begin(policy, self._model.of_text(batch))
         if rest is not None and packed.rest is not None:
             sums = self.measure(policy, sums, rest, packed.rest)
         if self.balance is not None:

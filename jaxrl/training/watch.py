@@ -14,7 +14,7 @@ from jaxrl.training.settings import Method, Watch
 from jaxrl.types import Group
 
 WATCHES: dict[str, str] = {"sentinel": "jaxrl.extras.sentinel.signs:judge"}
-"""By name in `watch.name`: from a step, and a state of its own, to its next state and signs."""
+"""Functions by `watch.name`: from a step, and a state of its own, to its next state and signs."""
 
 ARGUMENTS = ("record", "groups", "state", "method", "step")
 """Arguments such a function may ask for: the metrics of the step (`metrics.jsonl`) without those of
@@ -128,12 +128,12 @@ def look(
     offered |= {"state": watched.state, "method": method}
 
     def checked() -> tuple[dict[str, Any], list[Sign]]:
-        found = judge(*[offered[name] for name in judge.arguments])
-        is_pair = isinstance(found, tuple) and [*map(type, found)] == [dict, list]
-        if not is_pair or not all(isinstance(sign, Sign) for sign in found[1]):
-            raise TypeError(f"it returned {found!r:.80}; expected a dict and a list of Sign")
-        plain = parse_json(json.dumps(found[0], allow_nan=False), "its state")
-        return plain, found[1]
+        judged = judge(*[offered[name] for name in judge.arguments])
+        is_pair = isinstance(judged, tuple) and [*map(type, judged)] == [dict, list]
+        if not is_pair or not all(isinstance(sign, Sign) for sign in judged[1]):
+            raise TypeError(f"it returned {judged!r:.80}; expected a dict and a list of Sign")
+        plain = parse_json(json.dumps(judged[0], allow_nan=False), "its state")
+        return plain, judged[1]
 
     state, signs = named(judge.key, judge.name, checked)()
     new = [s for s in signs if step - watched.seen.get(s.name, -FORGOTTEN_AFTER) >= FORGOTTEN_AFTER]

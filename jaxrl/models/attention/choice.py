@@ -27,7 +27,7 @@ TRAIN = {
     },
     "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:train"},
 }
-"""By platform the update's kernels that do not run everywhere, the preferred first."""
+"""The update's kernels that do not run everywhere, by platform, the preferred first."""
 
 PAGES = {
     "gpu": {

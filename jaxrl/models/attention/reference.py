@@ -143,9 +143,32 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The outputs, and what the backward pass needs: with them their log-sum-exp."""
 
+    def average(weights: jax.Array, values: jax.Array) -> jax.Array:
+        return _product("rkts,rksh->rkth", weights.astype(values.dtype), values)
+
+    # Of a block of queries, by an online softmax over key blocks.
     def one(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         index, q, reads = block
-        return _forward_block(index, q, reads, k, v)
+        # The block itself comes first: each query reads itself there, so there is a finite maximum.
+        scores = _scores(q, k[index], reads, index, is_diagonal=True)
+        highest = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - highest)
+        sums = highest, weights.sum(axis=-1, keepdims=True), average(weights, v[index])
+
+        def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            highest, total, out = sums
+            j = block_at(i)
+            scores = _scores(q, k[j], reads, j, is_diagonal=False)
+            new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
+            weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
+            total = total * fade + weights.sum(axis=-1, keepdims=True)
+            return new, total, out * fade + average(weights, v[j])
+
+        if len(k) > 1:
+            count, block_at = _blocks_before(index, reads)
+            sums = jax.lax.fori_loop(0, count, add, sums)
+        highest, total, out = sums
+        return (out / total).astype(q.dtype), highest + jnp.log(total)
 
     out, lse = jax.lax.map(one, (_places_of(q, k), q, reads))
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
@@ -155,36 +178,6 @@ def _forward(
 def _places_of(q: jax.Array, k: jax.Array) -> jax.Array:
     """Places of the blocks of queries among those of keys: the last ones."""
     return jnp.arange(len(k) - len(q), len(k))
-
-
-def _forward_block(
-    index: jax.Array, q: jax.Array, reads: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs of a block of queries and their log-sum-exp, by an online softmax over key blocks."""
-
-    def average(weights: jax.Array, values: jax.Array) -> jax.Array:
-        return _product("rkts,rksh->rkth", weights.astype(values.dtype), values)
-
-    # The block itself comes first: each query reads itself there, so there is a finite maximum.
-    scores = _scores(q, k[index], reads, index, is_diagonal=True)
-    highest = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - highest)
-    sums = highest, weights.sum(axis=-1, keepdims=True), average(weights, v[index])
-
-    def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        highest, total, out = sums
-        j = block_at(i)
-        scores = _scores(q, k[j], reads, j, is_diagonal=False)
-        new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
-        weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
-        total = total * fade + weights.sum(axis=-1, keepdims=True)
-        return new, total, out * fade + average(weights, v[j])
-
-    if len(k) > 1:
-        count, block_at = _blocks_before(index, reads)
-        sums = jax.lax.fori_loop(0, count, add, sums)
-    highest, total, out = sums
-    return (out / total).astype(q.dtype), highest + jnp.log(total)
 
 
 def _blocks_before(
@@ -216,17 +209,17 @@ def _backward(
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
     def one(sums: Sums, block: tuple[Any, ...]) -> tuple[Sums, jax.Array]:
-        index, given = block
-        of_queries, *of_pair = _backward_pair(given, index, k, v, is_diagonal=True)
+        index, queries = block
+        of_queries, *of_pair = _backward_pair(queries, index, k, v, is_diagonal=True)
         sums = _add_at(sums, index, of_pair)
 
         def add(i: jax.Array, carry: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
             j = block_at(i)
-            of_queries, *of_pair = _backward_pair(given, j, k, v, is_diagonal=False)
+            of_queries, *of_pair = _backward_pair(queries, j, k, v, is_diagonal=False)
             return carry[0] + of_queries, _add_at(carry[1], j, of_pair)
 
         if len(k) > 1:
-            count, block_at = _blocks_before(index, given[1])
+            count, block_at = _blocks_before(index, queries[1])
             of_queries, sums = jax.lax.fori_loop(0, count, add, (of_queries, sums))
         return sums, (of_queries * scale).astype(q.dtype)
 
@@ -243,10 +236,10 @@ Sums = tuple[jax.Array, jax.Array]
 
 
 def _backward_pair(
-    given: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
+    queries: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of queries, keys and values from a block of queries and key block `j`."""
-    q, reads, lse, gradient, delta = given
+    q, reads, lse, gradient, delta = queries
     weights = jnp.exp(_scores(q, k[j], reads, j, is_diagonal=is_diagonal) - lse)
     of_values = _product("rkth,rkts->rkhs", gradient, weights.astype(q.dtype))
     of_weights = _product("rkth,rksh->rkts", gradient, v[j])
@@ -311,8 +304,8 @@ def attend_pages(
         return _add_part(so_far, scores, read(values, ids))
 
     num_turns = -(-limits.max() // (width * page))
-    found = jax.lax.fori_loop(0, num_turns, turn, _nothing(merged.shape))
-    return by_query(*_finish(found), q.shape)
+    part = jax.lax.fori_loop(0, num_turns, turn, _nothing(merged.shape))
+    return by_query(*_finish(part), q.shape)
 
 
 def by_key_head(
@@ -365,10 +358,10 @@ def open_past(
 
     def piece(first: int, end: int) -> tuple[jax.Array, jax.Array]:
         # [B, pages, K, page, H]
-        found = [x.at[tables[:, first:end]].get(mode="clip") for x in (keys, values)]
+        k, v = (x.at[tables[:, first:end]].get(mode="clip") for x in (keys, values))
         return (
-            found[0].transpose(0, 2, 4, 1, 3).reshape(B, K, H, -1),
-            found[1].swapaxes(1, 2).reshape(B, K, -1, H),
+            k.transpose(0, 2, 4, 1, 3).reshape(B, K, H, -1),
+            v.swapaxes(1, 2).reshape(B, K, -1, H),
         )
 
     ends = past_ends(M, page)
@@ -407,8 +400,8 @@ def attend_past(
     parts, start = [(own, values)], 0
     for piece, piece_values in past:
         is_past = start + jnp.arange(piece.shape[3]) < limits[:, None]
-        found = scores("bkgh,bkhw->bkgw", piece, is_past[:, None, None])
-        parts.append((found, piece_values))
+        of_piece = scores("bkgh,bkhw->bkgw", piece, is_past[:, None, None])
+        parts.append((of_piece, piece_values))
         start += piece.shape[3]
     return _softmax_average(parts).reshape(q.shape)
 
