@@ -147,6 +147,8 @@ def _has_gradient(chosen: Chosen, shape: BatchShape) -> bool:
     ]
     policys = ("logprobs", "entropies", "log_ratios")
     places = tuple(i for i, name in enumerate(chosen.arguments) if name in policys)
+    if not places:  # nothing is differentiated in it
+        return True
 
     def total(*arrays: jax.Array) -> jax.Array:
         loss = chosen(*arrays)

@@ -66,6 +66,7 @@ def in_numpy(logprobs): return PolicyLoss(np.exp(logprobs), {})
 
 def right(logprobs): return PolicyLoss(logprobs, {})
 def log_ratio(log_ratios): return log_ratios
+def constant(loss_mask): return PolicyLoss(loss_mask.astype("float32"), {})
 def looped(log_ratios):
     return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 1, log_ratios)
 
@@ -353,9 +354,12 @@ def test_what_cannot_work_is_refused_before_the_run(tiny_world, key, value, mess
     ("loss", "estimator", "key"),
     [("right", "looped", "kl.estimator"), ("loop", "log_ratio", "loss.name")],
 )
-def test_of_two_functions_the_one_without_a_gradient_is_named(tiny_world, loss, estimator, key):
+@pytest.mark.parametrize("term", ["none", "wrong.constant"])  # in which nothing has a gradient
+def test_of_several_functions_the_one_without_a_gradient_is_named(
+    tiny_world, loss, estimator, term, key
+):
     config = debug_tiny.get_config(str(tiny_world))
-    config.stages, config.kl.coef = ("train",), 0.1
+    config.stages, config.kl.coef, config.loss.term.name = ("train",), 0.1, term
     config.loss.name, config.kl.estimator = f"wrong.{loss}", f"wrong.{estimator}"
     with pytest.raises(ValueError, match="cannot differentiate: ValueError: Reverse-mode") as found:
         begin(config)
