@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import itertools
 import json
 import socket
 import threading
@@ -417,12 +418,21 @@ def test_a_retry_goes_on_where_another_reader_is(slow_engine):
         assert client.metrics()["jaxrl_samples_total"] == 1
 
 
-def test_a_retry_of_what_was_broken_off_draws_the_same(slow_engine):
+def test_a_retry_of_what_was_broken_off_draws_the_same(engine, monkeypatch):
     body = {**LONG, "max_tokens": 40, "temperature": 1.0, "return_token_ids": True}
-    with serving(slow_engine) as (_, client):
+    step, chunks, is_missed = engine.step, itertools.count(), threading.Event()
+
+    def waits(**settings):  # behind the first chunk, or the answer may be whole by then
+        assert next(chunks) == 0 or is_missed.wait(30)
+        return step(**settings)
+
+    monkeypatch.setattr(engine, "step", waits)
+    with serving(engine) as (_, client):
         connection = send_and_hold(client, body)
         client.until(lambda m: m["jaxrl_samples_running"] == 1)
         connection.close()
+        client.until(lambda m: m.get('jaxrl_responses_total{status="499"}') == 1)
+        is_missed.set()
         client.until(lambda m: m["jaxrl_samples_cancelled_total"] == 1)
         answers = [client.post(CHAT, body, x_stainless_retry_count=str(n))[1] for n in (1, 2)]
         assert answers[0] == answers[1]
