@@ -344,7 +344,7 @@ def _shown(chosen: Chosen) -> str:
 
 
 def read(path: Path, longest: int) -> Chosen | None:
-    """Reads the chosen values, for all processes in the first one; None without a file.
+    """Reads the chosen values in the first process, which shares them; None without a file.
 
     Raises:
         ValueError: it holds something else, or chunks longer than `longest`.

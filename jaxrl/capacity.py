@@ -28,7 +28,7 @@ def unit_of(size: int) -> tuple[str, int]:
 
 
 def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
-    """Refuses numbers of rows that the devices do not split evenly, of the stages that run.
+    """Refuses numbers of rows, of stages that run, that do not divide evenly over the devices.
 
     Raises:
         ValueError: names the key.
@@ -78,7 +78,7 @@ def samples_beside(config: ConfigDict) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cache:
+class CacheSizes:
     """Keys and values of the sampler on one device.
 
     Attributes:
@@ -99,7 +99,7 @@ class Cache:
         mesh: Any,
         num_processes: int,
         page_tokens: int,
-    ) -> Cache:
+    ) -> CacheSizes:
         """Counts for kernels whose pages have `page_tokens`, on a mesh that need not exist."""
         heads = model.num_kv_heads // mesh.shape["tensor"]
         values = 2 * model.num_layers * heads * model.head_dim
@@ -114,11 +114,11 @@ class Cache:
         """Pages of all rows at full length."""
         return self.rows * self.pages_each
 
-    def given_pages(self, config: ConfigDict, platform: str) -> int | None:
+    def fixed_pages(self, config: ConfigDict, platform: str) -> int | None:
         """Pages of the cache where they do not depend on what else is on the device, else None.
 
-        As many as `rollout.cache_gib` holds; else what all rows fill on a CPU, whose memory is
-        others' too, and where a device samples while it updates.
+        As many as `rollout.cache_gib` holds. Without it, enough for all rows on a CPU, whose memory
+        others use too, and where a device samples while it updates.
 
         Raises:
             ValueError: what is configured does not hold one trajectory.

@@ -84,3 +84,7 @@ def came_with_the_package(argument: str) -> str:
     if not path.startswith("configs/") or Path(path).exists() or not (bundle() / path).exists():
         return argument
     return f"{flag}{equals}{bundle() / path}{colon}{rest}"
+
+
+if __name__ == "__main__":
+    main()

@@ -754,8 +754,8 @@ def make_engine(
     sampling = local_mesh(mesh, config.mesh.rollout_devices)
     kernels = choose(config.model.attention, sampling, policy, check_dtype=config.model.dtype)
     page_tokens, platform = kernels.page_tokens, sampling.devices.flat[0].platform
-    cache = capacity.Cache.of(config, policy.plain, mesh, jax.process_count(), page_tokens)
-    num_pages = cache.given_pages(config, platform)
+    cache = capacity.CacheSizes.of(config, policy.plain, mesh, jax.process_count(), page_tokens)
+    num_pages = cache.fixed_pages(config, platform)
     if num_pages is None:
         num_pages = pages_left(config, policy.plain, page_tokens)
     engine = kind(
@@ -793,7 +793,7 @@ def pages_left(config: ConfigDict, model: Architecture, page_tokens: int) -> int
         ValueError: the plan's folder was removed.
     """
     try:
-        pages: int = pkgutil.resolve_name(LEFT)(config, model, page_tokens)
+        pages: int = pkgutil.resolve_name(PAGES_LEFT)(config, model, page_tokens)
     except ImportError as error:
         raise ValueError(
             f"config.rollout.cache_gib is 0, which takes what the plan leaves, but {error}; set it."
@@ -801,8 +801,8 @@ def pages_left(config: ConfigDict, model: Architecture, page_tokens: int) -> int
     return pages
 
 
-LEFT = "jaxrl.extras.plan.fitting:pages_left"
-"""Function that `pages_left` calls."""
+PAGES_LEFT = "jaxrl.extras.plan.fitting:pages_left"
+"""Function that plans the sampler's cache beside all else on a device."""
 
 
 def draw_kinds(config: ConfigDict) -> list[str]:

@@ -322,7 +322,7 @@ def _check_required(config: ConfigDict, needs_data: bool) -> None:
         sections.add(f"search.{section}")
         settings = config.search.get(section)
         if settings and settings.get("url"):
-            from jaxrl.envs.json_http import check_url  # which loads a client of HTTP
+            from jaxrl.envs.json_http import check_url  # late: it loads a client of HTTP
 
             keys_from = f"config.search.{section}.{'auth' if 'auth' in settings else 'key_env'}"
             check_url(f"search.{section}.url", settings.url, keys_from=keys_from)

@@ -71,13 +71,13 @@ def max_image_tokens(config: ConfigDict) -> int:
     return int(min(rollout.max_image_tokens or most, most))
 
 
-AROUND = {"model.lora.rank": "jaxrl.extras.lora.adapter:around"}
-"""Keys above 0 where an architecture around the model alone is trained, and what makes it."""
+ADAPTERS = {"model.lora.rank": "jaxrl.extras.lora.adapter:around"}
+"""Ranks of adapters, 0 for none, by their keys; and what wraps the model in such an adapter."""
 
 
-def adapter_of(config: ConfigDict) -> str:
-    """The key of `AROUND` that is above 0; "" where the model itself is trained."""
-    return next((key for key in AROUND if key in KEYS and config[key]), "")
+def adapter_key(config: ConfigDict) -> str:
+    """The key of `ADAPTERS` that is above 0; "" where the model itself is trained."""
+    return next((key for key in ADAPTERS if key in KEYS and config[key]), "")
 
 
 def has_contexts(config: ConfigDict) -> bool:

@@ -56,8 +56,9 @@ class Key:
     group: str = ""  # of entry points, whose names it takes too
     names_code: bool = False  # its value may be the dotted name of a function of one's own
     required: str = ""  # expected in place of an empty text where a run reads the key's section
-    holds: str = ""  # of a path: `MODEL`, `CORPUS` or a file inside it; its content is compared
-    written_to: str = ""  # folder of a workdir to which a run writes what this path is to hold
+    holds: str = ""  # `MODEL` or `CORPUS`, of a path whose content a start that goes on compares
+    file: str = ""  # in the folder that the key names, whose content is compared likewise
+    written_to: str = ""  # folder of the workdir into which a run exports the like
     # True where checkpoints hold what the key decides: no start that goes on may change it.
     is_fixed: Callable[[ConfigDict], Any] | None = None
 

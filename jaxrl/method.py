@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ml_collections import ConfigDict
 
 from jaxrl.choices import check_arrays, check_settings, chosen, settings_of, subsection
-from jaxrl.environment import AROUND, adapter_of, has_tools, max_image_tokens, overlong_limit
+from jaxrl.environment import ADAPTERS, adapter_key, has_tools, max_image_tokens, overlong_limit
 from jaxrl.keys import Rule
 from jaxrl.own_code import Chosen, is_own
 from jaxrl.training.settings import (
@@ -316,7 +316,7 @@ def records_arrays(config: ConfigDict) -> bool:
 
 def frozen_of(config: ConfigDict) -> tuple[str, ...]:
     """Entries of the parameters that are not trained, where there is no adapter."""
-    return () if config.model.vision.train or adapter_of(config) else ("vision",)
+    return () if config.model.vision.train or adapter_key(config) else ("vision",)
 
 
 def policy_of(config: ConfigDict, model: Architecture) -> Architecture:
@@ -328,11 +328,11 @@ def policy_of(config: ConfigDict, model: Architecture) -> Architecture:
     """
     if config.model.head_dtype:
         model = model.with_head(config.model.head_dtype)
-    key = adapter_of(config)
+    key = adapter_key(config)
     if not key:
         return model
     settings = config[key.rpartition(".")[0]].to_dict()
-    policy: Architecture = pkgutil.resolve_name(AROUND[key])(settings, model, config.model.dtype)
+    policy: Architecture = pkgutil.resolve_name(ADAPTERS[key])(settings, model, config.model.dtype)
     return policy
 
 

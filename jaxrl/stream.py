@@ -60,7 +60,7 @@ class Stream(Generic[Item]):
         sources = items.sources if isinstance(items, Mixture) else (Source(items=items),)
         self.num_items = len(items)
         self._sources = sources
-        # Whole numbers in the proportions of the weights, which are exact as they are written.
+        # Weights are exact fractions of their decimal text, and scaled to whole numbers.
         exact = [Fraction(str(source.weight)) for source in sources]
         scale = math.lcm(*(weight.denominator for weight in exact))
         self._shares = [int(weight * scale) for weight in exact]

@@ -82,7 +82,7 @@ def train(session: Session, params: Params) -> Params:
         components.engine.clear()  # the cache would lie beside the activations that scoring takes
         return divergences(groups, session.state.params, ref_params)
 
-    note = session.make_notes and session.make_notes(score, stage.shape, method)
+    take_notes = session.make_notes and session.make_notes(score, stage.shape, method)
     collector = Collector(session=session, stream=stream, measure=measure)
     session.compile_sampler()
     # A signal may break off a compilation within: nothing has changed until a step's first update.
@@ -126,7 +126,7 @@ def train(session: Session, params: Params) -> Params:
             batches = put_minibatches(
                 minibatches, components.mesh, score, state.params, ref_params, method
             )
-            notes = note(groups, used, state.params, ref_params) if note else None
+            noted = take_notes(groups, used, state.params, ref_params) if take_notes else None
         # Update. If no trajectory has a signal, the optimizer still steps, with a gradient of zero.
         update_metrics: list[dict[str, Any]] = []
         scale = progress.watched.lr_scale
@@ -197,8 +197,8 @@ def train(session: Session, params: Params) -> Params:
             )
             progress.record |= marks
         fields = sample_fields(groups, moved, session.settings.ledger.prices)
-        if notes:  # scores on the devices, so every process takes part
-            fields = [a | b for a, b in zip(fields, notes(state.params), strict=True)]
+        if noted:  # scores on the devices, so every process takes part
+            fields = [a | b for a, b in zip(fields, noted(state.params), strict=True)]
         log_trajectories(session, trajectories, fields)
         finish_step(session)
     progress.give_up_pending()  # where the stage ends early
@@ -229,8 +229,8 @@ class Collector:
         collected = progress.pending
         if collected is None:
             collected = self._collect(progress, policy_version, session.should_stop)
-        # Nothing is sampled here, where a rollout would notice the request.
         elif distributed.anywhere(session.should_stop()):
+            # Nothing is sampled here, where a rollout would notice the request.
             raise Interrupted("the run was asked to stop between two steps")
         if not self._looks_ahead:
             session.components.engine.release()  # its memory is the update's

@@ -233,25 +233,7 @@ class Payment:
         """The reward with all parts and its total, or the first error among them."""
         reward = one.reward
         try:
-            # A part that is earned turn by turn has an amount for each of them.
-            num_turns = len(one.episode.turns)
-            turn_parts: dict[str, Sequence[float]] = {}
-            for name, earned in one.reward.turn_parts.items():
-                turn_parts[name] = tuple(number(name, amount) for amount in earned)
-                if len(turn_parts[name]) != num_turns:
-                    raise ValueError(
-                        f"the reward's turn_parts have {len(turn_parts[name])} amounts of "
-                        f"{name!r} for {num_turns} turns; expected one for each"
-                    )
-            parts = {**one.reward.parts, **{n: math.fsum(x) for n, x in turn_parts.items()}}
-            for name, result in measured.items():
-                if isinstance(result, BaseException):
-                    raise result
-                if result.score is not None:
-                    parts[name] = result.score
-                parts |= {f"{name}/{other}": value for other, value in result.others.items()}
-                if result.turns is not None:
-                    turn_parts[name] = result.turns
+            parts, turn_parts = self._parts(one, measured)
             # A part that does not apply to an episode pays nothing; but the environment has to
             # measure all of its own, and one with a weight has to be left.
             wanted = {name: weight for name, weight in self.weights.items() if weight}
@@ -294,6 +276,35 @@ class Payment:
             ),
             is_correct=is_correct,
         )
+
+    def _parts(
+        self, one: Finished, measured: Mapping[str, Found]
+    ) -> tuple[dict[str, float], dict[str, Sequence[float]]]:
+        """Collects all parts, and those by turns.
+
+        Raises:
+            Exception: what one of them failed with; of a part by turns that it has not a finite
+                number for each turn.
+        """
+        num_turns = len(one.episode.turns)
+        turn_parts: dict[str, Sequence[float]] = {}
+        for name, amounts in one.reward.turn_parts.items():
+            turn_parts[name] = tuple(number(name, amount) for amount in amounts)
+            if len(turn_parts[name]) != num_turns:
+                raise ValueError(
+                    f"the reward's turn_parts have {len(turn_parts[name])} amounts of {name!r} for "
+                    f"{num_turns} turns; expected one for each"
+                )
+        parts = {**one.reward.parts, **{n: math.fsum(x) for n, x in turn_parts.items()}}
+        for name, result in measured.items():
+            if isinstance(result, BaseException):
+                raise result
+            if result.score is not None:
+                parts[name] = result.score
+            parts |= {f"{name}/{other}": value for other, value in result.others.items()}
+            if result.turns is not None:
+                turn_parts[name] = result.turns
+        return parts, turn_parts
 
 
 def _called(make: Callable[[], Any]) -> Future[Any]:

@@ -219,24 +219,7 @@ class ResilientSearch(SearchEngine):
                     miss = _Miss(query=query, started=started, since=started)
                     self._in_flight[query] = misses[query] = miss
         try:
-            # The recording settles what it knows; in a replay nobody is asked for the rest.
-            unknown: list[_Miss] = []
-            for miss in misses.values():
-                recalled: str | ToolError | None = None
-                if self._recording is not None:
-                    recalled = self._recording.get(miss.query)
-                    if recalled is None and self._is_replay:
-                        recalled = self._outage(
-                            miss,
-                            f"{self.section}.replay is 'only', and {self._recording.folder} has no "
-                            f"result for the query {miss.query!r:.200}",
-                            "This run is not the one that was recorded; with replay='record' the "
-                            "engine is asked for what is missing.",
-                        )
-                if recalled is None:
-                    unknown.append(miss)
-                else:
-                    self._settle(miss, recalled, "replay")
+            unknown = [miss for miss in misses.values() if not self._is_recalled(miss)]
             # One by one, or in batches as large as the rate limit lets start at once.
             size = max(len(unknown) if self._takes_batches else 1, 1)
             size = min(size, self._limit.burst) if self._limit else size
@@ -282,6 +265,23 @@ class ResilientSearch(SearchEngine):
             self._in_flight.pop(miss.query, None)
             answer = self._answer(miss.query, result, source, miss.started, miss.attempts)
             miss.settled.set_result(answer)
+
+    def _is_recalled(self, miss: _Miss) -> bool:
+        """Settles a query from the recording, or because it is replayed and has none there."""
+        if self._recording is None:
+            return False
+        recalled: str | ToolError | None = self._recording.get(miss.query)
+        if recalled is None and self._is_replay:
+            recalled = self._outage(
+                miss,
+                f"{self.section}.replay is 'only', and {self._recording.folder} has no result for "
+                f"the query {miss.query!r:.200}",
+                "This run is not the one that was recorded; with replay='record' the engine is "
+                "asked for what is missing.",
+            )
+        if recalled is not None:
+            self._settle(miss, recalled, "replay")
+        return recalled is not None
 
     def _play(self, misses: list[_Miss]) -> None:
         """Asks for some queries at once, and again for those that failed.

@@ -295,17 +295,21 @@ def make_app(
         body = json.dumps(content).encode()  # in ASCII, whatever is in a document
         return Response(body, status, headers, media_type="application/json")
 
+    async def read_body(request: Request) -> bytes:
+        most, body = int(max_request_mib * 2**20), bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most:
+                text = f"the body has more than {max_request_mib:g} MiB; send fewer queries at once"
+                raise RefusedError(TOO_LARGE, text, {"Connection": "close"})
+        return bytes(body)
+
     together = Together(engine)
 
     async def answer(dialect: Dialect, request: Request) -> Response:
         try:
-            body = bytearray()
-            async for chunk in request.stream():  # by pieces, as a body may be of any size
-                body += chunk
-                if len(body) > int(max_request_mib * 2**20):
-                    why = f"the body has more than {max_request_mib:g} MiB; send fewer queries"
-                    raise RefusedError(TOO_LARGE, f"{why} at once", {"Connection": "close"})
-            queries, topk, with_scores = read_request(bytes(body), dialect, engine.topk)
+            body = await read_body(request)
+            queries, topk, with_scores = read_request(body, dialect, engine.topk)
             results = await together.search(queries, topk)
         except RefusedError as error:
             if error.status >= FAILED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,23 +120,7 @@ def _draw(chart: Chart, *, is_page: bool) -> Figure:
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if len({step for s in curves for step in s.steps}) == 1:
             axes.set_xlim(curves[0].steps[0] - 1, curves[0].steps[0] + 1)
-        # Shares run from 0 to 1, amounts from 0.
-        if chart.scale == "log":
-            axes.set_yscale("log")
-            exponents = np.log10([x for s in curves for x in (s.values.min(), s.values.max())])
-            axes.set_ylim(10 ** np.floor(exponents.min()), 10 ** np.ceil(exponents.max() + 1e-9))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        elif chart.scale == "rate":
-            axes.set_ylim(-0.02, 1.02)
-            axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-        else:
-            if chart.scale == "zero":
-                highs = [np.max(s.values if s.high is None else s.high) for s in curves]
-                axes.set_ylim(0, 1.05 * max(highs) or 1)
-            axes.yaxis.set_major_formatter(  # thousands apart; no trailing zeros
-                FuncFormatter(lambda x, _: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.6g}")
-            )
+        _set_values(axes, chart.scale, curves)
         # Beside another panel there is no room for more than the stage.
         axes.set_xlabel("global step, " * (len(panels) == 1) + STAGES[stage])
     if not is_page:
@@ -184,3 +169,23 @@ def _draw_series(axes: Axes, series: Series) -> None:
         axes.plot(steps, values, color=look["color"], alpha=0.35, linewidth=0.9)
         values = series.smooth
     axes.plot(steps, values, **look)
+
+
+def _set_values(axes: Axes, scale: str, series: Sequence[Series]) -> None:
+    """Sets the limits of the value axis: shares run from 0 to 1, amounts from 0 where asked."""
+    if scale == "log":
+        axes.set_yscale("log")
+        exponents = np.log10([value for s in series for value in (s.values.min(), s.values.max())])
+        axes.set_ylim(10 ** np.floor(exponents.min()), 10 ** np.ceil(exponents.max() + 1e-9))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif scale == "rate":
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    else:
+        if scale == "zero":
+            highs = [np.max(s.values if s.high is None else s.high) for s in series]
+            axes.set_ylim(0, 1.05 * max(highs) or 1)
+        axes.yaxis.set_major_formatter(  # thousands apart; no trailing zeros
+            FuncFormatter(lambda x, _: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.6g}")
+        )

@@ -89,8 +89,8 @@ def spread_of(runs: Sequence[Facts], name: tuple[str, str]) -> tuple[str, str, i
         runs: seeds of one configuration.
         name: measure and suite, as of `held_out`.
     """
-    finished = [held_out(run) for run in runs if run.is_finished]
-    scores = [scores_of[name] for scores_of in finished if name in scores_of]
+    tables = [held_out(run) for run in runs if run.is_finished]
+    scores = [table[name] for table in tables if name in table]
     before = [first.value for first, _ in scores if first]
     after = spread([last.value for _, last in scores])
     return spread(before) if len(before) == len(scores) else "", after, len(scores)

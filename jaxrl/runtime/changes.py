@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import KEYS, flatten, missing_folder
-from jaxrl.environment import AROUND, adapter_of
+from jaxrl.environment import ADAPTERS, adapter_key
 from jaxrl.keys import EVALUATION, FREE, RESULTS
 from jaxrl.runtime.history import Begun, plain
 from jaxrl.training.settings import has_gate
@@ -41,10 +41,10 @@ def check_fixed(workdir: Path, begun: Begun, config: ConfigDict) -> None:
     """
     began, now = begun.config, plain(flatten(config))
     # Its checkpoints hold what is trained, and no more.
-    now = dict.fromkeys(AROUND, 0) | now  # a folder that is not there trains nothing
-    fixed = [*AROUND]
+    now = dict.fromkeys(ADAPTERS, 0) | now  # a folder that is not there trains nothing
+    fixed = [*ADAPTERS]
     fixed += [key for key, entry in KEYS.items() if entry.is_fixed and entry.is_fixed(config)]
-    if not adapter_of(config):
+    if not adapter_key(config):
         fixed.append("model.vision.train")
     if "train" in config.stages:
         fixed.append("kl.anchor")

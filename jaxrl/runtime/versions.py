@@ -143,9 +143,8 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     digests = _model_digests("model.path", Path(model_folder(config.model.path)))
     flat = flatten(config)
     for key, entry in KEYS.items():
-        is_file = entry.holds and entry.holds not in (MODEL, CORPUS)
-        if is_file and flat.get(key) and (file := Path(flat[key]) / entry.holds).is_file():
-            digests[f"{key}/{entry.holds}"] = _digest(file)
+        if entry.file and flat.get(key) and (file := Path(flat[key]) / entry.file).is_file():
+            digests[f"{key}/{entry.file}"] = _digest(file)
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
         digests["sft.source"] = _data_digest(demonstrations)

@@ -360,18 +360,7 @@ class Engine:
         self._make_start = jax.jit(
             lambda: (programs.empty_state(), programs.nothing_seen(self._max_units))
         )
-        # The automaton's tables are padded to the model's vocabulary, and lie on every device.
-        padding = ((0, 0), (0, architecture.vocab_size - automaton.is_hit.shape[1]))
-        is_end = np.zeros(architecture.vocab_size, bool)
-        is_end[list(eos_ids)] = True
-        self._stops = jax.device_put(
-            StopTables(
-                next_state=np.pad(automaton.next_state, padding),
-                is_hit=np.pad(automaton.is_hit, padding),
-                is_end=is_end,
-            ),
-            replicated(mesh),
-        )
+        self._stops = _stop_tables(automaton, architecture.vocab_size, eos_ids, mesh)
         self._weights: Params | None = None
         self._next_request = 0
         self._temperature = self._top_p = 1.0  # of all requests there are
@@ -1173,3 +1162,20 @@ def _recorded(row: Row, report: decode.Report, index: int, count: int) -> Mappin
         name: np.concatenate([*(one[name] for one in before), array[index, :count]])
         for name, array in report.recorded.items()
     }
+
+
+def _stop_tables(
+    automaton: StopAutomaton, vocab_size: int, eos_ids: Sequence[int], mesh: Mesh
+) -> StopTables:
+    """The automaton's tables padded to the model's vocabulary, on every device."""
+    padding = ((0, 0), (0, vocab_size - automaton.is_hit.shape[1]))
+    is_end = np.zeros(vocab_size, bool)
+    is_end[list(eos_ids)] = True
+    return jax.device_put(
+        StopTables(
+            next_state=np.pad(automaton.next_state, padding),
+            is_hit=np.pad(automaton.is_hit, padding),
+            is_end=is_end,
+        ),
+        replicated(mesh),
+    )

@@ -94,8 +94,8 @@ class Rollout(EpisodePlayer):
 
         It ends before a chunk, once no more than `Sampling.unfinished` groups are open. These are
         None here, and go on from their tokens where their draws are given again: what stands
-        in the engine then is read anew, and drawn from the same keys. Where more groups than are
-        waited for end in a chunk, the later ones are given then too.
+        in the engine then is read anew, and drawn from the same keys. Groups that end in the same
+        chunk beyond the number that is waited for are None too.
 
         Whatever is raised here leaves the engine empty. Calls of the environment that are under
         way then get `_PATIENCE_S` to end, and are left to themselves after.

@@ -333,7 +333,7 @@ def _filter_groups(
     passes = np.zeros(len(columns.group_ids), bool)
     metrics = np.zeros((1, len(passes)), np.float32)
     if "metric" in keep.arguments:
-        # Of `filter.varied.metric`, [N, K]; K is 1 but for rewards by turns.
+        # Values of `filter.varied.metric`, [N, K]; K is 1 but for rewards by turns.
         match method.filter.metric:
             case "acc":
                 values = columns.is_correct[:, None]

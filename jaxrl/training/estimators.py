@@ -25,7 +25,7 @@ class Estimator:
         chosen, function = advantage.estimator, advantage.estimator.function
         names = self._arrays = chosen.arguments
 
-        # With an advantage for each turn, of columns that have one for each.
+        # With an advantage for each turn the estimator is applied to each turn's column by itself.
         def estimate(*arrays: Any, **settings: Any) -> jax.Array:
             columns = dict(zip(names, arrays, strict=True))
             return by_turn(partial(function, **settings), names, columns)
@@ -48,7 +48,7 @@ class Estimator:
         """Refuses an estimator that gives no number a trajectory; it is traced for `count` of them.
 
         Raises:
-            ValueError: names the key and, of what was raised, the place.
+            ValueError: names the key, and the line that raised.
         """
         chosen, columns, shape = self._advantage.estimator, Columns(()), (count,)
         arrays = [

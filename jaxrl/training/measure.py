@@ -96,7 +96,7 @@ def unpack(
     arrays = []
     for own, sequence in zip(np.split(order, np.cumsum(counts)[:-1]), sequences, strict=True):
         places, starts = positions[own], [context.start for context in contexts_of(sequence)]
-        # Of each token's context, which begins where positions do not go on by one.
+        # The number of each token's context: one begins where positions jump.
         number = np.cumsum(np.diff(places, prepend=places[:1] - 1) != 1)
         array = np.zeros(len(sequence.token_ids), values.dtype)
         array[np.array(starts)[number] + places] = values.ravel()[own]

@@ -138,7 +138,7 @@ def check_aggregation(method: Method, max_response_tokens: int) -> None:
     None is longer than `max_response_tokens`, so it takes no more than a step does.
 
     Raises:
-        OwnCodeError: names the key and, of what was raised, the place.
+        OwnCodeError: names the key, and the line that raised.
     """
     for size in (method.groups_per_minibatch * method.group_size, 1):
         counts = np.arange(size) % (max_response_tokens + 1)
@@ -146,9 +146,9 @@ def check_aggregation(method: Method, max_response_tokens: int) -> None:
 
 
 def as_trained(trajectory: Trajectory, loss: Loss) -> Trajectory:
-    """The trajectory with the mask of what is trained on; with observations, where asked for.
+    """Adds observations to the mask of trained tokens where `mask_observations` is off.
 
-    Each is trained on once, in the context in which it came.
+    Each observation is trained on once, in the context in which it came.
     """
     if loss.mask_observations:
         return trajectory

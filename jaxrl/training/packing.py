@@ -194,13 +194,13 @@ def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[
     has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
     if num_pieces > 1:  # a token's logits are where the token before it is
         has_loss = np.roll(has_loss, -1, axis=2)
-    rooms = []
+    quarters = []
     for micro in has_loss[: packed.num_micro]:
         # [shards, rows, pieces, tokens]
         pieces = micro.reshape(num_shards, -1, num_pieces, micro.shape[1] // num_pieces)
         most, room = int(pieces.sum(axis=(1, 3)).max()), pieces[0, :, 0].size
-        rooms.append(next(quarters for quarters in QUARTERS if 4 * most <= quarters * room))
-    return rooms
+        quarters.append(next(count for count in QUARTERS if 4 * most <= count * room))
+    return quarters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def traced(chosen: Chosen, *arrays: jax.Array) -> Any:
     """Calls a function of the loss while JAX traces it.
 
     Raises:
-        LossError: names the key and, of what was raised, the place.
+        LossError: names the key, and the line that raised.
     """
     try:
         return chosen(*arrays)
@@ -119,7 +119,7 @@ def check_update(update: UpdateStep, shape: BatchShape, method: Method) -> None:
     """Refuses functions of the loss that a step of these shapes could not trace or differentiate.
 
     Raises:
-        LossError: names the key and, of what was raised, the place.
+        LossError: names the key, and the line that raised.
     """
     try:
         update.gradient.check(shape)

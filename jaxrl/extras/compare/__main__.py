@@ -68,16 +68,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     display = Display()
     try:
-        numbers = compare_as_asked(arguments, read_keys(others, "with"), display)
+        comparison = compare_as_asked(arguments, read_keys(others, "with"), display)
         if arguments.out is not None:
             with written_whole(arguments.out) as file:
-                file.write(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
+                file.write(json.dumps(comparison, indent=1, allow_nan=False) + "\n")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         display.stop()
         sys.exit(line(error))
     finally:
         display.stop()
-    show(numbers, display.console)
+    show(comparison, display.console)
 
 
 def compare_as_asked(
@@ -104,8 +104,8 @@ def compare_as_asked(
             has_updates=arguments.updates > 0,
             log=display.log,
         )
-        numbers = compare(case, arguments.updates, display)
-    return {"run": str(arguments.run), "step": arguments.step, **numbers}
+        comparison = compare(case, arguments.updates, display)
+    return {"run": str(arguments.run), "step": arguments.step, **comparison}
 
 
 def compare(case: Case, num_updates: int, display: Display) -> dict[str, Any]:
@@ -204,16 +204,17 @@ def _plain(value: Any) -> Any:
     return plain_number(value) if isinstance(value, float | np.number | jax.Array) else value
 
 
-def show(numbers: Mapping[str, Any], console: Console) -> None:
+def show(comparison: Mapping[str, Any], console: Console) -> None:
     """Prints the tables."""
 
     def tell(text: str) -> None:
         console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
-    updates, rates = numbers["updates"], numbers["learning_rates"]
+    updates, rates = comparison["updates"], comparison["learning_rates"]
     tell(
-        f"step {numbers['step']} of {numbers['run']}: {numbers['num_trajectories']} trajectories "
-        f"of {numbers['num_groups']} groups, weights of checkpoint {numbers['checkpoint']}"
+        f"step {comparison['step']} of {comparison['run']}: "
+        f"{comparison['num_trajectories']} trajectories of {comparison['num_groups']} groups, "
+        f"weights of checkpoint {comparison['checkpoint']}"
     )
     if not updates:
         tell("no update yet: every ratio is 1, and nothing is clipped (--updates=K moves on first)")
@@ -228,16 +229,16 @@ def show(numbers: Mapping[str, Any], console: Console) -> None:
             f"after {moved} by the run's objective, learning rate {at}; old log-probabilities are "
             "from before"
         )
-    for key, (before, after) in numbers["changed"].items():
+    for key, (before, after) in comparison["changed"].items():
         tell(f"  {key}: {before} in the run, {after} with")
-    for note in numbers["notes"]:
+    for note in comparison["notes"]:
         tell(f"note: {note}")
-    one, other = (numbers["objectives"][name] for name in NAMES)
+    one, other = (comparison["objectives"][name] for name in NAMES)
     table = _table("", "run", "with")
     for name in [*one, *(name for name in other if name not in one)]:
         table.add_row(name, _shown(one.get(name)), _shown(other.get(name)))
     console.print(table)
-    gradients = numbers["gradients"]
+    gradients = comparison["gradients"]
     table = _table("gradient", "norm, run", "norm, with", "cosine")
     whole = {"all": {"norm": gradients["norm"], "cosine": gradients["cosine"]}}
     for name, row in (whole | gradients["layers"]).items():

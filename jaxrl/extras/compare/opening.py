@@ -223,7 +223,26 @@ def _configurations(
     if values is not None:
         load_values(other, values)
     other.update_from_flattened_dict(dict(keys))
-    # What was decided before the batch was recorded cannot be another.
+    _check_changes(own, other)
+    for config in (own, other):
+        config.stages = ("train",)
+        config.search.replay, config.optimizer.offload = "off", False
+        leave_out_scores(config)  # rewards are as they were paid
+        name_installed(config)
+        validate(config, needs_data=False)
+        # The mesh of this host may have other shards than the run's: whole rows on each.
+        shards, rows = fit_mesh(config), config.optimizer.micro_rows
+        config.optimizer.micro_rows = -(-max(rows, 1) // shards) * shards
+    return own, other
+
+
+def _changes(own: ConfigDict, other: ConfigDict) -> dict[str, tuple[Any, Any]]:
+    before, after = flatten(own), flatten(other)
+    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+def _check_changes(own: ConfigDict, other: ConfigDict) -> None:
+    """Refuses another value of what was decided before the batch was recorded."""
     changed = _changes(own, other)
     for key, (before, after) in changed.items():
         if not (key.startswith(SECTIONS) or key in KEYS):
@@ -240,21 +259,6 @@ def _configurations(
                     "its recorded rewards hold its KL term (kl.place='reward'), so expected kl.* "
                     "as the run has it."
                 )
-    for config in (own, other):
-        config.stages = ("train",)
-        config.search.replay, config.optimizer.offload = "off", False
-        leave_out_scores(config)  # rewards are as they were paid
-        name_installed(config)
-        validate(config, needs_data=False)
-        # The mesh of this host may have other shards than the run's: whole rows on each.
-        shards, rows = fit_mesh(config), config.optimizer.micro_rows
-        config.optimizer.micro_rows = -(-max(rows, 1) // shards) * shards
-    return own, other
-
-
-def _changes(own: ConfigDict, other: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    before, after = flatten(own), flatten(other)
-    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
 
 
 def _make_model(config: ConfigDict, log: Callable[[str], None]) -> tuple[Model, Any]:

@@ -37,8 +37,8 @@ def search_bytes(
                 f"config.search.dense.corpus is {str(corpus)!r}, which is not there to count its "
                 "passages; say how many there are by --plan_passages."
             )
-        about = corpus.stat()
-        num_passages = _count_lines(corpus, about.st_size, about.st_mtime_ns)
+        stat = corpus.stat()
+        num_passages = _count_lines(corpus, stat.st_size, stat.st_mtime_ns)
     sizes = device_bytes(
         num_passages,
         model.width,

@@ -166,8 +166,8 @@ def _first(values: jax.Array, count: int) -> jax.Array:
     groups = padded.reshape(len(values), -1, GROUP)
     best = jnp.sort(_first(groups.max(axis=2), count), axis=1)
     inside = jnp.take_along_axis(groups, best[:, :, None], axis=1).reshape(len(values), -1)
-    largest = jax.lax.top_k(inside, count)[1]
-    return jnp.take_along_axis(best, largest // GROUP, axis=1) * GROUP + largest % GROUP
+    where = jax.lax.top_k(inside, count)[1]
+    return jnp.take_along_axis(best, where // GROUP, axis=1) * GROUP + where % GROUP
 
 
 def _search_device(

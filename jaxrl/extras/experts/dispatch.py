@@ -43,12 +43,12 @@ def sort_pairs(chosen: Int[Array, "M k"], first: int | jax.Array, num_experts: i
     """Sorts pairs by the experts from `first` on, `num_experts` of them; others are left out."""
     M, k = chosen.shape
     room = M * min(k, num_experts)
-    numbers = chosen.reshape(-1) - first
-    is_here = (numbers >= 0) & (numbers < num_experts)
-    numbers = jnp.where(is_here, numbers, num_experts)
-    source = jnp.argsort(numbers, stable=True).astype(jnp.int32)
+    experts = chosen.reshape(-1) - first
+    is_here = (experts >= 0) & (experts < num_experts)
+    experts = jnp.where(is_here, experts, num_experts)
+    source = jnp.argsort(experts, stable=True).astype(jnp.int32)
     place = jnp.zeros(M * k, jnp.int32).at[source].set(jnp.arange(M * k, dtype=jnp.int32))
-    ends = count_up_to(numbers[source], jnp.arange(num_experts))
+    ends = count_up_to(experts[source], jnp.arange(num_experts))
     is_taken = jnp.arange(room) < ends[-1]
     sizes = jnp.diff(ends, prepend=0)
     return Order(source[:room], is_taken, jnp.minimum(place, room - 1), is_here, sizes)

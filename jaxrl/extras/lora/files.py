@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from jaxrl.envs.json_text import read_object
 from jaxrl.extras.lora.adapter import Adapter, module_of, modules_of, quantise
-from jaxrl.extras.lora.keys import KEYS
+from jaxrl.extras.lora.keys import TENSORS_FILE
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import (
     Progress,
@@ -38,7 +38,6 @@ from jaxrl.runtime.files import folder_taking_place
 from jaxrl.types import Params
 
 CONFIG_FILE = "adapter_config.json"
-TENSORS_FILE = KEYS["model.lora.path"].holds
 PREFIX = "base_model.model."
 """Prefix of the name of each module, as PEFT wraps the model."""
 
@@ -144,7 +143,11 @@ def check_adapter(path: str | Path, adapter: Adapter) -> None:
                 f"folder with {CONFIG_FILE} and {TENSORS_FILE}, as PEFT writes it."
             )
     fields = read_object(folder / CONFIG_FILE)
-    file = folder / CONFIG_FILE
+    _check_fields(fields, adapter, folder / CONFIG_FILE)
+    _check_tensors(fields, adapter, folder / TENSORS_FILE)
+
+
+def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
     if fields.get("peft_type") != "LORA":
         raise ValueError(f"{file}: peft_type is {fields.get('peft_type')!r}; expected 'LORA'.")
     for name in UNSUPPORTED:
@@ -169,7 +172,9 @@ def check_adapter(path: str | Path, adapter: Adapter) -> None:
                 f"{file}: {name} is {value!r}, but config.model.lora.{key} is {wanted!r}; set it "
                 "as the adapter has it."
             )
-    file = folder / TENSORS_FILE
+
+
+def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
     stored = {tensor.name: tensor for tensor in open_file(file)}
     made_for = fields.get("base_model_name_or_path")
     # PEFT's name and shape of every tensor: of one layer, [out, in] where we have [L, in, out].

@@ -2,6 +2,8 @@
 
 from jaxrl.keys import DTYPES, Key, Rule, are_texts
 
+TENSORS_FILE = "adapter_model.safetensors"
+
 # fmt: off
 KEYS = {
     "model.lora.rank": Key(0, "Rank of an adapter, which alone is trained. 0: none; all weights "
@@ -20,7 +22,7 @@ KEYS = {
         "with fewer products a token.", one_of=("separate", "merged")),
     "model.lora.path": Key("", "Folder of an adapter in PEFT's format to go on with, of the same "
         "rank, alpha and targets. Empty: a new one, which changes nothing at first.",
-        holds="adapter_model.safetensors", written_to="adapter"),
+        file=TENSORS_FILE, written_to="adapter"),
 }
 # fmt: on
 

@@ -21,7 +21,7 @@ from jaxrl.extras.plan.memory import (
     target_mesh,
     update_phase,
 )
-from jaxrl.method import batch_shape
+from jaxrl.method import batch_shape, optimizer_section
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.sharding import BATCH, num_batch_shards
 
@@ -92,7 +92,7 @@ def choose_micro_rows(
     usable = target.usable
     notes = []
     for stage, key in _MICRO_ROWS.items():
-        if stage not in config.stages or _optimizer(config, stage).micro_rows:
+        if stage not in config.stages or optimizer_section(config, stage).micro_rows:
             continue
         note, kept = "", (began or {}).get(key, 0)
         if kept and kept % shards:
@@ -101,17 +101,13 @@ def choose_micro_rows(
         elif kept:
             peak = update_phase(_changed(config, {key: kept}), model, target, stage).peak
             if peak <= usable:
-                _optimizer(config, stage).micro_rows = kept
+                optimizer_section(config, stage).micro_rows = kept
                 continue
             note = f" (not the {kept} it began with: they would need {gib(peak)})"
         rows, peak = best_micro_rows(config, model, target, stage, must_fit=must_fit)
-        _optimizer(config, stage).micro_rows = rows
+        optimizer_section(config, stage).micro_rows = rows
         notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} on each device")
     return notes
-
-
-def _optimizer(config: ConfigDict, stage: str) -> ConfigDict:
-    return config.sft.optimizer if stage == "sft" else config.optimizer
 
 
 def _changed(config: ConfigDict, values: dict[str, Any]) -> ConfigDict:

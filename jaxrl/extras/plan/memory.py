@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
-from jaxrl.capacity import Cache, check_length, check_rows, samples_beside, sampling_shards
+from jaxrl.capacity import CacheSizes, check_length, check_rows, samples_beside, sampling_shards
 from jaxrl.config import default_config
 from jaxrl.environment import context_tokens, max_image_tokens, most_chunk_tokens
 from jaxrl.extras.plan.host import host_memory
@@ -882,7 +882,7 @@ def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
     """
     sampler = _Sampler.of(config, model, target)
     cache = sampler.cache
-    pages = cache.given_pages(config, target.platform)
+    pages = cache.fixed_pages(config, target.platform)
     if pages is not None:
         return pages
     moment = max(sum(terms.values()) for terms in sampler.moments.values())
@@ -906,7 +906,7 @@ def _kernels(config: ConfigDict, model: Architecture, target: Target) -> str:
 class _Sampler:
     """The sampler's memory on one device, in bytes."""
 
-    cache: Cache
+    cache: CacheSizes
     kept: dict[str, int]  # without the cache
     moments: dict[str, dict[str, int]]
 
@@ -919,7 +919,7 @@ class _Sampler:
         dtype = jnp.dtype(config.model.dtype)
         kernels = _kernels(config, model, target)
         page = page_tokens(config, model, target)
-        cache = Cache.of(config, model, mesh, target.num_processes, page)
+        cache = CacheSizes.of(config, model, mesh, target.num_processes, page)
         token_bytes = cache.page_bytes // page
         is_short = target.platform == "cpu" and dtype.itemsize < 4
         upcast = 4 // dtype.itemsize if is_short and not MULTIPLIES_BFLOAT16 else 1
@@ -954,7 +954,7 @@ class _Sampler:
             # a chunk of steps it makes them once, the table of ids among them. Where tokens are
             # read, about half the layers are copied at a time: some before their turn.
             count = _Counts.of(model, mesh)
-            held_pages = cache.given_pages(config, target.platform) or cache.full
+            held_pages = cache.fixed_pages(config, target.platform) or cache.full
             cache_bytes = cache.page_bytes * held_pages
             layers = count.decode_params - count.whole_tables
             if upcast > 1 or busy == 1:
@@ -1058,16 +1058,17 @@ def _policy_weights(config: ConfigDict, model: Architecture, mesh: Any) -> Polic
     dtype = jnp.dtype(config.model.dtype)
     policy = policy_of(config, model)
     if policy.around is None:
-        return _entries(policy, frozen_of(config), mesh, dtype)
+        return _plain_weights(policy, frozen_of(config), mesh, dtype)
     around: Any = importlib.import_module(policy.around.plan)
     weights: PolicyWeights = around.policy_weights(policy, mesh, dtype)
     return weights
 
 
 @functools.cache
-def _entries(
+def _plain_weights(
     model: Architecture, frozen: tuple[str, ...], mesh: Any, dtype: np.dtype
 ) -> PolicyWeights:
+    """Counts the weights of a model without an adapter, some of them frozen."""
     trained, others = (
         num_values(part.abstract_params(), param_shardings(mesh, part))
         for part in model.parts(frozen)

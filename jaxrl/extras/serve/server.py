@@ -20,7 +20,6 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
@@ -278,12 +277,9 @@ class Endpoint:
         }
         self._posts: dict[str, tuple[Reader, Callable[[Answer, Any], Any]]] = {
             "/v1/chat/completions": (self._read_chat, self._write_chat),
-            "/inference/v1/generate": (
-                lambda fields, _: (generate.read(fields, self._limits), None),
-                lambda answer, _: Ids(answer),
-            ),
+            "/inference/v1/generate": (self._read_ids, lambda answer, _: Ids(answer)),
             MESSAGES: (self._read_messages, self._write_messages),
-            COUNT: (partial(self._read_messages, counts=True), self._write_messages),
+            COUNT: (self._read_count, self._write_messages),
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -308,10 +304,10 @@ class Endpoint:
 
     async def _refuse(self, exchange: Exchange, error: RefusedError) -> None:
         # The clients of each address read an error in their own dialect.
-        is_named = exchange.path.startswith(MESSAGES)
+        is_anthropic = exchange.path.startswith(MESSAGES)
         text = printable(str(error))
         value: dict[str, Any]
-        if is_named:
+        if is_anthropic:
             kind = error.kind if error.status != 500 else "api_error"
             text = error.short if isinstance(error, TooLongError) else text
             value = {"type": "error", "error": {"type": kind, "message": text}}
@@ -320,7 +316,7 @@ class Endpoint:
             value = {"error": fields}
         try:
             if exchange.has_begun:
-                await exchange.event("error" if is_named else "", value)
+                await exchange.event("error" if is_anthropic else "", value)
                 await exchange.end_stream()
             else:
                 await exchange.send_json(value, error.status, error.headers)
@@ -496,8 +492,14 @@ class Endpoint:
             counts=counts,
         )
 
+    def _read_count(self, fields: Fields, session: str) -> tuple[Question, Any]:
+        return self._read_messages(fields, session, counts=True)
+
     def _write_messages(self, answer: Answer, shown: Any) -> Any:
         return messages.MessageWriter(answer=answer, shown=shown, chats=self._chats)
+
+    def _read_ids(self, fields: Fields, session: str) -> tuple[Question, Any]:
+        return generate.read(fields, self._limits), None
 
     async def _health(self, exchange: Exchange) -> None:
         status = "damaged" if self.worker.is_damaged else "ok"

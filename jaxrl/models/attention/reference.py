@@ -143,32 +143,9 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The outputs, and what the backward pass needs: with them their log-sum-exp."""
 
-    def average(weights: jax.Array, values: jax.Array) -> jax.Array:
-        return _product("rkts,rksh->rkth", weights.astype(values.dtype), values)
-
-    # Of a block of queries, by an online softmax over key blocks.
     def one(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         index, q, reads = block
-        # The block itself comes first: each query reads itself there, so there is a finite maximum.
-        scores = _scores(q, k[index], reads, index, is_diagonal=True)
-        highest = scores.max(axis=-1, keepdims=True)
-        weights = jnp.exp(scores - highest)
-        sums = highest, weights.sum(axis=-1, keepdims=True), average(weights, v[index])
-
-        def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            highest, total, out = sums
-            j = block_at(i)
-            scores = _scores(q, k[j], reads, j, is_diagonal=False)
-            new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
-            weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
-            total = total * fade + weights.sum(axis=-1, keepdims=True)
-            return new, total, out * fade + average(weights, v[j])
-
-        if len(k) > 1:
-            count, block_at = _blocks_before(index, reads)
-            sums = jax.lax.fori_loop(0, count, add, sums)
-        highest, total, out = sums
-        return (out / total).astype(q.dtype), highest + jnp.log(total)
+        return _forward_block(index, q, reads, k, v)
 
     out, lse = jax.lax.map(one, (_places_of(q, k), q, reads))
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
@@ -178,6 +155,36 @@ def _forward(
 def _places_of(q: jax.Array, k: jax.Array) -> jax.Array:
     """Places of the blocks of queries among those of keys: the last ones."""
     return jnp.arange(len(k) - len(q), len(k))
+
+
+def _forward_block(
+    index: jax.Array, q: jax.Array, reads: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs of a block of queries and their log-sum-exp, by an online softmax over key blocks."""
+
+    def average(weights: jax.Array, values: jax.Array) -> jax.Array:
+        return _product("rkts,rksh->rkth", weights.astype(values.dtype), values)
+
+    # The block itself comes first: each query reads itself there, so there is a finite maximum.
+    scores = _scores(q, k[index], reads, index, is_diagonal=True)
+    highest = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - highest)
+    sums = highest, weights.sum(axis=-1, keepdims=True), average(weights, v[index])
+
+    def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        highest, total, out = sums
+        j = block_at(i)
+        scores = _scores(q, k[j], reads, j, is_diagonal=False)
+        new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
+        weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
+        total = total * fade + weights.sum(axis=-1, keepdims=True)
+        return new, total, out * fade + average(weights, v[j])
+
+    if len(k) > 1:
+        count, block_at = _blocks_before(index, reads)
+        sums = jax.lax.fori_loop(0, count, add, sums)
+    highest, total, out = sums
+    return (out / total).astype(q.dtype), highest + jnp.log(total)
 
 
 def _blocks_before(
@@ -208,18 +215,18 @@ def _backward(
     scale = q.shape[4] ** -0.5
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
-    def one(sums: Sums, block: tuple[Any, ...]) -> tuple[Sums, jax.Array]:
-        index, queries = block
-        of_queries, *of_pair = _backward_pair(queries, index, k, v, is_diagonal=True)
+    def one(sums: Sums, numbered: tuple[Any, ...]) -> tuple[Sums, jax.Array]:
+        index, block = numbered
+        of_queries, *of_pair = _backward_pair(block, index, k, v, is_diagonal=True)
         sums = _add_at(sums, index, of_pair)
 
         def add(i: jax.Array, carry: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
             j = block_at(i)
-            of_queries, *of_pair = _backward_pair(queries, j, k, v, is_diagonal=False)
+            of_queries, *of_pair = _backward_pair(block, j, k, v, is_diagonal=False)
             return carry[0] + of_queries, _add_at(carry[1], j, of_pair)
 
         if len(k) > 1:
-            count, block_at = _blocks_before(index, queries[1])
+            count, block_at = _blocks_before(index, block[1])
             of_queries, sums = jax.lax.fori_loop(0, count, add, (of_queries, sums))
         return sums, (of_queries * scale).astype(q.dtype)
 
@@ -236,10 +243,10 @@ Sums = tuple[jax.Array, jax.Array]
 
 
 def _backward_pair(
-    queries: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
+    block: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of queries, keys and values from a block of queries and key block `j`."""
-    q, reads, lse, gradient, delta = queries
+    q, reads, lse, gradient, delta = block
     weights = jnp.exp(_scores(q, k[j], reads, j, is_diagonal=is_diagonal) - lse)
     of_values = _product("rkth,rkts->rkhs", gradient, weights.astype(q.dtype))
     of_weights = _product("rkth,rksh->rkts", gradient, v[j])

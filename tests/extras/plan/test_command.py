@@ -15,7 +15,7 @@ from rich.console import Console
 
 from configs import debug_tiny
 from jaxrl import components, launch
-from jaxrl.capacity import GIB, Cache, gib
+from jaxrl.capacity import GIB, CacheSizes, gib
 from jaxrl.extras.plan import advice, display, memory
 from jaxrl.models.reading import read_model
 from tests.extras.plan.cases import NODE, QWEN_7B, ROOT, large_run
@@ -216,13 +216,13 @@ class TestWithoutItsFolder:
 
     def test_a_run_on_an_accelerator_names_its_cache(self):
         config = large_run()
-        cache = Cache.of(config, QWEN_7B, memory.target_mesh(config, QWEN_7B, NODE), 1, 64)
-        assert cache.given_pages(config, "gpu") is None
+        cache = CacheSizes.of(config, QWEN_7B, memory.target_mesh(config, QWEN_7B, NODE), 1, 64)
+        assert cache.fixed_pages(config, "gpu") is None
         with pytest.raises(ValueError, match=r"config\.rollout\.cache_gib is 0.*extras\.plan"):
             components.pages_left(config, QWEN_7B, 64)
         config.rollout.cache_gib = 2.0
         # A page has keys and values of 28 layers with 4 heads of 128, in two bytes.
-        assert cache.given_pages(config, "gpu") == 2 * GIB // (64 * 2 * 28 * 4 * 128 * 2)
+        assert cache.fixed_pages(config, "gpu") == 2 * GIB // (64 * 2 * 28 * 4 * 128 * 2)
 
     def test_the_flag_is_refused(self, tiny_world, monkeypatch):
         argv = ["launch", f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}", "--plan"]

@@ -45,7 +45,7 @@ Ended = Callable[[str, Any, str], None]
 
 
 class _Child(Child):
-    """A process of agents, and its folder. Who tells it something never waits until it reads."""
+    """A process of agents, and its folder. Writing to it never blocks."""
 
     def __init__(self, words: Sequence[str], *, what: str, env: Mapping[str, str]):
         """Starts it.

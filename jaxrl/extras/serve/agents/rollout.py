@@ -156,7 +156,7 @@ class AgentRollout(EpisodePlayer):
         host, port = env.settings.host, env.settings.port
         try:
             self._taken = take_port(host, port, key="that of each episode")
-        except OSError as error:  # which names options that a run does not have
+        except OSError as error:  # its text names options of `jaxrl serve`
             raise ValueError(
                 f"config.env.agents.port is {port} and host {host!r}, which cannot be had: "
                 f"{getattr(error.__cause__, 'strerror', error)}; expected a port that is free, or "
