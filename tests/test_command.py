@@ -112,6 +112,10 @@ def test_without_a_word_it_says_which_there_are(site, tmp_path):
     assert done.returncode == 1
     words = "quickstart, train, plan, chat, report, view, compare, serve, tiny-model"
     assert done.stderr == f"error: jaxrl trian: expected {words}.\n"
+    # A checkout has it without the script.
+    module = [sys.executable, "-m", "jaxrl.command", "trian"]
+    again = subprocess.run(module, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (again.returncode, again.stderr) == (1, done.stderr)
 
 
 def test_only_missing_files_are_looked_for_in_the_bundle(tmp_path, monkeypatch):
