@@ -46,7 +46,7 @@ def small_world(world: str) -> ConfigDict:
 
 
 def small_math(world: str) -> ConfigDict:
-    """A warm start and a minute of training on a world of `examples/math_world.py`."""
+    """A warm start of 900 steps and 60 of training on a world of `examples/math_world.py`."""
     config = small_world(world)
     config.num_steps = 60
     config.env.name = "math"

@@ -405,8 +405,8 @@ class Programs:
             return state, chunk, report
 
         one_step = partial(step, *self._reader(cache, rows.tables[:, :past_pages]))
-        begun = (state, chunk, report)
-        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, one_step, begun)
+        carry = (state, chunk, report)
+        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, one_step, carry)
         write = self._each_shard(_write_chunk, (_PAGES, _ROWS, _ROWS, _ROWS, self._chunk), _PAGES)
         cache = jax.tree.map(
             lambda pages, new: write(pages, rows.tables, cached, state.length - cached, new),

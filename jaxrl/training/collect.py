@@ -150,8 +150,8 @@ def collect(
         count = settings.tasks_per_batch or wanted
         # Begin so many that the step is full while unfinished_tasks are still under way.
         if settings.unfinished_tasks or batches.under_way:
-            begun = settings.unfinished_tasks - len(batches.under_way)
-            count = max(wanted - len(batches.kept) + begun, 0)
+            to_begin = settings.unfinished_tasks - len(batches.under_way)
+            count = max(wanted - len(batches.kept) + to_begin, 0)
         draws, batches.num_tasks_taken = draw(
             stream, batches.num_tasks_taken, count, controllers.skipped
         )

@@ -1,5 +1,6 @@
 """The memory plan of a run: `memory` computes, `advice` looks for settings, `display` shows both.
 
-`fitting` fits a run to the devices that it is started on. Without this folder `--plan` is refused,
+`command` is what `--plan` does, `fitting` fits a run to the devices that it is started on, of which
+`host` tells what is free. Without this folder `--plan` is refused,
 and a run names its micro-batches and, on an accelerator, the size of its cache.
 """
