@@ -57,6 +57,16 @@ def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any
         raise ValueError(f"config.{key} names {entry!r}{_why_not_found(entry, error)}.") from error
 
 
+def optional(name: str) -> Any:
+    """Resolves a name in a folder that can be deleted; None where it was."""
+    try:
+        return pkgutil.resolve_name(name)
+    except ModuleNotFoundError as error:
+        if not _is_of(name, error.name or ""):
+            raise
+        return None
+
+
 def _why_not_found(name: str, error: BaseException) -> str:
     """Says what is wrong with a dotted name, to be told behind it."""
     if isinstance(error, ModuleNotFoundError) and _is_of(name, error.name or ""):

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl import calibration, capacity, environment, toolbox
-from jaxrl.choices import chosen, made
+from jaxrl.choices import chosen, made, optional
 from jaxrl.config import OWN_MODEL
 from jaxrl.demonstrations import Demonstration, read_demonstrations
 from jaxrl.envs.base import Env, Prompt, Task
@@ -792,12 +792,13 @@ def pages_left(config: ConfigDict, model: Architecture, page_tokens: int) -> int
     Raises:
         ValueError: the plan's folder was removed.
     """
-    try:
-        pages: int = pkgutil.resolve_name(PAGES_LEFT)(config, model, page_tokens)
-    except ImportError as error:
+    plan = optional(PAGES_LEFT)
+    if plan is None:
         raise ValueError(
-            f"config.rollout.cache_gib is 0, which takes what the plan leaves, but {error}; set it."
-        ) from error
+            "config.rollout.cache_gib is 0, which takes what the plan of memory leaves, but "
+            "jaxrl/extras/plan is not there; set it to GiB of each device."
+        )
+    pages: int = plan(config, model, page_tokens)
     return pages
 
 

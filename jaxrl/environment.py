@@ -80,6 +80,13 @@ def adapter_key(config: ConfigDict) -> str:
     return next((key for key in ADAPTERS if key in KEYS and config[key]), "")
 
 
+def leave_out_adapter(config: ConfigDict) -> None:
+    """Sets the keys of an adapter to their defaults, as of a model that it is merged into."""
+    section = adapter_key(config).rpartition(".")[0]
+    defaults = {key: one.default for key, one in KEYS.items() if key.startswith(f"{section}.")}
+    config.update_from_flattened_dict(defaults if section else {})
+
+
 def has_contexts(config: ConfigDict) -> bool:
     """True where a trajectory may go through several contexts."""
     return bool(config.rollout.context.name != "none")

@@ -28,7 +28,6 @@ import contextlib
 import itertools
 import logging
 import os
-import pkgutil
 import re
 import sys
 import threading
@@ -42,6 +41,7 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import config_checks, values
+from jaxrl.choices import optional
 from jaxrl.envs.redaction import redacted_output
 from jaxrl.envs.text import printable
 from jaxrl.installed import name_installed
@@ -156,10 +156,9 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 
         model_folder(config.model.path, lambda text: print(printable(text), file=sys.stderr))
         if _PLAN.value:
-            try:
-                show_plan = pkgutil.resolve_name(SHOW_PLAN)
-            except ImportError as error:
-                raise ValueError(f"--plan: {error}") from error
+            show_plan = optional(SHOW_PLAN)
+            if show_plan is None:
+                raise ValueError("--plan: jaxrl/extras/plan is not there; bring it back to plan.")
             fits = show_plan(
                 config,
                 num_devices=_PLAN_DEVICES.value,
@@ -350,17 +349,18 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     """
     if config.policy.name != configuration.OWN_MODEL:
         return []
-    try:
-        fit = pkgutil.resolve_name(FIT)
-    except ImportError as error:
+    fit = optional(FIT)
+    if fit is None:
         from jaxrl.method import optimizer_section, stage_steps
 
-        if not all(optimizer_section(config, stage).micro_rows for stage in stage_steps(config)):
-            raise ValueError(
-                "a micro_rows of 0 in config.optimizer or config.sft.optimizer leaves it to the "
-                f"plan, but {error}; set it."
-            ) from error
-        return [f"no plan of memory: {error}"]
+        sections = {"sft": "sft.optimizer", "train": "optimizer"}
+        for stage in stage_steps(config):
+            if not optimizer_section(config, stage).micro_rows:
+                raise ValueError(
+                    f"config.{sections[stage]}.micro_rows is 0, which leaves it to the plan of "
+                    "memory, but jaxrl/extras/plan is not there; set it to a number of rows."
+                )
+        return ["no plan of memory: jaxrl/extras/plan is not there"]
     notes: list[str] = fit(config, workdir, ignores_plan=ignores_plan)
     return notes
 

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from jaxrl.components import Assembled, assemble
 from jaxrl.config import KEYS, OWN_MODEL, default_config, with_tuples
 from jaxrl.config_checks import validate
-from jaxrl.environment import adapter_key, context_tokens, has_contexts
+from jaxrl.environment import context_tokens, has_contexts, leave_out_adapter
 from jaxrl.envs.text import printable
 from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
@@ -108,8 +108,7 @@ def open_run(
     model = chosen_model(config, run, model, step)
     if model is not None:
         config.model.path = str(model)
-        if rank := adapter_key(config):
-            config[rank] = 0  # it is merged into what a run exports
+        leave_out_adapter(config)  # it is merged into what a run exports
     config.policy.name = OWN_MODEL  # whose weights these are
     if is_talk:
         rollout = config.rollout

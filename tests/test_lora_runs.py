@@ -189,7 +189,8 @@ def test_the_adapter_and_the_export_are_one_model(base):
 
 
 @pytest.mark.slow(
-    instead="extras/chat/test_chat.py::test_a_run_under_way_answers_with_its_newest_checkpoint"
+    instead="extras/serve/test_opening.py"
+    "::test_a_run_with_an_adapter_is_asked_and_served_by_what_it_exported"
 )
 def test_the_model_of_a_run_is_asked(base, tmp_path):
     workdir, _, _ = base

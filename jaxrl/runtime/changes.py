@@ -54,8 +54,10 @@ def check_fixed(workdir: Path, begun: Begun, config: ConfigDict) -> None:
             fixed += ["eval.best_metric", "tasks.eval.source", "tasks.eval.sources"]
     for key in fixed:
         if began.get(key, now[key]) != now[key]:
+            folder = missing_folder(key)
+            mend = f"bring jaxrl/extras/{folder}" if folder else "set it"
             raise ValueError(
-                f"config.{key} is {now[key]!r}, but {workdir} began with {began[key]!r}; set it "
+                f"config.{key} is {now[key]!r}, but {workdir} began with {began[key]!r}; {mend} "
                 "back to go on, or set --workdir to another folder to begin anew."
             )
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from jaxrl.components import make_engine, make_model, model_and_tokenizer
 from jaxrl.config import OWN_MODEL, default_config
 from jaxrl.config_checks import validate
-from jaxrl.environment import adapter_key
+from jaxrl.environment import leave_out_adapter
 from jaxrl.envs.json_text import read_object
 from jaxrl.extras.serve.engine import ServedEngine
 from jaxrl.installed import name_installed
@@ -99,8 +99,7 @@ def open_served(
         model = chosen_model(config, place, model, step)
     if model is not None:
         config.model.path = str(model)
-        if rank := adapter_key(config):
-            config[rank] = 0  # it is merged into what a run exports
+        leave_out_adapter(config)  # it is merged into what a run exports
     config.policy.name = OWN_MODEL
     leave_out_scores(config)
     leave_out_method(config)

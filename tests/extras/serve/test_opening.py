@@ -131,6 +131,17 @@ def test_what_is_no_model_is_told(tmp_path):
     assert "\n" not in ended.value.code
 
 
+def test_a_run_with_an_adapter_is_asked_and_served_by_what_it_exported(run, tiny_world):
+    """An export holds the sum of base and adapter."""
+    config = debug_tiny.get_config(str(tiny_world))
+    config.model.lora.rank, config.model.lora.path = 2, "adapter"
+    (run / "config.json").write_text(to_json(config))
+    served = open_served(run, Display(), rows=3, keys={"rollout.chunk_tokens": 4})
+    assert served.model.architecture.around is None
+    assembled, config = open_run(run, None, Display())
+    assert (assembled.model.architecture.around, config.model.lora.rank) == (None, 0)
+
+
 def test_a_folder_is_served_within_its_positions(run, tiny_world):
     folder = tiny_world / "model"
     positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
