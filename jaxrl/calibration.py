@@ -398,7 +398,7 @@ def telling(
     """Wraps a rollout to warn, once for each cause, that the device waited for the environment."""
     told: set[str] = set()
 
-    def play(draws: Sequence[Draw], sampling: Sampling, **settings: Any) -> list[Group]:
+    def play(draws: Sequence[Draw], sampling: Sampling, **settings: Any) -> Sequence[Group | None]:
         before, begun = dict(engine.waits), time.monotonic()
         groups = rollout(draws, sampling, **settings)
         took_s = time.monotonic() - begun

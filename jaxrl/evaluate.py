@@ -263,7 +263,7 @@ def play(session: Session, suite: str) -> list[Group]:
     settings, components = session.settings.evaluation, session.components
     is_greedy = suite == "greedy"
     rollout = components.rollout if suite in ("sampled", "greedy") else components.controls[suite]
-    return rollout(
+    groups = rollout(
         [Draw(task=task, stream_index=i) for i, task in enumerate(components.eval_tasks)],
         Sampling(
             group_size=1 if is_greedy else settings.samples,
@@ -278,3 +278,4 @@ def play(session: Session, suite: str) -> list[Group]:
         should_stop=session.should_stop,
         progress=session.display.counter(f"evaluating {suite}, trajectories"),
     )
+    return [group for group in groups if group is not None]  # an evaluation leaves none unfinished

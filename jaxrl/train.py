@@ -325,7 +325,7 @@ def rollout_at(
     policy_version: int,
     should_stop: Callable[[], bool],
     unfinished: int = 0,
-) -> partial[list[Group]]:
+) -> partial[Sequence[Group | None]]:
     """Binds the session's rollout to the sampling settings of one training step.
 
     Args:
@@ -388,7 +388,7 @@ def bootstrap(session: Session) -> None:
             Draw(task=task, stream_index=start + i)
             for i, task in enumerate(tasks[start : start + size])
         ]
-        sampled = roll_out(draws)
+        sampled = [group for group in roll_out(draws) if group is not None]  # none is left open
         session.progress.ledger += Ledger.of(members(sampled), session.settings.ledger.prices)
         session.failures.count(members(sampled))
         groups += sampled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,7 +46,7 @@ class Sampling:
     unfinished: int = 0
 
 
-RolloutFunction = Callable[..., list[Group]]
+RolloutFunction = Callable[..., Sequence[Group | None]]
 """From draws and their `Sampling` to a group of each, called as `sampling.rollout.Rollout` is.
 
 Where `Sampling.unfinished` is above 0 the list has None for each group left unfinished.

@@ -28,7 +28,9 @@ def shared(
         restored: puts into groups what does not travel, as images.
     """
 
-    def everywhere(draws: Sequence[Draw], sampling: Sampling, **settings: Any) -> list[Group]:
+    def everywhere(
+        draws: Sequence[Draw], sampling: Sampling, **settings: Any
+    ) -> Sequence[Group | None]:
         if jax.process_count() == 1:
             return rollout(draws, sampling, **settings)
         if sampling.unfinished:  # a task goes on where it was, but shares may be other ones then
@@ -40,7 +42,7 @@ def shared(
         own: Any = None
         try:
             sampled = rollout(draws[mine], sampling, **settings)
-            own = codecs.groups_to_json(sampled)
+            own = codecs.groups_to_json(filter(None, sampled))  # none is unfinished
         except Interrupted:
             own = None
         except OutageError as error:

@@ -108,4 +108,5 @@ class Conversation:
         )
         draw = Draw(task=task, stream_index=number)  # on which its draws depend
         [group] = self._components.rollout([draw], sampling)
+        assert group is not None  # `sampling` leaves none unfinished
         return group.trajectories[0]
