@@ -9,7 +9,6 @@ from ml_collections import ConfigDict
 
 from jaxrl.capacity import gib
 from jaxrl.extras.plan import memory
-from jaxrl.extras.plan.advice import choose_micro_rows
 from jaxrl.method import optimizer_section, stage_steps
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.folder import model_folder
@@ -39,6 +38,8 @@ def fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False)
     is_cpu = target.platform == "cpu"
     notes = []
     if not all(optimizer_section(config, stage).micro_rows for stage in stage_steps(config)):
+        from jaxrl.extras.plan.advice import choose_micro_rows  # which few runs ask
+
         must_fit = not (is_cpu or ignores_plan)
         notes = choose_micro_rows(config, model, target, began, must_fit=must_fit)
     if is_cpu and target.free_bytes is None:
