@@ -5,7 +5,7 @@ import re
 import pytest
 
 from configs import debug_tiny
-from jaxrl.choices import chosen, made
+from jaxrl.choices import chosen, made, optional
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import ENVS
 from jaxrl.envs.search import SearchEnv
@@ -68,3 +68,12 @@ def test_parameters_are_bound_by_name():
         made("x.settings", thing, {"sise": 2}, engine=1)
     with pytest.raises(ValueError, match=r"config.x.settings lacks 'size', which thing asks for"):
         made("x.settings", thing, {}, engine=1)
+
+
+def test_only_a_folder_that_is_missing_is_no_optional_one(tmp_path, monkeypatch):
+    (tmp_path / "lame.py").write_text("import a_library_that_nobody_has")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert optional("jaxrl.extras.gone.thing:function") is None
+    assert optional("jaxrl.choices:optional") is optional
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_nobody_has"):
+        optional("lame:function")
