@@ -27,6 +27,10 @@ def unit_of(size: int) -> tuple[str, int]:
     return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
 
 
+MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"}
+"""Keys of a micro-batch's rows, by stage."""
+
+
 def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
     """Refuses numbers of rows, of stages that run, that do not divide evenly over the devices.
 

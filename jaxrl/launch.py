@@ -351,14 +351,14 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
         return []
     fit = optional(FIT)
     if fit is None:
-        from jaxrl.method import optimizer_section, stage_steps
+        from jaxrl.capacity import MICRO_ROWS
+        from jaxrl.method import stage_steps
 
-        sections = {"sft": "sft.optimizer", "train": "optimizer"}
         for stage in stage_steps(config):
-            if not optimizer_section(config, stage).micro_rows:
+            if not config[MICRO_ROWS[stage]]:
                 raise ValueError(
-                    f"config.{sections[stage]}.micro_rows is 0, which leaves it to the plan of "
-                    "memory, but jaxrl/extras/plan is not there; set it to a number of rows."
+                    f"config.{MICRO_ROWS[stage]} is 0, which leaves it to the plan of memory, but "
+                    "jaxrl/extras/plan is not there; set it to a number of rows."
                 )
         return ["no plan of memory: jaxrl/extras/plan is not there"]
     notes: list[str] = fit(config, workdir, ignores_plan=ignores_plan)

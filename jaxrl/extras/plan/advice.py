@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.capacity import gib
+from jaxrl.capacity import MICRO_ROWS, gib
 from jaxrl.config import flatten
 from jaxrl.environment import has_contexts
 from jaxrl.extras.plan.memory import (
@@ -48,11 +48,11 @@ def best_micro_rows(
     shards = num_batch_shards(target_mesh(config, model, target))
 
     def peak(rows_each: int) -> int:
-        changed = _changed(config, {_MICRO_ROWS[stage]: rows_each * shards})
+        changed = _changed(config, {MICRO_ROWS[stage]: rows_each * shards})
         return update_phase(changed, model, target, stage).peak
 
     # With one row each, there are as many micro-batches as sequences in a mini-batch.
-    one_each = _changed(config, dict.fromkeys(_MICRO_ROWS.values(), 1))
+    one_each = _changed(config, dict.fromkeys(MICRO_ROWS.values(), 1))
     most = -(-batch_shape(one_each, stage).num_micro // shards)
     if target.platform == "cpu":
         most = min(most, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
@@ -61,16 +61,13 @@ def best_micro_rows(
     fitting = bisect.bisect_right(range(1, most + 1), usable, key=peak)
     if fitting == 0 and must_fit:
         raise ValueError(
-            f"config.{_MICRO_ROWS[stage]}=0 asks for a micro-batch that fits, but "
+            f"config.{MICRO_ROWS[stage]}=0 asks for a micro-batch that fits, but "
             f"{shards} rows, one on each device, would need {gib(peak(1))} of the "
             f"{gib(usable)} that may be used of each; --plan tells what to "
             f"change, {GO_ON}."
         )
     rows_each = max(fitting, 1)
     return rows_each * shards, peak(rows_each)
-
-
-_MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"}
 
 
 def choose_micro_rows(
@@ -91,7 +88,7 @@ def choose_micro_rows(
     shards = num_batch_shards(target_mesh(config, model, target))
     usable = target.usable
     notes = []
-    for stage, key in _MICRO_ROWS.items():
+    for stage, key in MICRO_ROWS.items():
         if stage not in config.stages or optimizer_section(config, stage).micro_rows:
             continue
         note, kept = "", (began or {}).get(key, 0)
@@ -202,7 +199,7 @@ def _options(
         for fsdp in _doublings(sizes["fsdp"], groups)
     ]
     flat = flatten(config)
-    for stage, key in _MICRO_ROWS.items():
+    for stage, key in MICRO_ROWS.items():
         if stage in config.stages:
             yield [{key: rows} for rows in _halvings(flat[key], unit=shards)]
     yield [
@@ -220,7 +217,7 @@ def _options(
     yield [{"rollout.num_rows": fewer} for fewer in _halvings(flat["rollout.num_rows"], unit=unit)]
     if config.rollout.ahead and sizes["expert"] == 1:
         yield _divisions(config, target, sizes)
-    keys = [key for stage, key in _MICRO_ROWS.items() if stage in config.stages]
+    keys = [key for stage, key in MICRO_ROWS.items() if stage in config.stages]
     # As many rows each, of which several devices then share the tokens.
     yield [
         {"mesh.data": 1, "mesh.fsdp": groups // count, "mesh.context": sizes["context"] * count}
@@ -252,7 +249,7 @@ def _options(
 def _of_optimizers(config: ConfigDict, key: str, value: Any) -> dict[str, Any]:
     """A key of the optimizers of all stages that run."""
     sections = [
-        one.removesuffix("micro_rows") for s, one in _MICRO_ROWS.items() if s in config.stages
+        one.removesuffix("micro_rows") for s, one in MICRO_ROWS.items() if s in config.stages
     ]
     return {f"{section}{key}": value for section in sections}
 
@@ -281,7 +278,7 @@ def _divisions(
             "mesh.tensor": tensor,
             "rollout.num_rows": -(-flat["rollout.num_rows"] // sampling) * sampling,
         }
-        for stage, key in _MICRO_ROWS.items():
+        for stage, key in MICRO_ROWS.items():
             if stage in config.stages:
                 division[key] = flat[key] // before * shards
         if count != config.mesh.rollout_devices:
