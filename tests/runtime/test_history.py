@@ -232,7 +232,8 @@ class TestOlderRuns:
             assert changes_since(begun, config, CONTENTS) == []
             if not rank:
                 return check_fixed(tmp_path, begun, config)
-            with pytest.raises(ValueError, match=r"began with 2; bring jaxrl/extras/lora back"):
+            told = r"model\.lora\.rank is 0, but .* began with 2; bring jaxrl/extras/lora back"
+            with pytest.raises(ValueError, match=told):
                 check_fixed(tmp_path, begun, config)
 
     @pytest.mark.parametrize("damage", [None, "", "[]", "{", "nu\xff", "[" * 100_000])
