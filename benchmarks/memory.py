@@ -52,7 +52,7 @@ from jaxrl.sampling.next_token import PLAIN
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.settings import has_kl_loss, has_kl_weights, takes_own_logprobs
+from jaxrl.training.settings import token_fields
 from jaxrl.training.update import (
     ScoreStep,
     UpdateStep,
@@ -182,8 +182,7 @@ def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
 def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
     """A mini-batch of the train stage for shapes alone."""
     shape = shape_of(config, policy)
-    whole, kl = (shape.num_micro, shape.micro_rows, shape.row_tokens), config.kl
-    is_own = takes_own_logprobs(config.optimizer, config.filter)
+    whole = shape.num_micro, shape.micro_rows, shape.row_tokens
     ints, floats = (jax.ShapeDtypeStruct(whole, dtype) for dtype in (jnp.int32, jnp.float32))
     given = {**shape.token_arrays, **(shape.tower.arrays if shape.tower else {})}
     batch = Batch(
@@ -194,9 +193,7 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
         token_weights=floats,
         advantages=floats,
         rollout_logprobs=floats,
-        old_logprobs=None if is_own else floats,
-        ref_logprobs=floats if has_kl_loss(kl) and kl.anchor == "ref" else None,
-        kl_weights=floats if has_kl_weights(kl) else None,
+        **dict.fromkeys(token_fields(config.optimizer, config.filter, config.kl), floats),
         token_arrays={
             name: jax.ShapeDtypeStruct((*whole, *one.shape), one.dtype)
             for name, one in given.items()

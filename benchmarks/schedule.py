@@ -114,7 +114,7 @@ class Device:
         engine.overlaps = True
         engine._weights = {}
         engine._make_cache = lambda *sizes: ()
-        engine._make_start = lambda: (None, None)
+        engine._make_start = lambda _: (None, None)
         engine._append = lambda weights, cache, *rest, variant: (cache, {})
         engine._copy = lambda cache, *places: cache
         engine._swap = lambda cache, *rest: (cache, ())

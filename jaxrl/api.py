@@ -63,7 +63,7 @@ def train(
     workdir: str | Path,
     *,
     accept_changes: bool = False,
-    ignore_plan: bool = False,
+    ignore_memory_plan: bool = False,
 ) -> Run:
     """Run the stages of a configuration in this process, from where the workdir stands.
 
@@ -72,7 +72,7 @@ def train(
         workdir: the run's folder; it is made. Relative paths are the working folder's, as those
             in the configuration are.
         accept_changes: go on in a workdir that began with other data, rewards or another method.
-        ignore_plan: start although the plan needs more memory than a device has.
+        ignore_memory_plan: start although the plan needs more memory than a device has.
 
     Raises:
         ValueError, KeyError, AttributeError, TypeError, OSError: the configuration, a file or the
@@ -82,7 +82,9 @@ def train(
         OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
             OwnCodeError, UnreadableError, CheckpointError: as `jaxrl.run.run`.
     """
-    return _play(config, Path(workdir), accept_changes=accept_changes, ignore_plan=ignore_plan)
+    return _play(
+        config, Path(workdir), accept_changes=accept_changes, ignore_memory_plan=ignore_memory_plan
+    )
 
 
 def evaluate(config: ConfigDict, workdir: str | Path, *, step: int | None = None) -> Run:

@@ -80,7 +80,7 @@ _PLAN_MEMORY: flags.FlagHolder[float] = flags.DEFINE(
 _PLAN_PLATFORM = flags.DEFINE_enum(
     "plan_platform", None, ["cpu", "gpu", "tpu"], "Their kind; default: gpu where memory is given."
 )
-_IGNORE_PLAN = flags.DEFINE_bool(
+_IGNORE_MEMORY_PLAN = flags.DEFINE_bool(
     "ignore_memory_plan", False, "Start although the plan needs more memory than a device has."
 )
 _PLAN_PASSAGES = flags.DEFINE_integer(
@@ -221,7 +221,7 @@ def _run(
                 display,
                 stack,
                 accept_changes=_ACCEPT.value,
-                ignore_plan=_IGNORE_PLAN.value,
+                ignore_memory_plan=_IGNORE_MEMORY_PLAN.value,
                 step=_STEP.value,
             )
         except INPUT_ERRORS as error:
@@ -260,7 +260,7 @@ def make_ready(
     stack: contextlib.ExitStack,
     *,
     accept_changes: bool = False,
-    ignore_plan: bool = False,
+    ignore_memory_plan: bool = False,
     step: int | None = None,
 ) -> Callable[[Callable[[], bool]], None]:
     """Check a run against its workdir, files and code, and build what it works with.
@@ -271,7 +271,7 @@ def make_ready(
         display: progress.
         stack: holds the workdir for this process until it is closed.
         accept_changes: go on in a workdir that began with other data or another method.
-        ignore_plan: start although the plan needs more memory than a device has.
+        ignore_memory_plan: start although the plan needs more memory than a device has.
         step: evaluate and export this step's checkpoint alone.
 
     Returns:
@@ -309,7 +309,7 @@ def make_ready(
         # The checkpoint of a step is evaluated alone, which changes nothing of the run.
         place = f"changed after step {begun.step}" if step is None else "differs from the run"
         notes += [*begun.warnings, *(f"{place}: {change}" for change in changes)]
-    notes += _fit_memory(config, workdir, ignores_plan=ignore_plan)
+    notes += _fit_memory(config, workdir, ignore_memory_plan=ignore_memory_plan)
     keep_programs(config.compilation_cache, display.log)
     give_back_after_compiling()
     components = assemble(config, display.activity, workdir=workdir, log=display.log)
@@ -341,7 +341,9 @@ def _end(error: Exception, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False) -> list[str]:
+def _fit_memory(
+    config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = False
+) -> list[str]:
     """Fits a run of its own model to this host's devices; says what was chosen.
 
     Raises:
@@ -361,7 +363,7 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
                     "jaxrl/extras/plan is not there; set it to a number of rows."
                 )
         return ["no plan of memory: jaxrl/extras/plan is not there"]
-    notes: list[str] = fit(config, workdir, ignores_plan=ignores_plan)
+    notes: list[str] = fit(config, workdir, ignore_memory_plan=ignore_memory_plan)
     return notes
 
 

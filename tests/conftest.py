@@ -20,6 +20,15 @@ if version("jaxlib").startswith("0.10."):
     QUICK_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_FLAGS))
 
+# Whence each operation of a program comes, which no test asks: a thirtieth of the time of tracing.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
+# What a compilation frees is taken again by the next one. The C library reads this at its start, so
+# it is for processes that this one starts, pytest's others among them.
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 << 30))
+os.environ.setdefault("MALLOC_TOP_PAD_", str(64 << 20))
+
 # OpenBLAS's threads turn in wait for the next product. This process has numpy already, but those
 # that it starts, pytest's others among them, have one thread each.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -59,6 +68,26 @@ def pytest_collection_finish():
     gc.freeze()
     gc.set_threshold(200_000, 20, 20)
     gc.enable()
+
+
+def pytest_sessionfinish():
+    """What is there at the end goes with the process: to look through it would take seconds."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def keeps_freed_memory():
+    """No run gives memory back to the system, which takes longer the more tests a process has run.
+
+    Processes that tests start do give it back.
+    """
+    from jaxrl import session  # after the hook
+    from jaxrl.sampling import weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (session, weights):
+            patch.setattr(module, "give_back", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")

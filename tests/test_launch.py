@@ -601,7 +601,7 @@ class TestFaultsOfTheWorkdir:
         def ended(run):
             monkeypatch.setattr("jaxrl.run.run", run)
             monkeypatch.setattr(launch, "_fit_memory", lambda *_, **__: [])
-            for flag in ("_IGNORE_PLAN", "_ACCEPT"):
+            for flag in ("_IGNORE_MEMORY_PLAN", "_ACCEPT"):
                 monkeypatch.setattr(launch, flag, SimpleNamespace(value=False))
             monkeypatch.setattr(
                 "jaxrl.components.assemble", lambda *_, **__: SimpleNamespace(notes=[])

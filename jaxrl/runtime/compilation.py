@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+from cachetools import LRUCache
 
 from jaxrl.runtime.stopping import Interrupted
 
@@ -94,6 +95,36 @@ def _wait() -> None:
         thread.join()
 
 
+_jitted: LRUCache[Hashable, Any] = LRUCache(maxsize=128)
+
+
+def jitted(
+    function: Callable[..., Any], *, name: str, same: Hashable = None, **settings: Any
+) -> Any:
+    """`jax.jit` of a function, or of an earlier one that does the same.
+
+    JAX keeps what it traced and compiled with what this returns, so who makes an object anew in one
+    process, as a notebook that trains twice, does not compile its functions again.
+
+    Args:
+        function: it may hold no arrays, since it is kept.
+        name: of the program, which a profile shows.
+        same: equal for functions of that name that compute the same. For None, and for what has no
+            hash, as an architecture of one's own may have none, there are no others.
+        settings: of `jax.jit`, the same wherever `same` is.
+    """
+
+    def called(*args: Any) -> Any:
+        return function(*args)
+
+    called.__name__ = name
+    made = jax.jit(called, **settings)
+    try:
+        return made if same is None else _jitted.setdefault((name, same), made)
+    except TypeError:
+        return made
+
+
 class CompiledFunction:
     """A function with the shapes it may be compiled for, and a count of its compilations.
 
@@ -101,9 +132,6 @@ class CompiledFunction:
     here. The caller names the variant of each call; every variant is compiled once, and later calls
     run that program. `jax.jit` would trace it again whenever anything changes that JAX takes for
     its tracing context, as the first import of `jax.experimental.pallas` does since JAX 0.12.
-
-    Attributes:
-        num_traces: compilations so far.
     """
 
     def __init__(
@@ -114,21 +142,26 @@ class CompiledFunction:
         variants: Iterable[Hashable] = ((),),
         donate_argnums: tuple[int, ...] = (),
         static_argnums: tuple[int, ...] = (),
+        same: Hashable = None,
     ):
+        """See `jitted` for `name` and `same`."""
         self.name = name
         self.variants = frozenset(variants)
-        self.num_traces = 0
         self._programs: dict[Hashable, Callable[..., Any]] = {}
         self.function = function
         self._static_argnums = static_argnums
+        self._jitted = jitted(
+            function,
+            name=name,
+            same=same,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+        )
 
-        def traced(*args: Any) -> Any:
-            result = function(*args)
-            self.num_traces += 1
-            return result
-
-        traced.__name__ = name  # which a profile shows
-        self._jitted = jax.jit(traced, donate_argnums=donate_argnums, static_argnums=static_argnums)
+    @property
+    def num_traces(self) -> int:
+        """Variants that were compiled so far, here or where the same was done before."""
+        return len(self._programs)
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:
         """Calls the function.

@@ -160,6 +160,10 @@ class Programs:
         )
         return self._by_row(state)
 
+    def start(self, num_units: int) -> tuple[State, Array | None]:
+        """The state before any chunk, and what `see` returned before any call."""
+        return self.empty_state(), self.nothing_seen(num_units)
+
     def nothing_seen(self, num_units: int) -> Array | None:
         """Zeros as `see` would return them; None without a tower."""
         if self.architecture.tower is None:

@@ -38,7 +38,7 @@ from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import XLA, past_ends
 from jaxrl.models.beside import TokenArray
 from jaxrl.models.kv_cache import Cache
-from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16, CompiledFunction, compile_all
+from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16, CompiledFunction, compile_all, jitted
 from jaxrl.runtime.sharding import (
     PIECES,
     cache_sharding,
@@ -324,6 +324,7 @@ class Engine:
         self._weights_of = Weights(
             self.programs.weights,
             architecture,
+            same=self.programs,
             mesh=mesh,
             train_mesh=mesh if train_mesh is None else train_mesh,
             scan_layers=scan_layers,
@@ -347,19 +348,20 @@ class Engine:
         self.kinds = tuple(kinds)
         # The programs, compiled by `compile` or else when they are first called.
         programs = self.programs
-        self._append = CompiledFunction(
+        declared = partial(CompiledFunction, same=programs)
+        self._append = declared(
             programs.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
         )
-        self._copy = CompiledFunction(programs.copy_pages, name="copy", donate_argnums=(0,))
-        self._swap = CompiledFunction(programs.swap_pages, name="swap", donate_argnums=(0,))
-        self._see = CompiledFunction(
+        self._copy = declared(programs.copy_pages, name="copy", donate_argnums=(0,))
+        self._swap = declared(programs.swap_pages, name="swap", donate_argnums=(0,))
+        self._see = declared(
             programs.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
         )
         self._decode = self._declare_decode()
-        self._make_cache = jax.jit(programs.empty_cache, static_argnums=(0, 1))
-        self._make_start = jax.jit(
-            lambda: (programs.empty_state(), programs.nothing_seen(self._max_units))
+        self._make_cache = jitted(
+            programs.empty_cache, name="cache", same=programs, static_argnums=(0, 1)
         )
+        self._make_start = jitted(programs.start, name="start", same=programs, static_argnums=(0,))
         self._stops = _stop_tables(automaton, architecture.vocab_size, eos_ids, mesh)
         self._weights: Params | None = None
         self._next_request = 0
@@ -413,6 +415,7 @@ class Engine:
             variants=self._decodes(),
             donate_argnums=(1,),
             static_argnums=(7, 8),
+            same=self.programs,
         )
 
     @property
@@ -589,7 +592,7 @@ class Engine:
         self._draw_by(numbers, temperature, top_p)
         if self._cache is None:
             self._cache = self._make_cache(self.num_pages * self.num_shards, self.page_tokens)
-            self._state, self._seen = self._make_start()
+            self._state, self._seen = self._make_start(self._max_units)
         self._next_request += len(requests)
         self._queue.extend(zip(numbers, requests, strict=True))
         return numbers

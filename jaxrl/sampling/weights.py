@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.runtime.compilation import compile_all
+from jaxrl.runtime.compilation import compile_all, jitted
 from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.sharding import decode_shardings, on_local_mesh, param_shardings
 from jaxrl.types import Params
@@ -37,6 +37,7 @@ class Weights:
         mesh: Mesh,
         train_mesh: Mesh,
         scan_layers: bool,
+        same: Hashable = None,
     ):
         """Declares the program.
 
@@ -46,7 +47,9 @@ class Weights:
             mesh: where the weights lie.
             train_mesh: where the parameters lie.
             scan_layers: see `decode.Programs`.
+            same: equal wherever `prepare` does the same; see `jitted`.
         """
+        self._key = same and (same, train_mesh)
         self._prepare, self._mesh, self._train_mesh = prepare, mesh, train_mesh
         self._params = policy.abstract_params()
         self._abstract = jax.eval_shape(prepare, self._params)
@@ -91,21 +94,27 @@ class Weights:
     def _declare(self, given: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
         """The program that makes some weights out of some parameters, both by their places."""
         structure, shapes = jax.tree.structure(self._params), jax.tree.leaves(self._params)
+        prepare = self._prepare
 
         def make(params: list[jax.Array]) -> list[jax.Array]:
             # Nothing is computed of the zeros: what would be is not wanted.
             leaves = [jnp.zeros(x.shape, x.dtype) for x in shapes]
             for place, param in zip(given, params, strict=True):
                 leaves[place] = param
-            weights = jax.tree.leaves(self._prepare(jax.tree.unflatten(structure, leaves)))
+            weights = jax.tree.leaves(prepare(jax.tree.unflatten(structure, leaves)))
             return [weights[place] for place in wanted]
 
-        jitted = jax.jit(make, out_shardings=[self._made[place] for place in wanted])
+        program = jitted(
+            make,
+            name="weights",
+            same=self._key and (self._key, given, wanted),
+            out_shardings=[self._made[place] for place in wanted],
+        )
         compiled: list[Any] = []
 
         def call(params: list[jax.Array]) -> list[jax.Array]:
             if not compiled:
-                lowered = jitted.lower(params)
+                lowered = program.lower(params)
                 compile_all([lambda: compiled.append(lowered.compile())])
             return compiled[0](params)
 

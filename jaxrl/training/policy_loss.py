@@ -15,7 +15,7 @@ from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.objectives.metrics import Metric
 from jaxrl.own_code import Chosen, failure_text
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.settings import Method
+from jaxrl.training.settings import Method, token_fields
 from jaxrl.training.update import TokenLoss, UpdateStep
 from jaxrl.types import Batch
 
@@ -122,7 +122,7 @@ def check_update(update: UpdateStep, shape: BatchShape, method: Method) -> None:
         LossError: names the key, and the line that raised.
     """
     try:
-        update.gradient.check(shape)
+        update.gradient.check(shape, token_fields(method.optimizer, method.filter, method.kl))
     except LossError:
         raise
     except Exception as error:

@@ -221,6 +221,17 @@ def has_kl_weights(kl: KL) -> bool:
     return has_kl_loss(kl) and not is_plain
 
 
+def token_fields(optimizer: OptimizerSettings, filter: Filter, kl: KL) -> list[str]:
+    """The numbers by token that the method adds to those that every batch has."""
+    has_reference = has_kl_loss(kl) and kl.anchor == "ref"
+    is_there = {
+        "old_logprobs": not takes_own_logprobs(optimizer, filter),
+        "ref_logprobs": has_reference,
+        "kl_weights": has_kl_weights(kl),
+    }
+    return [name for name, one in is_there.items() if one]
+
+
 def needs_windows(shaping: Shaping, kl: KL) -> bool:
     """True where windows of high entropy are looked for."""
     return shaping.entropy_reward or kl.low_factor != 1 or kl.second_chance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -335,12 +335,16 @@ class Gradient:
                 loss += read.balance_loss(balance, beside.statistics)
             return loss, (reduced, num_tokens, beside.statistics)
 
+        # Traced once for micro-batches of a shape and room, whichever program asks first.
+        differentiate = jax.jit(
+            jax.grad(micro_loss, has_aux=True), static_argnames="quarters", inline=True
+        )
+
         def begin(params: Params, batch: Batch) -> Sums:
             first = jax.tree.map(lambda x: x[0], batch)
-            loss = partial(micro_loss, balance=None, quarters=QUARTERS[0])
-            trained, others = model.split(params)
-            abstract = jax.eval_shape(loss, trained, others, first)[1]
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (trained, abstract))
+            differentiated = partial(differentiate, balance=None, quarters=QUARTERS[-1])
+            abstract = jax.eval_shape(differentiated, *model.split(params), first)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
             gradients, (metrics, num_tokens, statistics) = zeros
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
             return Sums(
@@ -348,8 +352,9 @@ class Gradient:
             )
 
         def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
-            differentiate = jax.grad(micro_loss, has_aux=True)
-            new, measured = differentiate(*model.split(params), micro, sums.balance, quarters)
+            new, measured = differentiate(
+                *model.split(params), micro, balance=sums.balance, quarters=quarters
+            )
             with jax.named_scope("sum"):
                 gradients = jax.tree.map(jnp.add, sums.gradients, new)
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
@@ -366,28 +371,35 @@ class Gradient:
         self.add = MicroBatches(model, "update", add)
         self.measure = MicroBatches(model, "update's metrics", measure)
 
-    def check(self, shape: BatchShape) -> None:
+    def check(self, shape: BatchShape, more: Sequence[str] = ()) -> None:
         """Traces the loss of a micro-batch and its gradient, and computes nothing.
 
-        What the loss raises while it is traced passes through.
+        What the loss raises while it is traced passes through. The first update need not trace it
+        again where its micro-batches have the same fields and the same room in the output layer.
 
         Args:
-            shape: of mini-batches. The batch has all that the method may put on a token.
+            shape: of mini-batches.
+            more: float32 fields of a batch beside those that every batch has.
         """
         kinds = {"token_ids": jnp.int32, "segment_ids": jnp.int32, "positions": jnp.int32}
-        kinds |= {"loss_mask": jnp.bool_, **dict.fromkeys(_NUMBERS, jnp.float32)}
-        sizes = 1, shape.micro_rows, shape.row_tokens
+        kinds |= {"loss_mask": jnp.bool_, **dict.fromkeys((*_NUMBERS, *more), jnp.float32)}
+        model, sizes = self._model, (1, shape.micro_rows, shape.row_tokens)
+        lies = batch_sharding(model.mesh)
         fields: dict[str, Any] = {
-            name: jax.ShapeDtypeStruct(sizes, kind) for name, kind in kinds.items()
+            name: jax.ShapeDtypeStruct(sizes, kind, sharding=lies) for name, kind in kinds.items()
         }
         fields["token_arrays"] = {
-            name: jax.ShapeDtypeStruct((*sizes, *one.shape), one.dtype)
+            name: jax.ShapeDtypeStruct((*sizes, *one.shape), one.dtype, sharding=lies)
             for name, one in shape.token_arrays.items()
         }
         batch = Batch(**fields)
-        params = self._model.architecture.abstract_params()
+        params = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            model.architecture.abstract_params(),
+            param_shardings(model.mesh, model.architecture),
+        )
         sums = jax.eval_shape(self.begin.function, params, batch)
-        add = partial(self.add.program.function, start=0, stop=1, room=QUARTERS[0])
+        add = partial(self.add.program.function, start=0, stop=1, room=QUARTERS[-1])
         jax.eval_shape(add, params, sums, batch)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
@@ -404,15 +416,8 @@ class Gradient:
         return self.add(policy, sums, batch, packed)
 
 
-_NUMBERS = (
-    "token_weights",
-    "advantages",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "kl_weights",
-)
-"""The fields of a batch that are float32."""
+_NUMBERS = ("token_weights", "advantages", "rollout_logprobs")
+"""The fields of every batch that are float32."""
 
 
 class UpdateStep:

@@ -65,6 +65,31 @@ def test_what_jax_takes_for_its_context_may_change_between_calls():
     assert compiled.num_traces == 1
 
 
+def test_what_does_the_same_is_traced_once():
+    traced = []
+
+    def times(factor):
+        def function(x):
+            traced.append(factor)
+            return x * factor
+
+        return function
+
+    def doubled(factor, same):
+        compiled = CompiledFunction(times(factor), name="times", same=same)
+        assert compiled.num_traces == 0
+        result = compiled(jnp.ones(2))
+        assert compiled.num_traces == 1
+        return result.tolist()
+
+    assert doubled(2, same=("times", 2)) == doubled(2, same=("times", 2)) == [2.0, 2.0]
+    assert traced == [2]
+    assert doubled(3, same=("times", 3)) == [3.0, 3.0]
+    # Nothing is the same as what has no hash, and as what says nothing.
+    assert doubled(4, same=["times", 2]) == doubled(4, same=None) == [4.0, 4.0]
+    assert traced == [2, 3, 4, 4]
+
+
 def test_donated_arguments_are_gone():
     compiled = CompiledFunction(double, name="double", donate_argnums=(0,))
     x = jnp.ones(2)

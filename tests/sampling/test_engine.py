@@ -243,6 +243,23 @@ def test_what_is_compiled_ahead_is_all_there_is():
     assert same_samples(got, wanted, tolerance=5e-5)
 
 
+def test_a_second_engine_of_the_same_settings_compiles_nothing():
+    made = [Player(SMALL, TOKENIZER, STOPS, num_rows=4, num_pages=9) for _ in range(2)]
+    got = []
+    for played in made:
+        with count_compilations() as compiled:
+            played.engine.set_weights(OLD)
+            got.append(played.play(noting_env(), QUESTIONS, group_size=3))
+    assert not compiled
+    assert made[1].engine.num_compilations == made[0].engine.num_compilations > 0
+    assert same_samples(*got)
+    # Another chunk is another program.
+    made[1].engine.set_chunk(5)
+    with count_compilations() as compiled:
+        made[1].play(noting_env(), QUESTIONS, group_size=3)
+    assert compiled
+
+
 def request(length, budget=4):
     key = sample_keys(0, 0, 0, np.arange(1), np.arange(1), np.arange(1))[0]
     return Request(prompt_ids=tuple(range(length)), sample_key=key, budget=budget)

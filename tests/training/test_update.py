@@ -586,6 +586,22 @@ def test_one_compilation_serves_any_number_of_micro_batches(update, params, sequ
     assert int(state.num_updates) == 5
 
 
+def test_what_the_check_has_traced_is_not_traced_again(params, sequences):
+    packed, traced = pack_all(sequences, SHAPE), []
+
+    def token_loss(logprobs, entropies, micro):
+        traced.append(micro)
+        return VARIANTS[ALL_TERMS].token_loss(logprobs, entropies, micro)
+
+    update = UpdateStep(tiny_model(), token_loss, OPTIMIZER)
+    update.gradient.check(SHAPE, ["old_logprobs", "ref_logprobs"])
+    assert len(traced) == 1
+    for _ in range(2):
+        update(fresh_state(params), put_batch(MESH, packed.batch), packed)
+        # Only rooms of the output layer that the check did not have.
+        assert len(traced) == len({QUARTERS[-1], *loss_quarters(packed, 1)})
+
+
 def test_another_shape_is_refused(update, params, sequences):
     packed = pack_all(sequences, SHAPE)
     state = fresh_state(params)

@@ -17,14 +17,14 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.history import read_begun
 
 
-def fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False) -> list[str]:
+def fit_memory(config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = False) -> list[str]:
     """Chooses micro-batches that are left to the memory, and says so.
 
     A run that goes on keeps what it began with, which its workdir holds, while that fits.
 
     Raises:
         ValueError: the plan needs more than a device has, or for a run that begins on a CPU more
-            than is free, and `ignores_plan` is off.
+            than is free, and `ignore_memory_plan` is off.
     """
     begun = read_begun(workdir, is_accepted=True)
     began = begun.config if begun else {}
@@ -40,7 +40,7 @@ def fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False)
     if not all(optimizer_section(config, stage).micro_rows for stage in stage_steps(config)):
         from jaxrl.extras.plan.advice import choose_micro_rows  # which few runs ask
 
-        must_fit = not (is_cpu or ignores_plan)
+        must_fit = not (is_cpu or ignore_memory_plan)
         notes = choose_micro_rows(config, model, target, began, must_fit=must_fit)
     if is_cpu and target.free_bytes is None:
         return notes  # the system does not tell
@@ -52,7 +52,7 @@ def fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False)
             "tells what to change"
         )
         # What is free changes from minute to minute: a run that has begun is not ended by it.
-        if not ignores_plan and not (is_cpu and begun):
+        if not ignore_memory_plan and not (is_cpu and begun):
             raise ValueError(f"{needs}, {memory.GO_ON}.")
         notes.append(f"warning: {needs}")
     return notes

@@ -58,7 +58,7 @@ from jaxrl.sampling.engine import append_sizes, row_sizes
 from jaxrl.tasks import sources_of
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.settings import has_kl_loss, has_kl_weights, is_measured, takes_own_logprobs
+from jaxrl.training.settings import has_kl_loss, is_measured, takes_own_logprobs, token_fields
 from jaxrl.training.update import state_shardings
 
 USABLE = 0.9
@@ -1182,9 +1182,7 @@ def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str)
     of_token = 25 + (_bytes_of_token(shape.tower.arrays) if shape.tower else 0)
     if stage == "sft":
         return of_token * tokens
-    needs_ref = has_kl_loss(config.kl) and config.kl.anchor == "ref"
-    needs_old = not takes_own_logprobs(config.optimizer, config.filter)
-    num_more = needs_old + needs_ref + has_kl_weights(config.kl)
+    num_more = len(token_fields(config.optimizer, config.filter, config.kl))
     of_token += _bytes_of_token(shape.token_arrays)
     return config.optimizer.num_minibatches * (of_token + 4 * num_more) * tokens
 

@@ -153,7 +153,7 @@ class TestRefusal:
 
     def test_the_flag_goes_on(self, config, tmp_path, monkeypatch):
         self.on(monkeypatch)
-        said = launch._fit_memory(config, tmp_path, ignores_plan=True)
+        said = launch._fit_memory(config, tmp_path, ignore_memory_plan=True)
         assert said[-1].startswith("warning: the plan needs ")
         assert config.optimizer.micro_rows == 8  # one on each device where the memory chooses
 
@@ -168,7 +168,7 @@ class TestRefusal:
         )
         with pytest.raises(ValueError, match=wanted):
             launch._fit_memory(config, tmp_path)
-        said = launch._fit_memory(config, tmp_path, ignores_plan=True)
+        said = launch._fit_memory(config, tmp_path, ignore_memory_plan=True)
         assert said[-1].startswith("warning: the plan needs ")
 
     def test_a_cpu_that_does_not_tell_what_is_free_is_not_refused(

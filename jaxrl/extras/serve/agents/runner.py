@@ -116,23 +116,33 @@ def by_command(command: list[str], folder: str) -> Play:
     async def play(episode: Mapping[str, Any]) -> Any:
         file = os.path.join(folder, f"reward-{episode['episode']}")
         root = episode["base_url"].removesuffix("/v1")
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ
-            | {
-                "OPENAI_BASE_URL": episode["base_url"],
-                "OPENAI_API_KEY": episode["api_key"],
-                "ANTHROPIC_BASE_URL": root,
-                "ANTHROPIC_API_KEY": episode["api_key"],
-                "JAXRL_MODEL": episode["model"],
-                "JAXRL_REWARD_FILE": file,
-                "JAXRL_REWARD_URL": f"{root}/reward",
-            },
+        addresses = {
+            "OPENAI_BASE_URL": episode["base_url"],
+            "OPENAI_API_KEY": episode["api_key"],
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": episode["api_key"],
+            "JAXRL_MODEL": episode["model"],
+            "JAXRL_REWARD_FILE": file,
+            "JAXRL_REWARD_URL": f"{root}/reward",
+        }
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | addresses,
+            )
         )
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # A start that is cancelled itself ends the program alone, not what that has started,
+            # and may wait for ever for pipes that it has not made yet.
+            _kill((await starting).pid)
+            kill_marked(file)
+            raise
         _groups.add(process.pid)
         # It may print before it reads, or leave behind what prints after its end.
         telling = asyncio.ensure_future(_tell(process.stdin, json.dumps(episode["task"]).encode()))
