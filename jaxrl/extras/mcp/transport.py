@@ -97,15 +97,23 @@ class StdioServer:
         """
         anyio = importlib.import_module("anyio")
         defaults = importlib.import_module("mcp.client.stdio").get_default_environment()
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            env={**defaults, **self._env},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=MAX_ANSWER_MIB * 2**20,
-            start_new_session=True,
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *self._command,
+                env={**defaults, **self._env},
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=MAX_ANSWER_MIB * 2**20,
+                start_new_session=True,
+            )
         )
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # Cancelled itself, it may wait for ever for pipes that it has not made yet.
+            await _end(await starting)
+            raise
         incoming, read = anyio.create_memory_object_stream(0)
         write, asked = anyio.create_memory_object_stream(0)
         pending: set[Any] = set()  # ids of requests without an answer

@@ -1,5 +1,6 @@
 """Tools of real MCP servers: one on its standard streams, one over HTTP."""
 
+import asyncio
 import contextlib
 import gc
 import gzip
@@ -24,7 +25,7 @@ from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import CallError, run_one
 from jaxrl.extras.mcp.servers import McpServer, McpTool
-from jaxrl.extras.mcp.transport import MAX_TOLD
+from jaxrl.extras.mcp.transport import MAX_TOLD, StdioServer
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = (sys.executable, str(SERVER))
@@ -591,3 +592,29 @@ def test_an_error_of_a_server_is_redacted_before_it_is_cut(code, monkeypatch):
         McpServer(spec, deadline_s=60).call("t", {})
     assert "xxxx" in str(raised.value)
     assert "012345" not in str(raised.value)
+
+
+@pytest.mark.parametrize("turns", [2, 3])
+def test_a_server_that_is_given_up_while_it_starts_is_ended(turns, tmp_path):
+    """After some turns of the event loop it is there, and not yet all of what asyncio makes."""
+
+    async def given_up():
+        async def start():
+            async with StdioServer(
+                ["sh", "-c", "sleep 60 & wait"], {"MARK": str(tmp_path)}, bytearray()
+            ).opened():
+                await asyncio.sleep(60)
+
+        starting = asyncio.ensure_future(start())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting], timeout=20)
+        return starting.cancelled()
+
+    assert asyncio.run(given_up())
+    marked = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended
+            marked += [environment] * (str(tmp_path).encode() in environment.read_bytes())
+    assert not marked
