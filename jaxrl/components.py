@@ -362,7 +362,8 @@ def make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, S
     stages = {}
     for name, num_steps in stage_steps(config).items():
         settings = optimizer_of(config, name)
-        check_schedule(settings)
+        if settings.schedule.is_own:
+            check_schedule(settings)
         optimizer, is_train = make_optimizer(settings), name == "train"
         stages[name] = Stage(
             num_steps=num_steps,

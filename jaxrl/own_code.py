@@ -7,7 +7,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ class Chosen:
 
     key: str
     name: str
-    function: Callable[..., Any]
-    settings: Mapping[str, Any]
+    function: Callable[..., Any] = field(hash=False)
+    settings: Mapping[str, Any] = field(hash=False)
 
     @property
     def arguments(self) -> list[str]:

@@ -9,7 +9,7 @@ compute is pure, so that callers jit, split and differentiate it as they need.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from jaxrl.models.attachments import Tower
 from jaxrl.models.beside import Statistics, TokenArray
 from jaxrl.models.layers import Attend, SamplerThrough, Stacks, Through
 from jaxrl.models.parts import Declared, divide
+from jaxrl.own_code import own_module
 from jaxrl.types import Params
 
 
@@ -101,6 +102,14 @@ class Architecture(ABC):
     head_dtype: str = ""  # of the output layer's product; "": as all others
     num_experts: int = 0  # of a layer that has some, which `mesh.expert` splits
     tower: Tower | None = None  # reads attachments, images say; None in a model of text alone
+
+    @property
+    def program_key(self) -> Hashable:
+        """Equal only for architectures whose passes are the same programs on the same mesh.
+
+        None where nothing equals it: a class of the user's may have been edited and loaded again.
+        """
+        return None if own_module(type(self)) else self
 
     @property
     def plain(self) -> Architecture:

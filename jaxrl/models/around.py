@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Hashable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,12 @@ class Around(Architecture):
     memory_terms: Any = _of_model("memory_terms")
     expert_terms: Any = _of_model("expert_terms")
     check_kernels: Any = _of_model("check_kernels")
+
+    @property
+    def program_key(self) -> Hashable:
+        """See `Architecture.program_key`."""
+        inner = self.model.program_key
+        return inner and super().program_key and (self, inner)
 
     @property
     def plain(self) -> Architecture:

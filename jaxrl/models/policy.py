@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,6 +73,11 @@ class Model:
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
             frozen: entries of the parameters that are not trained; see `Architecture.parts`.
         """
+        # See `Architecture.program_key`.
+        self.program_key: Hashable = architecture.program_key and (
+            *(architecture.program_key, mesh, attention, num_tokens, dtype, remat, scan_layers),
+            *(logits_chunk_tokens, tuple(frozen)),
+        )
         self.architecture = architecture
         self.base: Params = {}  # the weights that stay as they are, on the mesh
         self.mesh = mesh
@@ -84,6 +90,13 @@ class Model:
         self._with_layers = entries_with_layers(architecture)
         tables = self.trained.abstract_params().keys() - self._with_layers
         self._trains_tables = bool(tables)
+
+    @property
+    def passes(self) -> Model:
+        """The model without weights, for programs, which get them as arguments and are kept."""
+        model = copy.copy(self)
+        model.base = {}
+        return model
 
     def whole(self, params: Params) -> Params:
         """All parameters of the policy, from those that are trained."""

@@ -114,8 +114,8 @@ def jitted(
         settings: of `jax.jit`, the same wherever `same` is.
     """
 
-    def called(*args: Any) -> Any:
-        return function(*args)
+    def called(*args: Any, **options: Any) -> Any:
+        return function(*args, **options)
 
     called.__name__ = name
     made = jax.jit(called, **settings)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
@@ -324,7 +324,7 @@ class Engine:
         self._weights_of = Weights(
             self.programs.weights,
             architecture,
-            same=self.programs,
+            same=self._same,
             mesh=mesh,
             train_mesh=mesh if train_mesh is None else train_mesh,
             scan_layers=scan_layers,
@@ -348,7 +348,7 @@ class Engine:
         self.kinds = tuple(kinds)
         # The programs, compiled by `compile` or else when they are first called.
         programs = self.programs
-        declared = partial(CompiledFunction, same=programs)
+        declared = partial(CompiledFunction, same=self._same)
         self._append = declared(
             programs.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
         )
@@ -359,9 +359,11 @@ class Engine:
         )
         self._decode = self._declare_decode()
         self._make_cache = jitted(
-            programs.empty_cache, name="cache", same=programs, static_argnums=(0, 1)
+            programs.empty_cache, name="cache", same=self._same, static_argnums=(0, 1)
         )
-        self._make_start = jitted(programs.start, name="start", same=programs, static_argnums=(0,))
+        self._make_start = jitted(
+            programs.start, name="start", same=self._same, static_argnums=(0,)
+        )
         self._stops = _stop_tables(automaton, architecture.vocab_size, eos_ids, mesh)
         self._weights: Params | None = None
         self._next_request = 0
@@ -415,8 +417,14 @@ class Engine:
             variants=self._decodes(),
             donate_argnums=(1,),
             static_argnums=(7, 8),
-            same=self.programs,
+            same=self._same,
         )
+
+    @property
+    def _same(self) -> Hashable:
+        """Whatever engine has equal ones runs the same; see `jitted`."""
+        key = self.programs.architecture.program_key
+        return key and (self.programs, key)
 
     @property
     def functions(self) -> tuple[CompiledFunction, ...]:

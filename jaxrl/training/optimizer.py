@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,12 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
     """AdamW behind global-norm clipping."""
+    # Code of the user's may have been edited and loaded again, so it is traced anew.
+    return (_optimizer.__wrapped__ if settings.schedule.is_own else _optimizer)(settings)
+
+
+@lru_cache(maxsize=16)  # the same functions for equal settings, so that programs are found again
+def _optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
     adamw = optax.adamw(
         learning_rate(settings),
         b1=settings.beta1,

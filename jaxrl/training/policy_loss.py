@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.objectives.metrics import Metric
 from jaxrl.own_code import Chosen, failure_text
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.settings import Method, token_fields
+from jaxrl.training.settings import KL, Loss, Method, token_fields
 from jaxrl.training.update import TokenLoss, UpdateStep
 from jaxrl.types import Batch
 
@@ -27,6 +27,14 @@ class LossError(ValueError):
 def make_policy_loss(method: Method) -> TokenLoss:
     """The policy loss with its KL and entropy terms; a term that is off adds nothing."""
     loss, kl = method.loss, method.kl
+    chosen = (loss.policy_loss, loss.term, loss.gate, kl.estimator)
+    # Code of the user's may have been edited and loaded again, so it is traced anew.
+    is_ours = not any(one and one.is_own for one in chosen)
+    return (_policy_loss if is_ours else _policy_loss.__wrapped__)(loss, kl)
+
+
+@lru_cache(maxsize=16)  # one function for equal settings, so that its programs are found again
+def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
     policy_loss = loss.policy_loss  # objectives/losses.py, by loss.name
     is_corrected = loss.correction["level"] != "none"
     kl_coef = kl.coef if kl.place == "loss" else 0.0

@@ -7,7 +7,7 @@ below that take a section take that of the configuration too, so that its rules 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.own_code import Chosen
@@ -46,7 +46,7 @@ class Loss:
     term_coef: float
     gate: Chosen | None
     aggregation: Chosen
-    correction: Mapping[str, Any]
+    correction: Mapping[str, Any] = field(hash=False)
     entropy_coef: float
     mask_observations: bool
 
@@ -62,9 +62,9 @@ class KL:
     controller: str
     low_factor: float
     second_chance: bool
-    adaptive: Mapping[str, Any]
-    log: Mapping[str, Any]
-    budget: Mapping[str, Any]
+    adaptive: Mapping[str, Any] = field(hash=False)
+    log: Mapping[str, Any] = field(hash=False)
+    budget: Mapping[str, Any] = field(hash=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -21,7 +21,7 @@ from jaxrl.models.output import QUARTERS
 from jaxrl.models.parts import Declared, join
 from jaxrl.models.policy import Model
 from jaxrl.objectives.metrics import Metric
-from jaxrl.runtime.compilation import CompiledFunction
+from jaxrl.runtime.compilation import CompiledFunction, jitted
 from jaxrl.runtime.sharding import (
     CONTEXT,
     batch_sharding,
@@ -76,7 +76,16 @@ def init_state(
         )
 
     shardings = state_shardings(mesh, trained, optimizer)
-    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
+    leaves, structure = jax.tree.flatten(shardings)
+    program = jitted(
+        init,
+        name="init",
+        same=(optimizer, structure, *leaves),
+        out_shardings=shardings,
+        donate_argnums=0,
+    )
+    state: TrainState = program(params)
+    return state
 
 
 def with_moments_in(state: TrainState, memory: str) -> TrainState:
@@ -132,18 +141,19 @@ class MicroBatches:
     before it is computed, and no earlier: those of two are there at most.
     """
 
-    def __init__(self, model: Model, name: str, step: Callable[..., Any]):
+    def __init__(self, model: Model, name: str, step: Callable[..., Any], same: Hashable = None):
         """Compiles what each micro-batch does.
 
         Args:
             model: says where all of it lies, and the dtype of patches.
             name: of the program, for errors.
             step: `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
+            same: equal for steps of that name that compute the same; see `jitted`.
         """
         self._mesh, self._dtype = model.mesh, model.dtype
         self._recorded = model.architecture.recorded
         self._pieces = num_batch_shards(model.mesh), model.mesh.shape[CONTEXT]
-        self._is_looped = model.mesh.devices.flat[0].platform != "gpu"
+        self._is_looped = is_looped = model.mesh.devices.flat[0].platform != "gpu"
 
         def run(
             params: Params,
@@ -161,7 +171,7 @@ class MicroBatches:
                 micro = replace(micro, attached=attached)
                 return step(params, sums, micro, index, room)
 
-            if not self._is_looped:
+            if not is_looped:
                 return body(start, sums)
             return jax.lax.fori_loop(start, stop, body, sums)
 
@@ -171,6 +181,7 @@ class MicroBatches:
             variants=product(QUARTERS, (0, *PARTS), (False, True)),
             donate_argnums=(1,),
             static_argnums=(5,),
+            same=same,
         )
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
@@ -203,15 +214,19 @@ class ScoreStep:
 
     def __init__(self, model: Model, *, temperature: float):
         """The distribution is that of `temperature`."""
-        self._mesh, self.model = model.mesh, model
+        self._mesh, self.model, passes = model.mesh, model, model.passes
 
         def add(
             params: Params, logprobs: jax.Array, micro: Batch, index: jax.Array, quarters: int
         ) -> jax.Array:
-            one, _ = model.token_logprobs(params, micro, temperature=temperature, quarters=quarters)
+            one, _ = passes.token_logprobs(
+                params, micro, temperature=temperature, quarters=quarters
+            )
             return logprobs.at[index].set(one)
 
-        self.add = MicroBatches(model, "score", add)
+        self.add = MicroBatches(
+            model, "score", add, same=model.program_key and (model.program_key, temperature)
+        )
 
     @property
     def num_traces(self) -> int:
@@ -311,12 +326,14 @@ class Gradient:
                 beforehand counts which experts its tokens reach.
         """
         shardings, read = param_shardings(model.mesh, model.trained), model.architecture.statistics
+        same = model.program_key and (model.program_key, token_loss, temperature, entropy_gradient)
+        passes = model.passes
 
         def micro_loss(
             trained: Params, others: Params, micro: Batch, balance: Any, quarters: int
         ) -> tuple[jax.Array, Any]:
-            beside = model.beside(micro)
-            logprobs, entropies = model.token_logprobs(
+            beside = passes.beside(micro)
+            logprobs, entropies = passes.token_logprobs(
                 join(others, trained),
                 micro,
                 temperature=temperature,
@@ -336,14 +353,18 @@ class Gradient:
             return loss, (reduced, num_tokens, beside.statistics)
 
         # Traced once for micro-batches of a shape and room, whichever program asks first.
-        differentiate = jax.jit(
-            jax.grad(micro_loss, has_aux=True), static_argnames="quarters", inline=True
+        differentiate = jitted(
+            jax.grad(micro_loss, has_aux=True),
+            name="gradient",
+            same=same,
+            static_argnames="quarters",
+            inline=True,
         )
 
         def begin(params: Params, batch: Batch) -> Sums:
             first = jax.tree.map(lambda x: x[0], batch)
             differentiated = partial(differentiate, balance=None, quarters=QUARTERS[-1])
-            abstract = jax.eval_shape(differentiated, *model.split(params), first)
+            abstract = jax.eval_shape(differentiated, *passes.split(params), first)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
             gradients, (metrics, num_tokens, statistics) = zeros
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
@@ -353,7 +374,7 @@ class Gradient:
 
         def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
             new, measured = differentiate(
-                *model.split(params), micro, balance=sums.balance, quarters=quarters
+                *passes.split(params), micro, balance=sums.balance, quarters=quarters
             )
             with jax.named_scope("sum"):
                 gradients = jax.tree.map(jnp.add, sums.gradients, new)
@@ -361,15 +382,15 @@ class Gradient:
             return replace(sums.with_measured(*measured), gradients=gradients)
 
         def measure(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
-            _, measured = micro_loss(*model.split(params), micro, None, quarters)
+            _, measured = micro_loss(*passes.split(params), micro, None, quarters)
             return sums.with_measured(*measured)
 
         self._model = model
         self.balance = Balance(model) if balance_coef else None
         self._balance_coef = balance_coef
-        self.begin = CompiledFunction(begin, name="the update's start")
-        self.add = MicroBatches(model, "update", add)
-        self.measure = MicroBatches(model, "update's metrics", measure)
+        self.begin = CompiledFunction(begin, name="the update's start", same=same)
+        self.add = MicroBatches(model, "update", add, same)
+        self.measure = MicroBatches(model, "update's metrics", measure, same)
 
     def check(self, shape: BatchShape, more: Sequence[str] = ()) -> None:
         """Traces the loss of a micro-batch and its gradient, and computes nothing.
@@ -451,6 +472,7 @@ class UpdateStep:
             balance_coef=balance_coef,
         )
         shardings = state_shardings(model.mesh, model.trained, optimizer)
+        statistics = model.architecture.statistics
 
         def apply(
             state: TrainState, sums: Sums, lr_scale: jax.Array | None = None
@@ -474,10 +496,14 @@ class UpdateStep:
             )
             state = jax.lax.with_sharding_constraint(state, shardings)
             measured = {"grad_norm": Metric(norm), "skipped": Metric(1.0 - is_finite)}
-            return state, sums.finished_metrics(model.architecture.statistics) | measured
+            return state, sums.finished_metrics(statistics) | measured
 
         self.apply = CompiledFunction(
-            apply, name="optimizer", variants=(False, True), donate_argnums=(0,)
+            apply,
+            name="optimizer",
+            variants=(False, True),
+            donate_argnums=(0,),
+            same=model.program_key and (model.program_key, optimizer),
         )
 
     @property

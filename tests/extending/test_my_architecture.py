@@ -22,6 +22,7 @@ from jaxrl.run import run
 from jaxrl.training.packing import BatchShape
 from tests.extending.my_architecture import Pocket
 from tests.helpers import (
+    compilations,
     full_pass,
     gradient_of,
     pack_all,
@@ -29,7 +30,7 @@ from tests.helpers import (
     random_sequences,
     read_tokens,
 )
-from tests.toys import one_device_mesh
+from tests.toys import Player, one_device_mesh, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 
@@ -56,6 +57,16 @@ def test_cached_decoding_is_the_full_pass():
         counts, chunk = zeros + end - start, token_ids[:, start:end]
         hidden, cache = read_tokens(POCKET, weights, cache, tables, zeros + start, counts, chunk)
         np.testing.assert_allclose(hidden, wanted[:, start:end], atol=1e-5)
+
+
+def test_its_programs_are_not_shared():
+    """Its code may be edited and loaded again between two runs of a process."""
+    assert Model(POCKET, one_device_mesh(), XLA, num_tokens=960).program_key is None
+    for _ in range(2):
+        engine = Player(POCKET, toy_tokenizer(), ("a",), num_rows=1).engine
+        with compilations() as compiled:
+            engine.set_weights(random_params())
+        assert compiled
 
 
 def test_every_parameter_has_a_finite_gradient():

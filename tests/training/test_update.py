@@ -1,6 +1,8 @@
 """The update step against plain arithmetic over whole trajectories, and what must not change it."""
 
+import gc
 import math
+import weakref
 from dataclasses import dataclass, replace
 
 import jax
@@ -600,6 +602,62 @@ def test_what_the_check_has_traced_is_not_traced_again(params, sequences):
         update(fresh_state(params), put_batch(MESH, packed.batch), packed)
         # Only rooms of the output layer that the check did not have.
         assert len(traced) == len({QUARTERS[-1], *loss_quarters(packed, 1)})
+
+
+def updated(params, sequences, loss):
+    """Parameters after an update by objects made anew, and the number of programs compiled."""
+    packed = pack_all(sequences, SHAPE)
+    batch, state = put_batch(MESH, packed.batch), fresh_state(params)
+    model = tiny_model()
+    update = UpdateStep(model, loss, OPTIMIZER, entropy_gradient=True)
+    with compilations() as compiled:
+        state, _ = update(state, batch, packed)
+        ScoreStep(model, temperature=1.0)(params, batch, packed)
+    return jax.device_get(state.params), len(compiled)
+
+
+def test_objects_made_anew_compile_nothing(params, sequences):
+    settings = {"entropy_coef": 0.1}
+    first, _ = updated(params, sequences, policy_loss(loss=settings))
+    again, count = updated(params, sequences, policy_loss(loss=dict(settings)))
+    assert count == 0
+    assert equal(first, again)
+    other, count = updated(params, sequences, policy_loss(loss=settings | {"entropy_coef": 0.3}))
+    assert count > 0
+    assert not equal(first, other)
+
+
+SCALED = """
+import scaling
+from jaxrl.objectives.losses import PolicyLoss
+
+def scaled(logprobs, advantages):
+    return PolicyLoss(scaling.FACTOR * advantages * logprobs, {})
+"""
+
+
+def test_a_loss_of_ones_own_is_traced_anew(params, sequences, tmp_path, monkeypatch):
+    """What it calls may have been edited and loaded again, which nothing of the loss tells."""
+    (tmp_path / "scaling.py").write_text("FACTOR = 1.0")
+    (tmp_path / "scaled_loss.py").write_text(SCALED)
+    monkeypatch.syspath_prepend(tmp_path)
+    first, _ = updated(params, sequences, policy_loss(loss={"name": "scaled_loss.scaled"}))
+    monkeypatch.setattr("scaling.FACTOR", -1.0)
+    other, _ = updated(params, sequences, policy_loss(loss={"name": "scaled_loss.scaled"}))
+    assert not equal(first, other)
+
+
+def test_what_is_kept_of_a_model_holds_no_weights(params, sequences):
+    packed = pack_all(sequences, SHAPE)
+    batch, model = put_batch(MESH, packed.batch), tiny_model()
+    model.base = {"beside": jnp.ones(3)}
+    update, score = UpdateStep(model, policy_loss(), OPTIMIZER), ScoreStep(model, temperature=1.0)
+    update.gradient.check(SHAPE)
+    score.add(params, jnp.zeros(batch.token_ids.shape), batch, packed)
+    is_there = weakref.ref(model.base["beside"])
+    del update, score, model
+    gc.collect()
+    assert is_there() is None
 
 
 def test_another_shape_is_refused(update, params, sequences):

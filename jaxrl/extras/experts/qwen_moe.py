@@ -13,7 +13,7 @@ products are computed for sorted tokens (`experts/dispatch.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -107,6 +107,12 @@ class QwenMoeConfig(QwenConfig):
     normalises_shares: bool  # those of a token add up to 1
     expert_layers: tuple[int, ...]  # with experts, in order
     experts: Experts = field(default=XLA, compare=False)  # a model is the same on every mesh
+
+    @property
+    def program_key(self) -> Hashable:
+        """See `Architecture.program_key`."""
+        key = super().program_key
+        return key and (key, self.experts)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:

@@ -1,5 +1,7 @@
 """Updates of a mixture of experts: invariance, the balance of its routers, and what is measured."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.beside import Beside
 from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import UpdateStep, init_state
+from jaxrl.training.update import ScoreStep, UpdateStep, init_state
 from tests.helpers import (
     NUM_TOKENS,
     TINY_MOE,
@@ -62,6 +64,24 @@ def test_the_balance_is_of_the_whole_mini_batch_however_it_is_packed():
     without, _ = gradient(one_row, 0.0)
     routers = [tree["blocks"]["moe"]["router"] for tree in (one, without)]
     assert relative_distance(*routers) > 1e-2  # so it does something
+
+
+def test_models_whose_experts_are_computed_otherwise_share_no_program():
+    mesh, params = one_device_mesh(), jax.tree.map(jnp.asarray, tiny_params(TINY_MOE))
+    packed = pack_all(SEQUENCES, BatchShape(num_micro=2, micro_rows=2, row_tokens=64))
+
+    def nothing(rows, weights, counts):
+        return jnp.zeros((rows.shape[0], weights.shape[-1]), jnp.float32)
+
+    silent = replace(TINY_MOE, experts=replace(TINY_MOE.experts, product=nothing))
+    assert silent == TINY_MOE  # as models, which they are whatever computes their experts
+    scores = [
+        ScoreStep(Model(model, mesh, XLA, num_tokens=NUM_TOKENS), temperature=1.0)(
+            params, packed.batch, packed
+        )
+        for model in (TINY_MOE, silent)
+    ]
+    assert np.abs(scores[0] - scores[1]).max() > 1e-3
 
 
 def test_balance_and_metrics_by_hand():
