@@ -633,7 +633,9 @@ class Decoder(Architecture):
             lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params
         )
         if jnp.dtype(dtype) != jnp.float32:
-            for name in {"embed", "lm_head"} & params.keys():
+            for name in ("embed", "lm_head"):
+                if name not in params:
+                    continue
                 [table] = params[name].values()
                 if name == self.output and self.head_dtype:
                     table = table.astype(self.head_dtype)  # which a frozen one need not have

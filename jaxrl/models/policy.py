@@ -235,7 +235,7 @@ class Model:
 
         tables = {
             name: {leaf: gathered(name, leaf, array) for leaf, array in params[name].items()}
-            for name in params.keys() - self._with_layers
+            for name in sorted(params.keys() - self._with_layers)
         }
         return {**params, **tables}
 

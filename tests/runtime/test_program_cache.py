@@ -17,6 +17,7 @@ from jax._src import compilation_cache
 
 from jaxrl.runtime import program_cache
 from jaxrl.runtime.program_cache import keep_programs, processor_type
+from tests.helpers import ROOT
 
 EVENTS = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: EVENTS.update([event.split("/")[-1]]))
@@ -267,3 +268,34 @@ def test_a_folder_that_vanishes_ends_the_cache_not_the_run(keep):
     folder.write_text("")  # nor can it be made again
     assert compiled(4) == "compiled"
     assert len(lines) == 1
+
+
+LOWERED = """
+import hashlib
+import jax
+from tests.helpers import TINY, TINY_MOE
+from tests.programs import sampler_programs, trainer_programs
+
+for model in (TINY, TINY_MOE):
+    programs = {**trainer_programs(model), **sampler_programs(model)}
+    for name, (function, arguments) in programs.items():
+        text = jax.jit(function).lower(*arguments).as_text()
+        print(type(model).__name__, name, hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_a_program_is_the_same_whatever_python_hashes_to():
+    """Or a later start would compile it again, and processes of a job would run different ones."""
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", LOWERED],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0].count("\n") == 8
+    assert printed[0] == printed[1]
