@@ -362,8 +362,7 @@ def make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, S
     stages = {}
     for name, num_steps in stage_steps(config).items():
         settings = optimizer_of(config, name)
-        if settings.schedule.is_own:
-            check_schedule(settings)
+        check_schedule(settings)
         optimizer, is_train = make_optimizer(settings), name == "train"
         stages[name] = Stage(
             num_steps=num_steps,
@@ -385,6 +384,9 @@ def make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, S
                 entropy_gradient=is_train and method.loss.entropy_coef != 0,
                 balance_coef=method.balance_coef,
                 offload=settings.offload,
+                shares_programs=not (
+                    settings.schedule.is_users or (is_train and method.has_users_loss)
+                ),
             ),
         )
     if "train" in stages:

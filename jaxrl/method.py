@@ -19,6 +19,7 @@ from jaxrl.environment import ADAPTERS, adapter_key, has_tools, max_image_tokens
 from jaxrl.keys import Rule
 from jaxrl.own_code import Chosen, is_own
 from jaxrl.training.settings import (
+    OptimizerSettings,
     has_gate,
     is_measured,
     needs_buckets,
@@ -27,7 +28,6 @@ from jaxrl.training.settings import (
 
 if TYPE_CHECKING:
     from jaxrl.models.architecture import Architecture
-    from jaxrl.training.optimizer import OptimizerSettings
     from jaxrl.training.packing import BatchShape
     from jaxrl.training.settings import Method
 
@@ -239,8 +239,6 @@ def method_of(config: ConfigDict) -> Method:
 
 def optimizer_of(config: ConfigDict, stage: str) -> OptimizerSettings:
     """The optimizer of a stage; errors as of `estimator_of`."""
-    from jaxrl.training.optimizer import OptimizerSettings
-
     section = optimizer_section(config, stage)
     name, num_updates = "sft.optimizer", config.sft.num_steps
     if stage == "train":

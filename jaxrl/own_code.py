@@ -27,7 +27,7 @@ class Chosen:
 
     key: str
     name: str
-    function: Callable[..., Any] = field(hash=False)
+    function: Callable[..., Any] = field(hash=False)  # either may have no hash
     settings: Mapping[str, Any] = field(hash=False)
 
     @property
@@ -39,6 +39,11 @@ class Chosen:
     def is_own(self) -> bool:
         """True for one of the user's own."""
         return is_own(self.name)
+
+    @property
+    def is_users(self) -> bool:
+        """True for the user's code, by a dotted name or put into a table."""
+        return own_module(self.function)
 
     def __call__(self, *arguments: Any) -> Any:
         """Calls the function with its settings."""

@@ -29,9 +29,8 @@ from jaxrl.training.collect import Collected
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures
 from jaxrl.training.ledger import Ledger, check_budget
-from jaxrl.training.optimizer import OptimizerSettings
 from jaxrl.training.packing import BatchShape, TokenSequence
-from jaxrl.training.settings import Method
+from jaxrl.training.settings import Method, OptimizerSettings
 from jaxrl.training.update import UpdateStep, init_state, with_moments_in
 from jaxrl.training.watch import Watched
 from jaxrl.types import Group, Params, TrainState

@@ -66,7 +66,7 @@ def sft(session: Session, params: Params) -> Params:
             "timing_s/step": step_s,
             "perf/throughput": packed.num_tokens / step_s,
             **memory_metrics(),
-            "perf/num_compilations/update": stage.update.num_traces,
+            "perf/num_compilations/update": stage.update.num_programs,
         }
         session.metrics_log.write(progress.step, "sft", record)
         shown = {name: record[key] for name, key in SHOWN_OF_SFT.items() if key in record}

@@ -188,7 +188,7 @@ def train(session: Session, params: Params) -> Params:
             **(lag_metrics(trajectories, policy_version) if method.has_lag else {}),
             **({"actor/lr_scale": scale} if scale != 1 else {}),
             "perf/num_compilations/sampler": components.engine.num_compilations,
-            "perf/num_compilations/update": stage.update.num_traces,
+            "perf/num_compilations/update": stage.update.num_programs,
         }
         if method.watch is not None:
             # Signs of collapse, by watch.name; acted on once the step is recorded.

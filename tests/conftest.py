@@ -70,11 +70,6 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_sessionfinish():
-    """What is there at the end goes with the process: to look through it would take seconds."""
-    gc.freeze()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def keeps_freed_memory():
     """No run gives memory back to the system, which takes longer the more tests a process has run.
@@ -82,10 +77,11 @@ def keeps_freed_memory():
     Processes that tests start do give it back.
     """
     from jaxrl import session  # after the hook
+    from jaxrl.runtime import heap
     from jaxrl.sampling import weights
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (session, weights):
+        for module in (session, weights, heap):
             patch.setattr(module, "give_back", lambda: None)
         yield
 

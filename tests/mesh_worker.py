@@ -207,7 +207,7 @@ def sample(mesh, params, config=TINY):
     report = {
         "cache_before": before,
         "cache_after": cache_layout(engine),
-        "num_traces": {function.name: function.num_traces for function in engine.functions},
+        "num_programs": {function.name: function.num_programs for function in engine.functions},
         "num_compilations": len(compiled),
         "collectives": sampler_collectives(engine),
     }
@@ -354,7 +354,7 @@ def train(mesh, params, config=TINY):
         "largest_array": max(map(math.prod, shapes_in(text))),
         "embedding_gradients": embedding_gradients(text),
         "tables_summed": collectives(text).count(["all-reduce", math.prod(TABLE)]),
-        "num_traces": step.num_traces,
+        "num_programs": step.num_programs,
         "num_compilations": len(compiled),
         "num_updates": int(state.num_updates),
         "metrics": {name: float(metric.value) for name, metric in metrics.items()},

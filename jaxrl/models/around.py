@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attachments import Tower
 from jaxrl.models.hf_weights import Progress
+from jaxrl.runtime.compilation import joined
 from jaxrl.types import Params
 
 
@@ -61,8 +62,7 @@ class Around(Architecture):
     @property
     def program_key(self) -> Hashable:
         """See `Architecture.program_key`."""
-        inner = self.model.program_key
-        return inner and super().program_key and (self, inner)
+        return joined(super().program_key, self.model.program_key)
 
     @property
     def plain(self) -> Architecture:

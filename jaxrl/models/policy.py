@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from jaxrl.models.beside import Beside
 from jaxrl.models.layers import Through
 from jaxrl.models.output import OutputLayer, block_tokens, find_places, put, take
 from jaxrl.models.parts import join, split
+from jaxrl.runtime.compilation import joined
 from jaxrl.runtime.sharding import (
     CONTEXT,
     in_pieces,
@@ -73,11 +74,9 @@ class Model:
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
             frozen: entries of the parameters that are not trained; see `Architecture.parts`.
         """
-        # See `Architecture.program_key`.
-        self.program_key: Hashable = architecture.program_key and (
-            *(architecture.program_key, mesh, attention, num_tokens, dtype, remat, scan_layers),
-            *(logits_chunk_tokens, tuple(frozen)),
-        )
+        passes = mesh, attention, num_tokens, dtype, remat, scan_layers, logits_chunk_tokens
+        # Of what the passes compute; see `Architecture.program_key`.
+        self.program_key = joined(architecture.program_key, passes, tuple(frozen))
         self.architecture = architecture
         self.base: Params = {}  # the weights that stay as they are, on the mesh
         self.mesh = mesh
@@ -92,8 +91,8 @@ class Model:
         self._trains_tables = bool(tables)
 
     @property
-    def passes(self) -> Model:
-        """The model without weights, for programs, which get them as arguments and are kept."""
+    def without_base(self) -> Model:
+        """A copy without weights, for programs that are kept; they get weights as arguments."""
         model = copy.copy(self)
         model.base = {}
         return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import queue
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -95,23 +96,24 @@ def _wait() -> None:
         thread.join()
 
 
-_jitted: LRUCache[Hashable, Any] = LRUCache(maxsize=128)
+_kept: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has some twenty
+_code: dict[tuple[str, str], Any] = {}  # of jaxrl, as it was when something was last found in it
 
 
 def jitted(
-    function: Callable[..., Any], *, name: str, same: Hashable = None, **settings: Any
+    function: Callable[..., Any], *, name: str, key: Hashable = None, **settings: Any
 ) -> Any:
-    """`jax.jit` of a function, or of an earlier one that does the same.
+    """`jax.jit` of a function, or what an earlier call with an equal key returned.
 
-    JAX keeps what it traced and compiled with what this returns, so who makes an object anew in one
-    process, as a notebook that trains twice, does not compile its functions again.
+    JAX keeps what it has traced and compiled with the result. So a process that makes an engine or
+    an update anew, as a notebook that trains twice, does not trace and compile its programs again.
 
     Args:
-        function: it may hold no arrays, since it is kept.
+        function: is kept, so it may hold no arrays.
         name: of the program, which a profile shows.
-        same: equal for functions of that name that compute the same. For None, and for what has no
-            hash, as an architecture of one's own may have none, there are no others.
-        settings: of `jax.jit`, the same wherever `same` is.
+        key: of what the function computes: whoever has an equal one with this name computes the
+            same, and gives the same `settings`. Nothing equals None, nor what has no hash.
+        settings: of `jax.jit`.
     """
 
     def called(*args: Any, **options: Any) -> Any:
@@ -119,10 +121,34 @@ def jitted(
 
     called.__name__ = name
     made = jax.jit(called, **settings)
+    if key is None:
+        return made
+    _forget_if_edited()
     try:
-        return made if same is None else _jitted.setdefault((name, same), made)
+        return _kept.setdefault((name, key), made)
     except TypeError:
         return made
+
+
+def joined(*parts: Hashable) -> Hashable:
+    """A key of several parts, for `jitted`; None where one of them is."""
+    return None if any(part is None for part in parts) else parts
+
+
+def _forget_if_edited() -> None:
+    """Forgets all that was kept once code of jaxrl was loaded again or replaced in this process."""
+    code: dict[tuple[str, str], Any] = {}
+    for module, loaded in [*sys.modules.items()]:
+        if module.partition(".")[0] == "jaxrl":
+            for name, value in [*vars(loaded).items()]:
+                code[module, name] = getattr(value, "__code__", value)
+                if isinstance(value, type) and value.__module__ == module:
+                    methods = vars(value).items()
+                    code |= {(module, f"{name}.{n}"): getattr(m, "__code__", m) for n, m in methods}
+    if any(code.get(place) is not value for place, value in _code.items()):
+        _kept.clear()
+    _code.clear()
+    _code.update(code)
 
 
 class CompiledFunction:
@@ -142,9 +168,9 @@ class CompiledFunction:
         variants: Iterable[Hashable] = ((),),
         donate_argnums: tuple[int, ...] = (),
         static_argnums: tuple[int, ...] = (),
-        same: Hashable = None,
+        key: Hashable = None,
     ):
-        """See `jitted` for `name` and `same`."""
+        """See `jitted` for `name` and `key`."""
         self.name = name
         self.variants = frozenset(variants)
         self._programs: dict[Hashable, Callable[..., Any]] = {}
@@ -153,14 +179,14 @@ class CompiledFunction:
         self._jitted = jitted(
             function,
             name=name,
-            same=same,
+            key=key,
             donate_argnums=donate_argnums,
             static_argnums=static_argnums,
         )
 
     @property
-    def num_traces(self) -> int:
-        """Variants that were compiled so far, here or where the same was done before."""
+    def num_programs(self) -> int:
+        """Variants that were compiled so far, or found."""
         return len(self._programs)
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:

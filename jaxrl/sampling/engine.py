@@ -38,7 +38,13 @@ from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import XLA, past_ends
 from jaxrl.models.beside import TokenArray
 from jaxrl.models.kv_cache import Cache
-from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16, CompiledFunction, compile_all, jitted
+from jaxrl.runtime.compilation import (
+    MULTIPLIES_BFLOAT16,
+    CompiledFunction,
+    compile_all,
+    jitted,
+    joined,
+)
 from jaxrl.runtime.sharding import (
     PIECES,
     cache_sharding,
@@ -324,7 +330,7 @@ class Engine:
         self._weights_of = Weights(
             self.programs.weights,
             architecture,
-            same=self._same,
+            key=self._program_key,
             mesh=mesh,
             train_mesh=mesh if train_mesh is None else train_mesh,
             scan_layers=scan_layers,
@@ -348,7 +354,7 @@ class Engine:
         self.kinds = tuple(kinds)
         # The programs, compiled by `compile` or else when they are first called.
         programs = self.programs
-        declared = partial(CompiledFunction, same=self._same)
+        declared = partial(CompiledFunction, key=self._program_key)
         self._append = declared(
             programs.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
         )
@@ -359,10 +365,10 @@ class Engine:
         )
         self._decode = self._declare_decode()
         self._make_cache = jitted(
-            programs.empty_cache, name="cache", same=self._same, static_argnums=(0, 1)
+            programs.empty_cache, name="cache", key=self._program_key, static_argnums=(0, 1)
         )
         self._make_start = jitted(
-            programs.start, name="start", same=self._same, static_argnums=(0,)
+            programs.start, name="start", key=self._program_key, static_argnums=(0,)
         )
         self._stops = _stop_tables(automaton, architecture.vocab_size, eos_ids, mesh)
         self._weights: Params | None = None
@@ -417,14 +423,13 @@ class Engine:
             variants=self._decodes(),
             donate_argnums=(1,),
             static_argnums=(7, 8),
-            same=self._same,
+            key=self._program_key,
         )
 
     @property
-    def _same(self) -> Hashable:
-        """Whatever engine has equal ones runs the same; see `jitted`."""
-        key = self.programs.architecture.program_key
-        return key and (self.programs, key)
+    def _program_key(self) -> Hashable:
+        """The key of what the programs compute; see `jitted`."""
+        return joined(self.programs, self.programs.architecture.program_key)
 
     @property
     def functions(self) -> tuple[CompiledFunction, ...]:
@@ -521,8 +526,8 @@ class Engine:
 
     @property
     def num_compilations(self) -> int:
-        """Compilations of the programs so far."""
-        return sum(function.num_traces for function in self.functions)
+        """Programs that were compiled so far, or found."""
+        return sum(function.num_programs for function in self.functions)
 
     def set_weights(self, params: Params) -> None:
         """Casts and reshards all parameters of the policy for decoding, once an update.

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.runtime.compilation import compile_all, jitted
+from jaxrl.runtime.compilation import compile_all, jitted, joined
 from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.sharding import decode_shardings, on_local_mesh, param_shardings
 from jaxrl.types import Params
@@ -37,7 +37,7 @@ class Weights:
         mesh: Mesh,
         train_mesh: Mesh,
         scan_layers: bool,
-        same: Hashable = None,
+        key: Hashable = None,
     ):
         """Declares the program.
 
@@ -47,9 +47,9 @@ class Weights:
             mesh: where the weights lie.
             train_mesh: where the parameters lie.
             scan_layers: see `decode.Programs`.
-            same: equal wherever `prepare` does the same; see `jitted`.
+            key: of `prepare`; see `jitted`.
         """
-        self._key = same and (same, train_mesh)
+        self._key = joined(key, train_mesh)
         self._prepare, self._mesh, self._train_mesh = prepare, mesh, train_mesh
         self._params = policy.abstract_params()
         self._abstract = jax.eval_shape(prepare, self._params)
@@ -107,7 +107,7 @@ class Weights:
         program = jitted(
             make,
             name="weights",
-            same=self._key and (self._key, given, wanted),
+            key=joined(self._key, given, wanted),
             out_shardings=[self._made[place] for place in wanted],
         )
         compiled: list[Any] = []

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrl.objectives.turns import by_turn, turn_returns
 from jaxrl.own_code import OwnCodeError, failure_text, named
+from jaxrl.runtime.compilation import jitted
 from jaxrl.training.settings import Advantage
 from jaxrl.types import Columns, Group, Trajectory, members, with_fields
 
@@ -31,8 +32,11 @@ class Estimator:
             return by_turn(partial(function, **settings), names, columns)
 
         # Of every value that a setting takes there is a program.
-        compiled = jax.jit(
-            estimate if advantage.by_turn else function, static_argnames=tuple(chosen.settings)
+        compiled = jitted(
+            estimate if advantage.by_turn else function,
+            name=chosen.name,
+            key=None if chosen.is_users else (function, advantage.by_turn, tuple(names)),
+            static_argnames=tuple(chosen.settings),
         )
         self._function = named(chosen.key, chosen.name, compiled)
 

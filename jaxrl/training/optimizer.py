@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl.own_code import Chosen, named
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """The section `optimizer`, or `sft.optimizer`, which leaves the last three at their defaults.
-
-    Attributes:
-        schedule: makes what follows the warm-up, one of `SCHEDULES`.
-        num_updates: optimizer steps of the stage.
-    """
-
-    lr: float
-    schedule: Chosen
-    warmup_steps: int
-    final_lr_fraction: float
-    num_updates: int
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    grad_clip: float
-    moments_dtype: str
-    offload: bool
-    num_minibatches: int = 1
-    num_epochs: int = 1
-    skip_signal_free: bool = True
+from jaxrl.own_code import named
+from jaxrl.runtime.compilation import jitted
+from jaxrl.training.settings import OptimizerSettings
 
 
 def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
@@ -54,14 +29,9 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
+@lru_cache(maxsize=16)  # one for equal settings, by which its programs are found again
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
     """AdamW behind global-norm clipping."""
-    # Code of the user's may have been edited and loaded again, so it is traced anew.
-    return (_optimizer.__wrapped__ if settings.schedule.is_own else _optimizer)(settings)
-
-
-@lru_cache(maxsize=16)  # the same functions for equal settings, so that programs are found again
-def _optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
     adamw = optax.adamw(
         learning_rate(settings),
         b1=settings.beta1,
@@ -85,7 +55,11 @@ def check_schedule(settings: OptimizerSettings) -> None:
     key, name, count = settings.schedule.key, settings.schedule.name, settings.num_updates
     schedule = named(key, name, learning_rate)(settings)
     steps = np.linspace(0, count - 1, min(count, _MOST_STEPS)).astype(np.int32)
-    at_all = jax.jit(lambda steps: jax.lax.map(schedule, steps))
+    at_all = jitted(
+        partial(jax.lax.map, schedule),
+        name="schedule",
+        key=None if settings.schedule.is_users else settings,
+    )
     rates = np.asarray(named(key, name, at_all)(steps))
     is_rate = np.isfinite(rates) & (rates >= 0) & (rates.ndim == 1)
     if not is_rate.all():

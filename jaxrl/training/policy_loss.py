@@ -26,14 +26,10 @@ class LossError(ValueError):
 
 def make_policy_loss(method: Method) -> TokenLoss:
     """The policy loss with its KL and entropy terms; a term that is off adds nothing."""
-    loss, kl = method.loss, method.kl
-    chosen = (loss.policy_loss, loss.term, loss.gate, kl.estimator)
-    # Code of the user's may have been edited and loaded again, so it is traced anew.
-    is_ours = not any(one and one.is_own for one in chosen)
-    return (_policy_loss if is_ours else _policy_loss.__wrapped__)(loss, kl)
+    return _policy_loss(method.loss, method.kl)
 
 
-@lru_cache(maxsize=16)  # one function for equal settings, so that its programs are found again
+@lru_cache(maxsize=16)  # one function for equal settings, by which its programs are found again
 def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
     policy_loss = loss.policy_loss  # objectives/losses.py, by loss.name
     is_corrected = loss.correction["level"] != "none"

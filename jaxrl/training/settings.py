@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxrl.own_code import Chosen
-
-if TYPE_CHECKING:
-    from jaxrl.training.optimizer import OptimizerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +134,32 @@ class Watch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """The section `optimizer`, or `sft.optimizer`, which leaves the last three at their defaults.
+
+    Attributes:
+        schedule: makes what follows the warm-up, one of `SCHEDULES`.
+        num_updates: optimizer steps of the stage.
+    """
+
+    lr: float
+    schedule: Chosen
+    warmup_steps: int
+    final_lr_fraction: float
+    num_updates: int
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    grad_clip: float
+    moments_dtype: str
+    offload: bool
+    num_minibatches: int = 1
+    num_epochs: int = 1
+    skip_signal_free: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """A method of training, from the groups of a step to its updates.
 
@@ -187,6 +210,12 @@ class Method:
         return has_kl_loss(self.kl) or others or self.loss.policy_loss.is_own
 
     @property
+    def has_users_loss(self) -> bool:
+        """True where code of the user's is in the loss."""
+        parts = (self.loss.policy_loss, self.loss.term, self.loss.gate, self.kl.estimator)
+        return any(part is not None and part.is_users for part in parts)
+
+    @property
     def has_reference(self) -> bool:
         """True where a KL term needs the policy as it was at the start of the stage."""
         return self.kl.coef != 0 and self.kl.anchor == "ref"
@@ -222,7 +251,7 @@ def has_kl_weights(kl: KL) -> bool:
 
 
 def token_fields(optimizer: OptimizerSettings, filter: Filter, kl: KL) -> list[str]:
-    """The numbers by token that the method adds to those that every batch has."""
+    """The float32 fields of `Batch` that the method fills, beside those that always are."""
     has_reference = has_kl_loss(kl) and kl.anchor == "ref"
     is_there = {
         "old_logprobs": not takes_own_logprobs(optimizer, filter),

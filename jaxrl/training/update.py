@@ -21,7 +21,7 @@ from jaxrl.models.output import QUARTERS
 from jaxrl.models.parts import Declared, join
 from jaxrl.models.policy import Model
 from jaxrl.objectives.metrics import Metric
-from jaxrl.runtime.compilation import CompiledFunction, jitted
+from jaxrl.runtime.compilation import CompiledFunction, jitted, joined
 from jaxrl.runtime.sharding import (
     CONTEXT,
     batch_sharding,
@@ -80,7 +80,7 @@ def init_state(
     program = jitted(
         init,
         name="init",
-        same=(optimizer, structure, *leaves),
+        key=(optimizer, structure, *leaves),
         out_shardings=shardings,
         donate_argnums=0,
     )
@@ -141,14 +141,14 @@ class MicroBatches:
     before it is computed, and no earlier: those of two are there at most.
     """
 
-    def __init__(self, model: Model, name: str, step: Callable[..., Any], same: Hashable = None):
+    def __init__(self, model: Model, name: str, step: Callable[..., Any], key: Hashable = None):
         """Compiles what each micro-batch does.
 
         Args:
             model: says where all of it lies, and the dtype of patches.
             name: of the program, for errors.
             step: `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
-            same: equal for steps of that name that compute the same; see `jitted`.
+            key: of the step; see `jitted`.
         """
         self._mesh, self._dtype = model.mesh, model.dtype
         self._recorded = model.architecture.recorded
@@ -181,7 +181,7 @@ class MicroBatches:
             variants=product(QUARTERS, (0, *PARTS), (False, True)),
             donate_argnums=(1,),
             static_argnums=(5,),
-            same=same,
+            key=key,
         )
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
@@ -214,7 +214,7 @@ class ScoreStep:
 
     def __init__(self, model: Model, *, temperature: float):
         """The distribution is that of `temperature`."""
-        self._mesh, self.model, passes = model.mesh, model, model.passes
+        self._mesh, self.model, passes = model.mesh, model, model.without_base
 
         def add(
             params: Params, logprobs: jax.Array, micro: Batch, index: jax.Array, quarters: int
@@ -224,14 +224,12 @@ class ScoreStep:
             )
             return logprobs.at[index].set(one)
 
-        self.add = MicroBatches(
-            model, "score", add, same=model.program_key and (model.program_key, temperature)
-        )
+        self.add = MicroBatches(model, "score", add, key=joined(model.program_key, temperature))
 
     @property
-    def num_traces(self) -> int:
-        """Compilations so far."""
-        return self.add.program.num_traces
+    def num_programs(self) -> int:
+        """Programs that were compiled so far, or found."""
+        return self.add.program.num_programs
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> jax.Array:
         """Scores `packed`, which lies on the devices as `batch`; 0 for tokens without loss."""
@@ -314,6 +312,7 @@ class Gradient:
         temperature: float = 1.0,
         entropy_gradient: bool = False,
         balance_coef: float = 0.0,
+        shares_programs: bool = False,
     ):
         """Compiles the gradient of a loss.
 
@@ -324,10 +323,14 @@ class Gradient:
             entropy_gradient: the loss differentiates through the entropies.
             balance_coef: of `Statistics.balance_loss`, which is of the whole mini-batch: a pass
                 beforehand counts which experts its tokens reach.
+            shares_programs: with other gradients of this loss in the process, see `jitted`; not
+                where code of the user's is in it, which may be edited meanwhile.
         """
         shardings, read = param_shardings(model.mesh, model.trained), model.architecture.statistics
-        same = model.program_key and (model.program_key, token_loss, temperature, entropy_gradient)
-        passes = model.passes
+        key: Hashable = None
+        if shares_programs:
+            key = joined(model.program_key, token_loss, temperature, entropy_gradient)
+        passes = model.without_base
 
         def micro_loss(
             trained: Params, others: Params, micro: Batch, balance: Any, quarters: int
@@ -356,7 +359,7 @@ class Gradient:
         differentiate = jitted(
             jax.grad(micro_loss, has_aux=True),
             name="gradient",
-            same=same,
+            key=key,
             static_argnames="quarters",
             inline=True,
         )
@@ -388,32 +391,32 @@ class Gradient:
         self._model = model
         self.balance = Balance(model) if balance_coef else None
         self._balance_coef = balance_coef
-        self.begin = CompiledFunction(begin, name="the update's start", same=same)
-        self.add = MicroBatches(model, "update", add, same)
-        self.measure = MicroBatches(model, "update's metrics", measure, same)
+        self.begin = CompiledFunction(begin, name="the update's start", key=key)
+        self.add = MicroBatches(model, "update", add, key)
+        self.measure = MicroBatches(model, "update's metrics", measure, key)
 
-    def check(self, shape: BatchShape, more: Sequence[str] = ()) -> None:
+    def check(self, shape: BatchShape, fields: Sequence[str] = ()) -> None:
         """Traces the loss of a micro-batch and its gradient, and computes nothing.
 
-        What the loss raises while it is traced passes through. The first update need not trace it
-        again where its micro-batches have the same fields and the same room in the output layer.
+        Errors of the loss pass through. The first update need not trace it again where its
+        micro-batches have these fields and the whole room in the output layer.
 
         Args:
             shape: of mini-batches.
-            more: float32 fields of a batch beside those that every batch has.
+            fields: float32 fields of `Batch` that are given, beside those that always are.
         """
         kinds = {"token_ids": jnp.int32, "segment_ids": jnp.int32, "positions": jnp.int32}
-        kinds |= {"loss_mask": jnp.bool_, **dict.fromkeys((*_NUMBERS, *more), jnp.float32)}
+        kinds |= {"loss_mask": jnp.bool_, **dict.fromkeys((*_FLOATS, *fields), jnp.float32)}
         model, sizes = self._model, (1, shape.micro_rows, shape.row_tokens)
         lies = batch_sharding(model.mesh)
-        fields: dict[str, Any] = {
+        given: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(sizes, kind, sharding=lies) for name, kind in kinds.items()
         }
-        fields["token_arrays"] = {
+        given["token_arrays"] = {
             name: jax.ShapeDtypeStruct((*sizes, *one.shape), one.dtype, sharding=lies)
             for name, one in shape.token_arrays.items()
         }
-        batch = Batch(**fields)
+        batch = Batch(**given)
         params = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             model.architecture.abstract_params(),
@@ -437,7 +440,7 @@ class Gradient:
         return self.add(policy, sums, batch, packed)
 
 
-_NUMBERS = ("token_weights", "advantages", "rollout_logprobs")
+_FLOATS = ("token_weights", "advantages", "rollout_logprobs")
 """The fields of every batch that are float32."""
 
 
@@ -458,6 +461,7 @@ class UpdateStep:
         entropy_gradient: bool = False,
         balance_coef: float = 0.0,
         offload: bool = False,
+        shares_programs: bool = False,
     ):
         """Takes what `Gradient` does; the optimizer is applied to the float32 master weights.
 
@@ -470,6 +474,7 @@ class UpdateStep:
             temperature=temperature,
             entropy_gradient=entropy_gradient,
             balance_coef=balance_coef,
+            shares_programs=shares_programs,
         )
         shardings = state_shardings(model.mesh, model.trained, optimizer)
         statistics = model.architecture.statistics
@@ -503,17 +508,17 @@ class UpdateStep:
             name="optimizer",
             variants=(False, True),
             donate_argnums=(0,),
-            same=model.program_key and (model.program_key, optimizer),
+            key=joined(model.program_key, optimizer) if shares_programs else None,
         )
 
     @property
-    def num_traces(self) -> int:
-        """Compilations so far."""
+    def num_programs(self) -> int:
+        """Programs that were compiled so far, or found."""
         gradient = self.gradient
         programs = [gradient.begin, gradient.add.program, gradient.measure.program, self.apply]
         if gradient.balance is not None:
             programs.append(gradient.balance.add.program)
-        return sum(program.num_traces for program in programs)
+        return sum(program.num_programs for program in programs)
 
     def __call__(
         self, state: TrainState, batch: Batch, packed: Packed, lr_scale: float | None = None

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble
+from jaxrl.components import assemble, make_stages
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Reward
 from jaxrl.method import batch_shape, method_of, optimizer_of
@@ -399,6 +399,46 @@ def test_each_loss_of_ours_passes(name, level, place):
     model = Model(TINY, one_device_mesh(), XLA, num_tokens=NUM_TOKENS, remat="none")
     update = UpdateStep(model, make_policy_loss(method), optax.identity(), entropy_gradient=True)
     check_update(update, batch_shape(config, "train"), method)
+
+
+OWN = """
+from jaxrl.objectives.losses import PolicyLoss
+
+def loss(logprobs, advantages):
+    return PolicyLoss(-advantages * logprobs, {})
+
+def gate(loss_mask):
+    return loss_mask
+
+def kl(log_ratios):
+    return log_ratios**2
+
+def schedule(peak):
+    return lambda step: peak
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "shares"),
+    [
+        ("loss.clip_high", 0.3, True),
+        ("loss.name", "parts.loss", False),
+        ("loss.term.name", "parts.loss", False),
+        ("loss.gate.name", "parts.gate", False),
+        ("kl.estimator", "parts.kl", False),
+        ("optimizer.schedule", "parts.schedule", False),
+    ],
+)
+def test_what_holds_code_of_ones_own_is_traced_anew(key, name, shares, tmp_path, monkeypatch):
+    """It, or what it calls, may have been edited and loaded again between two runs of a process."""
+    (tmp_path / "parts.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = settings(**{"stages": ("train",), "kl.coef": 0.1, "loss.term.coef": 0.1, key: name})
+    model = Model(TINY, one_device_mesh(), XLA, num_tokens=NUM_TOKENS, remat="none")
+    method = method_of(config)
+    first, second = (make_stages(config, model, method)["train"].update for _ in range(2))
+    programs = [first.gradient.add.program, second.gradient.add.program]
+    assert (programs[0]._jitted is programs[1]._jitted) == shares
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

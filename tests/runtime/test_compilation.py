@@ -1,3 +1,4 @@
+import importlib
 import signal
 import subprocess
 import sys
@@ -9,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.runtime.compilation import CompiledFunction, compile_all, is_under_way, stopped_by
+from jaxrl.runtime.compilation import (
+    CompiledFunction,
+    compile_all,
+    is_under_way,
+    joined,
+    stopped_by,
+)
 from jaxrl.runtime.stopping import Interrupted
 
 
@@ -21,16 +28,16 @@ def test_each_variant_is_compiled_once():
     compiled = CompiledFunction(double, name="double", variants=[2, 3])
     for size in (2, 3, 2, 3, 2):
         np.testing.assert_array_equal(compiled(jnp.ones(size), variant=size), np.full(size, 2.0))
-        assert compiled.num_traces <= 2
-    assert compiled.num_traces == 2
+        assert compiled.num_programs <= 2
+    assert compiled.num_programs == 2
 
 
 def test_without_variants_there_is_one_shape():
     compiled = CompiledFunction(double, name="double")
-    assert compiled.num_traces == 0
+    assert compiled.num_programs == 0
     compiled(jnp.ones(2))
     compiled(jnp.zeros(2))
-    assert compiled.num_traces == 1
+    assert compiled.num_programs == 1
     with pytest.raises(
         RuntimeError, match=r"double was compiled for other arguments of the variant \(\)"
     ):
@@ -43,7 +50,7 @@ def test_a_variant_outside_the_set_is_an_error():
         compiled(jnp.ones(4), variant=4)
     with pytest.raises(RuntimeError, match=r"the shapes \(\), outside"):
         compiled(jnp.ones(2))
-    assert compiled.num_traces == 0
+    assert compiled.num_programs == 0
 
 
 @pytest.mark.parametrize("other", [jnp.ones(3), jnp.ones(2, jnp.int32), jnp.ones((2, 1))])
@@ -62,7 +69,7 @@ def test_what_jax_takes_for_its_context_may_change_between_calls():
     compiled(jnp.ones(2))
     with jax.default_matmul_precision("float32"):
         np.testing.assert_array_equal(compiled(jnp.ones(2)), [2.0, 2.0])
-    assert compiled.num_traces == 1
+    assert compiled.num_programs == 1
 
 
 def test_what_does_the_same_is_traced_once():
@@ -75,19 +82,48 @@ def test_what_does_the_same_is_traced_once():
 
         return function
 
-    def doubled(factor, same):
-        compiled = CompiledFunction(times(factor), name="times", same=same)
-        assert compiled.num_traces == 0
+    def times_in(factor, key):
+        compiled = CompiledFunction(times(factor), name="times", key=key)
+        assert compiled.num_programs == 0
         result = compiled(jnp.ones(2))
-        assert compiled.num_traces == 1
+        assert compiled.num_programs == 1
         return result.tolist()
 
-    assert doubled(2, same=("times", 2)) == doubled(2, same=("times", 2)) == [2.0, 2.0]
+    assert times_in(2, key=("times", 2)) == times_in(2, key=("times", 2)) == [2.0, 2.0]
     assert traced == [2]
-    assert doubled(3, same=("times", 3)) == [3.0, 3.0]
+    assert times_in(3, key=("times", 3)) == [3.0, 3.0]
     # Nothing is the same as what has no hash, and as what says nothing.
-    assert doubled(4, same=["times", 2]) == doubled(4, same=None) == [4.0, 4.0]
+    assert times_in(4, key=["times", 2]) == times_in(4, key=None) == [4.0, 4.0]
     assert traced == [2, 3, 4, 4]
+
+
+def test_what_was_kept_is_forgotten_where_code_of_jaxrl_is_replaced(monkeypatch):
+    """By a notebook that loads an edited module again, say, or puts a function in its place."""
+    traced = []
+
+    def function(x):
+        traced.append(1)
+        return x
+
+    def play():
+        CompiledFunction(function, name="function", key="edited")(jnp.ones(2))
+        return len(traced)
+
+    assert (play(), play()) == (1, 1)
+    monkeypatch.setattr("jaxrl.runtime.stopping.EXIT_TRY_AGAIN", 99)
+    assert (play(), play()) == (2, 2)
+    importlib.reload(importlib.import_module("jaxrl.objectives.turns"))
+    assert (play(), play()) == (3, 3)
+    loaded = importlib.import_module("jaxrl.objectives.turns").turn_returns
+    monkeypatch.setattr(loaded, "__code__", loaded.__code__.replace(co_firstlineno=1))
+    assert (play(), play()) == (4, 4)
+    importlib.import_module("jaxrl.objectives.segments")  # is no edit, loaded before or not
+    assert play() == 4
+
+
+def test_a_key_of_parts_is_none_where_one_is():
+    assert joined(1, "a", np.dtype("float64")) == (1, "a", np.dtype("float64"))
+    assert joined(1, None) is None
 
 
 def test_donated_arguments_are_gone():
@@ -101,9 +137,9 @@ def test_lowering_counts_as_no_compilation():
     compiled = CompiledFunction(double, name="double")
     text = compiled.lower(jax.ShapeDtypeStruct((5,), jnp.float32)).as_text()
     assert "5xf32" in text
-    assert compiled.num_traces == 0
+    assert compiled.num_programs == 0
     compiled(jnp.ones(2))
-    assert compiled.num_traces == 1
+    assert compiled.num_programs == 1
 
 
 def test_compilations_end_side_by_side_and_are_counted():
@@ -137,7 +173,7 @@ def test_a_compilation_is_left_to_itself_when_it_is_asked_to_stop():
     while is_under_way():
         time.sleep(0.01)
     np.testing.assert_array_equal(double_it(jnp.ones(2)), [2.0, 2.0])
-    assert double_it.num_traces == 1
+    assert double_it.num_programs == 1
     compile_all([asked.wait])  # nobody asks any more
 
 

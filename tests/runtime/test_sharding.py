@@ -351,9 +351,9 @@ def test_sampler_moves_no_cache_between_devices(report, name):
 @on_each_mesh
 def test_each_program_compiles_once(report, name):
     sampler, update = (report["meshes"][name][part] for part in ("sampler", "update"))
-    assert sampler["num_traces"] == {"append": 1, "decode": 2, "copy": 1, "swap": 1, "see": 0}
+    assert sampler["num_programs"] == {"append": 1, "decode": 2, "copy": 1, "swap": 1, "see": 0}
     assert sampler["num_compilations"] == 0  # they were before
-    assert update["num_compilations"] == update["num_traces"] <= UPDATE_PROGRAMS
+    assert update["num_compilations"] == update["num_programs"] <= UPDATE_PROGRAMS
 
 
 @on_each_mesh

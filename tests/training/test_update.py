@@ -22,6 +22,7 @@ from jaxrl.training.controllers import Controllers
 from jaxrl.training.measure import unpack
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, loss_quarters, pack
+from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import (
     ScoreStep,
     UpdateStep,
@@ -538,7 +539,7 @@ def test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic(
     moves = [jax.tree.map(np.subtract, after, start) for after in (got, wanted)]
     assert relative_distance(*moves) < 1e-4
     assert int(state.num_updates) == 4
-    assert update.num_traces <= UPDATE_PROGRAMS
+    assert update.num_programs <= UPDATE_PROGRAMS
 
 
 def logits_arrays(text):
@@ -583,7 +584,7 @@ def test_one_compilation_serves_any_number_of_micro_batches(update, params, sequ
                 batch = replace(batch, old_logprobs=extra, ref_logprobs=extra)
             state, _ = update(state, put_batch(MESH, batch), packed)
     assert seen == {0, 1, 2}
-    assert update.num_traces <= UPDATE_PROGRAMS
+    assert update.num_programs <= UPDATE_PROGRAMS
     assert len(compiled) <= 5  # those not compiled by an earlier test
     assert int(state.num_updates) == 5
 
@@ -604,12 +605,12 @@ def test_what_the_check_has_traced_is_not_traced_again(params, sequences):
         assert len(traced) == len({QUARTERS[-1], *loss_quarters(packed, 1)})
 
 
-def updated(params, sequences, loss):
+def updated(params, sequences, loss, *, shares=True):
     """Parameters after an update by objects made anew, and the number of programs compiled."""
     packed = pack_all(sequences, SHAPE)
     batch, state = put_batch(MESH, packed.batch), fresh_state(params)
     model = tiny_model()
-    update = UpdateStep(model, loss, OPTIMIZER, entropy_gradient=True)
+    update = UpdateStep(model, loss, OPTIMIZER, entropy_gradient=True, shares_programs=shares)
     with compilations() as compiled:
         state, _ = update(state, batch, packed)
         ScoreStep(model, temperature=1.0)(params, batch, packed)
@@ -641,9 +642,12 @@ def test_a_loss_of_ones_own_is_traced_anew(params, sequences, tmp_path, monkeypa
     (tmp_path / "scaling.py").write_text("FACTOR = 1.0")
     (tmp_path / "scaled_loss.py").write_text(SCALED)
     monkeypatch.syspath_prepend(tmp_path)
-    first, _ = updated(params, sequences, policy_loss(loss={"name": "scaled_loss.scaled"}))
+    method = method_with(**{"loss.name": "scaled_loss.scaled"})
+    assert method.has_users_loss
+    loss, shares = make_policy_loss(method), not method.has_users_loss
+    first, _ = updated(params, sequences, loss, shares=shares)
     monkeypatch.setattr("scaling.FACTOR", -1.0)
-    other, _ = updated(params, sequences, policy_loss(loss={"name": "scaled_loss.scaled"}))
+    other, _ = updated(params, sequences, loss, shares=shares)
     assert not equal(first, other)
 
 
@@ -651,7 +655,8 @@ def test_what_is_kept_of_a_model_holds_no_weights(params, sequences):
     packed = pack_all(sequences, SHAPE)
     batch, model = put_batch(MESH, packed.batch), tiny_model()
     model.base = {"beside": jnp.ones(3)}
-    update, score = UpdateStep(model, policy_loss(), OPTIMIZER), ScoreStep(model, temperature=1.0)
+    update = UpdateStep(model, policy_loss(), OPTIMIZER, shares_programs=True)
+    score = ScoreStep(model, temperature=1.0)
     update.gradient.check(SHAPE)
     score.add(params, jnp.zeros(batch.token_ids.shape), batch, packed)
     is_there = weakref.ref(model.base["beside"])
@@ -740,7 +745,7 @@ def test_moments_are_in_host_memory_between_updates(update, params, sequences):
         other, _ = offloading(other, batch, packed)
         assert (memories(state), memories(other)) == ({"device"}, {HOST_MEMORY})
         assert equal(state, other)
-    assert offloading.num_traces <= UPDATE_PROGRAMS
+    assert offloading.num_programs <= UPDATE_PROGRAMS
 
 
 @pytest.mark.minutes
@@ -765,7 +770,7 @@ def test_scores_are_the_logprobs_of_each_token(score, params, sequences):
         want = np.where(sequences[index].loss_mask, wanted[index, :length], 0)
         np.testing.assert_allclose(got, want, atol=2e-5, rtol=1e-5)
     assert not np.asarray(scores)[~packed.batch.loss_mask].any()
-    assert score.num_traces <= len(QUARTERS)
+    assert score.num_programs <= len(QUARTERS)
 
 
 def test_put_batch_keeps_what_it_is_given(sequences):

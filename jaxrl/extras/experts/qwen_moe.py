@@ -45,6 +45,7 @@ from jaxrl.models.decoder import (
 from jaxrl.models.defaults import completed
 from jaxrl.models.layers import Stacks
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.runtime.compilation import joined
 from jaxrl.types import Params
 
 _EXPERT = "model.layers.{}.mlp.experts.{}."
@@ -111,8 +112,7 @@ class QwenMoeConfig(QwenConfig):
     @property
     def program_key(self) -> Hashable:
         """See `Architecture.program_key`."""
-        key = super().program_key
-        return key and (key, self.experts)
+        return joined(super().program_key, self.experts)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 import httpx2
@@ -97,7 +97,8 @@ class StdioServer:
         """
         anyio = importlib.import_module("anyio")
         defaults = importlib.import_module("mcp.client.stdio").get_default_environment()
-        starting = asyncio.ensure_future(
+        # Cancelled itself, a start may wait for ever for pipes that it has not made yet.
+        process, is_given_up = await _whole(
             asyncio.create_subprocess_exec(
                 *self._command,
                 env={**defaults, **self._env},
@@ -108,12 +109,9 @@ class StdioServer:
                 start_new_session=True,
             )
         )
-        try:
-            process = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # Cancelled itself, it may wait for ever for pipes that it has not made yet.
-            await _end(await starting)
-            raise
+        if is_given_up:
+            await _whole(_end(process))
+            raise asyncio.CancelledError
         incoming, read = anyio.create_memory_object_stream(0)
         write, asked = anyio.create_memory_object_stream(0)
         pending: set[Any] = set()  # ids of requests without an answer
@@ -140,6 +138,17 @@ class StdioServer:
         finally:
             for stream in (incoming, read, write, asked):
                 stream.close()
+
+
+async def _whole(doing: Coroutine[Any, Any, Any]) -> tuple[Any, bool]:
+    """Waits to the end of what is not to be cancelled; its result, and True if it was asked to."""
+    task, is_given_up = asyncio.ensure_future(doing), False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            is_given_up = True
+    return task.result(), is_given_up
 
 
 async def _pass_on(stdout: asyncio.StreamReader, incoming: Any, pending: set[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -178,6 +178,7 @@ def _line(name: str, platform: str, head_dim: int, dtype: DTypeLike | None) -> l
     return [one for one in line if takes(one, dtype)]
 
 
+@lru_cache(maxsize=16)  # one function for equal arguments, by which its programs are found again
 def on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:
     """Splits `train` over a mesh; each device has its own pieces of rows and heads.
 

@@ -135,14 +135,19 @@ def by_command(command: list[str], folder: str) -> Play:
                 env=os.environ | addresses,
             )
         )
-        try:
-            process = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # A start that is cancelled itself ends the program alone, not what that has started,
-            # and may wait for ever for pipes that it has not made yet.
-            _kill((await starting).pid)
+        # A start that is cancelled itself ends the program alone, not what that has started, and
+        # may wait for ever for pipes that it has not made yet. `wait` leaves it alone.
+        is_given_up = False
+        while not starting.done():
+            try:
+                await asyncio.wait([starting])
+            except asyncio.CancelledError:
+                is_given_up = True
+        process = starting.result()
+        if is_given_up:
+            _kill(process.pid)
             kill_marked(file)
-            raise
+            raise asyncio.CancelledError
         _groups.add(process.pid)
         # It may print before it reads, or leave behind what prints after its end.
         telling = asyncio.ensure_future(_tell(process.stdin, json.dumps(episode["task"]).encode()))

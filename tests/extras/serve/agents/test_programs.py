@@ -253,8 +253,9 @@ def test_programs_end_with_all_that_they_have_started(play, tmp_path):
     assert until(lambda: all(map(is_gone, pids)))
 
 
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("turns", range(6))
-def test_a_program_that_is_stopped_while_it_starts_leaves_nothing(turns, tmp_path):
+def test_a_program_that_is_stopped_while_it_starts_leaves_nothing(turns, times, tmp_path):
     """After some turns of the event loop it is there, and not yet all of what asyncio makes."""
 
     async def stopped():
@@ -262,7 +263,9 @@ def test_a_program_that_is_stopped_while_it_starts_leaves_nothing(turns, tmp_pat
         playing = asyncio.ensure_future(by_command(program, str(tmp_path))(episode("a")))
         for _ in range(turns):
             await asyncio.sleep(0)
-        playing.cancel()
+        for _ in range(times):
+            playing.cancel()
+            await asyncio.sleep(0)
         await asyncio.wait([playing], timeout=20)
         return playing.cancelled()
 
