@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import operator
 import queue
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -97,7 +99,7 @@ def _wait() -> None:
 
 
 _kept: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has some twenty
-_code: dict[tuple[str, str], Any] = {}  # of jaxrl, as it was when something was last found in it
+_code: dict[str, list[Any]] = {}  # of jaxrl, by module and class, as it was at the last look
 
 
 def jitted(
@@ -137,15 +139,21 @@ def joined(*parts: Hashable) -> Hashable:
 
 def _forget_if_edited() -> None:
     """Forgets all that was kept once code of jaxrl was loaded again or replaced in this process."""
-    code: dict[tuple[str, str], Any] = {}
-    for module, loaded in [*sys.modules.items()]:
-        if module.partition(".")[0] == "jaxrl":
-            for name, value in [*vars(loaded).items()]:
-                code[module, name] = getattr(value, "__code__", value)
-                if isinstance(value, type) and value.__module__ == module:
-                    methods = vars(value).items()
-                    code |= {(module, f"{name}.{n}"): getattr(m, "__code__", m) for n, m in methods}
-    if any(code.get(place) is not value for place, value in _code.items()):
+    spaces: dict[str, Mapping[str, Any]] = {
+        name: vars(one) for name, one in [*sys.modules.items()] if name.startswith("jaxrl.")
+    }
+    for module, space in [*spaces.items()]:
+        for name, value in [*space.items()]:
+            if isinstance(value, type) and value.__module__ == module:
+                spaces[f"{module}:{name}"] = vars(value)
+    code = {
+        place: [v.__code__ if isinstance(v, FunctionType) else v for v in [*space.values()]]
+        for place, space in spaces.items()
+    }
+    # What was loaded since then stands behind the names that there were.
+    if not all(
+        all(map(operator.is_, before, code.get(at, [None]))) for at, before in _code.items()
+    ):
         _kept.clear()
     _code.clear()
     _code.update(code)
