@@ -52,6 +52,7 @@ from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
 from jaxrl.own_code import is_own
 from jaxrl.runtime.checkpoint import newest_whole
+from jaxrl.runtime.compilation import forget_if_edited
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.sampling.contexts import Contexts
 from jaxrl.sampling.decode import scans
@@ -105,6 +106,7 @@ def assemble(
         FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
         OutageError: the search engine's server answers nobody.
     """
+    forget_if_edited()
     mesh = make_mesh(**config.mesh)
     method = method_of(config)
     external = _make_external(config, workdir, log)

@@ -109,6 +109,7 @@ def jitted(
 
     JAX keeps what it has traced and compiled with the result. So a process that makes an engine or
     an update anew, as a notebook that trains twice, does not trace and compile its programs again.
+    A run that begins calls `forget_if_edited` first.
 
     Args:
         function: is kept, so it may hold no arrays.
@@ -125,7 +126,6 @@ def jitted(
     made = jax.jit(called, **settings)
     if key is None:
         return made
-    _forget_if_edited()
     try:
         return _kept.setdefault((name, key), made)
     except TypeError:
@@ -137,7 +137,7 @@ def joined(*parts: Hashable) -> Hashable:
     return None if any(part is None for part in parts) else parts
 
 
-def _forget_if_edited() -> None:
+def forget_if_edited() -> None:
     """Forgets all that was kept once code of jaxrl was loaded again or replaced in this process."""
     spaces: dict[str, Mapping[str, Any]] = {
         name: vars(one) for name, one in [*sys.modules.items()] if name.startswith("jaxrl.")

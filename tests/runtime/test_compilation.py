@@ -13,6 +13,7 @@ import pytest
 from jaxrl.runtime.compilation import (
     CompiledFunction,
     compile_all,
+    forget_if_edited,
     is_under_way,
     joined,
     stopped_by,
@@ -106,6 +107,7 @@ def test_what_was_kept_is_forgotten_where_code_of_jaxrl_is_replaced(monkeypatch)
         return x
 
     def play():
+        forget_if_edited()
         CompiledFunction(function, name="function", key="edited")(jnp.ones(2))
         return len(traced)
 
