@@ -20,7 +20,7 @@ if version("jaxlib").startswith("0.10."):
     QUICK_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_FLAGS))
 
-# Whence each operation of a program comes, which no test asks: a thirtieth of the time of tracing.
+# No test asks where in the source an operation comes from, which takes a thirtieth of their time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import os
 import re
@@ -424,3 +426,29 @@ def per_token_of(policy_loss):
 def metrics_of(policy_loss):
     """The function that gives the metrics of a policy loss alone."""
     return lambda *arrays, **settings: policy_loss(*arrays, **settings).metrics
+
+
+def cancelled(coroutine, turns, times):
+    """Cancels a coroutine some turns of its event loop after its start; True if it has ended so."""
+
+    async def run():
+        task = asyncio.ensure_future(coroutine)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait([task], timeout=20)
+        return task.cancelled()
+
+    return asyncio.run(run())
+
+
+def processes_with(text):
+    """The processes whose environment holds a text."""
+    pids = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended
+            if str(text).encode() in environment.read_bytes():
+                pids.append(int(environment.parent.name))
+    return pids

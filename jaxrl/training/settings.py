@@ -138,7 +138,7 @@ class OptimizerSettings:
     """The section `optimizer`, or `sft.optimizer`, which leaves the last three at their defaults.
 
     Attributes:
-        schedule: makes what follows the warm-up, one of `SCHEDULES`.
+        schedule: makes what follows the warm-up, of `optimizer.SCHEDULES` or one's own.
         num_updates: optimizer steps of the stage.
     """
 

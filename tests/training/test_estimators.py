@@ -256,3 +256,21 @@ def test_an_estimator_that_fails_on_numbers_is_blamed_itself():
     got = estimator(**changes)
     with pytest.raises(OwnCodeError, match=r"config\.advantage\.name names 'grpo'"):
         got(grouped([*large, *rewarded([np.float32(3.4e38)] * 3, ids=[1] * 3)]), 0, 0)
+
+
+def test_one_of_ones_own_is_traced_anew(tmp_path, monkeypatch):
+    """What it calls may have been edited and loaded again between two runs of a process."""
+    (tmp_path / "share.py").write_text("OF_REWARD = 1.0")
+    (tmp_path / "shared.py").write_text(
+        "import share\n\ndef advantage(rewards):\n    return share.OF_REWARD * rewards\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    groups = grouped([make_trajectory(reward=2.0)])
+
+    def advantage():
+        [trajectory] = members(estimator(**{"advantage.name": "shared.advantage"})(groups, 0, 0))
+        return trajectory.advantage
+
+    assert advantage() == 2.0
+    monkeypatch.setattr("share.OF_REWARD", 3.0)
+    assert advantage() == 6.0

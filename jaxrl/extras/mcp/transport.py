@@ -141,7 +141,7 @@ class StdioServer:
 
 
 async def _whole(doing: Coroutine[Any, Any, Any]) -> tuple[Any, bool]:
-    """Waits to the end of what is not to be cancelled; its result, and True if it was asked to."""
+    """The result of what must not be cancelled, and True if that was tried meanwhile."""
     task, is_given_up = asyncio.ensure_future(doing), False
     while not task.done():
         try:

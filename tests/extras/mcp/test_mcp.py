@@ -26,6 +26,7 @@ from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import CallError, run_one
 from jaxrl.extras.mcp.servers import McpServer, McpTool
 from jaxrl.extras.mcp.transport import MAX_TOLD, StdioServer
+from tests.helpers import cancelled, processes_with
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = (sys.executable, str(SERVER))
@@ -598,25 +599,10 @@ def test_an_error_of_a_server_is_redacted_before_it_is_cut(code, monkeypatch):
 def test_a_server_that_is_given_up_while_it_starts_is_ended(turns, times, tmp_path):
     """After some turns of the event loop it is there, and not yet all of what asyncio makes."""
 
-    async def given_up():
-        async def start():
-            async with StdioServer(
-                ["sh", "-c", "sleep 60 & wait"], {"MARK": str(tmp_path)}, bytearray()
-            ).opened():
-                await asyncio.sleep(60)
+    async def start():
+        command = ["sh", "-c", "sleep 60 & wait"]
+        async with StdioServer(command, {"MARK": str(tmp_path)}, bytearray()).opened():
+            await asyncio.sleep(60)
 
-        starting = asyncio.ensure_future(start())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        for _ in range(times):
-            starting.cancel()
-            await asyncio.sleep(0)
-        await asyncio.wait([starting], timeout=20)
-        return starting.cancelled()
-
-    assert asyncio.run(given_up())
-    marked = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended
-            marked += [environment] * (str(tmp_path).encode() in environment.read_bytes())
-    assert not marked
+    assert cancelled(start(), turns, times)
+    assert not processes_with(tmp_path)

@@ -1,6 +1,5 @@
 """Processes of agents: those that hang, die, print or cannot be loaded."""
 
-import asyncio
 import os
 import queue
 import signal
@@ -9,13 +8,13 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from jaxrl.extras.serve.agents import programs
 from jaxrl.extras.serve.agents.programs import Programs
 from jaxrl.extras.serve.agents.runner import by_command
+from tests.helpers import cancelled, processes_with
 
 AGENT = """
 import asyncio, os, subprocess, sys, time
@@ -98,13 +97,6 @@ def play(tmp_path):
 def episode(name, task=""):
     given = {"base_url": "http://x/r/1/v1", "api_key": "k", "model": "m"}
     return {"episode": name, "task": task or name, **given}
-
-
-def is_marked(pid, mark):
-    try:
-        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended
-        return False
 
 
 def is_gone(pid):
@@ -258,20 +250,9 @@ def test_programs_end_with_all_that_they_have_started(play, tmp_path):
 def test_a_program_that_is_stopped_while_it_starts_leaves_nothing(turns, times, tmp_path):
     """After some turns of the event loop it is there, and not yet all of what asyncio makes."""
 
-    async def stopped():
-        program = ["sh", "-c", f"echo $$ > {tmp_path}/shell; sleep 3600 & wait"]
-        playing = asyncio.ensure_future(by_command(program, str(tmp_path))(episode("a")))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        for _ in range(times):
-            playing.cancel()
-            await asyncio.sleep(0)
-        await asyncio.wait([playing], timeout=20)
-        return playing.cancelled()
-
-    assert asyncio.run(stopped())
-    pids = [name for name in os.listdir("/proc") if name.isdigit()]
-    assert not [pid for pid in pids if is_marked(pid, str(tmp_path))]
+    play = by_command(["sh", "-c", "sleep 3600 & wait"], str(tmp_path))
+    assert cancelled(play(episode("a")), turns, times)
+    assert not processes_with(tmp_path)
 
 
 def test_agents_end_where_the_run_is_killed(tmp_path):
