@@ -123,7 +123,7 @@ CASES = {
         config="search_moe_small.py",
         flags=(*SMALL, "--num_experts=4"),
         settings=(
-            *(*SHORT, *SHORT_SFT, OF_FORMAT, "model.router.balance_coef=0.01"),
+            *(*SHORT, *SHORT_SFT, OF_FORMAT, "model.balance_coef=0.01"),
             *("num_steps=1", "optimizer.num_epochs=2"),
         ),
         needs_warm_start=False,

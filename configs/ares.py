@@ -4,7 +4,7 @@ python -m jaxrl.launch --config=configs/ares.py --workdir=runs/ares
 
 Bring the model as models/Qwen2.5-VL-7B-Instruct and verifiable problems, with images or without, as
 data/ares/train.jsonl and test.jsonl; docs/data.md has the formats. The tower is trained with the
-rest; --config.model.vision.train=false freezes it. The mesh is that of one host of eight devices of
+rest; --config.model.freeze_tower freezes it. The mesh is that of one host of eight devices of
 80 GiB, which has room for prompts that are nothing but image (docs/plan.md); theirs were eight.
 Problems whose prompts are too long once their images are counted are left out.
 configs/ares_small.py trains the same method on a laptop. Hyper-parameters are the published ones

@@ -25,7 +25,7 @@ def set_method(config: ConfigDict) -> None:
     config.loss.clip_low, config.loss.clip_high = 3e-4, 4e-4
     config.loss.entropy_coef = 0.0
     config.loss.aggregation = "seq-mean-token-mean"
-    config.model.router.replay = True
+    config.model.replay = True
 
 
 def get_config() -> ConfigDict:

@@ -321,10 +321,10 @@ def make_model(config: ConfigDict, mesh: Mesh, policy: Architecture, tokenizer: 
     Raises:
         ValueError: the configuration freezes what the model does not have.
     """
-    if not config.model.vision.train and policy.tower is None:
+    if config.model.freeze_tower and policy.tower is None:
         raise ValueError(
-            "config.model.vision.train is False, but the model of config.model.path reads text "
-            "alone; leave it True."
+            "config.model.freeze_tower is True, but the model of config.model.path reads text "
+            "alone; leave it False."
         )
     return Model(
         policy.on_mesh(mesh, experts=config.model.experts, check_dtype=config.model.dtype),
@@ -335,7 +335,7 @@ def make_model(config: ConfigDict, mesh: Mesh, policy: Architecture, tokenizer: 
         remat=config.model.remat,
         scan_layers=config.model.scan_layers,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
-        frozen=frozen_of(config),
+        frozen=frozen_of(config, policy),
     )
 
 
@@ -433,15 +433,14 @@ def model_and_tokenizer(
     if is_played:
         # Refuse what the devices, or the model's longest sequence, leave no room for.
         check_model_fits(mesh, model_config)
-        router = config.model.router
-        if router.balance_coef and not model_config.statistics:
+        if config.model.balance_coef and not model_config.statistics:
             raise ValueError(
-                f"config.model.router.balance_coef is {router.balance_coef}, but the model has no "
+                f"config.model.balance_coef is {config.model.balance_coef}, but the model has no "
                 "experts to balance; set it to 0."
             )
-        if router.replay and not model_config.recorded:
+        if config.model.replay and not model_config.recorded:
             raise ValueError(
-                "config.model.router.replay is True, but the model has no experts whose choice "
+                "config.model.replay is True, but the model has no experts whose choice "
                 "could be recorded and replayed; set it to False."
             )
         capacity.check_rows(config, mesh, jax.process_count())

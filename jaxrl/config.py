@@ -186,10 +186,10 @@ KEYS: dict[str, Key] = {
     "model.experts": Key("auto", "Products with experts: `xla`, everywhere; `mosaic_gpu`, on "
         "Hopper GPUs; `triton`, on GPUs; `megablox`, on TPUs; `auto`: as for attention.",
         one_of=EXPERTS, restart=FREE),
-    "model.router.balance_coef": Key(0.0, "Coefficient of the loss by which the tokens of a "
+    "model.balance_coef": Key(0.0, "Coefficient of the loss by which the tokens of a "
         "mini-batch use experts alike, in both stages. 0: none.", at_least=0),
-    "model.router.replay": Key(False, "Send each token in training to the experts that the sampler "
-        "chose for it, which are recorded."),
+    "model.replay": Key(False, "Record what the architecture declares by token, and give training "
+        "what the sampler had: send each token to the experts that were chosen for it then."),
     "model.remat": Key("full", "What the update computes again instead of keeping it. `full`: a "
         "whole layer; `names`: all but products with weights and attention's result; `dots`: all "
         "but products with weights, of any architecture; `none`: nothing. `offload`: all but a "
@@ -198,8 +198,8 @@ KEYS: dict[str, Key] = {
     "model.scan_layers": Key(True, "Compile one layer for all. False compiles each, which takes "
         "longer; a CPU then keeps all of them, whatever `remat` says. The sampler compiles each on "
         "a CPU in any case, and on a GPU where there is no adapter.", restart=FREE),
-    "model.vision.train": Key(True, "Train what reads images too, in a model that does; else it is "
-        "frozen."),
+    "model.freeze_tower": Key(False, "Do not train the tower, which reads images, in a model that "
+        "has one."),
     "model.logits_chunk_tokens": Key(2048, "Tokens whose logits the update holds in memory at a "
         "time.", above=0, restart=FREE),
     **_brought("model.lora"),

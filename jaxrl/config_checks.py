@@ -105,8 +105,8 @@ RULES = (
         "'refuse' or 'drop' with a policy behind an endpoint: messages are sent whole",
     ),
     Rule(
-        "model.router.replay",
-        lambda c: c.policy.name != OWN_MODEL and c.model.router.replay,
+        "model.replay",
+        lambda c: c.policy.name != OWN_MODEL and c.model.replay,
         "False with a policy behind an endpoint: it does not say which experts it has chosen",
     ),
     Rule(

@@ -203,7 +203,7 @@ def method_of(config: ConfigDict) -> Method:
         ahead=rollout.ahead,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
-        replays=config.model.router.replay,
+        replays=config.model.replay,
         advantage=filled(settings.Advantage, advantage, estimator=estimator, schedules=schedules),
         loss=filled(
             settings.Loss,
@@ -231,7 +231,7 @@ def method_of(config: ConfigDict) -> Method:
             metric=config.filter.varied.metric,
         ),
         shaping=filled(settings.Shaping, config.shaping, overlong_limit=overlong_limit(config)),
-        balance_coef=config.model.router.balance_coef,
+        balance_coef=config.model.balance_coef,
         watch=filled(settings.Watch, config.watch, judge=judge) if judge else None,
         optimizer=optimizer_of(config, "train"),
     )
@@ -280,7 +280,7 @@ def batch_shape(
     from jaxrl.training.packing import BatchShape
 
     rollout, unit = config.rollout, math.lcm(16, num_pieces)
-    replays = stage == "train" and config.model.router.replay
+    replays = stage == "train" and config.model.replay
     num_sequences, image_tokens = config.sft.batch_size, rollout.max_image_tokens
     if stage == "train":
         num_groups = rollout.tasks_per_step // config.optimizer.num_minibatches
@@ -309,12 +309,13 @@ def reads_rewards(config: ConfigDict) -> bool:
 
 def records_arrays(config: ConfigDict) -> bool:
     """True where the sampler records arrays by token, which training is given."""
-    return config.model.router.replay and "train" in config.stages
+    return config.model.replay and "train" in config.stages
 
 
-def frozen_of(config: ConfigDict) -> tuple[str, ...]:
+def frozen_of(config: ConfigDict, model: Architecture) -> tuple[str, ...]:
     """Entries of the parameters that are not trained, where there is no adapter."""
-    return () if config.model.vision.train or adapter_key(config) else ("vision",)
+    is_frozen = config.model.freeze_tower and not adapter_key(config)
+    return (model.tower.entry,) if model.tower and is_frozen else ()
 
 
 def policy_of(config: ConfigDict, model: Architecture) -> Architecture:
@@ -612,8 +613,8 @@ RULES = (
     ),
     Rule(
         "filter.unfinished_tasks",
-        lambda c: c.filter.unfinished_tasks > 0 and c.model.router.replay,
-        "0 with model.router.replay: what goes on is read anew, by other experts maybe",
+        lambda c: c.filter.unfinished_tasks > 0 and c.model.replay,
+        "0 with model.replay: what goes on is read anew, by other experts maybe",
     ),
     Rule(
         "filter.unfinished_tasks",

@@ -554,7 +554,7 @@ def test_abstract_batches_have_what_images_and_replay_add():
     config = default_config()
     seeing = Model(golden()[0], one_device_mesh(), XLA, num_tokens=96)
     assert memory.abstract_batch(config, seeing).token_arrays.keys() == {"positions", "units"}
-    config.model.router.replay = True
+    config.model.replay = True
     mixed = Model(TINY_MOE, one_device_mesh(), XLA, num_tokens=NUM_TOKENS)
     batch = memory.abstract_batch(config, mixed)
     own = len(TINY_MOE.expert_layers), TINY_MOE.num_chosen

@@ -99,7 +99,7 @@ def test_never_all_tasks_are_left_out():
 
 
 def test_what_is_for_experts_alone_is_refused_for_a_dense_model(tiny_world):
-    for key, value in {"model.router.balance_coef": 0.1, "model.router.replay": True}.items():
+    for key, value in {"model.balance_coef": 0.1, "model.replay": True}.items():
         config = debug_tiny.get_config(str(tiny_world))
         config.update_from_flattened_dict({key: value})
         with pytest.raises(

@@ -50,7 +50,7 @@ ENDPOINT = {
 BROKEN = [
     ("policy.name", ENDPOINT | {"stages": ("sft", "evaluate")}),
     ("rollout.overlong_prompts", ENDPOINT | {"rollout.overlong_prompts": "truncate_left"}),
-    ("model.router.replay", ENDPOINT | {"model.router.replay": True}),
+    ("model.replay", ENDPOINT | {"model.replay": True}),
     ("ledger.max_cost", {"ledger.max_cost": 1.0}),
     ("model.head_dtype", {"model.head_dtype": "float32"}),
     ("mesh.rollout_devices", {"mesh.rollout_devices": 1}),
@@ -164,7 +164,7 @@ BROKEN = [
         "filter.unfinished_tasks",
         {
             **{"filter.unfinished_tasks": 1, "loss.correction.level": "token"},
-            "model.router.replay": True,
+            "model.replay": True,
         },
     ),
     (

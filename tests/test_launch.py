@@ -536,7 +536,7 @@ class TestWorkdir:
         [
             ("kl.coef", 0.5, {}),
             ("kl.anchor", "old", {}),
-            ("model.vision.train", False, {"stages": ("evaluate",)}),
+            ("model.freeze_tower", True, {"stages": ("evaluate",)}),
             ("model.lora.rank", 4, {"stages": ("sft",)}),
             ("model.lora.rank", 0, {"model.lora.rank": 2}),
             ("model.lora.rank", 4, {"model.lora.rank": 2}),
@@ -550,7 +550,7 @@ class TestWorkdir:
     def test_what_an_adapter_is_of_cannot_change(self, tmp_path):
         lora = {"model.lora.rank": 2, "model.lora.targets": ("q_proj",)}
         self.begin(tmp_path, **lora)
-        self.check(tmp_path, is_accepted=True, **lora, **{"model.vision.train": False})
+        self.check(tmp_path, is_accepted=True, **lora, **{"model.freeze_tower": True})
         with pytest.raises(ValueError, match=r"config.model.lora.targets is .*, but .* began with"):
             self.check(tmp_path, is_accepted=True, **lora | {"model.lora.targets": ("k_proj",)})
 

@@ -197,7 +197,7 @@ def run_cut(world, workdir):
     instead="training/test_images.py::test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is"
 )
 def test_a_frozen_tower_stays_as_it_is_and_is_in_no_checkpoint(world, tmp_path):
-    config = settings(world, **{"model.vision.train": False})
+    config = settings(world, **{"model.freeze_tower": True})
     whole = tmp_path / "whole"
     whole.mkdir()
     run(settings_of(config), whole, assemble(config), Display())

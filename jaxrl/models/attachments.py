@@ -54,7 +54,7 @@ class Tower(ABC):
     num_layers: int
     num_axes: int = 3
     place_values: int = 4
-    entry: str = "vision"
+    entry: str
 
     @property
     def arrays(self) -> Mapping[str, TokenArray]:

@@ -342,14 +342,14 @@ def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads 
 def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
     """The product with `kernel` [I, O], and `bias` [O] where the layer has one.
 
-    An int8 kernel has `kernel_scale` [O], and a layer with an adapter `lora_a` and `lora_b`; see
-    `jaxrl.extras.lora`. Whole numbers up to 127 are exact in any float dtype.
+    An int8 kernel has `kernel_scale` [O]; whole numbers up to 127 are exact in any float dtype. A
+    layer with an adapter has `kernel_a` [I, r] and `kernel_b` [r, O], whose product is added.
     """
     out = x @ layer["kernel"].astype(x.dtype)
     if "kernel_scale" in layer:
         out = (out.astype(jnp.float32) * layer["kernel_scale"]).astype(x.dtype)
-    if "lora_a" in layer:
-        out = out + (x @ layer["lora_a"]) @ layer["lora_b"]
+    if "kernel_a" in layer:
+        out = out + (x @ layer["kernel_a"]) @ layer["kernel_b"]
     if "bias" not in layer:
         return out
     # Cast after it is repeated, so that its gradient is summed over tokens in its own dtype.

@@ -45,7 +45,7 @@ def check_fixed(workdir: Path, begun: Begun, config: ConfigDict) -> None:
     fixed = [*ADAPTERS]
     fixed += [key for key, entry in KEYS.items() if entry.is_fixed and entry.is_fixed(config)]
     if not adapter_key(config):
-        fixed.append("model.vision.train")
+        fixed.append("model.freeze_tower")
     if "train" in config.stages:
         fixed.append("kl.anchor")
         if began.get("kl.coef") == 0:

@@ -291,7 +291,7 @@ class Programs:
         """The arrays of `recorded` that a pass over so many tokens has left, `[M, ...]`."""
         if missing := [name for name in self.recorded if name not in beside.recorded]:
             raise ValueError(
-                f"config.model.router.replay is True, but {type(self.architecture).__name__} does "
+                f"config.model.replay is True, but {type(self.architecture).__name__} does "
                 f"not leave {missing[0]!r}, which it declares, in `through.beside.recorded`; set "
                 "it to False."
             )

@@ -25,7 +25,7 @@ class Weights:
 
     They are copies, so later changes of the parameters do not touch them. A parameter that no run
     of its architecture trains is read itself where the sampler reads it as it is; one that only
-    `config.model.vision.train` leaves as it is, is copied. What was given up (see `given_up`) is
+    `config.model.freeze_tower` leaves as it is, is copied. What was given up (see `given_up`) is
     theirs.
     """
 

@@ -39,7 +39,7 @@ def test_a_run_uses_each_by_its_name(installed, tiny_world, tmp_path, quick_comp
         METHOD_SIZES
         | {
             "model.architecture": "skipping",
-            "model.router.replay": True,
+            "model.replay": True,
             "optimizer.skip_signal_free": False,  # so that the gap is measured at every step
             "search.engine": "notes",
             "search.settings": {"path": str(tmp_path / "notes.txt")},

@@ -60,9 +60,9 @@ def test_all_packings_have_the_gradient_of_each_sequence_alone(name, shape):
 def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
     params = golden()[1]
     settings = default_config()
-    settings.model.vision.train = False
+    settings.model.freeze_tower = True
     settings.optimizer.update(lr=0.1, weight_decay=0.1, warmup_steps=0)
-    frozen = frozen_of(settings)
+    frozen = frozen_of(settings, golden()[0])
     assert frozen == ("vision",)
     optimizer, mesh = make_optimizer(optimizer_of(settings, "train")), one_device_mesh()
     packed = packed_in(SHAPES["apart"])

@@ -72,8 +72,8 @@ METHODS = {
 }  # fmt: skip
 EXPERTS = {
     "experts": {},
-    "experts in balance": {"model.router.balance_coef": 0.5},
-    "experts of the sampler": {"model.router.replay": True},
+    "experts in balance": {"model.balance_coef": 0.5},
+    "experts of the sampler": {"model.replay": True},
 }
 
 

@@ -34,7 +34,7 @@ from jaxrl.types import Group, Params, TrainState
 from jaxrl.values import load_values
 
 SECTIONS = ("advantage.", "loss.", "kl.")
-KEYS = ("filter.trajectories", "optimizer.num_minibatches", "model.router.balance_coef")
+KEYS = ("filter.trajectories", "optimizer.num_minibatches", "model.balance_coef")
 """Sections an objective is made of; all else was decided before the batch was recorded."""
 
 
@@ -275,9 +275,9 @@ def _make_model(config: ConfigDict, log: Callable[[str], None]) -> tuple[Model, 
             f"({type(architecture).__name__}), of which records of trajectories hold the names "
             "alone; expected a model of text."
         )
-    if config.model.router.replay:
+    if config.model.replay:
         raise ValueError(
-            "config.model.router.replay is True, and records of trajectories do not hold the "
+            "config.model.replay is True, and records of trajectories do not hold the "
             "experts that the sampler chose; expected a run without it."
         )
     policy = policy_of(config, architecture)

@@ -10,8 +10,8 @@ the learning rate of one rank is that of another. B begins at zero: a new adapte
 The parameters of a policy are then one tree of two parts, which `join` makes and `split` undoes:
 the base, as the architecture has it, and in the layers with an adapter, beside `kernel`,
 
-    blocks/.../lora_a    float32 [L, in, r]
-    blocks/.../lora_b    float32 [L, r, out]
+    blocks/.../kernel_a    float32 [L, in, r]
+    blocks/.../kernel_b    float32 [L, r, out]
 
 An int8 base has its linear layers as `kernel` int8 [L, in, out] and `kernel_scale` float32
 [L, out]: the weight is the product of both.
@@ -41,7 +41,7 @@ from jaxrl.types import Params
 ALL_LINEAR = "all-linear"
 """Target for every linear layer of the blocks."""
 
-TRAINED = ("lora_a", "lora_b")
+TRAINED = ("kernel_a", "kernel_b")
 """The parameters of an adapter, by their last name."""
 
 QUANTISED = ("kernel", "kernel_scale")
@@ -157,8 +157,8 @@ class Adapter(Around):
             if is_quantised:
                 added["kernel_scale"] = leaf.shape[-1:]
             if path[-1] == "kernel" and "/".join(where) in self.targets:
-                added["lora_a"] = (leaf.shape[-2], self.rank)
-                added["lora_b"] = (self.rank, leaf.shape[-1])
+                added["kernel_a"] = (leaf.shape[-2], self.rank)
+                added["kernel_b"] = (self.rank, leaf.shape[-1])
             for name, shape in added.items():
                 shapes[*where, name] = jax.ShapeDtypeStruct((leaf.shape[0], *shape), jnp.float32)
         return unflatten_dict(shapes)
@@ -183,8 +183,8 @@ class Adapter(Around):
             if path[-1] in (*TRAINED, "kernel_scale"):
                 layer, inputs, outputs = flat[*path[:-1], "kernel"]
                 flat[path] = {
-                    "lora_a": (layer, inputs, None),
-                    "lora_b": (layer, None, outputs),
+                    "kernel_a": (layer, inputs, None),
+                    "kernel_b": (layer, None, outputs),
                     "kernel_scale": (layer, outputs),
                 }[path[-1]]
         return unflatten_dict(flat)
@@ -196,7 +196,7 @@ class Adapter(Around):
             flatten_dict(self.parts()[0].abstract_params()).items()
         ):
             drawn[path] = jnp.zeros(leaf.shape, leaf.dtype)
-            if path[-1] == "lora_a":
+            if path[-1] == "kernel_a":
                 bound = leaf.shape[-2] ** -0.5
                 its_key = jax.random.fold_in(key, number)
                 drawn[path] = jax.random.uniform(its_key, leaf.shape, leaf.dtype, -bound, bound)
@@ -226,13 +226,13 @@ class Adapter(Around):
         """Puts s into B, so that a layer has all that it computes with."""
         flat = flatten_dict(policy)
         return unflatten_dict(
-            {p: x * self.scaling if p[-1] == "lora_b" else x for p, x in flat.items()}
+            {p: x * self.scaling if p[-1] == "kernel_b" else x for p, x in flat.items()}
         )
 
     def _merged(self, policy: Params, dtype: DTypeLike) -> Params:
         """The weights of the architecture alone, those of the targets in the dtype."""
         flat = flatten_dict(self._scaled(policy))
-        for path in [path for path in flat if path[-1] == "lora_a"]:
+        for path in [path for path in flat if path[-1] == "kernel_a"]:
             where = path[:-1]
             layer = {
                 name: flat.pop((*where, name))
@@ -249,7 +249,7 @@ def merged(layer: Params) -> jax.Array:
     kernel = layer["kernel"].astype(jnp.float32)
     if "kernel_scale" in layer:
         kernel = kernel * layer["kernel_scale"]
-    return kernel + layer["lora_a"] @ layer["lora_b"]
+    return kernel + layer["kernel_a"] @ layer["kernel_b"]
 
 
 def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:

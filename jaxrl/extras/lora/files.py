@@ -41,7 +41,7 @@ CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
 """Prefix of the name of each module, as PEFT wraps the model."""
 
-MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}
+MATRICES = {"kernel_a": "lora_A", "kernel_b": "lora_B"}
 
 UNSUPPORTED = (
     "use_dora",

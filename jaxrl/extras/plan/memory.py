@@ -331,7 +331,7 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
     keeps_all = update.is_cpu and not config.model.scan_layers
     saved = update.saved("none" if keeps_all else config.model.remat)
     count = update.count
-    trains_images = config.model.vision.train and not update.policy.has_adapter
+    trains_images = not config.model.freeze_tower and not update.policy.has_adapter
     seen = trains_images * update.saved_of_images("none" if keeps_all else config.model.remat)
     copied = 4 * (count.params - count.tables) + 2 * (saved + seen)
     held = {
@@ -1058,7 +1058,7 @@ def _policy_weights(config: ConfigDict, model: Architecture, mesh: Any) -> Polic
     dtype = jnp.dtype(config.model.dtype)
     policy = policy_of(config, model)
     if policy.around is None:
-        return _plain_weights(policy, frozen_of(config), mesh, dtype)
+        return _plain_weights(policy, frozen_of(config, policy), mesh, dtype)
     around: Any = importlib.import_module(policy.around.plan)
     weights: PolicyWeights = around.policy_weights(policy, mesh, dtype)
     return weights
@@ -1157,7 +1157,8 @@ def _moment_bytes(config: ConfigDict, model: Architecture, mesh: Any, stage: str
 
 
 def _trained(config: ConfigDict, model: Architecture) -> Any:
-    return policy_of(config, model).parts(frozen_of(config))[0]
+    policy = policy_of(config, model)
+    return policy.parts(frozen_of(config, policy))[0]
 
 
 @functools.cache

@@ -153,4 +153,4 @@ def _fit(config: ConfigDict, rows: int) -> None:
     least = config.rollout.num_rows
     config.rollout.num_rows = -(-rows // least) * least
     config.rollout.max_prompt_tokens = config.rollout.max_total_tokens - 1
-    config.model.router.replay = False
+    config.model.replay = False

@@ -86,6 +86,7 @@ class VisionTower(Tower):
     merge: int
     rope_theta: float
     token_id: int
+    entry: str = "vision"
 
     @classmethod
     @abstractmethod

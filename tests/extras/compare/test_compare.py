@@ -209,11 +209,11 @@ def test_what_records_do_not_hold_is_refused(workdir, monkeypatch):
     monkeypatch.setattr(opening, "model_and_tokenizer", lambda *_, **__: reading)
     assert "is a model that reads images (SimpleNamespace)" in refused(workdir)
     config = read_config(workdir)
-    config.model.router.replay = True
+    config.model.replay = True
     monkeypatch.setattr(
         opening, "model_and_tokenizer", lambda *_, **__: (types.SimpleNamespace(tower=None), None)
     )
-    with pytest.raises(ValueError, match=r"config.model.router.replay is True"):
+    with pytest.raises(ValueError, match=r"config.model.replay is True"):
         opening._make_model(config, print)
 
 

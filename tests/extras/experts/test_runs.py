@@ -42,7 +42,7 @@ def settings(tiny_world, source, **changes):
             "eval.suites": (),
             "checkpoint.every_steps": 1,
             "rollout.temperature": 1.3,
-            "model.router.balance_coef": 0.01,
+            "model.balance_coef": 0.01,
             "checkpoint.keep": 100,
             **changes,
         },
@@ -87,7 +87,7 @@ def test_a_run_and_its_restart(tiny_world, source, tmp_path):
 def test_recorded_experts_wait_in_checkpoints_for_the_next_step(tiny_world, source, tmp_path):
     ahead = {"rollout.ahead": 1, "loss.correction.level": "sequence", "optimizer.num_epochs": 2}
     config = settings(tiny_world, source, **ahead)
-    assert config.model.router.replay
+    assert config.model.replay
     play(config, tmp_path / "whole")
     found = [record for record in lasting(tmp_path / "whole") if "actor/grad_norm" in record]
     differences = [record["router/replay_difference"] for record in found]

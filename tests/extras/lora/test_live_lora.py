@@ -104,7 +104,7 @@ def test_an_adapter_that_peft_has_made_just_now_is_read(tmp_path):
     check_adapter(tmp_path, adapter)
     params = load_adapter(tmp_path, adapter, MESH)
     own = made.base_model.model.model.layers[1].mlp.up_proj.lora_A["default"].weight
-    found = params["blocks"]["mlp"]["up"]["lora_a"][1]
+    found = params["blocks"]["mlp"]["up"]["kernel_a"][1]
     np.testing.assert_array_equal(found, own.detach().numpy().T)
 
 
@@ -126,7 +126,7 @@ def test_gradients_are_those_of_plain_torch(source, names, is_rank_stabilised):
                 torch.tensor(
                     np.asarray(params["blocks"][part][name][matrix][place])
                 ).requires_grad_()
-                for matrix in ("lora_a", "lora_b")
+                for matrix in ("kernel_a", "kernel_b")
             ]
             matrices[layer, place] = pair
             modules[_in_memory(adapter.model, module)].register_forward_hook(
@@ -163,6 +163,6 @@ def test_gradients_are_those_of_plain_torch(source, names, is_rank_stabilised):
     found = flatten_dict(gradients, sep="/")
     assert len(found) == 2 * len(adapter.targets)
     for (layer, place), pair in matrices.items():
-        for name, matrix in zip(("lora_a", "lora_b"), pair, strict=True):
+        for name, matrix in zip(("kernel_a", "kernel_b"), pair, strict=True):
             own = found[f"{layer}/{name}"][place]
             assert relative_distance(own, matrix.grad.numpy()) < 1e-4, (layer, place, name)

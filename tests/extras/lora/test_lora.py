@@ -115,8 +115,8 @@ def test_a_merged_export_and_the_adapter_itself_are_read_again(name, tmp_path):
 def test_a_layer_by_hand():
     layer = {
         "kernel": jnp.array([[1.0, 0.0], [0.0, 2.0]]),
-        "lora_a": jnp.array([[1.0], [1.0]]),
-        "lora_b": jnp.array([[0.5, -1.0]]),
+        "kernel_a": jnp.array([[1.0], [1.0]]),
+        "kernel_b": jnp.array([[0.5, -1.0]]),
         "bias": jnp.array([10.0, 20.0]),
     }
     # x W = [3, 8], x A = 7, (x A) B = [3.5, -7].
@@ -157,11 +157,11 @@ def test_a_new_adapter_changes_nothing_and_is_one_of_its_seed():
     adapter, _, base = loaded("lora_all_linear")
     one, same, other = (adapter.begin(MESH, seed) for seed in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, one, same)
-    a, b = (one["blocks"]["mlp"]["down"][name] for name in ("lora_a", "lora_b"))
+    a, b = (one["blocks"]["mlp"]["down"][name] for name in ("kernel_a", "kernel_b"))
     assert (a.shape, b.shape) == ((2, 72, 4), (2, 4, 40))
     assert not b.any()
     assert 0.9 / 72**0.5 < jnp.abs(a).max() < 1 / 72**0.5
-    assert jnp.abs(a - other["blocks"]["mlp"]["down"]["lora_a"]).max() > 0.01
+    assert jnp.abs(a - other["blocks"]["mlp"]["down"]["kernel_a"]).max() > 0.01
     token_ids = jnp.arange(12)[None]
     plain = plain_logits(adapter.model, load_hf(GOLDEN / "qwen3_untied"), token_ids)
     np.testing.assert_array_equal(logits_of(adapter, join(base, one), token_ids), plain)
@@ -305,7 +305,7 @@ def test_the_sampler_reads_merged_weights_as_separate_ones(base_dtype):
     for is_merged in (False, True):
         adapter, params, base = loaded(name, base_dtype=base_dtype, is_merged=is_merged)
         weights = adapter.decode_weights(join(base, params), jnp.float32)
-        assert ("lora_a" in weights["blocks"]["mlp"]["up"]) != is_merged
+        assert ("kernel_a" in weights["blocks"]["mlp"]["up"]) != is_merged
         found.append(plain_logits(adapter.model, weights, token_ids))
     np.testing.assert_allclose(*found, atol=1e-4)
 
@@ -316,8 +316,8 @@ def test_in_bfloat16_only_what_is_trained_stays_float32():
     weights = adapter.train_weights(join(base, params), jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     # s in B before it is rounded
-    wanted = (params["blocks"]["mlp"]["up"]["lora_b"] * 2).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(weights["blocks"]["mlp"]["up"]["lora_b"], wanted)
+    wanted = (params["blocks"]["mlp"]["up"]["kernel_b"] * 2).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(weights["blocks"]["mlp"]["up"]["kernel_b"], wanted)
 
 
 @pytest.mark.parametrize(("scan", "share"), [(False, 0.85), (True, 0.9)])  # a loop counts once

@@ -61,7 +61,7 @@ def test_gradients_are_those_of_merged_weights_whatever_the_packing():
         _, part, name = layer.split("/")
         pair = params["blocks"][part][name]
         kernel = plain["blocks"][part][name]["kernel"]
-        kernel += s * np.einsum("lir,lro->lio", pair["lora_a"], pair["lora_b"])
+        kernel += s * np.einsum("lir,lro->lio", pair["kernel_a"], pair["kernel_b"])
     packed = pack_all(sequences, WHOLE)
     of_plain, _ = gradient_of(Model(TINY, MESH, XLA, **SETTINGS), loss, **settings)(
         plain, packed.batch, packed.num_micro
@@ -81,10 +81,10 @@ def test_gradients_are_those_of_merged_weights_whatever_the_packing():
     for layer in ADAPTER.targets:
         _, part, name = layer.split("/")
         pair, G = params["blocks"][part][name], of_plain["blocks"][part][name]["kernel"]
-        a, b = pair["lora_a"], pair["lora_b"]
+        a, b = pair["kernel_a"], pair["kernel_b"]
         wanted = {
-            "lora_a": s * np.einsum("lio,lro->lir", G, b),
-            "lora_b": s * np.einsum("lir,lio->lro", a, G),
+            "kernel_a": s * np.einsum("lio,lro->lir", G, b),
+            "kernel_b": s * np.einsum("lir,lio->lro", a, G),
         }
         assert relative_distance(found[0]["blocks"][part][name], wanted) < 1e-4, layer
 
@@ -120,7 +120,7 @@ def test_with_the_adapter_off_scores_are_those_of_the_base():
         ScoreStep(Model(TINY, MESH, XLA, **SETTINGS), temperature=1.0)(base, batch, packed),
     )
     for leaf in (layer for part in params["blocks"].values() for layer in part.values()):
-        leaf["lora_b"] = np.zeros_like(leaf["lora_b"])
+        leaf["kernel_b"] = np.zeros_like(leaf["kernel_b"])
     off = score(params, batch, packed)
     for index in range(len(LENGTHS)):
         wanted = gather(packed.batch, alone, index)

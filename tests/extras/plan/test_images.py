@@ -51,7 +51,7 @@ def test_without_tools_images_stand_in_prompts():
 
 
 def test_a_frozen_tower_keeps_nothing():
-    frozen = phases(**{"model.vision.train": False})["train update"].moments["images"]
+    frozen = phases(**{"model.freeze_tower": True})["train update"].moments["images"]
     assert "images, kept for the backward pass" not in frozen
     assert (
         frozen["activations of patches"]
@@ -72,7 +72,7 @@ def test_what_first_layers_are_added_is_counted():
     added = "images, added in first layers"
     # Two layers, 2 rows of 256 tokens, width 32, float32; and as much of gradients.
     assert trained["train update"].moments["layers"][added] == 2 * (2 * 2 * 256 * 32 * 4)
-    frozen = phases("qwen3_vl", **{"model.vision.train": False})["train update"]
+    frozen = phases("qwen3_vl", **{"model.freeze_tower": True})["train update"]
     assert frozen.moments["layers"][added] == 2 * 2 * 256 * 32 * 4
     assert trained["rollout"].moments["reading"][added] == 2 * 256 * 32 * 4
     assert added not in phases()["train update"].moments["layers"]

@@ -130,7 +130,7 @@ class AgentRollout(EpisodePlayer):
         if engine.recorded or processor is not None or limits.context is not None:
             raise ValueError(
                 "config.env.name is 'agents'; expected a model of text alone, with "
-                "config.model.router.replay=False and config.rollout.context.name='none': an "
+                "config.model.replay=False and config.rollout.context.name='none': an "
                 "agent's history is its own business."
             )
         if "reward" not in getattr(pay, "weights", ("reward",)):
