@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import KEYS
+from jaxrl.keys import is_of
 from jaxrl.own_code import arguments_of, failure_text, is_own, own_module
 
 
@@ -57,19 +58,9 @@ def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any
         raise ValueError(f"config.{key} names {entry!r}{_why_not_found(entry, error)}.") from error
 
 
-def optional(name: str) -> Any:
-    """Resolves a name in a folder that can be deleted; None where it was."""
-    try:
-        return pkgutil.resolve_name(name)
-    except ModuleNotFoundError as error:
-        if not _is_of(name, error.name or ""):
-            raise
-        return None
-
-
 def _why_not_found(name: str, error: BaseException) -> str:
     """Says what is wrong with a dotted name, to be told behind it."""
-    if isinstance(error, ModuleNotFoundError) and _is_of(name, error.name or ""):
+    if isinstance(error, ModuleNotFoundError) and is_of(name, error.name or ""):
         meant = _meant(str(error.name), [module.name for module in pkgutil.iter_modules()])
         return (
             f", but no module {error.name!r} is on sys.path{meant}; put its file beside the "
@@ -79,7 +70,7 @@ def _why_not_found(name: str, error: BaseException) -> str:
     is_imported = not any("importlib" in frame.filename for frame in frames)
     if not (isinstance(error, AttributeError) and is_imported):
         return f": {failure_text(error)}"
-    holder = max((one for one in sys.modules if _is_of(name, one)), key=len)
+    holder = max((one for one in sys.modules if is_of(name, one)), key=len)
     missing, module = name[len(holder) + 1 :], sys.modules[holder]
     if hasattr(module, "__path__"):
         # `pkgutil` takes a module of a package for missing that another import fails in.
@@ -91,11 +82,6 @@ def _why_not_found(name: str, error: BaseException) -> str:
                 return f": {failure_text(inner)}"
     where = getattr(module, "__file__", None) or holder
     return f", but {where} does not define {missing!r}{_meant(missing, dir(module))}"
-
-
-def _is_of(name: str, module: str) -> bool:
-    """Returns True if a dotted name begins with this module's."""
-    return name.replace(":", ".").startswith(f"{module}.")
 
 
 def _meant(name: str, names: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl import calibration, capacity, environment, toolbox
-from jaxrl.choices import chosen, made, optional
+from jaxrl.choices import chosen, made
 from jaxrl.config import OWN_MODEL
 from jaxrl.demonstrations import Demonstration, read_demonstrations
 from jaxrl.envs.base import Env, Prompt, Task
@@ -33,6 +33,7 @@ from jaxrl.envs.payment import Payment
 from jaxrl.envs.resilient import Policy, ResilientSearch, ask_first
 from jaxrl.envs.retrieval import DocumentSearch, EmptySearch
 from jaxrl.envs.tools import Tool
+from jaxrl.keys import optional
 from jaxrl.method import (
     batch_shape,
     filled,

@@ -6,7 +6,7 @@ nothing else of the capability: they are known before it is asked for.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -163,15 +163,26 @@ class Brought:
 
 def brought_by(folder: str) -> Brought:
     """Loads `KEYS`, `RULES` and `WARNINGS` of a folder's `keys.py`; nothing where it is missing."""
-    name = f"jaxrl.extras.{folder}.keys"
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):
-            raise
+    module = optional(f"jaxrl.extras.{folder}.keys:")
+    if module is None:
         return Brought()
     return Brought(
         keys=module.KEYS,
         rules=getattr(module, "RULES", ()),
         warnings=getattr(module, "WARNINGS", ()),
     )
+
+
+def optional(name: str) -> Any:
+    """Resolves `module:name`, or `module:`, in a folder that can be deleted; None where it was."""
+    try:
+        return pkgutil.resolve_name(name)
+    except ModuleNotFoundError as error:
+        if not is_of(name, error.name or ""):
+            raise
+        return None
+
+
+def is_of(name: str, module: str) -> bool:
+    """Return True if a dotted name begins with this module's."""
+    return name.replace(":", ".").startswith(f"{module}.")

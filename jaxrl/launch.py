@@ -41,10 +41,10 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import config_checks, values
-from jaxrl.choices import optional
 from jaxrl.envs.redaction import redacted_output
 from jaxrl.envs.text import printable
 from jaxrl.installed import name_installed
+from jaxrl.keys import optional
 from jaxrl.runtime.files import REMEDIES, full_disk, held, system_message
 from jaxrl.runtime.stopping import stop_on_signals
 

@@ -5,10 +5,11 @@ import re
 import pytest
 
 from configs import debug_tiny
-from jaxrl.choices import chosen, made, optional
+from jaxrl.choices import chosen, made
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import ENVS
 from jaxrl.envs.search import SearchEnv
+from jaxrl.keys import optional
 
 
 def test_a_name_is_an_entry_of_the_table_or_a_dotted_one():
@@ -74,6 +75,6 @@ def test_only_a_folder_that_is_missing_is_no_optional_one(tmp_path, monkeypatch)
     (tmp_path / "lame.py").write_text("import a_library_that_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
     assert optional("jaxrl.extras.gone.thing:function") is None
-    assert optional("jaxrl.choices:optional") is optional
+    assert optional("jaxrl.keys:optional") is optional
     with pytest.raises(ModuleNotFoundError, match="a_library_that_nobody_has"):
         optional("lame:function")
