@@ -33,6 +33,9 @@ os.environ.setdefault("MALLOC_TOP_PAD_", str(64 << 20))
 # that it starts, pytest's others among them, have one thread each.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# Each process that tests start would compile jaxrl's modules anew, a sixth of its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Programs of tests do not stay with those of the user. Other processes of pytest take this one's.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     CACHES = tempfile.TemporaryDirectory(prefix="jaxrl-caches-")
