@@ -23,7 +23,7 @@ from benchmarks.claims_report import table
 from jaxrl.extras.kernels.attention_tpu import PagesCall, pages_call
 from jaxrl.models.attention.choice import append_block
 from jaxrl.models.attention.kernels import PAGE_TOKENS
-from jaxrl.sampling.engine import append_sizes
+from jaxrl.sampling.sizes import append_sizes
 
 NUM_ROWS = 256
 

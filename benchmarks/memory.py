@@ -47,8 +47,8 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.reading import read_model
 from jaxrl.runtime import sharding
 from jaxrl.sampling.decode import Blocks, Programs, Rows, StopTables, scans
-from jaxrl.sampling.engine import append_sizes
 from jaxrl.sampling.next_token import PLAIN
+from jaxrl.sampling.sizes import append_sizes
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.policy_loss import make_policy_loss

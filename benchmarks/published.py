@@ -51,7 +51,7 @@ from jaxrl.method import batch_shape
 from jaxrl.models.attention.choice import decide
 from jaxrl.models.attention.kernels import SHARES_PROMPTS
 from jaxrl.runtime.sharding import num_batch_shards, num_pieces
-from jaxrl.sampling.engine import append_sizes
+from jaxrl.sampling.sizes import append_sizes
 from jaxrl.training.settings import has_kl_loss, takes_own_logprobs
 
 

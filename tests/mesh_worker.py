@@ -38,7 +38,8 @@ from jaxrl.runtime.sharding import (
     param_shardings,
 )
 from jaxrl.sampling import next_token
-from jaxrl.sampling.engine import MOVED_PAGES, Engine, Request, sample_keys
+from jaxrl.sampling.engine import MOVED_PAGES, Engine, Request
+from jaxrl.sampling.keys import sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights
 from jaxrl.training.packing import BatchShape, loss_quarters

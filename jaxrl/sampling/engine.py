@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attachments import POSITIONS, UNITS
@@ -38,13 +37,7 @@ from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import XLA, past_ends
 from jaxrl.models.beside import TokenArray
 from jaxrl.models.kv_cache import Cache
-from jaxrl.runtime.compilation import (
-    MULTIPLIES_BFLOAT16,
-    CompiledFunction,
-    compile_all,
-    jitted,
-    joined,
-)
+from jaxrl.runtime.compilation import CompiledFunction, compile_all, jitted, joined
 from jaxrl.runtime.sharding import (
     PIECES,
     cache_sharding,
@@ -57,6 +50,7 @@ from jaxrl.sampling.decode import Blocks, Programs, Rows, State, StopTables
 from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.protocol import Counts
 from jaxrl.sampling.shard import Prompt, Read, Recorded, Row, Shard
+from jaxrl.sampling.sizes import append_sizes, patch_sizes, row_sizes
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights, delete
 from jaxrl.types import Attachment, Params
@@ -130,106 +124,6 @@ class _Piece(NamedTuple):
     num_tokens: int  # n
     token_ids: list[int]  # n
     token_arrays: dict[str, np.ndarray]  # [n, ...] of `Tower.arrays`; {} without a tower
-
-
-def sample_keys(
-    seed: int,
-    stage: int,
-    step: int,
-    positions: np.ndarray,
-    samples: np.ndarray,
-    attempts: np.ndarray,
-    device: Any = None,
-) -> np.ndarray:
-    """Keys `uint32 [n, 2]` of samples, from what identifies them and nothing else.
-
-    Args:
-        seed: `config.seed`.
-        stage: number of the stage that samples.
-        step: the step at which the sample starts.
-        positions: int32 [n], of the task in the task stream.
-        samples: int32 [n], number of the sample in its group.
-        attempts: int32 [n], 0 unless the group is drawn again.
-        device: that computes them; JAX's first by default.
-    """
-    # In blocks of one size: what is sampled again comes in any number, and would compile anew.
-    keys = np.zeros((len(positions), 2), np.uint32)
-    for start in range(0, len(positions), _KEY_BLOCK):
-        block = [np.asarray(x[start : start + _KEY_BLOCK]) for x in (positions, samples, attempts)]
-        count = len(block[0])
-        padded = [np.pad(x.astype(np.int32), (0, _KEY_BLOCK - count)) for x in block]
-        with jax.default_device(device):
-            of_block = _sample_keys(seed, stage, step, *padded)
-        keys[start : start + count] = np.asarray(of_block)[:count]
-    return keys
-
-
-_KEY_BLOCK = 256
-
-
-def context_key(key: np.ndarray, number: int, device: Any = None) -> np.ndarray:
-    """The key `uint32 [2]` of a sample in its context `number`, from 1.
-
-    A draw depends on the key and on the token's place in its context, and a place comes again.
-    """
-    with jax.default_device(device):
-        return np.asarray(_context_key(key, np.uint32(2**31 + number)))  # no place is so large
-
-
-@jax.jit
-def _context_key(key: jax.Array, number: jax.Array) -> jax.Array:
-    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), number))
-
-
-@jax.jit
-def _sample_keys(
-    seed: jax.Array,
-    stage: jax.Array,
-    step: jax.Array,
-    positions: jax.Array,
-    samples: jax.Array,
-    attempts: jax.Array,
-) -> jax.Array:
-    run = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stage), step)
-
-    def one(position: jax.Array, sample: jax.Array, attempt: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(run, position), sample)
-        return jax.random.key_data(jax.random.fold_in(key, attempt))
-
-    return jax.vmap(one)(positions, samples, attempts)
-
-
-def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> list[int]:
-    """Numbers of rows for which decoding is compiled, the smaller first.
-
-    An accelerator takes about as long for half the rows, a CPU half as long. But in bfloat16 a CPU
-    would multiply a single row with float32 copies of all weights: two rows take less time.
-    """
-    parts = (1, 2, 4, 16) if platform == "cpu" else (1, 4, 16)
-    spared = platform == "cpu" and MULTIPLIES_BFLOAT16 and jnp.dtype(dtype).itemsize < 4
-    least = min(2 if spared else 1, num_rows)
-    return sorted({max(-(-num_rows // part), least) for part in parts})
-
-
-def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
-    """Numbers of tokens to which those to read are padded, the smaller first.
-
-    Reading few costs an accelerator what reading many does; a CPU computes the padding.
-    """
-    block = 16 if platform == "cpu" else 128  # or a multiple of the model's, see `append_block`
-    longest = -(-max_total_tokens // block) * block
-    sizes = (64, 256) if platform == "cpu" else (256, 2048)
-    return sorted({min(size, longest) for size in sizes})
-
-
-def patch_sizes(max_units: int, unit: int) -> list[int]:
-    """Numbers of patches to which a shard's attachments are padded, the smaller first.
-
-    Args:
-        max_units: of the attachments of one trajectory.
-        unit: patches of each.
-    """
-    return sorted({max(max_units // part, 1) * unit for part in (4, 1)})
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:

@@ -26,8 +26,9 @@ from jaxrl.models.beside import TokenArray
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import Engine, Event, Request, context_key, sample_keys
+from jaxrl.sampling.engine import Engine, Event, Request
 from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule
+from jaxrl.sampling.keys import context_key, sample_keys
 from jaxrl.sampling.protocol import Processor, Sampling
 from jaxrl.sampling.samples import Sample
 from jaxrl.sampling.stop_strings import StopAutomaton

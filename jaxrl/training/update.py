@@ -391,9 +391,9 @@ class Gradient:
         self._model = model
         self.balance = Balance(model) if balance_coef else None
         self._balance_coef = balance_coef
-        self.begin = CompiledFunction(begin, name="the update's start", key=key)
+        self.begin = CompiledFunction(begin, name="update_start", key=key)
         self.add = MicroBatches(model, "update", add, key)
-        self.measure = MicroBatches(model, "update's metrics", measure, key)
+        self.measure = MicroBatches(model, "update_metrics", measure, key)
 
     def check(self, shape: BatchShape, fields: Sequence[str] = ()) -> None:
         """Traces the loss of a micro-batch and its gradient, and computes nothing.

@@ -10,7 +10,8 @@ from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import Engine, Request, sample_keys
+from jaxrl.sampling.engine import Engine, Request
+from jaxrl.sampling.keys import sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.packing import BatchShape, pack
 from tests.helpers import tiny_params

@@ -10,7 +10,8 @@ import pytest
 
 from jaxrl.extras.vision.processor import Image
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import Engine, Request, sample_keys
+from jaxrl.sampling.engine import Engine, Request
+from jaxrl.sampling.keys import sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import tiny_params
 from tests.toys import SMALL, count_compilations, one_device_mesh

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.models.attention.reference import XLA
-from jaxrl.sampling.engine import Request, sample_keys
+from jaxrl.sampling.engine import Request
+from jaxrl.sampling.keys import sample_keys
 from jaxrl.sampling.pages import PagePool, pages_for
 from tests.helpers import dense_table, tiny_params
 from tests.toys import SMALL, Player, toy_tokenizer

@@ -54,7 +54,7 @@ from jaxrl.runtime.sharding import (
     spans_processes,
 )
 from jaxrl.runtime.weights import PolicyWeights, cast_leaves, leaves, num_values
-from jaxrl.sampling.engine import append_sizes, row_sizes
+from jaxrl.sampling.sizes import append_sizes, row_sizes
 from jaxrl.tasks import sources_of
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape

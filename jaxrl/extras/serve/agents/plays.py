@@ -22,8 +22,8 @@ from jaxrl.envs.text import writable
 from jaxrl.extras.serve.answers import Answer, Question, joined
 from jaxrl.extras.serve.engine import Way
 from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError
-from jaxrl.sampling.engine import context_key
 from jaxrl.sampling.episodes import Limits
+from jaxrl.sampling.keys import context_key
 
 
 @dataclass(frozen=True, kw_only=True)
