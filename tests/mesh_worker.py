@@ -10,7 +10,6 @@ import json
 import math
 import re
 import sys
-from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -219,8 +218,7 @@ def sampler_collectives(engine):
     """What the programs that touch the cache move between devices."""
     num_rows = engine.row_sizes[-1]
     chunk, _ = engine._host_rows([[] for _ in range(engine.num_shards)], num_rows)
-    nothing = [deque() for _ in range(engine.num_shards)]
-    blocks, _ = engine._host_blocks(nothing, 4 * engine.programs.block)
+    blocks, _ = engine._feed.blocks((), 4 * engine.programs.block, engine._tables)
     places = np.zeros(engine.num_shards * MOVED_PAGES, np.int32)
     one = np.float32(1)
     arguments = {

@@ -1,6 +1,6 @@
 """The sampling engine: programs, chunks and the order of work.
 
-It knows tokens, and of attachments what a `Tower` tells.
+It knows tokens. What is read, attachments too, `feed.py` lays out for the programs.
 
 Requests wait in a queue and are admitted in order while there are rows to decode them in and pages
 for their caches. A running row is decoded in chunks until it stops, then waits until the caller
@@ -32,7 +32,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import XLA, past_ends
 from jaxrl.models.beside import TokenArray
@@ -46,7 +45,8 @@ from jaxrl.runtime.sharding import (
     replicated,
 )
 from jaxrl.sampling import decode, next_token
-from jaxrl.sampling.decode import Blocks, Programs, Rows, State, StopTables
+from jaxrl.sampling.decode import Programs, Rows, State, StopTables
+from jaxrl.sampling.feed import Feed, Piece
 from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.protocol import Counts
 from jaxrl.sampling.shard import Prompt, Read, Recorded, Row, Shard
@@ -114,16 +114,6 @@ class _Chunk:
     number: int
     rows: list[tuple[int, int]]  # of each: request, index in the report
     report: decode.Packed
-
-
-class _Piece(NamedTuple):
-    """Up to `Programs.block` tokens that a row has to read."""
-
-    row: Row
-    start: int  # position of the first one
-    num_tokens: int  # n
-    token_ids: list[int]  # n
-    token_arrays: dict[str, np.ndarray]  # [n, ...] of `Tower.arrays`; {} without a tower
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:
@@ -240,10 +230,15 @@ class Engine:
             if self.programs.copies_past
             else [self._table_pages]
         )
-        self._tower = architecture.tower
         self._max_units = max_units or max_total_tokens
         self.patch_sizes = (
             patch_sizes(self._max_units, architecture.tower.unit) if architecture.tower else []
+        )
+        self._feed = Feed(
+            tower=architecture.tower,
+            num_shards=self.num_shards,
+            block=self.programs.block,
+            max_units=self._max_units,
         )
         self.kinds = tuple(kinds)
         # The programs, compiled by `compile` or else when they are first called.
@@ -342,8 +337,7 @@ class Engine:
                 self.programs.nothing_seen(self._max_units),
             )
         )
-        nothing: list[deque[_Piece]] = [deque() for _ in range(self.num_shards)]
-        blocks, _ = self._host_blocks(nothing, self.append_sizes[0])
+        blocks, _ = self._feed.blocks((), self.append_sizes[0], self._tables)
         jax.eval_shape(self.programs.append, self._weights_of.abstract(), cache, blocks, seen)
 
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
@@ -369,11 +363,10 @@ class Engine:
         compiling = [self._copy.ahead(cache, places, places)]
         compiling.append(self._swap.ahead(cache, moved, places, places))
         for size in self.patch_sizes:
-            patches = self._host_patches([()] * shards, size)[:2]
+            patches = self._feed.patches([()] * shards, size)[:2]
             compiling.append(self._see.ahead(weights, *patches, self._max_units, variant=size))
         for size in self.append_sizes:
-            nothing: list[deque[_Piece]] = [deque() for _ in range(shards)]
-            blocks, _ = self._host_blocks(nothing, size)
+            blocks, _ = self._feed.blocks((), size, self._tables)
             compiling.append(self._append.ahead(weights, cache, blocks, seen, variant=size))
         for variant in self._decodes():
             rows, *how = variant
@@ -483,7 +476,7 @@ class Engine:
                     "ones are cut or refused before they come here."
                 )
             self._check_budget(len(request.prompt_ids), request.budget)
-            self._check_attachments(request.prompt_ids, request.attachments)
+            self._feed.check(request.prompt_ids, request.attachments)
         # Refuse what cannot be drawn, or not beside the requests that are there.
         if not temperature >= 0.0:
             raise ValueError(f"temperature is {temperature}; expected 0 or more.")
@@ -531,29 +524,6 @@ class Engine:
             raise ValueError(
                 f"a request of {length} tokens may sample {budget}, together more than "
                 f"max_total_tokens={self._max_total_tokens}. This is a bug in jaxrl."
-            )
-
-    def _check_attachments(
-        self, token_ids: Sequence[int], attachments: Sequence[Attachment]
-    ) -> None:
-        """Refuses attachments that are not those of the tokens, or without text to go on from."""
-        if self._tower is None:
-            if attachments:
-                raise ValueError(
-                    f"a request has {len(attachments)} images, but the model of config.model.path "
-                    "reads text alone; take one with a vision tower."
-                )
-            return
-        # Raises where tokens and attachments disagree.
-        self._tower.positions(np.asarray(token_ids), attachments)
-        count = sum(map(self._tower.num_tokens, attachments))
-        if attachments and token_ids[-1] == self._tower.token_id:
-            raise ValueError("a request ends with an image; expected text behind it.")
-        if count > self._max_units:
-            raise ValueError(
-                f"the images of a request take {count} tokens; expected at most "
-                f"config.rollout.max_image_tokens, {self._max_units}. Raise it or lower "
-                "config.images.max_pixels."
             )
 
     def _kind_of(self, temperature: float, top_p: float) -> str:
@@ -625,35 +595,15 @@ class Engine:
         for request, tokens, granted in resumed:
             self._check_budget(self._rows[request].length + 1 + len(tokens), granted)
             row = self._rows[request]
-            self._check_attachments([row.pending, *tokens], attachments.get(request, ()))
+            self._feed.check([row.pending, *tokens], attachments.get(request, ()))
         for request, tokens, granted in resumed:
             row = self._rows[request]
             assert row.is_waiting, f"request {request} has not stopped"
             read = [row.pending, *tokens]
-            self._place(row, read, tuple(attachments.get(request, ())), row.length)
+            self._feed.place(row, read, tuple(attachments.get(request, ())), row.length)
             *row.unread, row.pending = read
             row.is_waiting, row.budget, row.stop_state = False, granted, 0
             self.counts.prefilled_resume += len(row.unread)
-
-    def _place(
-        self,
-        row: Row,
-        token_ids: Sequence[int],
-        attachments: tuple[Attachment, ...],
-        start: int,
-    ) -> None:
-        """Sets attachments and arrays of the tokens to read, and the offset of later positions.
-
-        `start` other tokens precede them.
-        """
-        if self._tower is None:
-            return
-        arrays = self._tower.token_arrays(
-            np.asarray(token_ids), attachments, start=start + row.offset
-        )
-        row.unread_attachments = attachments
-        row.unread_arrays = {name: array[:-1] for name, array in arrays.items()}
-        row.offset = int(arrays[POSITIONS][-1, 0]) - (start + len(token_ids) - 1)
 
     def step(self, *, ahead: int = 0) -> list[Event]:
         """Makes room, admits requests, dispatches a chunk, and tells what an earlier one sampled.
@@ -756,7 +706,7 @@ class Engine:
             self._write_table(row)
             row.stop_state = request.stop_state
             is_read = not row.unread  # by another row: of what is placed the offset alone is wanted
-            self._place(row, request.prompt_ids, request.attachments, 0)
+            self._feed.place(row, request.prompt_ids, request.attachments, 0)
             if is_read:
                 row.unread_attachments, row.unread_arrays = (), {}
             self.counts.prefilled_prompt += len(row.unread)
@@ -877,7 +827,7 @@ class Engine:
         ints = np.zeros((5, total), np.int32)
         ints[0] = -1
         active, slots = np.zeros(total, bool), np.zeros(total, np.int32)
-        offset = None if self._tower is None else np.zeros(total, np.int32)
+        offset = None if self._feed.tower is None else np.zeros(total, np.int32)
         members = []
         for shard, rows in enumerate(running):
             if not rows:
@@ -916,21 +866,21 @@ class Engine:
         small, large = self.append_sizes[0], self.append_sizes[-1]
         left = [deque(row for row in rows if row.unread) for rows in running]
         while any(left):
-            rows = [self._next_readers(of_shard) for of_shard in left]
+            rows = [self._feed.next_rows(of_shard) for of_shard in left]
             attached = [
                 tuple(one for row in of_shard for one in row.unread_attachments)
                 for of_shard in rows
             ]
-            pieces: list[deque[_Piece]] = []
+            pieces: list[deque[Piece]] = []
             for of_shard, units in zip(rows, self._look_at(attached), strict=True):
                 pieces.append(deque())
                 for row in of_shard:
-                    pieces[-1].extend(self._pieces(row, units))
+                    pieces[-1].extend(self._feed.pieces(row, units))
             while any(pieces):
                 longest = max(len(of_shard) for of_shard in pieces) * self.programs.block
                 # The large program only where less than half of what it reads is padding.
                 size = large if longest > max(small, large // 2) else small
-                blocks, members = self._host_blocks(pieces, size)
+                blocks, members = self._feed.blocks(pieces, size, self._tables)
                 self._cache, arrays = self._append(
                     self._weights, self._cache, blocks, self._seen, variant=size
                 )
@@ -940,101 +890,16 @@ class Engine:
                     for piece, index in members:
                         piece.row.reads.append(Read(recorded, index, piece.num_tokens))
 
-    def _next_readers(self, rows: deque[Row]) -> list[Row]:
-        """The next rows of a shard, taken away, whose attachments can be seen together."""
-        taken: list[Row] = []
-        room = self._max_units
-        while rows:
-            if self._tower is not None:
-                room -= sum(map(self._tower.num_tokens, rows[0].unread_attachments))
-            if taken and room < 0:
-                break
-            taken.append(rows.popleft())
-        return taken
-
     def _look_at(self, attached: list[tuple[Attachment, ...]]) -> list[Iterator[np.ndarray]]:
         """Sees the attachments of each shard; of each, its tokens' places among what is seen."""
-        if self._tower is None or not any(attached):
+        if not any(attached):
             return [iter(()) for _ in attached]
         counts = [sum(one.num_patches for one in of_shard) for of_shard in attached]
         size = _fit(max(counts), self.patch_sizes)
-        patches, places, units = self._host_patches(attached, size)
+        patches, places, units = self._feed.patches(attached, size)
         self._seen = None  # its memory is free for the next
         self._seen = self._see(self._weights, patches, places, self._max_units, variant=size)
         return [iter(of_shard) for of_shard in units]
-
-    def _host_patches(
-        self, attached: Sequence[tuple[Attachment, ...]], size: int
-    ) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]]]:
-        """Attachments of each shard for the devices, padded to `size` patches."""
-        assert self._tower is not None
-        patches = np.zeros((len(attached), size, self._tower.patch_values), np.float32)
-        places = np.zeros((len(attached), size, self._tower.place_values), np.int32)
-        units = []
-        for index, of_shard in enumerate(attached):
-            arranged = self._tower.arrange(of_shard)
-            patches[index, : len(arranged.patches)] = arranged.patches
-            places[index, : len(arranged.places)] = arranged.places
-            units.append(arranged.units)
-        return patches, places, units
-
-    def _pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[_Piece]:
-        """Cuts up what a row has to read, and counts it as read; `units` are of its attachments."""
-        count, arrays, block = len(row.unread), {}, self.programs.block
-        if self._tower is not None:
-            arrays = {n: one.filled(count) for n, one in self._tower.arrays.items()}
-            arrays |= row.unread_arrays
-            if row.unread_attachments:
-                places = np.concatenate([next(units) for _ in row.unread_attachments])
-                arrays[UNITS][np.equal(row.unread, self._tower.token_id)] = places
-        pieces = [
-            _Piece(
-                row,
-                row.length + start,
-                min(count - start, block),
-                row.unread[start : start + block],
-                {n: x[start : start + block] for n, x in arrays.items()} if arrays else {},
-            )
-            for start in range(0, count, block)
-        ]
-        row.length += count
-        row.unread, row.unread_attachments, row.unread_arrays = [], (), {}
-        return pieces
-
-    def _host_blocks(
-        self, pieces: list[deque[_Piece]], num_tokens: int
-    ) -> tuple[Blocks, list[tuple[_Piece, int]]]:
-        """The next pieces of each shard for the device, which are taken away, and their blocks."""
-        num_blocks, block = num_tokens // self.programs.block, self.programs.block
-        total = self.num_shards * num_blocks
-        token_ids = np.zeros((total, block), np.int32)
-        start, counts, slots = np.zeros((3, total), np.int32)
-        declared = self._tower.arrays if self._tower is not None else {}
-        token_arrays = {name: one.filled(total, block) for name, one in declared.items()}
-        members: list[tuple[_Piece, int]] = []
-        for shard, of_shard in enumerate(pieces):
-            taken = [of_shard.popleft() for _ in range(min(num_blocks, len(of_shard)))]
-            if not taken:
-                continue
-            first = shard * num_blocks
-            here = slice(first, first + len(taken))
-            start[here] = [piece.start for piece in taken]
-            counts[here] = [piece.num_tokens for piece in taken]
-            slots[here] = [piece.row.slot for piece in taken]
-            is_read = np.arange(block) < counts[here, None]
-            token_ids[here][is_read] = [id for piece in taken for id in piece.token_ids]
-            members += zip(taken, range(first, first + len(taken)), strict=True)
-            for index, piece in enumerate(taken, start=first):
-                for name, values in piece.token_arrays.items():
-                    token_arrays[name][index, : piece.num_tokens] = values
-        blocks = Blocks(
-            token_ids=token_ids,
-            start=start,
-            counts=counts,
-            tables=self._tables[slots],
-            token_arrays=token_arrays,
-        )
-        return blocks, members
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""
