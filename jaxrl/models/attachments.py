@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -54,7 +54,7 @@ class Tower(ABC):
     num_layers: int
     num_axes: int = 3
     place_values: int = 4
-    entry: str
+    entry: ClassVar[str]
 
     @property
     def arrays(self) -> Mapping[str, TokenArray]:

@@ -74,6 +74,7 @@ class VisionTower(Tower):
 
     names: ClassVar[dict[str, str]]  # parameter to HF tensor as published, `{}` the layer
     activation: ClassVar[str]  # `hidden_act`
+    entry: ClassVar[str] = "vision"
 
     width: int
     mlp_width: int
@@ -86,7 +87,6 @@ class VisionTower(Tower):
     merge: int
     rope_theta: float
     token_id: int
-    entry: str = "vision"
 
     @classmethod
     @abstractmethod
