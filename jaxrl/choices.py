@@ -47,7 +47,9 @@ def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any
         return entry
     package, _, inside = entry.partition(".extras.")
     folder = re.split("[.:]", inside)[0]
-    if package == "jaxrl" and not Path(__file__).with_name("extras").joinpath(folder).is_dir():
+    extras = Path(__file__).with_name("extras")
+    # A folder that git has emptied may hold Python's leavings.
+    if package == "jaxrl" and not (extras / folder / "__init__.py").exists():
         raise ValueError(
             f"config.{key} asks for jaxrl/extras/{folder}, and that folder is not there; bring it "
             "back, or choose another."

@@ -73,7 +73,7 @@ from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.collect import check_filter
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import check_aggregation
-from jaxrl.training.optimizer import check_schedule, make_optimizer
+from jaxrl.training.optimizer import check_schedule, learning_rate, make_optimizer
 from jaxrl.training.policy_loss import check_update, make_policy_loss
 from jaxrl.training.settings import Method
 from jaxrl.training.update import UpdateStep
@@ -375,6 +375,7 @@ def make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, S
                 else config.sft.batch_size
             ),
             optimizer=optimizer,
+            schedule=learning_rate(settings),
             settings=settings,
             shape=batch_shape(
                 config, name, model.shards_with_prompts, model.num_pieces, model.architecture

@@ -198,8 +198,8 @@ KEYS: dict[str, Key] = {
     "model.scan_layers": Key(True, "Compile one layer for all. False compiles each, which takes "
         "longer; a CPU then keeps all of them, whatever `remat` says. The sampler compiles each on "
         "a CPU in any case, and on a GPU where there is no adapter.", restart=FREE),
-    "model.freeze_tower": Key(False, "Do not train the tower, which reads images, in a model that "
-        "has one."),
+    "model.freeze_tower": Key(False, "Do not train the tower, in a model that reads images: what "
+        "reads patches, and what makes tokens of them."),
     "model.logits_chunk_tokens": Key(2048, "Tokens whose logits the update holds in memory at a "
         "time.", above=0, restart=FREE),
     **_brought("model.lora"),
@@ -416,7 +416,8 @@ KEYS: dict[str, Key] = {
         "`max_total_tokens`, or where nothing answers a turn as `max_prompt_tokens`.", at_least=0),
     "rollout.max_observation_tokens": Key(500, "Tokens of one result, the rest of which is cut off "
         "inside its tags.", above=0),
-    "rollout.max_turns": Key(4, "Turns that call tools; asking once more ends the episode.",
+    "rollout.max_turns": Key(4, "Turns that call tools; asking once more ends the episode. Turns "
+        "that call none are not counted.",
         at_least=0),
     "rollout.max_calls": Key(0, "Calls in all these turns; the model is told of one beyond. 0: no "
         "limit.", at_least=0),
@@ -650,7 +651,8 @@ KEYS: dict[str, Key] = {
     "ledger.max_cost": Key(0.0, "What the run may spend, in that unit. Once a batch or an "
         "evaluation has reached it, the run saves and ends with exit code 78. 0: no limit.",
         at_least=0, restart=FREE),
-    "ledger.max_calls": Key(0, "How often it may ask them; likewise.", at_least=0, restart=FREE),
+    "ledger.max_calls": Key(0, "How often it may ask them, retries counted and cached answers not; "
+        "likewise.", at_least=0, restart=FREE),
     "checkpoint.every_steps": Key(20, "Steps between checkpoints; stages end with one.", above=0,
         restart=FREE),
     "checkpoint.keep": Key(2, "Newest checkpoints kept.", above=0, restart=FREE),

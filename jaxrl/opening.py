@@ -17,6 +17,7 @@ from jaxrl.components import Assembled, assemble
 from jaxrl.config import KEYS, OWN_MODEL, default_config, with_tuples
 from jaxrl.config_checks import validate
 from jaxrl.environment import context_tokens, has_contexts, leave_out_adapter
+from jaxrl.envs.json_text import read_object
 from jaxrl.envs.text import printable
 from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
@@ -173,6 +174,8 @@ def read_config(run: Path) -> ConfigDict:
     file = run / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
+    if "architectures" in read_object(file):
+        raise ValueError(f"{run} is a model, no run; name the run's workdir, and --model={run}.")
     config = default_config()
     load_values(config, str(file), drops_missing=True)
     return config

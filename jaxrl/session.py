@@ -44,6 +44,7 @@ class Stage:
         num_steps: of the stage.
         batch_size: trajectories or demonstrations of a mini-batch.
         optimizer: made of `settings`.
+        schedule: its learning rate, by the steps before.
         settings: of the optimizer.
         shape: of mini-batches.
         update: compiled at its first calls.
@@ -52,9 +53,14 @@ class Stage:
     num_steps: int
     batch_size: int
     optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
     settings: OptimizerSettings
     shape: BatchShape
     update: UpdateStep
+
+    def newest_rate(self, state: TrainState) -> float:
+        """The learning rate of the newest optimizer step, of the first one where there is none."""
+        return float(self.schedule(np.int32(max(int(state.num_updates) - 1, 0))))
 
 
 @dataclass(frozen=True, kw_only=True)

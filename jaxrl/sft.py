@@ -62,6 +62,7 @@ def sft(session: Session, params: Params) -> Params:
             "sft/entropy": metrics["sft/entropy"],
             "sft/grad_norm": metrics["grad_norm"],
             "sft/num_skipped": int(state.num_skipped),
+            "sft/lr": stage.newest_rate(state),
             "sft/padding": packed.padding,
             "timing_s/step": step_s,
             "perf/throughput": packed.num_tokens / step_s,

@@ -176,6 +176,7 @@ def train(session: Session, params: Params) -> Params:
             "actor/num_updates": int(state.num_updates),
             "actor/num_skipped": int(state.num_skipped),
             "actor/num_learned": progress.num_learned,
+            "actor/lr": scale * stage.newest_rate(state),
             "rollout/tasks_taken": progress.items_taken,
             "rollout/informative_share": float(np.mean([t.has_signal for t in trajectories])),
             **trained_share(trajectories, method.filter),

@@ -71,6 +71,13 @@ def test_parameters_are_bound_by_name():
         made("x.settings", thing, {}, engine=1)
 
 
+def test_a_folder_with_nothing_but_pythons_leavings_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "extras" / "kind" / "__pycache__").mkdir(parents=True)
+    monkeypatch.setattr("jaxrl.choices.__file__", str(tmp_path / "choices.py"))
+    with pytest.raises(ValueError, match=r"asks for jaxrl/extras/kind, and that folder is not the"):
+        chosen("env.name", "mine", {"mine": "jaxrl.extras.kind.thing:Env"}, wanted="x.Y")
+
+
 def test_only_a_folder_that_is_missing_is_no_optional_one(tmp_path, monkeypatch):
     (tmp_path / "lame.py").write_text("import a_library_that_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)

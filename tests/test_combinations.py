@@ -26,6 +26,7 @@ from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.kl import KL_ESTIMATORS
 from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
+from jaxrl.training.optimizer import learning_rate
 from jaxrl.training.settings import has_kl_loss
 from tests.helpers import UPDATE_PROGRAMS
 from tests.runs import (
@@ -187,6 +188,9 @@ def train_two_steps(seed, world, source, sampler, workdir):
         assert 3 <= record["perf/num_compilations/update"] <= UPDATE_PROGRAMS
         assert record["actor/num_skipped"] == 0
         assert record["actor/num_updates"] == number * updates
+        settings = components.stages["train"].settings
+        rate = learning_rate(settings)(number * updates - 1)  # of the last of its updates
+        assert record["actor/lr"] == pytest.approx(float(rate), rel=1e-6)
         assert math.isfinite(record["actor/grad_norm"])
         assert math.isfinite(record["critic/rewards/mean"])
         if record["rollout/informative_share"] or not config.optimizer.skip_signal_free:

@@ -592,6 +592,7 @@ def test_a_run_goes_on_on_other_meshes(tiny_world, tmp_path, quick_compilation, 
     for one, other in zip(got[:NUM_SFT], wanted, strict=False):
         assert one["sft/loss"] == pytest.approx(other["sft/loss"], rel=1e-5)
         assert one["sft/grad_norm"] == pytest.approx(other["sft/grad_norm"], rel=2e-5)
+        assert one["sft/lr"] == other["sft/lr"] > 0
     assert got[0]["sft/grad_norm"] == pytest.approx(wanted[0]["sft/grad_norm"], rel=1e-6)
     # A draw may differ where it is as close as rounding, and so does all that comes after it.
     drawn = [

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -287,11 +288,12 @@ class Checkpointer:
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # Orbax raises whatever it comes upon
-            reason = " ".join(str(error).split())[:500]
+            reason = shorten(str(error), 500, placeholder=" …")
             raise CheckpointError(
                 f"checkpoint {step} in {self._folder} is as it was written, but restoring it "
                 f"failed: {type(error).__name__}: {reason}. Undo what was changed since it was "
-                "written, give the devices more memory, or name another --workdir."
+                "written, the version of jaxrl too, give the devices more memory, or name another "
+                "--workdir."
             ) from error
         return {name: restored[name] for name in items}
 

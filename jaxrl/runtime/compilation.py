@@ -9,8 +9,9 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from cachetools import LRUCache
@@ -28,7 +29,14 @@ LOOK_S = 0.1
 """Seconds between two looks, during a compilation, for whether it is still wanted."""
 
 
-_asked: list[Callable[[], bool]] = []  # by those within whom compilations are, innermost last
+class _Asked(threading.local):
+    """Asked by those within whom a thread's compilations are, the innermost last."""
+
+    def __init__(self) -> None:
+        self.all: list[Callable[[], bool]] = []
+
+
+_asked = _Asked()
 _threads: list[threading.Thread] = []
 
 
@@ -39,11 +47,11 @@ def stopped_by(should_stop: Callable[[], bool]) -> Iterator[None]:
     For code of one process that leaves all as it was when it is interrupted. In a job the others
     would wait for this process in the next program that all of them run.
     """
-    _asked.append(lambda: jax.process_count() == 1 and should_stop())
+    _asked.all.append(lambda: jax.process_count() == 1 and should_stop())
     try:
         yield
     finally:
-        _asked.pop()
+        _asked.all.pop()
 
 
 def compile_all(
@@ -77,7 +85,7 @@ def compile_all(
         try:
             error = ended.get(timeout=LOOK_S)
         except queue.Empty:
-            if _asked and _asked[-1]():
+            if _asked.all and _asked.all[-1]():
                 raise Interrupted("a compilation was asked to stop") from None
             continue
         if error is not None:
@@ -100,6 +108,9 @@ def _wait() -> None:
 
 _kept: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has some twenty
 _code: dict[str, list[Any]] = {}  # of jaxrl, by module and class, as it was at the last look
+_lock = threading.RLock()  # of both: runs may begin in several threads; what is made asks again
+
+Made = TypeVar("Made")
 
 
 def jitted(
@@ -123,13 +134,22 @@ def jitted(
         return function(*args, **options)
 
     called.__name__ = name
-    made = jax.jit(called, **settings)
-    if key is None:
-        return made
+    return kept(partial(jax.jit, called, **settings), name=name, key=key)
+
+
+def kept(make: Callable[[], Made], *, name: str, key: Hashable) -> Made:
+    """Makes something, or finds what was made by this name for an equal key; see `jitted`."""
     try:
-        return _kept.setdefault((name, key), made)
+        hash(key)
     except TypeError:
-        return made
+        key = None
+    if key is None:
+        return make()
+    with _lock:
+        if (name, key) not in _kept:
+            _kept[name, key] = make()
+        found: Made = _kept[name, key]
+        return found
 
 
 def joined(*parts: Hashable) -> Hashable:
@@ -150,13 +170,14 @@ def forget_if_edited() -> None:
         place: [v.__code__ if isinstance(v, FunctionType) else v for v in [*space.values()]]
         for place, space in spaces.items()
     }
-    # What was loaded since then stands behind the names that there were.
-    if not all(
-        all(map(operator.is_, before, code.get(at, [None]))) for at, before in _code.items()
-    ):
-        _kept.clear()
-    _code.clear()
-    _code.update(code)
+    with _lock:
+        # What was loaded since then stands behind the names that there were.
+        if not all(
+            all(map(operator.is_, before, code.get(at, [None]))) for at, before in _code.items()
+        ):
+            _kept.clear()
+        _code.clear()
+        _code.update(code)
 
 
 class CompiledFunction:

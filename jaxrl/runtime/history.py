@@ -95,6 +95,11 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
             f"{', '.join(f'config.{key}' for key in unknown)}. Name another --workdir to begin "
             "anew; --accept_changes goes on without them."
         )
+    if unknown:
+        warnings.append(
+            f"warning: another version of jaxrl began {workdir}, with keys that this one does not "
+            "have; its checkpoints may hold other arrays than this one reads"
+        )
     if configured:  # without what was once accepted to be left out
         saved = {key: value for key, value in saved.items() if key in KEYS or key in configured}
     lines, bad = read_history(workdir)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxrl.own_code import named
-from jaxrl.runtime.compilation import jitted
+from jaxrl.runtime.compilation import jitted, kept
 from jaxrl.training.settings import OptimizerSettings
 
 
@@ -29,9 +29,14 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
-@lru_cache(maxsize=16)  # one for equal settings, by which its programs are found again
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
-    """AdamW behind global-norm clipping."""
+    """AdamW behind global-norm clipping; one for equal settings, by which programs are found."""
+    # What a schedule of the user's own calls may be edited between two runs of a process.
+    key = None if settings.schedule.is_users else settings
+    return kept(partial(_adamw, settings), name="optimizer", key=key)
+
+
+def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
     adamw = optax.adamw(
         learning_rate(settings),
         b1=settings.beta1,

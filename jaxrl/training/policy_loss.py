@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.objectives.metrics import Metric
 from jaxrl.own_code import Chosen, failure_text
+from jaxrl.runtime.compilation import kept
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.settings import KL, Loss, Method, token_fields
 from jaxrl.training.update import TokenLoss, UpdateStep
@@ -25,11 +26,14 @@ class LossError(ValueError):
 
 
 def make_policy_loss(method: Method) -> TokenLoss:
-    """The policy loss with its KL and entropy terms; a term that is off adds nothing."""
-    return _policy_loss(method.loss, method.kl)
+    """The policy loss with its KL and entropy terms; a term that is off adds nothing.
+
+    One function for equal settings, by which its programs are found again.
+    """
+    settings = method.loss, method.kl
+    return kept(partial(_policy_loss, *settings), name="policy loss", key=settings)
 
 
-@lru_cache(maxsize=16)  # one function for equal settings, by which its programs are found again
 def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
     policy_loss = loss.policy_loss  # objectives/losses.py, by loss.name
     is_corrected = loss.correction["level"] != "none"

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,25 @@ def test_what_was_kept_is_forgotten_where_code_of_jaxrl_is_replaced(monkeypatch)
     assert (play(), play()) == (4, 4)
     importlib.import_module("jaxrl.objectives.segments")  # is no edit, loaded before or not
     assert play() == 4
+
+
+def test_runs_may_begin_in_several_threads():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for look in [pool.submit(forget_if_edited) for _ in range(100)]:
+                look.result()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_each_thread_asks_what_its_own_compilations_are_within():
+    compiling = [lambda: time.sleep(0.3)]
+    with stopped_by(lambda: True), ThreadPoolExecutor(1) as pool:
+        pool.submit(compile_all, compiling).result()  # another run's
+        with pytest.raises(Interrupted):
+            compile_all(compiling)
 
 
 def test_a_key_of_parts_is_none_where_one_is():

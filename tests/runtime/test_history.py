@@ -215,6 +215,7 @@ class TestOlderRuns:
         with pytest.raises(ValueError, match=told):
             read_begun(tmp_path)
         begun = read_begun(tmp_path, is_accepted=True)
+        assert "another version of jaxrl began" in begun.warnings[0]
         [change] = changes_since(begun, configured(), CONTENTS)
         assert (str(change), change.is_free) == ("config.rollout.num_slots: 8 -> None", False)
         # From then on the workdir is of this version, also before its next checkpoint.

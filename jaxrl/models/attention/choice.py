@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxrl.models.attention import trials
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, Train
 from jaxrl.models.attention.reference import XLA, moved_reads
 from jaxrl.models.kernel_check import Choice, Trial, excluded, first_sound, takes
+from jaxrl.runtime.compilation import kept
 from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 
 TRAIN = {
@@ -178,13 +179,17 @@ def _line(name: str, platform: str, head_dim: int, dtype: DTypeLike | None) -> l
     return [one for one in line if takes(one, dtype)]
 
 
-@lru_cache(maxsize=16)  # one function for equal arguments, by which its programs are found again
 def on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:
     """Splits `train` over a mesh; each device has its own pieces of rows and heads.
 
     Queries, keys and values are pieces `[R * C, T / C, heads, H]`, of each device's rows the first
-    ones, the second ones, …; what each token reads is of whole rows.
+    ones, the second ones, …; what each token reads is of whole rows. One function for equal
+    arguments, by which its programs are found again.
     """
+    return kept(partial(_on_mesh, train, mesh), name="attention", key=(train, mesh))
+
+
+def _on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:
     heads = P(PIECES, None, "tensor", None)
     of_device = partial(_train_pieces, train) if mesh.shape[CONTEXT] > 1 else train
     return jax.shard_map(

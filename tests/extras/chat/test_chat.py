@@ -206,6 +206,10 @@ def test_mistakes_are_one_line(run, tmp_path, tiny_world):
         f"error: {tmp_path / 'no'} is no run: it holds no config.json. Name a run's workdir."
     )
     assert refused(run, "?").startswith(f"error: {run} holds neither export/ nor a checkpoint: no")
+    model = tiny_world / "model"
+    assert refused(model, "?") == (
+        f"error: {model} is a model, no run; name the run's workdir, and --model={model}."
+    )
     message = refused(run, "?", f"--model={tmp_path / 'no'}")
     assert message.startswith(f"error: model folder '{tmp_path / 'no'}' does not exist")
     message = refused(run, "?", f"--model={tiny_world / 'model'}", "--image=a.png")
