@@ -40,7 +40,7 @@ def read_texts(path: Path) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.tiny_model")
+    parser = argparse.ArgumentParser(prog="jaxrl tiny-model")
     parser.add_argument("--texts", required=True, help="files, with commas between them")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")

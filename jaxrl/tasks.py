@@ -114,7 +114,8 @@ def check_sources(config: ConfigDict, kind: str) -> None:
         if not all(isinstance(text, str) for text in texts):
             refuse(source.key, texts, "texts as source, format, split and data_source")
         if not (source.source or is_own(source.format)):
-            refuse(f"{source.key}.source", source.source, "a path")
+            expected = "a path" if kind == "train" else "a path, to tasks that each run is tried on"
+            refuse(f"{source.key}.source", source.source, expected)
         weight = source.weight
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not (is_number and math.isfinite(weight) and weight > 0):

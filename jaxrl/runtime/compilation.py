@@ -108,7 +108,7 @@ def _wait() -> None:
 
 _kept: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has some twenty
 _code: dict[str, list[Any]] = {}  # of jaxrl, by module and class, as it was at the last look
-_lock = threading.RLock()  # of both: runs may begin in several threads; what is made asks again
+_lock = threading.RLock()  # of both: runs begin in threads, and what is made asks in turn
 
 Made = TypeVar("Made")
 
