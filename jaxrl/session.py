@@ -60,7 +60,8 @@ class Stage:
 
     def newest_rate(self, state: TrainState) -> float:
         """The learning rate of the newest optimizer step, of the first one where there is none."""
-        return float(self.schedule(np.int32(max(int(state.num_updates) - 1, 0))))
+        # As the update asks: one of the user's own may want an array of JAX.
+        return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
 
 
 @dataclass(frozen=True, kw_only=True)
