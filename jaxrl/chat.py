@@ -4,13 +4,18 @@ Templates rewrite what they are given. Some take the thoughts out of earlier mes
 worked examples would answer without having searched; others write a system message of their own
 where there is none. So a chat is rendered twice: as it is, and with marks in place of its messages'
 contents, which shows what the template itself writes and where.
+
+Other fields of a message, such as `tool_calls`, are the template's to write. Once more with marks
+in place of their values shows whether it does: a chat of which it leaves something out is refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +24,30 @@ import jinja2
 from jaxrl.envs.base import Message
 from jaxrl.envs.images import MARK
 
-_MARK = re.compile("\ue000([0-9]+)\ue001")
-"""Mark in place of a message's content, with its number; no template knows these characters."""
+_MARK = re.compile("\ue000([0-9]+)\ue001|\ue002([^\ue002\ue003]*)\ue003")
+"""Mark in place of a text, with its number, or marks around a token that a field holds.
+
+No template knows these characters.
+"""
 
 
-Shape = tuple[tuple[str, tuple[str, ...] | None], ...]
-"""Role of each message of a chat, and the types of the parts of its content; None: a text."""
+def _mark(number: int) -> str:
+    return f"\ue000{number}\ue001"
+
+
+def mark_token(text: str) -> str:
+    """Return the text of a token between marks, by which it is found in what a template writes."""
+    return f"\ue002{text}\ue003"
+
+
+Shape = tuple[tuple[str, tuple[str, ...] | None, str], ...]
+"""Role, types of the parts of the content, and other fields as JSON of each message of a chat.
+
+The types are None for a text, and () for an empty text beside other fields.
+"""
+
+Place = tuple[str | int, ...]
+"""Keys and indices that lead to a value in a message, such as `("tool_calls", 0, "id")`."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +70,22 @@ class Chat:
             where it takes none.
     """
 
-    def __init__(self, apply: Callable[[Sequence[Mapping[str, Any]], bool], str], *, bos: str = ""):
+    def __init__(
+        self,
+        apply: Callable[[Sequence[Mapping[str, Any]], bool], str],
+        *,
+        bos: str = "",
+        mark_tokens: Callable[[str], str] = lambda text: text,
+    ):
         """Renders chats of marks, which show what the template writes.
 
         Args:
             apply: renders messages, and what comes before the model's next one if that is wanted.
             bos: the text of the tokenizer's first token; "" for none.
+            mark_tokens: puts a text's tokens that hold a chat together between marks, by
+                `mark_token`; called for fields beside role and content.
         """
-        self._apply = apply
+        self._apply, self._mark_tokens = apply, mark_tokens
         self._frame = functools.lru_cache(self._frame_of)
         self._own_system = self._find_own_system(bos)
         # Text before the model's message, beyond what is before an earlier one's.
@@ -66,33 +97,35 @@ class Chat:
         around = self._texts("system", "user", "assistant", "user")
         self.around = "".join(around or self._texts("user", "assistant", "user") or [])
         # Text that stands for an image between two texts.
-        image = self._texts_of((("user", ("text", "image", "text")),))
+        image = self._texts_of((("user", ("text", "image", "text"), ""),))
         self.image = "" if image is None else image[1]
 
     def render(self, messages: Sequence[Message], *, with_images: bool = False) -> list[Piece]:
         """A chat up to where the model's next message begins, in pieces.
 
         The contents are as the template gives them back, without the blanks around them if it
-        takes these off. Where it leaves out more than blanks, they are whole nevertheless.
+        takes these off. Where it leaves out more than blanks, they are whole nevertheless. Other
+        fields are as the template writes them.
 
         Args:
             messages: the chat.
             with_images: the marks in the contents are images, which the template writes.
 
         Raises:
-            ValueError: the template refuses the chat, or drops one of its messages.
+            ValueError: the template refuses the chat, or drops one of its messages or a field of
+                one.
         """
+        check_result_order(messages)
         roles = tuple(message["role"] for message in messages)
+        fields = [_fields_of(message) for message in messages]
         split = [
-            parts_of(message["content"]) if with_images else [message["content"]]
-            for message in messages
+            _split(message["content"], with_images=with_images, has_fields=bool(others))
+            for message, others in zip(messages, fields, strict=True)
         ]
-        shape = tuple(zip(roles, map(_types, split), strict=True))
+        shape = tuple(zip(roles, map(_types, split), fields, strict=True))
         texts = [(i, part) for i, parts in enumerate(split) for part in parts if part is not None]
-        filled = _filled(shape, [part for _, part in texts])
         try:
-            chat = [{**message, **new} for message, new in zip(messages, filled, strict=True)]
-            text = self._apply(chat, True)
+            text = self._apply(_filled(shape, [part for _, part in texts]), True)
             frame = self._frame(shape, True)
         except Exception as error:  # a template is a program: anything may go wrong in it
             what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
@@ -110,13 +143,43 @@ class Chat:
                     "(config.prompt.template holds the question), or mend the template in the "
                     "model's folder."
                 )
+        if any(fields):
+            self._check_fields(shape)
         contents = [part for _, part in texts]
         stripped = [content.strip() for content in contents]
         if "".join(piece.text for piece in _fill(frame, stripped)) == text:
             contents = stripped
         if "system" not in roles:
-            frame = (str(frame[0]).replace(*self._own_system, 1), *frame[1:])
+            start = frame[0]
+            assert isinstance(start, Piece)
+            begin = start.text.replace(*self._own_system, 1)
+            frame = (dataclasses.replace(start, text=begin), *frame[1:])
         return _fill(frame, contents)
+
+    def turn(self, message: Message) -> str:
+        """Return what the template makes of a message of the assistant that calls a tool.
+
+        This is the text that a model would write: without the header and the end of the message.
+
+        Raises:
+            ValueError: the template refuses the message, drops a part of it, or does not take
+                results of tools.
+        """
+        first, *_, last = self.tool_turn([0])
+        opening = {"role": "user", "content": "?"}
+        header = self._texts("user", "assistant", "tool")
+        assert header is not None  # as `tool_turn` has seen
+        pieces = self.render([opening, message, {"role": "tool", "content": "?"}])
+        text = "".join(piece.text for piece in pieces)
+        start = header[0].replace(*self._own_system, 1)
+        begin, end = f"{start}?{header[1]}", f"{first}?{last}"
+        if not (text.startswith(begin) and text.endswith(end)):
+            raise ValueError(
+                "the tokenizer's chat template puts something around a message of the assistant "
+                f"with the fields {', '.join(message)}; expected one that writes them between "
+                f"{header[1]!r} and {first!r}."
+            )
+        return text[len(begin) : len(text) - len(end)]
 
     def tool_turn(self, num_images: Sequence[int]) -> list[str]:
         """Texts the template writes before, between and behind results of tools, images included.
@@ -130,7 +193,8 @@ class Chat:
             ValueError: the template does not take messages of the role `tool`, or images in them.
         """
         kinds = [("text", *["image"] * n) if n else None for n in num_images]
-        shape = (("user", None), ("assistant", None), *(("tool", kind) for kind in kinds))
+        results = (("tool", kind, "") for kind in kinds)
+        shape = (("user", None, ""), ("assistant", None, ""), *results)
         texts = self._texts_of(shape, asks=True)
         if texts is None and any(num_images):
             raise ValueError(
@@ -145,17 +209,61 @@ class Chat:
             )
         return texts[2:]
 
-    def _frame_of(self, shape: Shape, asks: bool) -> tuple[str | int, ...]:
+    def _check_fields(self, shape: Shape) -> None:
+        """Refuse a chat of whose messages the template leaves out a field.
+
+        Raises:
+            ValueError: names the field, and the message.
+        """
+        texts = _marks(shape)
+        marked = _filled(shape, texts)
+        places = [place for place in _places(marked) if not _is_link(marked, place)]
+        values = {}
+        for number, place in enumerate(places, start=len(texts)):
+            values[number] = place, _put(marked, place, _mark(number))
+        try:
+            written = self._apply(marked, True)
+        except Exception:  # it reads a value as more than a text to write
+            written = ""
+        found = {int(mark[1]) for mark in _MARK.finditer(written) if mark[1]}
+        for number, (place, value) in values.items():
+            if number not in found and not self._reads(shape, place):
+                index, *keys = place
+                name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+                raise ValueError(
+                    f"the tokenizer's chat template drops {name[1:]!r} of message "
+                    f"{int(index) + 1}, of the role {shape[int(index)][0]!r}: {value!r:.60}. Leave "
+                    "it out, or put its text into the content of a message."
+                )
+
+    def _reads(self, shape: Shape, place: Place) -> bool:
+        """Return True if a chat without the value in this place is rendered in another way."""
+        chat = _filled(shape, _marks(shape))
+        whole = self._apply(chat, True)
+        _put(chat, place, None)
+        try:
+            return self._apply(chat, True) != whole
+        except Exception:  # it cannot do without
+            return True
+
+    def _frame_of(self, shape: Shape, asks: bool) -> tuple[Piece | int, ...]:
         """Texts the template writes, with the numbers of the given texts where these stand."""
-        count = sum(1 if kinds is None else kinds.count("text") for _, kinds in shape)
-        marks = [f"\ue000{number}\ue001" for number in range(count)]
-        # Every second part is the number of a mark, which `_MARK` captures.
-        parts = _MARK.split(self._apply(_filled(shape, marks), asks))
-        return tuple(int(part) if i % 2 else part for i, part in enumerate(parts))
+        chat = _filled(shape, _marks(shape))
+        for index, (_, _, fields) in enumerate(shape):
+            if fields:
+                chat[index] |= _with_tokens(json.loads(fields), self._mark_tokens)
+        text = self._apply(chat, asks)
+        frame: list[Piece | int] = []
+        start = 0
+        for mark in _MARK.finditer(text):
+            frame.append(Piece(text[start : mark.start()], False))
+            frame.append(int(mark[1]) if mark[1] else Piece(mark[2], True))
+            start = mark.end()
+        return (*frame, Piece(text[start:], False))
 
     def _texts(self, *roles: str, asks: bool = False) -> list[str] | None:
         """Calls `_texts_of` on messages of these roles, whose contents are texts."""
-        return self._texts_of(tuple((role, None) for role in roles), asks=asks)
+        return self._texts_of(tuple((role, None, "") for role in roles), asks=asks)
 
     def _texts_of(self, shape: Shape, *, asks: bool = False) -> list[str] | None:
         """Text it writes before, between and behind texts; None where it does not take them."""
@@ -163,9 +271,9 @@ class Chat:
             frame = self._frame(shape, asks)
         except Exception:  # told by `render`, if it is more than a chat that it does not take
             return None
-        is_whole = frame[1::2] == tuple(range(len(frame) // 2))
-        count = sum(1 if kinds is None else kinds.count("text") for _, kinds in shape)
-        return [str(part) for part in frame[::2]] if is_whole and len(frame) // 2 == count else None
+        numbers = [part for part in frame if isinstance(part, int)]
+        is_whole = numbers == [*range(len(_marks(shape)))]
+        return [part.text for part in frame if isinstance(part, Piece)] if is_whole else None
 
     def _find_own_system(self, bos: str) -> tuple[str, str]:
         """The beginning of a chat with a system message that nobody gave, and what to have instead.
@@ -195,31 +303,141 @@ def parts_of(content: str) -> list[str | None]:
     return [part for part in split if part != ""]
 
 
+def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse results of tools that are not in the order of the calls.
+
+    Most chat templates leave out the ids by which results belong to calls.
+
+    Raises:
+        ValueError: names the message.
+    """
+    ids: list[Any] = []
+    num_results = 0
+    for index, message in enumerate(messages):
+        if message["role"] != "tool":
+            calls = message.get("tool_calls")
+            ids = [call.get("id") for call in calls if isinstance(call, Mapping)] if calls else []
+            num_results = 0
+            continue
+        id, expected = message.get("tool_call_id"), ids[num_results : num_results + 1]
+        num_results += 1
+        if id is not None and id in ids and [id] != expected:
+            raise ValueError(
+                f"message {index + 1} has the tool_call_id {id!r}; expected the result of "
+                f"{'no further call' if not expected else repr(expected[0])}: put the results of "
+                "tools into the order of the calls."
+            )
+
+
+def _fields_of(message: Message) -> str:
+    """The fields of a message beside role and content that have a value, as JSON; "" for none.
+
+    Raises:
+        ValueError: a value is not JSON.
+    """
+    fields = {
+        name: value
+        for name, value in message.items()
+        if name not in ("role", "content") and value is not None
+    }
+    try:
+        text = json.dumps(fields, ensure_ascii=False) if fields else ""
+    except TypeError as error:
+        raise ValueError(
+            f"a message has the fields {[*fields]}: {error}; expected JSON."
+        ) from error
+    if reserved := re.search("[\ue000-\ue003]", text):
+        raise ValueError(
+            f"the fields {[*fields]} of a message hold the character {reserved[0]!a}, which marks "
+            "texts here; take it out."
+        )
+    return text
+
+
+def _split(content: str, *, with_images: bool, has_fields: bool) -> list[str | None]:
+    """A content in texts and images; none of both for an empty text beside other fields.
+
+    Templates write calls of tools in another way behind a text than without one.
+    """
+    if has_fields and not content:
+        return []
+    return parts_of(content) if with_images else [content]
+
+
 def _types(parts: Sequence[str | None]) -> tuple[str, ...] | None:
-    """Types of a content's parts; None where it is a text."""
-    if None not in parts:
+    """Types of a content's parts; None where it is a text, () where it is empty."""
+    if parts and None not in parts:
         return None
     return tuple("image" if part is None else "text" for part in parts)
+
+
+def _marks(shape: Shape) -> list[str]:
+    """A mark for each text of a chat of this shape."""
+    count = sum(1 if kinds is None else kinds.count("text") for _, kinds, _ in shape)
+    return [_mark(number) for number in range(count)]
 
 
 def _filled(shape: Shape, texts: Sequence[str]) -> list[dict[str, Any]]:
     """Messages of this shape, with these texts."""
     left = iter(texts)
-    return [
-        {
-            "role": role,
-            "content": next(left)
-            if kinds is None
-            else [
+    messages = []
+    for role, kinds, fields in shape:
+        content: Any = ""
+        if kinds is None:
+            content = next(left)
+        elif kinds:
+            content = [
                 {"type": kind, **({"text": next(left)} if kind == "text" else {})} for kind in kinds
-            ],
-        }
-        for role, kinds in shape
-    ]
+            ]
+        messages.append({"role": role, "content": content, **json.loads(fields or "{}")})
+    return messages
 
 
-def _fill(frame: Sequence[str | int], contents: Sequence[str]) -> list[Piece]:
-    return [
-        Piece(part, False) if isinstance(part, str) else Piece(contents[part], True)
-        for part in frame
-    ]
+def _places(value: Any, place: Place = ()) -> Iterator[Place]:
+    """Places of all values in the fields of messages that say something; blank texts do not."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if len(place) != 1 or key not in ("role", "content"):
+                yield from _places(inner, (*place, key))
+    elif value is not None and str(value).strip():
+        yield place
+
+
+def _is_link(messages: Sequence[Mapping[str, Any]], place: Place) -> bool:
+    """Return True if a value only says which call a message belongs to, or that it is a call.
+
+    The order of the messages says so too; see `check_result_order`.
+    """
+    match place:
+        case (_, "tool_call_id") | (_, "tool_calls", _, "id" | "type" | "index"):
+            return True
+        case (index, "name"):
+            return bool(messages[int(index)]["role"] == "tool")
+    return False
+
+
+def _put(messages: list[dict[str, Any]], place: Place, value: str | None) -> Any:
+    """Put a value in a place of messages, or take out what is there; return what was there."""
+    *before, key = place
+    inner: Any = messages
+    for step in before:
+        inner = inner[step]
+    old = inner.pop(key)
+    if value is not None and isinstance(inner, list):
+        inner.insert(int(key), value)
+    elif value is not None:
+        inner[key] = value
+    return old
+
+
+def _with_tokens(value: Any, mark_tokens: Callable[[str], str]) -> Any:
+    """A JSON value with marks around the tokens in its texts."""
+    if isinstance(value, dict):
+        return {mark_tokens(key): _with_tokens(inner, mark_tokens) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_tokens(inner, mark_tokens) for inner in value]
+    return mark_tokens(value) if isinstance(value, str) else value
+
+
+def _fill(frame: Sequence[Piece | int], contents: Sequence[str]) -> list[Piece]:
+    return [part if isinstance(part, Piece) else Piece(contents[part], True) for part in frame]

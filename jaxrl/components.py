@@ -539,7 +539,8 @@ def fit_prompts(
     """
     limit = config.rollout.max_prompt_tokens
     try:
-        fits = np.fromiter((rollout.prompt_fits(task) for task in tasks), bool, len(tasks))
+        every = (_prompt_fits(tasks, index, task, rollout) for index, task in enumerate(tasks))
+        fits = np.fromiter(every, bool, len(tasks))
     except UnreadableError as error:
         raise ValueError(f"{key}: {error}.") from error
     count = len(tasks) - int(fits.sum())
@@ -559,6 +560,17 @@ def fit_prompts(
     if isinstance(tasks, Tasks):
         return tasks.only(fits), note
     return [task for task, is_short in zip(tasks, fits, strict=True) if is_short], note
+
+
+def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: EpisodePlayer) -> bool:
+    """`prompt_fits` of a task, whose errors say where it stands."""
+    try:
+        return rollout.prompt_fits(task)
+    except UnreadableError:
+        raise
+    except ValueError as error:
+        place = tasks.place(index) if isinstance(tasks, Tasks) else f"task {task.id!r}"
+        raise ValueError(f"{place}: {error}") from error
 
 
 def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from jaxrl.envs.base import Task
 from jaxrl.envs.images import MARK, Picture, picture, pictures
+from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.jsonl import read_objects
 
 Item = TypeVar("Item")
@@ -101,7 +102,7 @@ def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None
 
 def read_demonstration(
     fields: dict[str, Any], place: str
-) -> tuple[list[dict[str, str]], tuple[Picture, ...]]:
+) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
     """The chat of a demonstration, and the images of the marks in its prompt.
 
     Raises:
@@ -123,11 +124,15 @@ def read_demonstration(
 
 def read_chat(
     messages: Any, given: Sequence[Picture], place: str, folder: Path
-) -> tuple[list[dict[str, str]], tuple[Picture, ...]]:
+) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
     """A chat whose contents are texts, and the images of the marks in them.
 
+    Other fields of a message stay as they are, for the chat template to write; arguments of calls
+    become objects, and fields that are null are left out.
+
     Args:
-        messages: contents are texts, or lists of parts as chat templates know them.
+        messages: contents are texts, or lists of parts as chat templates know them. An assistant
+            message that calls a tool or has other fields may have none.
         given: images for the marks, and for the parts that bring none.
         place: of the record.
         folder: that paths in parts begin in.
@@ -139,6 +144,8 @@ def read_chat(
     marks: list[Picture | None] = []  # None: one of the given
     has_parts = False
     for message in messages if isinstance(messages, list) else [messages]:
+        if isinstance(message, dict):
+            message = _with_fields(message, place)
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list) and content:
             parts = [_part(part, place, folder) for part in content]
@@ -165,23 +172,74 @@ def read_chat(
     return chat, tuple(image or next(others) for image in marks)
 
 
+def _with_fields(message: dict[str, Any], place: str) -> dict[str, Any]:
+    """A message without its nulls, with an empty text where other fields stand for a content.
+
+    Raises:
+        ValueError: its calls of tools are no such list.
+    """
+    message = _without_nulls(message)
+    calls = message.get("tool_calls")
+    if calls is not None:
+        message["tool_calls"] = [_call(call, place) for call in _listed(calls)]
+    has_fields = any(value for name, value in message.items() if name not in ("role", "content"))
+    if has_fields and message.get("role") == "assistant":
+        message.setdefault("content", "")
+    return message
+
+
+def _without_nulls(fields: Any) -> dict[str, Any]:
+    """An object without its nulls; {} for anything else."""
+    if not isinstance(fields, dict):
+        return {}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """The items of a list, or the value itself as the only one."""
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    """A call of a tool with its arguments as an object, where they are JSON of one.
+
+    Name and arguments may also stand beside the other fields, as transformers takes them.
+    """
+    fields = _without_nulls(call)
+    bare = {name: fields.pop(name) for name in ("name", "arguments") if name in fields}
+    function = _without_nulls(fields.get("function", bare))
+    if not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"{place}: 'tool_calls' of a message holds {call!r:.100}; expected objects such as "
+            '{"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}.'
+        )
+    if isinstance(arguments := function.get("arguments"), str):
+        try:
+            value = parse_json(arguments or "{}", "arguments")
+        except ValueError:
+            value = None
+        function["arguments"] = value if isinstance(value, dict) else arguments
+    return {**fields, "function": function}
+
+
 def _part(part: Any, place: str, folder: Path) -> tuple[str, Picture | None]:
     """A part of a content as text, and the image it brings.
 
     Raises:
         ValueError: it is of another kind than text and image.
     """
-    fields = part if isinstance(part, dict) else {"text": part}
+    fields = _without_nulls(part if isinstance(part, dict) else {"text": part})
     kind = fields.get("type", "text" if "text" in fields else "image")
     text = fields.get("text")
-    if kind == "text" and isinstance(text, str):
+    names = ("text",) if kind == "text" else ("image", "image_url", "path", "url")
+    others = [name for name in fields if name not in ("type", *names)]
+    if kind == "text" and isinstance(text, str) and not others:
         return text, None
-    if kind not in ("image", "image_url"):
+    if kind not in ("image", "image_url") or others:
         raise ValueError(
             f"{place}: a message has a part of the type {kind!r}, with {_names(fields)}; expected "
-            "'text' with a text, or 'image'."
+            "'text' with a text, or 'image', and no other fields."
         )
-    names = ("image", "image_url", "path", "url")
     value = next((fields[name] for name in names if fields.get(name)), None)
     try:
         return MARK, picture(value, folder) if value else None

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.chat import check_result_order
 from jaxrl.data import read_demonstration, read_jsonl
 from jaxrl.envs.base import ToolResults
 from jaxrl.envs.images import Picture, UnreadableError
@@ -107,7 +108,7 @@ def read_demonstrations(
 
 
 def encode_demonstration(
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     tokenizer: Tokenizer,
     limits: Limits,
     *,
@@ -122,6 +123,9 @@ def encode_demonstration(
     Where the chat template shows results, the model also learns to end its turns. `image_tokens`
     are those of each image that has a mark in the prompt. Of `limits` count that of observations
     and the contexts, of which it goes through as many as a rollout would.
+
+    Raises:
+        ValueError: it is no such chat, or holds what no rollout could write; `place` is named.
     """
     roles = [message["role"] for message in messages]
     if "assistant" not in roles or roles[0] == "assistant":
@@ -129,11 +133,15 @@ def encode_demonstration(
             f"{place}: expected a prompt and then an assistant message, found {roles}."
         )
     start = roles.index("assistant")
-    prompt = tokenizer.render_prompt(messages[:start], chat_tools, image_tokens)
+    try:
+        prompt = tokenizer.render_prompt(messages[:start], chat_tools, image_tokens)
+        check_result_order(messages)
+        turns = [_as_text(m, tokenizer, protocol, chat_tools) for m in messages[start:]]
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
     pieces: list[Piece] = []
     num_sampled = 0  # tokens of the turn that an observation answers
-    messages = [*messages]
-    messages[start] = _continue(tokenizer.opener, messages[start], place)
+    messages = [*messages[:start], _continue(tokenizer.opener, turns[0], place), *turns[1:]]
     later = sorted({*roles[start:]} - {"assistant", "tool"})
     if later:
         raise ValueError(
@@ -251,7 +259,36 @@ def _image_tokens(
         raise ValueError(f"{place}, of config.sft.source: {error}.") from error
 
 
-def _continue(opener: str, message: dict[str, str], place: str) -> dict[str, str]:
+def _as_text(
+    message: dict[str, Any],
+    tokenizer: Tokenizer,
+    protocol: Protocol,
+    chat_tools: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A message behind the prompt with all that it says in its content.
+
+    Raises:
+        ValueError: it has fields that the protocol has no text for.
+    """
+    links = ("tool_call_id", "name") if message["role"] == "tool" else ()
+    fields = [
+        name
+        for name, value in message.items()
+        if name not in ("role", "content", *links) and value not in ("", [], {})
+    ]
+    if not fields:
+        return message
+    if message["role"] != "assistant" or not protocol.in_template:
+        raise ValueError(
+            f"a message of the role {message['role']!r} has the field {fields[0]!r}, for which the "
+            f"protocol {protocol.name!r} has no text; expected all of it in the content, as the "
+            "model is to write it. Put it there, or leave it out."
+        )
+    text = tokenizer.render_turn(message, chat_tools).removeprefix(tokenizer.opener)
+    return {"role": message["role"], "content": text}
+
+
+def _continue(opener: str, message: dict[str, Any], place: str) -> dict[str, Any]:
     """The first assistant message from where the chat template's opener ends.
 
     Raises:
@@ -273,7 +310,7 @@ def _continue(opener: str, message: dict[str, str], place: str) -> dict[str, str
 
 
 def _check_calls(
-    messages: list[dict[str, str]], protocol: Protocol, tools: Sequence[str], place: str
+    messages: list[dict[str, Any]], protocol: Protocol, tools: Sequence[str], place: str
 ) -> None:
     """Refuses what no rollout could have written: a turn without a result for each of its calls."""
     asked = None  # calls of the turn before
@@ -293,7 +330,7 @@ def _check_calls(
                 )
 
 
-def _check_turns(messages: list[dict[str, str]], tools: Sequence[str], place: str) -> None:
+def _check_turns(messages: list[dict[str, Any]], tools: Sequence[str], place: str) -> None:
     """Refuses what no rollout could have written: a result that nobody asked for."""
     closings = tuple(f"</{tool}>" for tool in tools)
     for before, message in itertools.pairwise(messages):

@@ -428,8 +428,7 @@ def _identities(task: Task) -> list[str]:
     if task.question is not None:
         texts = ["question " + normalized_question(task.question)]
     else:
-        chat = [(message["role"], message["content"]) for message in task.messages or ()]
-        texts = ["chat " + json.dumps(chat)]
+        texts = ["chat " + json.dumps([*(task.messages or ())], sort_keys=True, default=str)]
         info = task.metadata.get("extra_info")
         asked = task.metadata.get("question") or (isinstance(info, dict) and info.get("question"))
         if isinstance(asked, str) and asked.strip():

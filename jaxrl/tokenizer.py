@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxrl.chat import Chat, Piece
+from jaxrl.chat import Chat, Piece, mark_token
 from jaxrl.envs.base import Message
 from jaxrl.envs.calls import error_text
 from jaxrl.envs.json_text import read_object
@@ -135,6 +135,9 @@ class Tokenizer:
         # videos, which a text could feign.
         self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.around)}
         self._chat_ids |= {image_id, video_id}
+        reserved = [self.decode([id]) for id in self._added_ids & self._chat_ids]
+        by_length = sorted(reserved, key=len, reverse=True)
+        self._chat_tokens = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
 
     @property
     def template_arguments(self) -> Mapping[str, Any]:
@@ -231,19 +234,21 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a chat up to where the model's next message begins.
 
-        What the messages hold cannot forge the chat: in their contents, strings of special tokens
-        and of tokens that the template itself writes stay plain characters. Other added tokens
-        are parsed there as anywhere: an example's `<think>` is the token that a model writes.
+        What the messages hold cannot forge the chat: in their contents and other fields, strings
+        of special tokens and of tokens that the template itself writes stay plain characters. Other
+        added tokens are parsed there as anywhere: an example's `<think>` is the token that a model
+        writes.
 
         Args:
-            messages: the chat.
+            messages: the chat; fields beside role and content are the template's to write.
             tools: what the model may call, as JSON schemas, for the template to describe.
             image_tokens: of each image, for which a mark stands in the contents; without any, marks
                 are plain text.
             behind: so many messages, none blank, are left out with all that is before their ends.
 
         Raises:
-            ValueError: the template refuses the chat, drops a message, or knows no tools or images.
+            ValueError: the template refuses the chat, drops a message or a field of one, or knows
+                no tools or images.
         """
         pieces = self._chat_with(tools).render(messages, with_images=bool(image_tokens))
         if behind:
@@ -252,6 +257,14 @@ class Tokenizer:
                 raise ValueError("the chat template does not write the first messages in order.")
             pieces = pieces[ends[-1] :]
         return self._expand(self._encode_chat(pieces, self._chat_ids), image_tokens)
+
+    def render_turn(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return the text of a message of the assistant as the chat template writes its fields.
+
+        Raises:
+            ValueError: see `Chat.turn`.
+        """
+        return self._chat_with(tools).turn(message)
 
     def render_image(self, num_tokens: int) -> tuple[list[int], str]:
         """Ids and text of an image, as the chat template writes it; `num_tokens` are of its own."""
@@ -314,7 +327,12 @@ class Tokenizer:
                 **{**self._arguments, **described},
             ),
             bos=self._hf_tokenizer.bos_token or "",
+            mark_tokens=self._mark_tokens,
         )
+
+    def _mark_tokens(self, text: str) -> str:
+        """A text with marks around the tokens that hold a chat together."""
+        return self._chat_tokens.sub(lambda token: mark_token(token[0]), text)
 
     def _chat_with(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
         key = json.dumps([dict(tool) for tool in tools], ensure_ascii=False)

@@ -70,6 +70,20 @@ def test_overlong_prompts_are_refused_left_out_or_cut():
         assert fit(wish, "short", "brief") == (["0", "1"], "")
 
 
+def test_a_task_of_which_the_template_drops_a_field_is_refused_with_its_line(tiny_world, tmp_path):
+    config = debug_tiny.get_config(str(tiny_world))
+    config.stages = ("train",)
+    function = {"name": "search", "arguments": {"query": "Ada"}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Ada."}]
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    records = [{"id": 1, "messages": messages}, {"id": 2, "messages": [*messages, calling]}]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps({**one, "answers": ["a"]}) + "\n" for one in records))
+    config.tasks.train.source = str(file)
+    with pytest.raises(ValueError, match=r"tasks\.jsonl:2: .* drops 'tool_calls\[0\]\.function"):
+        assemble(config)
+
+
 def test_the_building_of_an_index_is_shown(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(f'{{"id": {i}, "title": "t", "text": ""}}\n' for i in range(2500)))

@@ -52,6 +52,67 @@ def test_messages_instead_of_a_question(file):
     assert (task.question, list(task.messages)) == (None, messages)
 
 
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"n": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ({"tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
+        ({"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
+        (
+            {"content": "x", "tool_calls": [{"function": {"name": "f", "arguments": '{"n": 1}'}}]},
+            {
+                "content": "x",
+                "tool_calls": [{"function": {"name": "f", "arguments": {"n": 1}}}],
+            },
+        ),
+        (
+            {"tool_calls": [{"name": "f", "arguments": "n = 1", "id": None}]},
+            {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": "n = 1"}}]},
+        ),
+        (
+            {"content": None, "reasoning_content": "hm", "tool_calls": None, "name": None},
+            {"content": "", "reasoning_content": "hm"},
+        ),
+        ({"content": [{"type": "text", "text": "x", "image": None}]}, {"content": "x"}),
+    ],
+)
+def test_fields_of_messages_are_kept(file, message, read):
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", **message}]
+    [task] = read_tasks(write(file, {"messages": messages, "answers": ["a"]}), KEY)
+    assert list(task.messages) == [messages[0], {"role": "assistant", **read}]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": None, "name": "ada"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": None, "tool_calls": ["f"]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": {}}}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": "f"}]},
+        {"role": "user", "content": [{"type": "text", "text": "x", "image": "a.png"}]},
+        {"role": "user", "content": [{"type": "image", "image": "a.png", "max_pixels": 9}]},
+    ],
+)
+def test_messages_that_are_none_are_refused_with_their_line(file, message):
+    good = {"messages": [{"role": "user", "content": "?"}], "answers": ["a"]}
+    bad = {"messages": [*good["messages"], message], "answers": ["a"]}
+    with pytest.raises(ValueError, match=re.escape(f"{file}:2: ")):
+        read_tasks(write(file, good, bad), KEY)
+
+
+def test_chats_with_other_calls_ask_other_things():
+    chats = [
+        Task(id=str(n), messages=({"role": "assistant", "content": "", "tool_calls": [n]},))
+        for n in (0, 0, 1)
+    ]
+    assert overlap_note(chats[:1], chats[2:]) == ""
+    assert overlap_note(chats[:1], chats[1:]).startswith("warning: 1 of 2 held-out questions")
+
+
 def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
     text = '\ufeff{"question": "1", "answer": "a"}\r\n\n  \n{"question": "1\u20282", "answer": "b"}'
     file.write_text(text, encoding="utf-8", newline="")

@@ -24,6 +24,7 @@ EXAMPLES = {
     # Names in patterns that functions make: an example of each.
     "names": "think|search|information|answer",
     "name": "enable_thinking",
+    "by_length": ["<|im_start|>", "<|im_end|>"],
     "part": "hunter2" + 9 * "\\" + "and-more",
     "good": r"(?:<(search)></\1><information></information>)*<answer></answer>",
     "theirs": "|".join(f"(?:{theirs})" for theirs, _ in launch._PLAINER),

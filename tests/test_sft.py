@@ -9,7 +9,7 @@ import pytest
 from jaxrl.codecs import from_json, to_json
 from jaxrl.demonstrations import encode_demonstration, read_demonstrations
 from jaxrl.envs.base import NO_INFORMATION, Prompt, Task
-from jaxrl.envs.protocol import BAPO, bapo, search_r1
+from jaxrl.envs.protocol import BAPO, bapo, qwen, search_r1
 from jaxrl.envs.retrieval import KeywordSearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import Tool
@@ -20,7 +20,9 @@ from jaxrl.sampling.protocol import Counts, Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import supervised_loss
+from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Batch, Draw, members
+from tests.qwen import qwen3
 from tests.toys import chain, showing, toy_tokenizer
 
 # Found text that is too long, that forges tags and special tokens, and that is not there.
@@ -292,3 +294,76 @@ def test_loss_by_hand():
     loss, metrics = supervised_loss(jnp.array([[-3.0, -1.0, -2.0]]), jnp.ones((1, 3)), batch)
     np.testing.assert_allclose(loss, [[0.0, 1.0, 2.0]])
     np.testing.assert_allclose(metrics["sft/nll_loss"].value, loss)
+
+
+OPENING = [{"role": "user", "content": "Where?"}]
+CALLED = {"id": "a", "function": {"name": "search", "arguments": '{"query": "tower"}'}}
+RESULT = {"role": "tool", "tool_call_id": "a", "name": "search", "content": "In Paris."}
+ANSWER = {"role": "assistant", "content": "<answer>Paris</answer>"}
+
+
+def asking(**fields):
+    return {"role": "assistant", "content": None, "tool_calls": [CALLED], **fields}
+
+
+@pytest.fixture(scope="module")
+def qwen_tokenizer():
+    return Tokenizer(qwen3())
+
+
+@pytest.mark.parametrize(
+    ("before", "fields"),
+    [
+        ("", {}),
+        ("I look.\n", {"content": "I look."}),
+        ("<think>\nhm\n</think>\n\n", {"reasoning_content": "hm"}),
+        ("<think>\nhm\n</think>\n\nI look.\n", {"reasoning": "hm", "content": "I look."}),
+    ],
+)
+def test_calls_of_tools_are_written_as_the_template_writes_them(
+    tmp_path, qwen_tokenizer, before, fields
+):
+    text = '<tool_call>\n{"name": "search", "arguments": {"query": "tower"}}\n</tool_call>'
+    chats = [
+        [*OPENING, asking(**fields), RESULT, ANSWER],
+        [*OPENING, {"role": "assistant", "content": before + text}, RESULT, ANSWER],
+    ]
+    records = [{"messages": chat} for chat in chats]
+    given, written = read(tmp_path, qwen_tokenizer, *records, protocol=qwen())
+    np.testing.assert_array_equal(given.token_ids, written.token_ids)
+    np.testing.assert_array_equal(given.loss_mask, written.loss_mask)
+    trained = qwen_tokenizer.decode(given.token_ids[given.loss_mask])
+    assert trained == f"{before}{text}<|im_end|><answer>Paris</answer><|im_end|>"
+
+
+SECOND = {**CALLED, "id": "b"}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "messages", "message"),
+    [
+        (search_r1(), [asking(), RESULT, ANSWER], "has the field 'tool_calls', for which"),
+        (search_r1(), [{**ANSWER, "reasoning_content": "hm"}], "has the field 'reasoning_content'"),
+        (qwen(), [{**ANSWER, "weight": 0}], "drops 'weight' of message 2"),
+        (qwen(), [asking(), {**RESULT, "is_error": True}, ANSWER], "has the field 'is_error'"),
+        (qwen(), [asking(), ANSWER], "two messages of the assistant follow each other"),
+        (
+            qwen(),
+            [asking(tool_calls=[CALLED, SECOND]), {**RESULT, "tool_call_id": "b"}, RESULT],
+            "has the tool_call_id 'b'",
+        ),
+    ],
+)
+def test_demonstrations_with_fields_that_nothing_writes_are_refused(
+    tmp_path, qwen_tokenizer, protocol, messages, message
+):
+    chats = [[*OPENING, ANSWER], [*OPENING, *messages]]
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        read(tmp_path, qwen_tokenizer, *({"messages": c} for c in chats), protocol=protocol)
+    assert str(raised.value).startswith(f"{tmp_path / 'demonstrations.jsonl'}:2: ")
+
+
+def test_a_dropped_field_in_the_prompt_of_a_demonstration_is_refused(tmp_path, qwen_tokenizer):
+    chat = [*OPENING, {**OPENING[0], "tool_calls": [CALLED]}, ANSWER]
+    with pytest.raises(ValueError, match=r"jsonl:1: .* drops 'tool_calls\[0\]\.function\.name'"):
+        read(tmp_path, qwen_tokenizer, {"messages": chat})

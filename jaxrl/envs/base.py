@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from jaxrl.envs.images import Picture
 
-Message = Mapping[str, str]
-"""One chat message: `{"role": ..., "content": ...}`."""
+Message = Mapping[str, Any]
+"""One chat message: texts as `role` and `content`, and fields such as `tool_calls`."""
 
 
 NO_INFORMATION = "No information found"

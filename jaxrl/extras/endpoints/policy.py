@@ -170,7 +170,7 @@ class ChatModel:
 
     def write(
         self,
-        messages: Sequence[tuple[str, Content]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         stops: Sequence[str],
         sampling: Mapping[str, Any],
@@ -178,7 +178,7 @@ class ChatModel:
         """Asks for the next turn of a chat.
 
         Args:
-            messages: so far, each with its role; images in PNG or JPEG.
+            messages: role, `Content` and other fields of each so far; images in PNG or JPEG.
             stops: strings at which the turn ends.
             sampling: further fields of the request; a seed among them keeps equal chats apart.
 
@@ -187,16 +187,19 @@ class ChatModel:
             ToolError: there is no turn.
         """
         chat = []
-        for role, said in messages:
+        for message in messages:
+            said = message["content"]
             content: Any = plain_text(said) if isinstance(said, str) else []
             for one in () if isinstance(said, str) else said:
                 if isinstance(one, str):
                     content.append({"type": "text", "text": plain_text(one)})
                 else:  # named by its digest, so that a recording holds no images
                     content.append({"type": "image_url", "image_url": {"url": one.digest}})
-            chat.append({"role": plain_text(role), "content": content})
+            role = plain_text(message["role"])
+            chat.append({**message, "role": role, "content": content, **_sent_calls(message)})
         body = {"messages": chat, **sampling, **({"stop": list(stops)} if stops else {})}
-        images = [one for _, said in messages for one in said if isinstance(one, Picture)]
+        said_in_all = (one for message in messages for one in message["content"])
+        images = [one for one in said_in_all if isinstance(one, Picture)]
         [answer] = self._asked.answer_all([Pictured(json.dumps(body), images)])
         if self._endpoint and self._endpoint.refusal:
             raise OutageError(self._endpoint.refusal)
@@ -213,6 +216,17 @@ class ChatModel:
                 usage["cost"] = paid / 1e6
         text, is_cut = read_turn(reply, stops)
         return Written(text=text, is_cut=is_cut, usage=usage)
+
+
+def _sent_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The calls of tools in a message as endpoints have them: with arguments as JSON text."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = dict(call["function"])
+        if not isinstance(function.get("arguments", ""), str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({"type": "function", **call, "function": function})
+    return {"tool_calls": calls} if calls else {}
 
 
 class _Endpoint(Tool):
@@ -395,7 +409,7 @@ class ChatRollout(EpisodePlayer):
         self, sample: Sample, draw: Draw, sampling: Sampling, is_over: threading.Event
     ) -> None:
         """Plays an episode to its end, unless all are given up."""
-        prompt: list[tuple[str, Content]] = []
+        prompt: list[Mapping[str, Any]] = []
         while sample.episode.outcome is None and not is_over.is_set():
             try:
                 if not prompt:  # with the task's images where their marks are
@@ -404,7 +418,7 @@ class ChatRollout(EpisodePlayer):
                         content: Content = message["content"]
                         if draw.task.images and None in (parts := parts_of(message["content"])):
                             content = [left.pop(0) if part is None else part for part in parts]
-                        prompt.append((message["role"], content))
+                        prompt.append({**message, "content": content})
                 written = self._write(prompt, sample, draw, sampling)
             except OutageError:
                 raise
@@ -426,7 +440,7 @@ class ChatRollout(EpisodePlayer):
 
     def _write(
         self,
-        prompt: Sequence[tuple[str, Content]],
+        prompt: Sequence[Mapping[str, Any]],
         sample: Sample,
         draw: Draw,
         sampling: Sampling,
@@ -454,9 +468,12 @@ class ChatRollout(EpisodePlayer):
                     before, _, after = str(said).rpartition(written * len(turn.images))
                     parts = [before, *self._sent(turn.images), after]
                     said = [part for part in parts if part != ""]
-                messages += [("assistant", turn.text), ("user", said)]
+                messages += [
+                    {"role": "assistant", "content": turn.text},
+                    {"role": "user", "content": said},
+                ]
         elif episode.turns:
-            messages.append(("assistant", episode.response))
+            messages.append({"role": "assistant", "content": episode.response})
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return self._model.write(messages, stops=self._env.stop_strings, sampling=fields)
 

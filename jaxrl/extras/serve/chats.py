@@ -3,7 +3,8 @@
 What a model wrote is never tokenised again. Each answer is kept with its chat and all its ids; a
 later chat that begins with that one (messages of the assistant are compared by their content and
 their tool calls, as JSON of doubles) goes on from these ids, of the longest that fits, and only
-what stands behind is rendered. Texts cannot forge the chat: see `Tokenizer.render_prompt`.
+what stands behind is rendered. Texts cannot forge the chat: see `Tokenizer.render_prompt`. What the
+chat template leaves out of a message is refused there.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from jaxrl.chat import check_result_order
 from jaxrl.envs.json_text import is_too_deep, number_of, parse_json
 from jaxrl.envs.protocol import Asked, Unreadable, read_tool_calls
 from jaxrl.envs.text import writable
@@ -43,15 +45,13 @@ class Call:
 
     name: str
     arguments: Any  # an object, or the text that is none
+    id: str = ""  # "" where the client gives none
 
     @property
-    def text(self) -> str:
-        """The call as Qwen's templates write it, which is what is read back."""
-        arguments = self.arguments
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        name = json.dumps(self.name, ensure_ascii=False)
-        return f'{CALL}\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+    def rendered(self) -> dict[str, Any]:
+        """The call for the chat template."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"type": "function", "function": function, **({"id": self.id} if self.id else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,31 +62,32 @@ class ChatMessage:
         role: out of `ROLES`.
         content: text.
         calls: of tools, in a message of the assistant.
-        others: name and id of a call, where they are given.
+        others: all other fields that are given, such as `tool_call_id`.
     """
 
     role: str
     content: str
     calls: tuple[Call, ...] = ()
-    others: tuple[tuple[str, str], ...] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def compared(self) -> str:
         """Text that is equal for messages that count as the same."""
         calls = [[call.name, _as_doubles(call.arguments)] for call in self.calls]
+        others = _as_doubles(self.others)
         if self.role == "assistant":
             # Its clients keep the calls' ids. They strip the text, or take it apart into thoughts
             # and what is said, and put line breaks around the thoughts when they write it again.
-            return json.dumps([self.role, "".join(self.content.split()), calls], sort_keys=True)
-        return json.dumps([self.role, self.content, self.others], sort_keys=True)
+            text = "".join(self.content.split())
+            return json.dumps([self.role, text, calls, others], sort_keys=True)
+        return json.dumps([self.role, self.content, others], sort_keys=True)
 
     @property
     def rendered(self) -> dict[str, Any]:
-        """The message for the chat template: calls are written as text."""
-        content = "\n".join(
-            [*([self.content] if self.content else []), *(c.text for c in self.calls)]
-        )
-        return {"role": self.role, "content": content, **dict(self.others)}
+        """The message for the chat template."""
+        calls = [call.rendered for call in self.calls]
+        fields = {**self.others, **({"tool_calls": calls} if calls else {})}
+        return {"role": self.role, "content": self.content, **fields}
 
 
 def read_messages(values: Sequence[Any]) -> list[ChatMessage]:
@@ -109,19 +110,32 @@ def _message(value: Any, place: str) -> ChatMessage:
     for index, one in enumerate(fields.items("tool_calls")):
         call = fields_of(one, f"{place}.tool_calls[{index}]")
         function = call.inner("function")
-        calls.append(
-            Call(name=function.text("name"), arguments=_parsed(function.text("arguments", "")))
-        )
+        check_known(call, ("id", "type", "index", "function"))
+        check_known(function, ("name", "arguments"))
+        arguments = _parsed(function.text("arguments", ""))
+        calls.append(Call(name=function.text("name"), arguments=arguments, id=call.text("id", "")))
     content = _content(fields)
     if role != "assistant" and "content" not in fields.values:
         raise fields.refuse("content", "a text, or a list of parts of the type text")
     if calls and role != "assistant":
         raise fields.refuse("tool_calls", "calls in messages of the assistant alone")
-    others = tuple(
-        (name, fields.text(name)) for name in ("name", "tool_call_id") if name in fields.values
-    )
+    for name in ("name", "tool_call_id"):
+        fields.text(name, "")
+    known = ("role", "content", "tool_calls")
+    others = {name: value for name, value in fields.values.items() if name not in known}
     role = "system" if role == "developer" else role
     return ChatMessage(role=role, content=content, calls=tuple(calls), others=others)
+
+
+def check_known(fields: Fields, known: Sequence[str]) -> None:
+    """Refuses fields that nothing reads.
+
+    Raises:
+        RefusedError: names one.
+    """
+    for name in fields.values:
+        if name not in known:
+            raise fields.refuse(name, f"no fields but {', '.join(known)}")
 
 
 def _content(fields: Fields) -> str:
@@ -235,17 +249,24 @@ class Chats:
         # Refuse texts that cannot fit, before minutes go to them: a token holds so many bytes at
         # most, and each message takes at least one.
         described = json.dumps(list(tools), ensure_ascii=False, separators=(",", ":"))
-        texts = [described, *(message.rendered["content"] for message in messages)]
+        texts = [described]
+        for message in messages:
+            arguments = [call.arguments for call in message.calls]
+            fields = [*message.others.values(), *arguments]
+            written = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+            texts += [message.content, written if fields else ""]
         least = max(sum(len(text.encode()) for text in texts) // self._longest_token, len(messages))
         if least > self._max_prompt_tokens:
             raise TooLongError(least, self._max_prompt_tokens + 1)
+        chat = [message.rendered for message in messages]
         try:
+            check_result_order(chat)
             self._check_tools(tools)
             with self._lock:  # not while a template is rendered: the event loop waits here too
                 stored, rest = self._stored(session, messages, tools)
             if stored is not None and (behind := self._behind(stored, rest, tools)) is not None:
                 return [*stored.tolist(), *behind]
-            return self.tokenizer.render_prompt([one.rendered for one in messages], tools)
+            return self.tokenizer.render_prompt(chat, tools)
         except ValueError as error:
             raise RefusedError(400, f"{error}", param="messages") from error
 

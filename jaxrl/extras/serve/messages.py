@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.extras.serve.answers import Limits, Question, Sample, joined, read_question
-from jaxrl.extras.serve.chats import Call, ChatMessage, Chats
+from jaxrl.extras.serve.chats import Call, ChatMessage, Chats, check_known
 from jaxrl.extras.serve.completions import Shown, Writer
 from jaxrl.extras.serve.fields import Fields, RefusedError, fields_of, shown
 from jaxrl.extras.serve.worker import STOP
@@ -80,6 +80,7 @@ def read_messages(fields: Fields) -> list[ChatMessage]:
         messages.append(ChatMessage(role="system", content=_text(fields, "system")))
     for index, value in enumerate(fields.items("messages")):
         message = fields_of(value, f"messages[{index}]")
+        check_known(message, ("role", "content"))
         role = message.text("role")
         if role not in ("user", "assistant"):
             raise message.refuse("role", "'user' or 'assistant'")
@@ -124,7 +125,8 @@ def _assistant(message: Fields) -> list[ChatMessage]:
         elif block.values["type"] == "tool_use":
             block.inner("input")  # refuses what is no object
             arguments = block.values.get("input", {})  # with its nulls
-            calls.append(Call(name=block.text("name"), arguments=arguments))
+            name, id = block.text("name"), block.text("id", "")
+            calls.append(Call(name=name, arguments=arguments, id=id))
         else:
             raise block.refuse("type", "'text' or 'tool_use' in a message of the assistant")
     return [ChatMessage(role="assistant", content="".join(texts), calls=tuple(calls))]
@@ -139,7 +141,7 @@ def _user(message: Fields) -> list[ChatMessage]:
                 text = messages.pop().content + text
             messages.append(ChatMessage(role="user", content=text))
         elif block.values["type"] == "tool_result":
-            others = (("tool_call_id", block.text("tool_use_id")),)
+            others = {"tool_call_id": block.text("tool_use_id")}
             content = _text(block) if "content" in block.values else ""
             messages.append(ChatMessage(role="tool", content=content, others=others))
         else:

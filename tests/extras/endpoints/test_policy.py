@@ -525,3 +525,18 @@ def test_a_folder_of_a_model_of_text_counts_no_images():
     told = r"the model reads none.*Set config\.model\.path.*also counts for endpoints"
     with pytest.raises(UnreadableError, match=told):
         look(lambda _: chosen("Answer: a"), images, processor=None)
+
+
+def test_calls_of_tools_are_sent_as_endpoints_have_them():
+    call = {"id": "a", "function": {"name": "search", "arguments": {"query": "é"}}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "Oslo", "tool_call_id": "a"},
+    ]
+    with served(lambda _: chosen("Oslo")) as server:
+        model = ChatModel({"url": f"{server.url}/v1", "model": "m"})
+        model.write(messages, stops=(), sampling={})
+    function = {"name": "search", "arguments": '{"query": "é"}'}
+    messages[1]["tool_calls"] = [{"id": "a", "type": "function", "function": function}]
+    assert [request.json["messages"] for request in server.requests] == [messages]

@@ -253,3 +253,10 @@ class TestAnthropic:
             library.messages.create(messages=long, **ASK)
         with pytest.raises(anthropic.BadRequestError, match="top_k"):
             library.messages.create(messages=ASKED, **ASK, extra_body={"top_k": 3})
+
+
+def test_fields_that_no_message_has_are_refused(client):
+    body = {**BODY, "messages": [{**ASKED[0], "name": "ada"}]}
+    status, error = refusal(client, body)
+    assert status == 400
+    assert error["message"].startswith("messages[0].name is 'ada'")

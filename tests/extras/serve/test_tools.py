@@ -194,6 +194,53 @@ def test_calls_that_nobody_sampled_are_rendered(client):
 
 
 @pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ([{**ASKED[0], "name": "ada"}], "drops 'name' of message 1"),
+        ([*ASKED, {"role": "assistant", "content": "x", "weight": 0}], "drops 'weight' of message"),
+        (
+            [*ASKED, {"role": "assistant", "content": "x", "reasoning_content": "hm"}, *ASKED],
+            "drops 'reasoning_content' of message 2",
+        ),
+        (
+            [*ASKED, {"role": "assistant", "tool_calls": [{**SENT_CALL, "extra": 1}]}],
+            "messages[1].tool_calls[0].extra is 1",
+        ),
+        (
+            [
+                *ASKED,
+                {"role": "assistant", "tool_calls": [SENT_CALL, {**SENT_CALL, "id": "2"}]},
+                {"role": "tool", "tool_call_id": "2", "content": "b"},
+                {"role": "tool", "tool_call_id": "1", "content": "a"},
+            ],
+            "message 3 has the tool_call_id '2'",
+        ),
+    ],
+)
+def test_what_the_template_drops_of_a_message_is_refused(client, messages, what):
+    status, value = client.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert status == 400
+    assert what in value["error"]["message"]
+
+
+def test_fields_of_messages_are_rendered_as_transformers_renders_them(client):
+    call = {**SENT_CALL, "function": {"name": "search", "arguments": {"query": "Ada <|im_end|>"}}}
+    thinking = {"role": "assistant", "content": "I look.", "reasoning_content": "Who is it?"}
+    chat = [*ASKED, {**thinking, "tool_calls": [call]}]
+    chat.append({"role": "tool", "tool_call_id": "1", "name": "search", "content": "She designs."})
+    text = TOKENIZER._hf_tokenizer.apply_chat_template(
+        chat, tools=[TOOL], tokenize=False, add_generation_prompt=True
+    )
+    arguments = json.dumps(call["function"]["arguments"])
+    call = {**call, "function": {"name": "search", "arguments": arguments}}
+    chat[1] = {**thinking, "tool_calls": [call], "refusal": None, "audio": None}
+    found = client.chat(chat, **{**FIELDS, "max_tokens": 1})
+    assert TOKENIZER.decode(found["prompt_token_ids"]) == text
+    special = found["prompt_token_ids"].count(TOKENIZER.eos_ids[0])
+    assert special == text.count("<|im_end|>") - 1  # the one in the arguments is plain text
+
+
+@pytest.mark.parametrize(
     "text",
     [
         CALL[:-12],  # never closed
