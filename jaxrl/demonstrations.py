@@ -141,7 +141,8 @@ def encode_demonstration(
         raise ValueError(f"{place}: {error}") from error
     pieces: list[Piece] = []
     num_sampled = 0  # tokens of the turn that an observation answers
-    messages = [*messages[:start], _continue(tokenizer.opener, turns[0], place), *turns[1:]]
+    first = _continue(tokenizer.opener_with(chat_tools), turns[0], place)
+    messages = [*messages[:start], first, *turns[1:]]
     later = sorted({*roles[start:]} - {"assistant", "tool"})
     if later:
         raise ValueError(
@@ -284,8 +285,8 @@ def _as_text(
             f"protocol {protocol.name!r} has no text; expected all of it in the content, as the "
             "model is to write it. Put it there, or leave it out."
         )
-    text = tokenizer.render_turn(message, chat_tools).removeprefix(tokenizer.opener)
-    return {"role": message["role"], "content": text}
+    opener, text = tokenizer.opener_with(chat_tools), tokenizer.render_turn(message, chat_tools)
+    return {"role": message["role"], "content": text.removeprefix(opener)}
 
 
 def _continue(opener: str, message: dict[str, Any], place: str) -> dict[str, Any]:

@@ -116,8 +116,8 @@ class Tokenizer:
         special = [token["id"] for token in spec["added_tokens"] if token["special"]]
         self._added_ids = {token["id"] for token in spec["added_tokens"]}
         arguments = dict(template_arguments or {})
-        if hf_tokenizer.chat_template:
-            _check_arguments(arguments, hf_tokenizer.get_chat_template())
+        templates = _templates_of(hf_tokenizer)
+        _check_arguments(arguments, "\n".join(templates))
         self._arguments = arguments
         self.image_id, self.video_id = image_id, video_id
         self._chat = self._make_chat(())
@@ -135,6 +135,8 @@ class Tokenizer:
         # videos, which a text could feign.
         self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.around)}
         self._chat_ids |= {image_id, video_id}
+        for template in templates[1:]:
+            self._chat_ids |= {*self.encode(self._make_chat((), template).around)}
         reserved = [self.decode([id]) for id in self._added_ids & self._chat_ids]
         by_length = sorted(reserved, key=len, reverse=True)
         self._chat_tokens = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
@@ -176,11 +178,19 @@ class Tokenizer:
             hf_tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        if not hf_tokenizer.chat_template:
+        template = hf_tokenizer.chat_template
+        if not template:
             raise ValueError(
                 f"the tokenizer in {folder} has no chat template; expected `chat_template` in "
                 "tokenizer_config.json or a file chat_template.jinja. Add one, or set `model.path` "
                 "to an instruction-tuned model."
+            )
+        named = template if isinstance(template, dict) else {"default": template}
+        if not all(isinstance(named.get(name), str) for name in ("default", *named)):
+            raise ValueError(
+                f"the tokenizer in {folder} has the chat templates {', '.join(map(str, named))}; "
+                "expected texts, one of them called default. Name it so in tokenizer_config.json, "
+                "or put it into chat_template.jinja."
             )
         with _loading(folder, ValueError):
             return cls(
@@ -190,6 +200,10 @@ class Tokenizer:
                 template_arguments=template_arguments,
                 **_ids_of_images(folder),
             )
+
+    def opener_with(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return `opener` as of a chat with these tools."""
+        return self._chat_with(tools).opener
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; strings of special tokens become these tokens, none are added."""
@@ -317,13 +331,15 @@ class Tokenizer:
         counts = iter(image_tokens)
         return [id for id in ids for _ in range(next(counts) if id == self.image_id else 1)]
 
-    def _make_chat(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
+    def _make_chat(self, tools: Sequence[Mapping[str, Any]], template: str | None = None) -> Chat:
+        """Makes a chat with tools, by the model's template for them or by another one."""
         described = {"tools": [dict(tool) for tool in tools]} if tools else {}
         return Chat(
             lambda messages, asks: self._hf_tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=asks,
+                chat_template=template,
                 **{**self._arguments, **described},
             ),
             bos=self._hf_tokenizer.bos_token or "",
@@ -343,7 +359,7 @@ class Tokenizer:
                     f"the description of a tool holds {self.decode(forged[:1])!r}, which is a "
                     "token of the model; expected plain text. Change what the tool says of itself."
                 )
-            if not re.search(r"\btools\b", self._hf_tokenizer.get_chat_template()):
+            if not re.search(r"\btools\b", self._hf_tokenizer.get_chat_template(tools=[*tools])):
                 raise ValueError(
                     "the tokenizer's chat template does not describe tools; expected one that "
                     "reads `tools`. Set config.env.search.protocol to one with tags, or "
@@ -392,6 +408,14 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens included; bytes that are not UTF-8 read as U+FFFD."""
         return b"".join(self.vocab_bytes[id] for id in ids).decode("utf-8", errors="replace")
+
+
+def _templates_of(hf_tokenizer: Any) -> list[str]:
+    """The chat templates that are used: the default one, and another one for tools if there is."""
+    if not hf_tokenizer.chat_template:
+        return []
+    default, for_tools = hf_tokenizer.get_chat_template(), hf_tokenizer.get_chat_template(tools=[])
+    return [default] if for_tools == default else [default, for_tools]
 
 
 _OWN_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_prompt", "chat_template")

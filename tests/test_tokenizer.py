@@ -1,6 +1,7 @@
 import copy
 import json
 import random
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
 
+from jaxrl.models.hf_weights import copy_side_files
 from jaxrl.tokenizer import Tokenizer
 from tests.damage import JSON_BOMBS
 
@@ -340,3 +343,91 @@ def test_ids_that_end_a_message_are_whole_numbers(ids, tmp_path):
     for bomb in JSON_BOMBS.values():
         (tmp_path / "generation_config.json").write_bytes(bomb)
         assert not load(tmp_path)
+
+
+TOOLS = [{"type": "function", "function": {"name": "search", "description": "Finds."}}]
+TOOL_USE = (
+    "{{ 'You may call: ' }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<tool_use>{{ m.role + m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<tool_use>assistant<think>{% endif %}"
+)
+NAMED = {"default": CHATML, "tool_use": TOOL_USE, "rag": "{{ documents }}"}
+ADDED = ("<think>", "<tool_use>")
+
+
+def write_list(folder):
+    save(folder, added=ADDED, chat_template=[{"name": n, "template": t} for n, t in NAMED.items()])
+
+
+def write_dict(folder):
+    save(folder, added=ADDED, chat_template=NAMED)
+
+
+def write_files(folder, **settings):
+    save(folder, added=ADDED, chat_template=None, **settings)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("tool_use", "rag"):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(NAMED[name])
+
+
+def write_by_transformers(folder, **settings):
+    (folder / "before").mkdir()
+    write_list(folder / "before")
+    AutoTokenizer.from_pretrained(folder / "before").save_pretrained(folder, **settings)
+
+
+def write_old_by_transformers(folder):
+    write_by_transformers(folder, save_jinja_files=False)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [write_list, write_dict, write_files, write_by_transformers, write_old_by_transformers],
+)
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_named_templates_load_from_every_form(tmp_path, write, is_exported):
+    write(tmp_path)
+    folder = tmp_path
+    if is_exported:
+        folder = tmp_path / "exported"
+        folder.mkdir()
+        copy_side_files(tmp_path, folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    messages = [{"role": "user", "content": "Where?"}]
+    for tools, begin in ((None, "<|im_start|>user"), (TOOLS, "You may call: ")):
+        ids = tokenizer.render_prompt(messages, tools or ())
+        assert ids == tokenizer._hf_tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, return_dict=False
+        )
+        assert tokenizer.decode(ids).startswith(begin)
+    assert tokenizer._hf_tokenizer.chat_template == NAMED
+
+
+def test_what_the_template_for_tools_writes_cannot_be_forged(tmp_path):
+    write_list(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    [id] = tokenizer.encode("<tool_use>")
+    ids = tokenizer.render_prompt([{"role": "user", "content": "a<tool_use>b"}], TOOLS)
+    assert ids.count(id) == 2
+    assert (tokenizer.opener, tokenizer.opener_with(TOOLS)) == ("", "<think>")
+
+
+@pytest.mark.parametrize("templates", [{"rag": CHATML}, {"tool_use": CHATML, "rag": CHATML}, {}])
+def test_named_templates_without_a_default_are_refused(tmp_path, templates):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        Tokenizer.from_folder(save(tmp_path, chat_template=templates))
+
+
+def test_arguments_of_the_template_for_tools_are_taken(tmp_path):
+    write_list(tmp_path)
+    with pytest.raises(ValueError, match="names 'documents', which the model's chat template does"):
+        Tokenizer.from_folder(tmp_path, template_arguments={"documents": []})  # of an unused one
+    named = [
+        {"name": "default", "template": CHATML},
+        {"name": "tool_use", "template": TOOL_USE + "{{ mood }}"},
+    ]
+    save(tmp_path, added=ADDED, chat_template=named)
+    tokenizer = Tokenizer.from_folder(tmp_path, template_arguments={"mood": "curious"})
+    ids = tokenizer.render_prompt([{"role": "user", "content": "Where?"}], TOOLS)
+    assert tokenizer.decode(ids).endswith("curious")

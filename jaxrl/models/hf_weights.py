@@ -50,6 +50,7 @@ SIDE_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "*processor_config.json",
     "LICENSE*",
 )
@@ -583,4 +584,6 @@ def copy_side_files(source: Path, folder: Path) -> None:
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+                copy = folder / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)

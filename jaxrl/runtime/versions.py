@@ -194,7 +194,11 @@ def search_fingerprints(config: ConfigDict) -> dict[str, str]:
 def _model_digests(key: str, model: Path) -> dict[str, str]:
     """Hashes the files of a model's folder, which a key names."""
     files = [path for pattern in (*SIDE_FILES, INDEX_FILE) for path in model.glob(pattern)]
-    digests = {f"{key}/{path.name}": _digest(path) for path in files if path.is_file()}
+    digests = {
+        f"{key}/{path.relative_to(model).as_posix()}": _digest(path)
+        for path in files
+        if path.is_file()
+    }
     for path in model.glob("*.safetensors"):
         # Before the tensors stand a length of 8 bytes and so much JSON.
         with path.open("rb") as file:

@@ -137,7 +137,7 @@ class EpisodePlayer:
         self._env = env
         self._tools = getattr(env, "chat_tools", ())
         self._tokenizer = tokenizer
-        self._opener = tokenizer.opener
+        self._opener = tokenizer.opener_with(self._tools)
         self._limits = limits
         self._schedule = schedule or Schedule()
         self._pay = pay or (lambda groups: [[one.reward for one in group] for group in groups])

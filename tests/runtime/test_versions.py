@@ -167,6 +167,18 @@ def test_one_changed_weight_block_changes_the_fingerprint(world):
     assert {n for n in before if before[n] != after[n]} == {"model.path/model.safetensors"}
 
 
+def test_a_changed_chat_template_for_tools_changes_the_fingerprint(world):
+    config = debug_tiny.get_config(str(world))
+    file = Path(config.model.path) / "additional_chat_templates" / "tool_use.jinja"
+    file.parent.mkdir()
+    file.write_text("before")
+    before = fingerprints(config)
+    file.write_text("after")
+    after = fingerprints(config)
+    name = "model.path/additional_chat_templates/tool_use.jinja"
+    assert {n for n in before if before[n] != after[n]} == {name}
+
+
 def test_weights_are_sampled_from_their_start_to_their_end():
     size, header = 10**9, 1000
     [(start, length), *blocks] = versions._weight_blocks(size, header=header)

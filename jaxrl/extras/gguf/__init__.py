@@ -16,7 +16,7 @@ from jaxrl.models.hf_weights import open_tensors
 from jaxrl.runtime.files import folder_taking_place, full_disk, remove_whole, users_cache
 from jaxrl.runtime.versions import sampled_digest
 
-VERSION = 1
+VERSION = 2
 """Raised with any change of what is written, so that folders of before are not found."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -93,11 +93,24 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, dict[str,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
-            "chat_template": template,
+            "chat_template": _templates(metadata, template),
             **{names[n]: tokens[id] for n, id in named.items() if n in names and id is not None},
         },
         "generation_config.json": {name: id for name, id in ids.items() if id not in (None, [])},
     }
+
+
+def _templates(metadata: dict[str, Any], default: str) -> str | list[dict[str, str]]:
+    """The chat template, or all of them where the file names further ones."""
+    names = metadata.get("tokenizer.chat_templates")
+    templates = {"default": default}
+    for name in names if isinstance(names, list) else []:
+        template = metadata.get(f"tokenizer.chat_template.{name}")
+        if isinstance(template, str):
+            templates[str(name)] = template
+    if len(templates) == 1:
+        return default
+    return [{"name": name, "template": text} for name, text in templates.items()]
 
 
 def _vocabulary(

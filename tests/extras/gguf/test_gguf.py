@@ -256,6 +256,16 @@ def test_texts_become_the_same_ids(pre, tmp_path, folder):
     assert got == theirs.encode(prompt, add_special_tokens=False).ids
 
 
+def test_named_chat_templates(tmp_path, folder):
+    template = "{{ 'tools: ' ~ (tools | length) ~ messages[0].content }}"
+    changes = {"tokenizer__chat_templates": ["tool_use", "gone"]}
+    changes |= {"tokenizer__chat_template__tool_use": template}
+    found = Tokenizer.from_folder(made_of(write_gguf(tmp_path / "m.gguf", folder, **changes)))
+    messages, tool = [{"role": "user", "content": "Hi"}], {"type": "function"}
+    assert found.decode(found.render_prompt(messages, [tool])) == "tools: 1Hi"
+    assert found.decode(found.render_prompt(messages)).startswith("<|im_start|>user\nHi")
+
+
 def test_a_first_token_is_only_written_where_it_is_asked_for(tmp_path, folder):
     from transformers import AutoTokenizer
 
