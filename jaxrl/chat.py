@@ -15,8 +15,10 @@ import dataclasses
 import functools
 import json
 import re
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -48,6 +50,30 @@ The types are None for a text, and () for an empty text beside other fields.
 
 Place = tuple[str | int, ...]
 """Keys and indices that lead to a value in a message, such as `("tool_calls", 0, "id")`."""
+
+
+def reads_clock(template: str) -> bool:
+    """Return True if a chat template asks for the time, as Llama 3.2's does for today's date."""
+    return re.search(r"\bstrftime_now\b", template) is not None
+
+
+def with_fixed_clock(template: str, now: datetime) -> str:
+    """Return a chat template whose `strftime_now` writes this time instead of the clock's.
+
+    Templates are given no functions but those of transformers, so a macro takes its place. It knows
+    the directives of one letter, with and without the flag `-`.
+    """
+    if not reads_clock(template):
+        return template
+    directives = [f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters]
+    written = {directive: now.strftime(directive) for directive in directives}
+    written = {"%%": "\ue004", **written, "\ue004": "%"}
+    return (
+        "{% macro strftime_now(format) %}{% set time = namespace(text=format) %}"
+        f"{{% for directive, text in {json.dumps(written)}.items() %}}"
+        "{% set time.text = time.text.replace(directive, text) %}{% endfor %}"
+        "{{ time.text }}{% endmacro %}\n" + template
+    )
 
 
 @dataclass(frozen=True)

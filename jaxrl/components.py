@@ -11,6 +11,7 @@ import functools
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def assemble(
     *,
     workdir: Path | None = None,
     log: Callable[[str], None] = lambda _: None,
+    now: datetime | None = None,
 ) -> Assembled:
     """Reads and checks everything the configured stages need; an index is built last.
 
@@ -102,6 +104,7 @@ def assemble(
         show: told what it is at, where that may take long.
         workdir: of the run; beside it searches are recorded, where no folder is named.
         log: told what tools are offered, and what happens to the search engine in the run.
+        now: time that the chat template is given; by default the present.
 
     Raises:
         FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
@@ -111,7 +114,7 @@ def assemble(
     mesh = make_mesh(**config.mesh)
     method = method_of(config)
     external = _make_external(config, workdir, log)
-    model_config, tokenizer = model_and_tokenizer(config, mesh, is_played=external is None)
+    model_config, tokenizer = model_and_tokenizer(config, mesh, is_played=external is None, now=now)
     policy = policy_of(config, model_config) if external is None else model_config
     if policy.around is not None:
         policy.around.check()
@@ -202,7 +205,7 @@ def assemble(
             f"warning: the chat template ends a message with {end}, but only {known} ends the "
             f"model's; it may run on behind it. Set config.model.eos_tokens to ({end!r},)"
         )
-    notes = [end_note, *notes, *eval_notes, overlap_note(tasks, eval_tasks)]
+    notes = [end_note, clock_note(tokenizer), *notes, *eval_notes, overlap_note(tasks, eval_tasks)]
     # The environment that searches; of control suites, that with another engine or blank images.
     env, controls = control, {"empty_search": shared_rollout(control)}
     suites = environment.suites_of(config)
@@ -248,6 +251,7 @@ def assemble(
         controls=controls,
         reward_weights=toolbox.reward_weights(config),
         is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
+        prompt_time=tokenizer.now.isoformat() if tokenizer.reads_clock else "",
         notes=tuple(filter(None, notes)),
         processor=processor,
         **calibrates,
@@ -427,9 +431,12 @@ def _make_external(
 
 
 def model_and_tokenizer(
-    config: ConfigDict, mesh: Mesh, *, is_played: bool
+    config: ConfigDict, mesh: Mesh, *, is_played: bool, now: datetime | None = None
 ) -> tuple[Architecture, Tokenizer]:
-    """The model's architecture and tokenizer, checked against the devices where it plays."""
+    """The model's architecture and tokenizer, checked against the devices where it plays.
+
+    `now` is the time that the chat template is given, by default the present.
+    """
     folder = model_folder(config.model.path)
     model_config = read_model(folder, config.model.architecture)
     if is_played:
@@ -456,11 +463,19 @@ def model_and_tokenizer(
         folder,
         eos_tokens=config.model.eos_tokens,
         template_arguments=config.prompt.chat_template_kwargs,
+        now=now,
     )
     if is_played:
         check_tokenizer(folder, tokenizer, model_config)
         check_hf(folder, config.model.architecture)
     return model_config, tokenizer
+
+
+def clock_note(tokenizer: Tokenizer) -> str:
+    """Say which time all prompts have, where the chat template asks for it; else ""."""
+    if not tokenizer.reads_clock:
+        return ""
+    return f"the chat template asks for the time; it is always given {tokenizer.now:%Y-%m-%d %H:%M}"
 
 
 def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:

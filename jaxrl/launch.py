@@ -33,6 +33,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -312,7 +313,9 @@ def make_ready(
     notes += _fit_memory(config, workdir, ignore_memory_plan=ignore_memory_plan)
     keep_programs(config.compilation_cache, display.log)
     give_back_after_compiling()
-    components = assemble(config, display.activity, workdir=workdir, log=display.log)
+    # All processes write their prompts at the same time.
+    now = datetime.fromisoformat(distributed.from_main(history.prompt_time(workdir).isoformat()))
+    components = assemble(config, display.activity, workdir=workdir, log=display.log, now=now)
     if distributed.is_main():
         stack.enter_context(held(workdir))
     for line in (*notes, *components.notes):

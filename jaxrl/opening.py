@@ -30,7 +30,7 @@ from jaxrl.own_code import is_own
 from jaxrl.runtime.checkpoint import read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
 from jaxrl.runtime.heap import give_back_after_compiling
-from jaxrl.runtime.history import check_step
+from jaxrl.runtime.history import check_step, prompt_time
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
 from jaxrl.sampling.weights import given_up
@@ -126,7 +126,7 @@ def open_run(
     keep_programs(config.compilation_cache, display.log)
     give_back_after_compiling()
     model_folder(config.model.path, display.log)
-    components = assemble(config, display.activity)
+    components = assemble(config, display.activity, now=prompt_time(run))
     params, weights = load_weights(components, config, run, model, display, step=step)
     display.log(f"weights: {weights}")
     components.engine.set_weights(given_up(components.model.whole(params)))

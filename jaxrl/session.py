@@ -80,6 +80,7 @@ class Components:
     controls: Mapping[str, RolloutFunction]  # by suite, what plays in place of `rollout`
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # by part
     is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
+    prompt_time: str = ""  # that the chat template is given; "" where it asks for none
     notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
     external: str = ""  # the model behind an endpoint that plays; "": the run's own
     # Chooses before a stage what of the schedule is open: of session, parameters and stage.

@@ -5,12 +5,13 @@ import json
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from jaxrl.chat import Chat, Piece, mark_token
+from jaxrl.chat import Chat, Piece, mark_token, reads_clock, with_fixed_clock
 from jaxrl.envs.base import Message
 from jaxrl.envs.calls import error_text
 from jaxrl.envs.json_text import read_object
@@ -40,6 +41,8 @@ class Tokenizer:
         image_id: stands, as often as its image has tokens, where an image is read; None where the
             model reads none.
         video_id: stands for videos, which are not read; None where the model knows none.
+        now: time that the chat template is given, whenever it asks.
+        reads_clock: True if it may ask.
     """
 
     vocab_bytes: list[bytes]
@@ -49,6 +52,8 @@ class Tokenizer:
     pad_id: int
     image_id: int | None
     video_id: int | None
+    now: datetime
+    reads_clock: bool
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class Tokenizer:
         template_arguments: Mapping[str, Any] | None = None,
         image_id: int | None = None,
         video_id: int | None = None,
+        now: datetime | None = None,
     ):
         """Wrap a fast tokenizer of transformers; `from_folder` is the usual way here.
 
@@ -69,6 +75,7 @@ class Tokenizer:
             template_arguments: of the chat template, such as `enable_thinking`.
             image_id: of the token that the template writes for an image; None of a text model.
             video_id: of the one for a video; likewise.
+            now: time that the chat template is given; by default the present.
 
         Raises:
             ValueError: the tokenizer is of another kind, or lacks what was named.
@@ -118,6 +125,8 @@ class Tokenizer:
         arguments = dict(template_arguments or {})
         templates = _templates_of(hf_tokenizer)
         _check_arguments(arguments, "\n".join(templates))
+        self.now = now or datetime.now()
+        self.reads_clock = any(map(reads_clock, templates))
         self._arguments = arguments
         self.image_id, self.video_id = image_id, video_id
         self._chat = self._make_chat(())
@@ -153,6 +162,7 @@ class Tokenizer:
         *,
         eos_tokens: Iterable[str] = (),
         template_arguments: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> "Tokenizer":
         """Load from a local folder; nothing is ever looked up on a network.
 
@@ -198,6 +208,7 @@ class Tokenizer:
                 eos_ids=_generation_eos_ids(folder),
                 eos_tokens=eos_tokens,
                 template_arguments=template_arguments,
+                now=now,
                 **_ids_of_images(folder),
             )
 
@@ -334,6 +345,10 @@ class Tokenizer:
     def _make_chat(self, tools: Sequence[Mapping[str, Any]], template: str | None = None) -> Chat:
         """Makes a chat with tools, by the model's template for them or by another one."""
         described = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        if template is None and self._hf_tokenizer.chat_template:
+            template = self._hf_tokenizer.get_chat_template(tools=[*tools] or None)
+        if template is not None:
+            template = with_fixed_clock(template, self.now)
         return Chat(
             lambda messages, asks: self._hf_tokenizer.apply_chat_template(
                 list(messages),

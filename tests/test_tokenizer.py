@@ -4,6 +4,7 @@ import random
 import re
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 import tokenizers
@@ -431,3 +432,45 @@ def test_arguments_of_the_template_for_tools_are_taken(tmp_path):
     tokenizer = Tokenizer.from_folder(tmp_path, template_arguments={"mood": "curious"})
     ids = tokenizer.render_prompt([{"role": "user", "content": "Where?"}], TOOLS)
     assert tokenizer.decode(ids).endswith("curious")
+
+
+DATED = (
+    "{% macro header() %}{{ 'Today: ' ~ strftime_now('%d %b %Y') ~ '\n' }}{% endmacro %}"
+    "{{ header() }}{% if strftime_now is defined %}{% set clock = '%H:' ~ '%M' %}"
+    "{% for m in messages %}{{ m.content ~ ' (' ~ strftime_now(clock) ~ ')' }}{% endfor %}"
+    "{% endif %}"
+)
+NIGHT = datetime(2024, 2, 29, 23, 59, 7)
+QUESTION = [{"role": "system", "content": "Find it."}, {"role": "user", "content": "Where?"}]
+
+
+def test_a_template_is_given_one_time(tmp_path):
+    save(tmp_path, chat_template=DATED)
+    tokenizer = Tokenizer.from_folder(tmp_path, now=NIGHT)
+    assert tokenizer.reads_clock
+    for _ in range(2):
+        text = tokenizer.decode(tokenizer.render_prompt(QUESTION))
+        assert text == "Today: 29 Feb 2024\nFind it. (23:59)Where? (23:59)"
+
+
+@pytest.mark.parametrize("start", ["", "\n", "  {% if true %} x\n{% endif %}", "{#- c -#}\n y"])
+@pytest.mark.parametrize(
+    "directives", ["%Y-%m-%d", "%A, %-d %B %y", "%I:%M:%S %p", "%j|%e|%U", "100%%d %"]
+)
+def test_a_fixed_time_changes_nothing_else_of_a_template(tmp_path, start, directives):
+    question = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    save(tmp_path, chat_template=f"{start}{{{{ strftime_now('{directives}') }}}}{question}")
+    fixed = Tokenizer.from_folder(tmp_path, now=NIGHT).render_prompt(QUESTION)
+    written = NIGHT.strftime(directives)
+    save(tmp_path, chat_template=f"{start}{{{{ '{written}' }}}}{question}")
+    plain = Tokenizer.from_folder(tmp_path)
+    assert not plain.reads_clock
+    assert fixed == plain.render_prompt(QUESTION)
+
+
+def test_the_template_for_tools_is_given_the_same_time(tmp_path):
+    templates = {"default": CHATML, "tool_use": DATED + "{{ tools }}"}
+    tokenizer = Tokenizer.from_folder(save(tmp_path, chat_template=templates), now=NIGHT)
+    assert tokenizer.reads_clock
+    text = tokenizer.decode(tokenizer.render_prompt(QUESTION, TOOLS))
+    assert text.startswith("Today: 29 Feb 2024\n")

@@ -174,6 +174,20 @@ def folder_of(run: Path) -> Path:
     return folder if folder.is_dir() else Path.cwd()
 
 
+def prompt_time(run: Path) -> datetime:
+    """The time that prompts of a run are written at: that of the first start which wrote one.
+
+    Chat templates may ask for today's date. A run that goes on tomorrow keeps that of its start.
+    """
+    try:
+        file = run / "environment.json"
+        starts = parse_json(file.read_bytes(), str(file))
+        times = [start["prompt_time"] for start in starts if "prompt_time" in start]
+        return datetime.fromisoformat(times[0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return datetime.now().replace(microsecond=0)
+
+
 def read_history(workdir: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """The lines of a workdir's history, oldest first, and the numbers of those that are damaged."""
     path = workdir / HISTORY

@@ -93,6 +93,7 @@ def environment(components: Components) -> dict[str, Any]:
             "num_processes": jax.process_count(),
         },
         "model": sizes,
+        **({"prompt_time": components.prompt_time} if components.prompt_time else {}),
         "kernels": [dataclasses.asdict(one) for one in verdicts_of(components)],
         "num_tasks": len(components.tasks),
         "num_eval_tasks": len(components.eval_tasks),

@@ -1,9 +1,12 @@
 """What a run was made with."""
 
+import contextlib
+import dataclasses
 import json
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import jax
@@ -12,6 +15,8 @@ import pytest
 from configs import debug_tiny
 from jaxrl.components import assemble
 from jaxrl.config import flatten
+from jaxrl.launch import make_ready
+from jaxrl.logs.display import Display
 from jaxrl.runtime import versions
 from jaxrl.runtime.changes import changes_since
 from jaxrl.runtime.history import Begun, plain
@@ -223,3 +228,35 @@ def test_a_process_with_other_settings_is_refused(tiny_world, tmp_path, monkeypa
         check_alike(config, tmp_path, contents)
     monkeypatch.setattr(versions, "gather", lambda value: [value, value])
     check_alike(config, tmp_path, contents)
+
+
+NIGHT = datetime(2024, 2, 29, 23, 59)
+DATED = (
+    "{% for m in messages %}{{ m.role ~ strftime_now(' on %d %b %Y: ') ~ m.content }}{% endfor %}"
+)
+
+
+def test_a_run_keeps_the_time_of_its_first_prompts(world, tmp_path, monkeypatch):
+    config = debug_tiny.get_config(str(world))
+    file = Path(config.model.path) / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": DATED}))
+    first = assemble(config, now=NIGHT)
+    write_environment(tmp_path / "environment.json", 0, first)
+    later = dataclasses.replace(first, prompt_time="2030-01-01T00:00:00")
+    write_environment(tmp_path / "environment.json", 1, later)
+    made, said = [], []
+
+    def spy(*arguments, **settings):
+        made.append(assemble(*arguments, **settings))
+        return made[-1]
+
+    monkeypatch.setattr("jaxrl.components.assemble", spy)
+    display = Display()
+    display.log = said.append
+    with contextlib.ExitStack() as stack:
+        make_ready(config, tmp_path, display, stack)
+    tokenizer = made[0].tokenizer
+    prompt = tokenizer.render_prompt([{"role": "user", "content": "Where?"}])
+    assert tokenizer.decode(prompt) == "user on 29 Feb 2024: Where?"
+    assert [line for line in said if "2024-02-29 23:59" in line]
+    assert made[0].prompt_time == "2024-02-29T23:59:00"

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.components import make_engine, make_model, model_and_tokenizer
+from jaxrl.components import clock_note, make_engine, make_model, model_and_tokenizer
 from jaxrl.config import OWN_MODEL, default_config
 from jaxrl.config_checks import validate
 from jaxrl.environment import leave_out_adapter
@@ -33,6 +33,7 @@ from jaxrl.opening import (
     read_config,
 )
 from jaxrl.runtime.heap import give_back_after_compiling
+from jaxrl.runtime.history import prompt_time
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -117,7 +118,8 @@ def open_served(
     keep_programs(config.compilation_cache, display.log)
     give_back_after_compiling()
     mesh = make_mesh(**config.mesh)
-    architecture, tokenizer = model_and_tokenizer(config, mesh, is_played=True)
+    now = prompt_time(place) if is_run(place) else None
+    architecture, tokenizer = model_and_tokenizer(config, mesh, is_played=True, now=now)
     policy = policy_of(config, architecture)
     if isinstance(policy, Around):
         policy.check()
@@ -134,6 +136,8 @@ def open_served(
         engine=engine,
     )
     params, weights = load_weights(served, config, place, model, display, step=step)
+    if note := clock_note(tokenizer):
+        display.log(note)
     display.log(f"weights: {weights}")
     engine.set_weights(given_up(served.model.whole(params)))
     return served

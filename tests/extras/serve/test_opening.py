@@ -157,3 +157,16 @@ def test_a_folder_is_served_within_its_positions(run, tiny_world):
         open_served(folder, Display(), step=3)
     with pytest.raises(ValueError, match=r"config\.rollout\.max_total_tokens=999999 is beyond"):
         open_served(folder, Display(), keys={"rollout.max_total_tokens": 999_999})
+
+
+def test_prompts_have_the_time_of_the_run(run):
+    starts = [{"step": 0}, {"step": 0, "prompt_time": "2024-02-29T23:59:00"}]
+    (run / "environment.json").write_text(json.dumps(starts))
+    file = run / "export" / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ strftime_now('%F ') ~ m.content }}{% endfor %}"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    served = open_served(run, Display(), rows=3, keys={"rollout.chunk_tokens": 4})
+    assembled, _ = open_run(run, None, Display())
+    for tokenizer in (served.tokenizer, assembled.tokenizer):
+        prompt = tokenizer.render_prompt([{"role": "user", "content": "Where?"}])
+        assert tokenizer.decode(prompt) == "2024-02-29 Where?"
