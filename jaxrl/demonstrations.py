@@ -14,7 +14,7 @@ from jaxrl.chat import check_result_order
 from jaxrl.data import read_demonstration, read_jsonl
 from jaxrl.envs.base import ToolResults
 from jaxrl.envs.images import Picture, UnreadableError
-from jaxrl.envs.protocol import SEARCH_R1, Protocol
+from jaxrl.envs.protocol import SEARCH_R1, Protocol, mask_calls
 from jaxrl.sampling.contexts import Contexts, PlayedTurn
 from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.observations import encode_observation, encode_results, omitted
@@ -300,7 +300,7 @@ def _continue(opener: str, message: dict[str, Any], place: str) -> dict[str, Any
         return message
     if content.lstrip().startswith(begun):
         return {**message, "content": content.lstrip().removeprefix(begun).lstrip()}
-    if begun.endswith("<think>") and "</think>" not in content.partition("<think>")[0]:
+    if begun.endswith("<think>") and "</think>" not in mask_calls(content).partition("<think>")[0]:
         raise ValueError(
             f"{place}: the model's chat template begins every answer with {opener!r}, and "
             f"{content[:40]!r} neither begins so nor ends that thought. Begin the first assistant "

@@ -207,11 +207,12 @@ def test_demonstrations_go_on_behind_the_opener(content):
 
 
 def test_demonstrations_that_leave_the_opened_thought_open_are_refused():
-    messages = [QUESTION, {"role": "assistant", "content": "<search> it </search>"}]
-    with pytest.raises(ValueError, match=r"file:3: .* begins every answer with '<think>\\n'"):
-        encode_demonstration(messages, TOKENIZERS[THINKS], showing(9), place="file:3")
-    switched = TOKENIZERS[FORGETS_THOUGHTS]
-    encode_demonstration(messages, switched, showing(9))
+    tag_in_a_call = '<tool_call>{"name": "search", "arguments": {"query": "</think>"}}</tool_call>'
+    for content in ("<search> it </search>", tag_in_a_call):
+        messages = [QUESTION, {"role": "assistant", "content": content}]
+        with pytest.raises(ValueError, match=r"file:3: .* begins every answer with '<think>\\n'"):
+            encode_demonstration(messages, TOKENIZERS[THINKS], showing(9), place="file:3")
+        encode_demonstration(messages, TOKENIZERS[FORGETS_THOUGHTS], showing(9))
 
 
 QWEN = Tokenizer(qwen3())

@@ -13,6 +13,7 @@ chat template describes the tools and shows their results.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -141,27 +142,49 @@ def read_tags(turn: str, tools: Sequence[str]) -> Reading:
     return Reading(calls=() if query is None else (Asked(tool=tool, arguments=query),))
 
 
+def mask_calls(text: str) -> str:
+    """Return a text of the same length in which tags inside the JSON of calls are no tags.
+
+    In a JSON object that follows `<tool_call>`, `<` becomes `‹`. What cannot be parsed as JSON
+    stays, so all tags in it count.
+    """
+    pieces, position = [], 0
+    while candidate := _CALL_JSON.search(text, position):
+        start = end = candidate.start(1)
+        with contextlib.suppress(ValueError, RecursionError):
+            end = start + _JSON.raw_decode(candidate[1])[1]
+        pieces += [text[position:start], text[start:end].replace("<", "‹")]
+        position = end
+    return "".join([*pieces, text[position:]])
+
+
+# JSON has no `<` outside of strings. What is decoded ends there, so the time stays linear.
+_CALL_JSON = re.compile(r'<tool_call>\s*+(\{(?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+)', re.DOTALL)
+_JSON = json.JSONDecoder()
+
+
 def read_tool_calls(turn: str, tools: Sequence[str] = ()) -> Reading:
     """Reads a turn's calls in Qwen's format; thoughts call nothing.
 
-    Each `<tool_call>` holds a JSON object with a name and an object of arguments. What is no such
-    thing is an unreadable call, as is one that is never closed. Without any, the turn is the last
-    one: an answer, if it holds `<answer>..</answer>`.
+    Each `<tool_call>` holds a JSON object with a name and an object of arguments; tags in its
+    strings are text. What is no such thing is an unreadable call, as is one that is never closed.
+    Without any, the turn is the last one: an answer, if it holds `<answer>..</answer>`.
     """
-    text = said(turn)
+    masked = mask_calls(turn)
+    begin, end = _said(masked)
     calls: list[Asked | Unreadable] = []
-    start = text.find("<tool_call>")
+    start = masked.find("<tool_call>", begin, end)
     while start >= 0:
         start += len("<tool_call>")
-        end = text.find("</tool_call>", start)
-        if end < 0:
+        stop = masked.find("</tool_call>", start, end)
+        if stop < 0:
             calls.append(Unreadable(reason="a call is not closed"))
             break
-        calls.append(read_call(text[start:end]))
-        start = text.find("<tool_call>", end)
+        calls.append(read_call(turn[start:stop]))
+        start = masked.find("<tool_call>", stop, end)
     if calls:
         return Reading(calls=tuple(calls))
-    has_answer = "</answer>" in text.partition("<answer>")[2]
+    has_answer = "</answer>" in masked[begin:end].partition("<answer>")[2]
     return Reading(is_answer=has_answer, is_malformed=not has_answer)
 
 
@@ -185,8 +208,20 @@ def _refuse_constant(name: str) -> Any:
 
 
 def said(text: str) -> str:
-    """A text without its thoughts; what follows a `<think>` never closed is thought too."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
+    """Return a text without its thoughts, and with its calls as `mask_calls` leaves them.
+
+    What follows a `<think>` that is never closed is a thought too.
+    """
+    masked = mask_calls(text)
+    begin, end = _said(masked)
+    return masked[begin:end]
+
+
+def _said(masked: str) -> tuple[int, int]:
+    """Return where the part of a masked text outside its thoughts begins and ends."""
+    thoughts = masked.rpartition("</think>")
+    begin = len(masked) - len(thoughts[2])
+    return begin, begin + len(thoughts[2].partition("<think>")[0])
 
 
 def qwen_format(text: str) -> bool:
@@ -195,12 +230,12 @@ def qwen_format(text: str) -> bool:
     Apart from closed think blocks, which may stand anywhere and are ignored with all they hold,
     the tags must read: any number of rounds of calls, each closed, with as many closed results as
     calls, then exactly one answer, which ends the text. Each call is a JSON object with a name and
-    an object of arguments. Other text may stand between the tags.
+    an object of arguments; tags in its strings are text. Other text may stand between the tags.
 
     Args:
         text: the response alone, results as the chat template shows them included.
     """
-    text = without_thoughts(text)
+    text = without_thoughts(mask_calls(text))
     tags = "".join(_LETTERS[tag] for tag in _CALL_TAGS.findall(text))
     if not (text.endswith("</answer>") and re.fullmatch(r"(?:(?:cC)+(?:rR)+)*aA", tags)):
         return False

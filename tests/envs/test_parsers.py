@@ -28,6 +28,7 @@ from jaxrl.envs.rewards import bapo_format, is_abstention, last_boxed, search_r1
 TOOLS = ("search", "python")
 QWEN = qwen(TOOLS)
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Ada"}}\n</tool_call>'
+TAGGED = json.dumps({"name": "a", "arguments": {"b": "</think></tool_call><answer><tool_call>{"}})
 RESULT = "\n<tool_response>\nx\n</tool_response>"
 SEEDS = (
     f"<think>a</think>{CALL}{CALL}{RESULT}{RESULT}<think>b</think>\n\n<answer>x</answer>",
@@ -35,13 +36,14 @@ SEEDS = (
     "<think>a</think><search> Ada </search>\n\n<information>b</information>\n\n<answer>c</answer>",
     r"<think>a</think><python>1</python> <result>b</result><answer>\boxed{c}</answer>",
     '<tool_call>{"name": "a", "arguments": {"b": [1, null, -2.5e3, "\\u00e9"]}}</tool_call>',
+    f"<think>a</think><tool_call>{TAGGED}</tool_call>{RESULT}<answer>x</answer>",
 )
 PIECES = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     *("<answer>", "</answer>", "<search>", "</search>", "<python>", "</python>", "<result>"),
     *("</result>", "<information>", "</information>", "<|im_end|>", "</s>", "\\boxed{", "}", "{"),
     *("<", ">", "/", " ", "\n", "\t", "a", "é", "\ud800", "\0", '"', ":", ",", "[", "]", "\\"),
-    *('{"name": "search", "arguments": {}}', CALL, RESULT, "1e999", "NaN", "null"),
+    *('{"name": "search", "arguments": {}}', TAGGED, CALL, RESULT, "1e999", "NaN", "null"),
     *("< /answer >", "<Answer>"),
 )
 
@@ -72,6 +74,26 @@ def tags_of(text, names):
         for tag in wanted
         if text[place : place + len(tag)] == tag
     ]
+
+
+def slow_masked(text):
+    """Tags in the JSON of calls made no tags: of each, the shortest beginning that is an object."""
+    done, rest = "", text
+    while "<tool_call>" in rest:
+        before, tag, rest = rest.partition("<tool_call>")
+        done += before + tag
+        blanks = len(rest) - len(rest.lstrip())
+        ends = [i + 1 for i, letter in enumerate(rest) if letter == "}"]
+        end = next((end for end in ends if is_object(rest[blanks:end])), 0)
+        done, rest = done + rest[:end].replace("<", "‹"), rest[end:]
+    return done + rest
+
+
+def is_object(text):
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def slow_said(text):
@@ -120,8 +142,9 @@ def is_call(block):
 
 def check_calls(turn):
     reading = read_tool_calls(turn)
-    said = slow_said(turn)
-    blocks = slow_calls(said)
+    said = slow_said(slow_masked(turn))
+    # The masked strings hold what the calls hold, but for the letter in place of `<`.
+    blocks = [block and block.replace("‹", "<") for block in slow_calls(said)]
     assert len(reading.calls) == len(blocks)
     for one, block in zip(reading.calls, blocks, strict=True):
         if block is None:
@@ -152,7 +175,7 @@ def slow_format(text):
     text = text.rstrip()
     while text.endswith(ends):
         text = text[: -len(next(end for end in ends if text.endswith(end)))].rstrip()
-    text = without_thoughts(text)
+    text = without_thoughts(slow_masked(text))
     tags = [tag for _, tag in tags_of(text, ["think", "tool_call", "tool_response", "answer"])]
     while tags and tags[0] == "<tool_call>":
         count = 0
@@ -250,6 +273,10 @@ HOSTILE = [
     "<tool_call>" + json.dumps({"name": "a", "arguments": {"b": "c" * SIZE}}) + "</tool_call>",
     "<tool_call>" + '{"a":' * (SIZE // 5) + "</tool_call>",
     "<tool_call>" + "1" * SIZE + "</tool_call>",
+    *(piece * (SIZE // len(piece)) for piece in ("<tool_call>{", '<tool_call>{"', CALL[:-13])),
+    '<tool_call>{"":' * (SIZE // 15),
+    '<tool_call>{"<tool_call>{":"<tool_call>{",' * (SIZE // 42),
+    '<tool_call>{"a":"</tool_call>' * (SIZE // 29),
     "Answer: " * (SIZE // 8),
 ]
 

@@ -6,7 +6,14 @@ import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
 from jaxrl.envs.costs import Budget
-from jaxrl.envs.protocol import Asked, Unreadable, qwen, qwen_format, read_tool_calls
+from jaxrl.envs.protocol import (
+    Asked,
+    Reading,
+    Unreadable,
+    qwen,
+    qwen_format,
+    read_tool_calls,
+)
 from jaxrl.envs.retrieval import KeywordSearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import Tool
@@ -305,6 +312,78 @@ def test_what_a_turn_asks_for():
     assert read.calls[2] == Asked(tool="y", arguments={})
     assert read_tool_calls("</think>" + call("x")).calls
     assert read_tool_calls(call("x") + "</think>").is_malformed
+
+
+TAGGED = [
+    "</tool_call>",
+    "a <tool_call> b </tool_call> c",
+    "<think>",
+    "</think>",
+    "<think>a</think>",
+    "<answer>Rome</answer>",
+    "</tool_response>\n<tool_response>",
+    '"}}</tool_call>',
+    "\\</tool_call>\\",
+    call("double", text="inner"),
+]
+"""Arguments that hold tags, which are text inside the JSON of a call."""
+
+
+@pytest.mark.parametrize("text", TAGGED)
+def test_tags_in_the_strings_of_a_call_are_text(text):
+    expected = Asked(tool="double", arguments={"text": text})
+    thought = f"<think>{call('double', text=text)}</think>"
+    for turn in (
+        call("double", text=text),
+        f"{thought}I call {call('double', text=text)}",
+        f"no opener</think>{call('double', text=text)}",
+        call("double", text=text).replace("\n", " \t\n "),
+    ):
+        assert read_tool_calls(turn) == Reading(calls=(expected,))
+    two = read_tool_calls(call("double", text=text) + call("double", text="b"))
+    assert two.calls == (expected, Asked(tool="double", arguments={"text": "b"}))
+    named = {"name": text, "arguments": {text: [text]}}
+    [read] = read_tool_calls(f"<tool_call>{json.dumps(named)}</tool_call>").calls
+    assert read == Asked(tool=text, arguments={text: [text]})
+
+
+@pytest.mark.parametrize("text", TAGGED)
+def test_the_format_and_the_answer_ignore_tags_in_a_call(text):
+    protocol, asked = qwen(), call("double", text=text)
+    response = f"<think>{asked}</think>{asked}{R}<answer>Avington</answer>"
+    assert protocol.is_well_formed(response)
+    assert protocol.final_answer(response) == "Avington"
+    assert protocol.correctness(response, ["Avington"]) == 1.0
+    # Without an answer of its own, the response has none.
+    assert not protocol.is_well_formed(asked + R)
+    assert protocol.final_answer(asked + R) == ""
+    assert not protocol.is_abstention(call("double", text="<answer>I don't know</answer>") + R)
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        # As where sampling stops at a closing tag inside of a string, or at the budget.
+        ('<tool_call>{"name": "double", "arguments": {"text": "</tool_call>', "Unterminated"),
+        ('<tool_call>{"name": "double", "arguments": {"text": "</tool_call>"}}', "not closed"),
+        ('<tool_call>{"name": "double", "arguments": {"text": "<answer>', "not closed"),
+        (call("double", text="</tool_call>").replace("}}", "}}}"), "Extra data"),
+        (call("double", text="</tool_call>").replace("}}", "}} and"), "Extra data"),
+        ('<tool_call>{"name": "double", "arguments": {"n": [NaN, "</think>"]}}</tool_call>', "NaN"),
+    ],
+)
+def test_a_call_that_breaks_off_is_told_what_is_wrong(turn, reason):
+    tool = Double()
+    [reply] = step(make_env(tools=[tool]), turn)
+    [body] = reply.observation.bodies
+    assert reason in body
+    assert (tool.batches, reply.outcome) == ([], None)
+
+
+def test_a_call_that_breaks_off_does_not_swallow_the_next():
+    broken = '<tool_call>{"name": "double", "arguments": {"text": "a}}</tool_call>\n'
+    read = read_tool_calls(broken + call("double", text="</tool_call>"))
+    assert [type(one) for one in read.calls] == [Unreadable, Asked]
 
 
 @pytest.mark.parametrize("name", ["", "a b", "search", "double", "1st"])

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl.chat import check_result_order
 from jaxrl.envs.json_text import is_too_deep, number_of, parse_json
-from jaxrl.envs.protocol import Asked, Unreadable, read_tool_calls
+from jaxrl.envs.protocol import Asked, Unreadable, mask_calls, read_tool_calls
 from jaxrl.envs.text import writable
 from jaxrl.extras.serve.fields import (
     Fields,
@@ -192,8 +192,9 @@ def read_reply(text: str, *, has_tools: bool) -> ChatMessage:
     if has_tools:
         calls = [_readable(one) for one in read_tool_calls(text).calls]
         if calls and None not in calls:
-            # A call among the thoughts is none.
-            start = text.index(CALL, text.rfind("</think>") + 1)
+            # A call among the thoughts is none, and tags in the JSON of calls are none.
+            masked = mask_calls(text)
+            start = masked.index(CALL, masked.rfind("</think>") + 1)
             return ChatMessage(
                 role="assistant",
                 content=text[:start].rstrip(),

@@ -95,6 +95,25 @@ def test_thoughts_are_the_same_whatever_blanks_are_around(written, sent_back, is
     assert (prompt[: len(sampled)] == sampled) is is_same
 
 
+@pytest.mark.parametrize(
+    "query", ["</tool_call>", "<think>", "</think>", "<answer>a</answer>", CALL]
+)
+def test_tags_in_the_arguments_of_a_call_are_text(query):
+    call = with_arguments(json.dumps({"query": query}))
+    for thought in ("", f"<think>{call}</think>"):
+        reply = read_reply(f"{thought}I look. {call}", has_tools=True)
+        assert [(c.name, c.arguments) for c in reply.calls] == [("search", {"query": query})]
+        assert reply.content == f"{thought}I look."
+
+
+def test_a_call_that_a_stop_string_cuts_is_text():
+    """Whether the closing tag that stopped the model was its own or in a string."""
+    for query in ('"Ada', '"Ada"}}'):
+        text = f'I look. <tool_call>{{"name": "search", "arguments": {{"query": {query}'
+        reply = read_reply(text, has_tools=True)
+        assert (reply.content, reply.calls) == (text, ())
+
+
 def with_arguments(text):
     return f'<tool_call>\n{{"name": "search", "arguments": {text}}}\n</tool_call>'
 
