@@ -109,7 +109,7 @@ def competition(row: Row) -> Fields:
     return {
         **({"id": id} if id is not None else {}),
         "question": row.get("problem") or row["question"],
-        "answers": [str(row["answer"])],
+        "answers": row["answer"],
         "metadata": kept,
     }
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from jaxrl.envs.base import Task
 from jaxrl.envs.images import MARK, Picture, picture, pictures
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.jsonl import read_objects
+from jaxrl.readers.base import ANSWER_KEYS, as_plain
 
 Item = TypeVar("Item")
-
-ANSWER_KEYS = ("answers", "golden_answers", "answer")
-"""Keys of a task's accepted answers: our name, FlashRAG's, and the plain singular."""
 
 
 def read_jsonl(
@@ -48,8 +50,8 @@ def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None
     """A task from the fields of a record.
 
     Of `question` (text), `messages` (a chat) and `prompt` (either) there is one; `answers` (also
-    `golden_answers`, `answer`) is text, a whole number or a list of them. Of verl's records the
-    chat is `prompt`, and the answers stand in `reward_model`. Optional are `id` (default: its
+    `golden_answers`, `answer`) is what `accepted_answers` takes. Of verl's records the chat is
+    `prompt`, and the answers stand in `reward_model`. Optional are `id` (default: its
     place), `data_source` and `metadata`. All further fields are kept in `Task.metadata`, which
     therefore holds verl's `reward_model`, `extra_info` and `ability`.
 
@@ -278,42 +280,82 @@ def _prompt(fields: dict[str, Any], place: str) -> tuple[Any, Any, str]:
 
 
 def _answers(fields: dict[str, Any], place: str) -> tuple[str, ...]:
-    value = next((fields[name] for name in ANSWER_KEYS if name in fields), None)
-    answers = _texts(value)
+    value = next((fields[name] for name in ANSWER_KEYS if fields.get(name) is not None), None)
+    answers = accepted_answers(value, place)
     if not answers:
         raise ValueError(
             f"{place}: expected 'answers', a list of at least one text; found {_names(fields)} "
             f"with the answers {value!r}; {OTHER_NAMES}"
         )
-    if not all(answer.strip() for answer in answers):
-        raise ValueError(f"{place}: an answer is blank, which nothing can match; leave it out.")
     return answers
 
 
 def _ground_truth(reward_model: dict[str, Any], place: str) -> tuple[str, ...]:
-    """The answers of a record of verl's: text, texts, or those in `target`.
+    """The answers of a record of verl's: the ground truth, or its `target`.
 
-    What else a ground truth may hold is for a reward function that reads the metadata; its JSON
-    is the only answer.
+    An object without a target is for a reward function that reads the metadata. Its JSON is the
+    only answer.
     """
     truth = reward_model.get("ground_truth")
-    if isinstance(truth, dict) and "target" in truth:
+    if isinstance(truth, dict):
+        if "target" not in truth:
+            return (json.dumps(truth, ensure_ascii=False),)
         truth = truth["target"]
-    if truth is None:
+    answers = accepted_answers(truth, place)
+    if not answers:
         raise ValueError(
-            f"{place}: 'reward_model' holds {_names(reward_model)}; expected 'ground_truth'."
+            f"{place}: 'reward_model' holds {_names(reward_model)}; expected 'ground_truth' with "
+            f"an answer, found {truth!r}."
         )
-    answers = _texts(truth) or (json.dumps(truth, ensure_ascii=False),)
-    if not all(answer.strip() for answer in answers):
-        raise ValueError(f"{place}: a ground truth is blank, which nothing can match.")
     return answers
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    """A text, a whole number or a list of such, as texts; () for anything else."""
-    values = value if isinstance(value, list) else [value]
-    is_plain = all(isinstance(x, str | int) and not isinstance(x, bool) for x in values)
-    return tuple(map(str, values)) if is_plain else ()
+def accepted_answers(value: Any, place: str) -> tuple[str, ...]:
+    """Return the accepted answers that a value holds, as texts.
+
+    A text or a number is one answer. Each item of a list or a NumPy array is one; nulls are
+    dropped.
+
+    Args:
+        value: Field of a record, of any format.
+        place: File and row, for errors.
+
+    Raises:
+        ValueError: An answer is blank, or neither a text nor a finite number.
+    """
+    expected = "expected a text, a number or a list of these"
+    try:
+        plain = as_plain(value)
+    except TypeError as error:
+        raise ValueError(f"{place}: an answer holds {error}; {expected}.") from error
+    answers = []
+    for item in plain if isinstance(plain, list) else [plain]:
+        if isinstance(item, str):
+            answers.append(str(item))
+        elif isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item):
+            answers.append(_number_text(item))
+        elif item is not None:
+            raise ValueError(f"{place}: an answer is {item!r:.100}; {expected}.")
+    if not all(answer.strip() for answer in answers):
+        raise ValueError(f"{place}: an answer is blank, which nothing can match; leave it out.")
+    return tuple(answers)
+
+
+def _number_text(number: float) -> str:
+    """Return a finite number as people write it: `42.0` is 42, and `1e-05` is 0.00001."""
+    if isinstance(number, int):
+        return str(int(number))
+    value = Decimal(repr(float(number)))
+    # Tables widen 32 bits to 64: 0.1 becomes 0.10000000149011612, with more digits than were meant.
+    with np.errstate(over="ignore"):
+        narrow = np.float32(number)
+    if len(value.as_tuple().digits) > MAX_DIGITS and float(narrow) == number:
+        value = Decimal(str(narrow))
+    return format(value.normalize() + 0, "f")
+
+
+MAX_DIGITS = 15
+"""Significant digits that every decimal number keeps in 64 bits."""
 
 
 def check_messages(messages: Any, place: str) -> None:

@@ -144,7 +144,7 @@ def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
         ('{"messages": [{"role": "user"}], "answer": "a"}', "'messages' must be a list of objects"),
         ('{"question": "x"}', "expected 'answers', a list of at least one text; found"),
         ('{"question": "x", "answers": []}', "expected 'answers', a list of at least one text"),
-        ('{"question": "x", "answers": [1.5]}', "with the answers [1.5]"),
+        ('{"question": "x", "answers": [true]}', "expected a text, a number or a list of these"),
         ('{"question": "x", "answer": "a", "metadata": 1}', "'metadata' is 1; expected an object"),
     ],
 )

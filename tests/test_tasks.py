@@ -10,6 +10,7 @@ from fractions import Fraction
 
 import datasets
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +23,7 @@ from jaxrl import tasks as tasks_module
 from jaxrl.components import assemble, settings_of
 from jaxrl.config import default_config
 from jaxrl.config_checks import validate
+from jaxrl.data import parse_task
 from jaxrl.envs.base import Episode, Finished, Outcome, Reward, Task, Turn
 from jaxrl.envs.images import Picture
 from jaxrl.envs.payment import Payment
@@ -174,6 +176,226 @@ class TestFormats:
     def test_a_data_source_names_tasks_and_goes_before_their_ids(self, tmp_path):
         [task, *_] = opened(write_jsonl(tmp_path / "a.jsonl"), data_source="sums")
         assert (task.id, task.data_source) == ("sums/q0", "sums")
+
+
+QUESTION = {"id": "1", "question": "Who?"}
+
+
+def with_answers(name, folder, rows):
+    """The answers of tasks written in a format, whose rows may have columns of their own types."""
+    rows = [{**QUESTION, "id": str(i), **row} for i, row in enumerate(rows)]
+    folder.mkdir(exist_ok=True)
+    source = write_rows_tfds(folder, rows) if name == "tfds" else WRITERS[name](folder / name, rows)
+    return [task.answers for task in opened(source)]
+
+
+def write_rows_tfds(folder, rows):
+    """Prepares rows as they are: a list is a sequence of the type of its first item."""
+    kinds = tensorflow_datasets.features
+
+    def kind(value):
+        if isinstance(value, list):
+            return kinds.Sequence(kind(value[0]))
+        return {str: kinds.Text(), int: np.int64, float: np.float32, bool: np.bool_}[type(value)]
+
+    info = {field: kind(value) for field, value in rows[0].items()}
+    return tfds_tasks.prepare(folder, "rows", "1.0.0", info, {"train": rows})
+
+
+WITH_NULLS = [name for name in WRITERS if name != "tfds"]  # which has none
+
+
+class TestAnswers:
+    """What counts as an accepted answer, alike in every format."""
+
+    @pytest.mark.parametrize("name", WITH_NULLS)
+    @pytest.mark.parametrize("field", ["answers", "golden_answers", "answer"])
+    def test_nulls_are_dropped(self, name, field, tmp_path):
+        rows = [{field: ["Ada", None]}, {field: [None, "Bo", None, "Cy"]}]
+        assert with_answers(name, tmp_path, rows) == [("Ada",), ("Bo", "Cy")]
+
+    @pytest.mark.parametrize("name", WITH_NULLS)
+    def test_nulls_in_the_ground_truth_are_dropped(self, name, tmp_path):
+        rows = [
+            {**VERL, "reward_model": {"ground_truth": {"target": target}}}
+            for target in (["Ada", None], [None, "Bo"])
+        ]
+        source = WRITERS[name](tmp_path / name, rows)
+        assert [task.answers for task in opened(source)] == [("Ada",), ("Bo",)]
+
+    @pytest.mark.parametrize("name", WITH_NULLS)
+    @pytest.mark.parametrize("row", [{"answers": [None, None]}, {"answers": []}])
+    def test_a_row_without_an_answer_is_named(self, name, row, tmp_path):
+        with pytest.raises(ValueError, match=r":[23]: expected 'answers'"):
+            with_answers(name, tmp_path, [{"answers": ["Ada"]}, row])
+
+    @pytest.mark.parametrize("name", WITH_NULLS)
+    def test_a_row_without_a_ground_truth_is_named(self, name, tmp_path):
+        rows = [
+            {**VERL, "reward_model": {"ground_truth": {"target": target}}}
+            for target in (["Ada"], [None])
+        ]
+        with pytest.raises(ValueError, match=r":[23]: 'reward_model' holds"):
+            opened(WRITERS[name](tmp_path / name, rows))
+
+    @pytest.mark.parametrize("name", WRITERS)
+    @pytest.mark.parametrize(
+        ("numbers", "texts"),
+        [
+            ([42, -7], ["42", "-7"]),
+            ([3.5, 0.25], ["3.5", "0.25"]),
+            ([42.0, 100.0], ["42", "100"]),  # as pandas writes whole numbers beside a gap
+            ([0.1, -3.14], ["0.1", "-3.14"]),  # of 32 bits in TFDS
+            ([-0.0, 1e-5], ["0", "0.00001"]),
+        ],
+    )
+    def test_numbers_are_the_texts_that_people_write(self, name, numbers, texts, tmp_path):
+        rows = [{"answers": numbers}, {"answers": numbers[::-1]}]
+        assert with_answers(name, tmp_path / "a", rows) == [tuple(texts), tuple(texts[::-1])]
+        if name != "tasks.csv":  # whose cells are texts
+            rows = [{"answer": number} for number in numbers]
+            assert with_answers(name, tmp_path / "b", rows) == [(text,) for text in texts]
+
+    def test_columns_of_pandas(self, tmp_path):
+        """Lists are NumPy's arrays there, gaps are NaN, and numbers may have 32 bits."""
+        frame = pd.DataFrame({"question": ["a", "b", "c"]})
+        frame["answers"] = [np.array(["x", None], object), np.array(["y"], object), ["z"]]
+        frame.to_parquet(tmp_path / "lists.parquet")
+        assert [task.answers for task in opened(tmp_path / "lists.parquet")] == [
+            ("x",),
+            ("y",),
+            ("z",),
+        ]
+        frame["answers"] = np.array([0.1, 7, 2.5], np.float32)
+        frame.to_parquet(tmp_path / "numbers.parquet")
+        assert [task.answers for task in opened(tmp_path / "numbers.parquet")] == [
+            ("0.1",),
+            ("7",),
+            ("2.5",),
+        ]
+        frame["answers"] = [1.0, np.nan, 2.0]
+        frame.to_parquet(tmp_path / "gap.parquet")
+        with pytest.raises(ValueError, match=r"gap.parquet:2: expected 'answers'"):
+            opened(tmp_path / "gap.parquet")
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            np.array(["x", "y"]), np.array(["x", "y", None], object), ("x", None, "y"),
+            [np.str_("x"), b"y"], np.array([b"x", b"y"]), ["x", float("nan"), "y"],
+        ],
+    )  # fmt: skip
+    def test_records_of_a_reader_of_ones_own(self, value):
+        task = parse_task({"question": "Who?", "answers": value}, "mine:1")
+        assert task.answers == ("x", "y")
+        truth = {"prompt": CHAT, "reward_model": {"ground_truth": {"target": value}}}
+        assert parse_task(truth, "mine:1").answers == ("x", "y")
+
+    @pytest.mark.parametrize("name", WITHOUT_TFDS)
+    @pytest.mark.parametrize(
+        "value",
+        [
+            True, [True], [["x"], ["y"]], {"text": ["x"], "start": [1]}, [{"text": "x"}],
+            [float("inf")],
+        ],
+    )  # fmt: skip
+    def test_what_is_no_answer_is_refused_with_its_row(self, name, value, tmp_path):
+        if name == "tasks.csv" and not isinstance(value, list | dict):
+            pytest.skip("a cell is text")
+        source = WRITERS[name](tmp_path / name, [{**QUESTION, "answers": value}])
+        line = 2 if name == "tasks.csv" else 1
+        with pytest.raises(ValueError, match=rf"{re.escape(str(source))}:{line}: .*answer"):
+            opened(source)
+
+    @pytest.mark.parametrize("truth", [True, [["x"]], [{"a": 1}], {"target": {"a": 1}}, []])
+    def test_a_ground_truth_that_is_no_answer_is_refused(self, truth):
+        fields = {"prompt": CHAT, "reward_model": {"ground_truth": truth}}
+        with pytest.raises(ValueError, match=r"a.parquet:4: "):
+            parse_task(fields, "a.parquet:4")
+
+    def test_a_field_that_is_null_leaves_the_next_name(self, tmp_path):
+        rows = [{"answers": None, "golden_answers": None, "answer": "Ada"}]
+        assert with_answers("tasks.jsonl", tmp_path, rows) == [("Ada",)]
+
+
+LISTS = [
+    ("['x', 'y']", ("x", "y")),
+    ("['x']", ("x",)),
+    ("['x', None]", ("x",)),
+    ("[\"it's\", 'y']", ("it's", "y")),
+    ("['x', 3]", ("x", "3")),
+    ("('x', 'y')", ("x", "y")),
+    ("['a\\nb', 'é, [ü]']", ("a\nb", "é, [ü]")),
+    (" ['x', 'y'] ", ("x", "y")),
+    ('["x", null]', ("x",)),
+    ('["x",  "y"]', ("x", "y")),
+]
+"""Cells with lists, as pandas writes them and as JSON."""
+
+
+class TestCsvLists:
+    @pytest.mark.parametrize("column", ["answers", "golden_answers", "answer"])
+    @pytest.mark.parametrize(("cell", "answers"), LISTS)
+    def test_a_list_in_a_cell_is_a_list(self, tmp_path, column, cell, answers):
+        [task] = opened(write_csv(tmp_path / "a.csv", [{"question": "Who?", column: cell}]))
+        assert task.answers == answers
+        [task] = opened(
+            write_csv(tmp_path / "b.csv", [{"question": "Who?", "gold": cell}]),
+            columns={"gold": column},
+        )
+        assert task.answers == answers
+
+    def test_pandas_writes_what_is_read(self, tmp_path):
+        rows = [["x", "y"], ["it's", '"q"'], [None, "[z]"], ["a\nb"]]
+        frame = pd.DataFrame({"question": ["a", "b", "c", "d"], "answers": rows})
+        frame.to_csv(tmp_path / "a.csv")
+        answers = [task.answers for task in opened(tmp_path / "a.csv")]
+        assert answers == [("x", "y"), ("it's", '"q"'), ("[z]",), ("a\nb",)]
+
+    def test_rows_of_verl_as_pandas_writes_them(self, tmp_path):
+        frame = pd.DataFrame([VERL, VERL])
+        frame.to_csv(tmp_path / "a.csv")
+        tasks = opened(tmp_path / "a.csv")
+        assert [task.answers for task in tasks] == [("Jane Austen", "Austen")] * 2
+        assert tasks[0].messages == tuple(CHAT)
+        assert tasks[0].metadata["extra_info"] == VERL["extra_info"]
+
+    @pytest.mark.parametrize("column", ["answers", "answer"])
+    @pytest.mark.parametrize(
+        "cell",
+        [
+            "['x' 'y']",  # NumPy's array as text; Python would read it as the one text 'xy'
+            "['x'\n 'y']",
+            "array(['x', 'y'], dtype=object)",
+            "['x', 'y'",
+            "['x', nan]",
+            "{'x', 'y'}",
+            "{'text': ['x'], 'answer_start': [3]}",
+            "['\\frac{1}{2}']",  # no text of Python's: \f is a form feed there
+            "[]",
+            "[None]",
+        ],
+    )
+    def test_a_list_that_cannot_be_read_is_refused_with_its_row(self, tmp_path, column, cell):
+        file = write_csv(tmp_path / "a.csv", [{"question": "Who?", column: cell}])
+        with pytest.raises(ValueError, match=r"a.csv:2: "):
+            opened(file)
+
+    @pytest.mark.parametrize(
+        ("cell", "answers"),
+        [
+            ("[1, 2)", ("[1, 2)",)), ("(1, 2)", ("(1, 2)",)), (r"\{1, 2\}", (r"\{1, 2\}",)),
+            ("[Redacted]", ("[Redacted]",)), ("{x}", ("{x}",)), ("[1, 2]", ("[1, 2]",)),
+            ("'x'", ("'x'",)), ("[[1, 2], [3, 4]]", ("[[1, 2], [3, 4]]",)),
+        ],
+    )  # fmt: skip
+    def test_other_brackets_are_text(self, tmp_path, cell, answers):
+        [task] = opened(write_csv(tmp_path / "a.csv", [{"question": "Who?", "answer": cell}]))
+        assert task.answers == answers
+
+    def test_numbers_in_columns_of_lists(self, tmp_path):
+        file = write_csv(tmp_path / "a.csv", [{"question": "Who?", "answers": "[1, 2.5]"}])
+        assert [task.answers for task in opened(file)] == [("1", "2.5")]
 
 
 class TestCsv:

@@ -17,6 +17,10 @@ Record = dict[str, Any]
 """The fields of a task by name, as JSON has them."""
 
 
+ANSWER_KEYS = ("answers", "golden_answers", "answer")
+"""Fields of the accepted answers: our name, FlashRAG's, and the plain singular."""
+
+
 class Reader(ABC):
     """The records of a source by their index from 0; an index of places, not the records, is held.
 
