@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,9 +17,10 @@ def normalize_answer(text: str) -> str:
     """Lowercases, drops ASCII punctuation and the words a, an, the, and collapses blanks.
 
     SQuAD's normalisation (https://arxiv.org/abs/1606.05250), but for a text that it leaves nothing
-    of: `A` keeps its articles, `+` its punctuation too. "" for a blank text alone.
+    of: `A` keeps its articles, `+` its punctuation too. "" for a blank text alone. Characters are
+    composed first (NFC), so `e` with a combining accent is `é`.
     """
-    lowered = text.lower()
+    lowered = unicodedata.normalize("NFC", text).lower()
     plain = lowered.translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLE.sub(" ", plain).split() or plain.split() or lowered.split())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -30,9 +31,10 @@ _UNITS = """
     year years mph dollar dollars cent cents percent degree degrees point points way ways
 """.split()  # noqa: SIM905 - a list literal would fill a page
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
+_SIGNED = rf"[+-]?\s*{_DECIMAL}|\(\s*[+-]?\s*{_DECIMAL}\s*\)"
 _NUMBER = re.compile(
-    rf"([+-]?)\s*(?:({_DECIMAL})|(?:(\d+)\s+)?([+-]?{_DECIMAL})\s*/\s*({_DECIMAL})"
-    rf"|(\d+)?\s*\\frac\{{\s*([+-]?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}})"
+    rf"([+-]?)\s*(?:({_DECIMAL})|(?:(\d+)\s+)?({_SIGNED})\s*/\s*({_SIGNED})"
+    rf"|(\d+)?\s*\\frac\{{\s*({_SIGNED})\s*\}}\{{\s*({_SIGNED})\s*\}})"
 )
 _MAX_MATH = 200  # characters; longer answers are text, so that nobody can nest brackets for long
 
@@ -62,11 +64,11 @@ def math_correctness(response: str, answers: str | Sequence[str]) -> float:
 def same_math(answer: str, truth: str) -> bool:
     r"""Return True if two answers are the same number, the same list of answers, or read alike.
 
-    Numbers are whole, decimal, fractions (`1/2`, `\frac{1}{2}`, `1\frac12`), with leading zeros
+    Numbers are whole, decimal, fractions (`1/2`, `\frac{1}{-2}`, `1\frac12`), with leading zeros
     and with thousands parted (see `join_thousands`), and compared exactly. Around an answer, dollar
     signs, `\boxed`, a final period, `x =`, degrees, percent signs and common units do not matter:
-    `50\%` is 50. Other answers are compared as text without blanks; `2x` is not `x2`, nor
-    `\sqrt{4}` 2.
+    `50\%` is 50. Other answers are compared as text without blanks, its characters composed (NFC);
+    `2x` is not `x2`, nor `\sqrt{4}` 2.
     """
     return value_equal(answer, truth) is True
 
@@ -77,6 +79,7 @@ def value_equal(answer: str, truth: str) -> bool | None:
     Two numbers that differ are not the same. Of anything else that differs, other notation may be
     the reason.
     """
+    answer, truth = (unicodedata.normalize("NFC", text) for text in (answer, truth))
     given, wanted = _canonical_math(answer), _canonical_math(truth)
     if "" in (given, wanted):  # all of it is ignored around an answer; it may be the answer itself
         return answer.strip() == truth.strip() != ""
@@ -134,6 +137,10 @@ def _read_math(text: str) -> Fraction | str | tuple:
     number = _read_number(text)
     if number is not None:
         return number
+    if text[:1] in ("+", "-") and text[1:].lstrip()[:1] == "(":
+        size = _read_math(text[1:])
+        if isinstance(size, Fraction):
+            return -size if text[0] == "-" else size
     opening, inner, closing = "", text, ""
     if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _is_one_bracket(text):
         opening, inner, closing = text[0], text[1:-1], text[-1]
@@ -159,17 +166,24 @@ def _read_number(text: str) -> Fraction | None:
     if match is None:
         return None
     sign, plain, whole, over, under, latex_whole, latex_over, latex_under = match.groups()
-    value = _fraction(plain or over or latex_over)
-    if not plain:
-        divisor = _fraction(under or latex_under)
-        if divisor == 0:
-            return None
-        value = _fraction(whole or latex_whole or "0") + value / divisor
+    whole, over, under = whole or latex_whole, over or latex_over, under or latex_under
+    if plain:
+        value = _fraction(plain)
+    elif (divisor := _fraction(under)) == 0:
+        return None
+    elif whole is None:
+        value = _fraction(over) / divisor
+    elif {*"+-("} & {*over, *under}:
+        return None  # a sum or a product, and no mixed number
+    else:
+        value = _fraction(whole) + _fraction(over) / divisor
     return -value if sign == "-" else value
 
 
-def _fraction(digits: str) -> Fraction:
-    return Fraction(digits.replace(",", "").removesuffix("."))
+def _fraction(number: str) -> Fraction:
+    """Return the value of a decimal number, which may have a sign and brackets around it."""
+    digits = number.replace(",", "").strip("()+- ").removesuffix(".")
+    return -Fraction(digits) if "-" in number else Fraction(digits)
 
 
 def _is_one_bracket(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
@@ -87,9 +88,10 @@ def answer_reward(
         exact_match_bonus: for the truth itself, in place of `reward`.
         not_found: for `NOT_FOUND`, unless that is the truth.
     """
-    if answer.strip() and answer.strip() == truth.strip():
+    answer, truth = _composed(answer), _composed(truth)
+    if answer and answer == truth:
         return exact_match_bonus
-    if answer.strip() == NOT_FOUND:
+    if answer == NOT_FOUND:
         return not_found
     return reward if is_right_answer(answer, truth) else 0.0
 
@@ -105,13 +107,18 @@ def is_right_answer(answer: str, truth: str) -> bool:
     is not symmetric, so the order of the arguments matters. Where either has more than
     `MAX_COMPARED` characters, only the truth itself is close, since the time grows with the cube.
     """
-    answer, truth = answer.strip(), truth.strip()
+    answer, truth = _composed(answer), _composed(truth)
     if answer in ("", truth, NOT_FOUND):
         return answer != "" and answer == truth
     answer, truth = _squeeze(answer), _squeeze(truth)
     if max(len(answer), len(truth)) > MAX_COMPARED:
         return answer == truth
     return SequenceMatcher(None, answer, truth, autojunk=False).ratio() >= 0.5
+
+
+def _composed(text: str) -> str:
+    """Return a text stripped and with its characters composed (NFC)."""
+    return unicodedata.normalize("NFC", text.strip())
 
 
 def _squeeze(text: str) -> str:

@@ -19,6 +19,24 @@ def test_exact_match():
     assert exact_match("Paris", []) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("composed", "decomposed"),
+    [
+        ("Beyonc\u00e9", "Beyonce\u0301"),
+        ("\u00c5ngstr\u00f6m", "A\u030angstro\u0308m"),
+        ("\u00c5ngstr\u00f6m", "\u212bngstr\u00f6m"),
+        ("\uae40\uce58", "\u1100\u1175\u11b7\u110e\u1175"),
+        ("\u00e0 la carte", "a\u0300 la carte"),  # whose `a` is no article
+        ("Vi\u1ec7t", "Vie\u0302\u0323t"),
+        ("Vi\u1ec7t", "Vie\u0323\u0302t"),
+    ],
+)
+def test_equivalent_characters_are_the_same(composed, decomposed):
+    for answer, truth in ((composed, decomposed), (decomposed, composed)):
+        assert exact_match(answer, truth) == f1(answer, truth) == 1.0
+        assert exact_match(answer.upper(), [f"The {truth}."]) == 1.0
+
+
 def test_a_text_without_words_keeps_what_it_is_made_of():
     # Of `A` no word is left, as it is an article; of `+` not even that.
     kept = {

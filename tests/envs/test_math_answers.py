@@ -27,6 +27,32 @@ SAME = [
     (r"\frac{-3}{4}", "-3/4"),
     (r"1\frac12", "3/2"),
     ("3 1/2", "3.5"),
+    (r"\frac{1}{-2}", "-0.5"),
+    (r"\frac{-1}{-2}", "0.5"),
+    (r"-\frac{1}{-2}", "0.5"),
+    (r"-\frac{-1}{-2}", "-0.5"),
+    (r"\dfrac1{-2}", "-1/2"),
+    (r"\frac{-1}2", "-1/2"),
+    (r"\frac{1}{ − 2}", "-0.5"),
+    (r"\frac{(-1)}{(2)}", "-0.5"),
+    ("1/-2", "-0.5"),
+    ("-1/-2", "0.5"),
+    ("1/(-2)", "-0.5"),
+    ("(-1)/2", "-0.5"),
+    ("(-1)/(-2)", "0.5"),
+    ("-(1/2)", "-0.5"),
+    ("-(-1/2)", "0.5"),
+    ("-(0.5)", "-0.5"),
+    ("+(1/2)", "0.5"),
+    (r"-\left(\frac{1}{2}\right)", "-0.5"),
+    (r"-1\frac12", "-3/2"),
+    ("-3 1/2", "-3.5"),
+    (r"x = \frac{3}{-4}", "-0.75"),
+    (r"(\frac{1}{-2}, -(3))", "(-0.5, -3)"),
+    # canonically equivalent characters
+    ("Cafe\u0301", "Caf\u00e9"),
+    ("\\text{e\u0301}", "\u00e9"),
+    ("\u212b", "\u00c5"),
     # what stands around it
     (" $5$ ", "5"),
     (r"\(5\)", "5"),
@@ -86,6 +112,12 @@ DIFFERENT = [
     ("-5", "5"),
     (r"\sqrt{4}", "2"),
     ("1e3", "1000"),
+    (r"\frac{1}{-2}", "0.5"),
+    ("-1/-2", "-0.5"),
+    ("1/-0", "0"),
+    # a sum is no mixed number
+    ("-1 -1/2", "-0.5"),
+    (r"1\frac{-1}{2}", "0.5"),
     # lists are no numbers, nor are digits that are grouped otherwise
     ("10, 0", r"10,\!000"),
     ("10, 000", r"10,\!000"),
@@ -98,6 +130,25 @@ DIFFERENT = [
     (r"0.123\,456", "123456"),
     (r"\{1,234\}", r"\{1,\!234\}"),
 ]
+
+
+SIGNED = (
+    r"{}{}/{}", r"{}({})/({})", r"{}\frac{{{}}}{{{}}}", r"{} \dfrac{{ {} }}{{ {} }}",
+    r"{}({}/{})", r"{}\left(\tfrac{{{}}}{{{}}}\right)", r"{}\frac{{({})}}{{({})}}",
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from(SIGNED),
+    st.tuples(*[st.sampled_from(["", "+", "-", "- ", "−"])] * 3),
+    st.integers(1, 30),
+    st.integers(1, 30),
+)
+def test_a_sign_counts_wherever_it_stands(form, signs, over, under):
+    text = form.format(signs[0], f"{signs[1]}{over}", f"{signs[2]}{under}")
+    is_negative = sum(sign[:1] in ("-", "−") for sign in signs if sign) % 2
+    assert same_math(text, f"{'-' * is_negative}{over}/{under}"), text
+    assert not same_math(text, f"{'-' * (1 - is_negative)}{over}/{under}"), text
 
 
 @pytest.mark.parametrize(("answer", "truth"), SAME)

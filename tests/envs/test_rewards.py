@@ -129,6 +129,14 @@ def test_amounts_are_arguments():
     assert format_reward(ANSWER[1:], reward=1.0, failure=-2.0) == -2.0
 
 
+def test_equivalent_characters_are_the_same():
+    composed, decomposed = "\u00e9\u00e8\u00ea", "e\u0301e\u0300e\u0302"
+    for answer, truth in ((composed, decomposed), (decomposed, composed)):
+        assert answer_reward(answer, truth) == 2.0
+        assert answer_reward(f"{answer}!", truth) == 1.0
+        assert is_right_answer(answer * 200, truth * 200)  # too long to be close
+
+
 def test_long_answers_are_compared_without_the_junk_heuristic():
     # SequenceMatcher would ignore letters that make up over 1% of 200 or more.
     assert answer_reward("ab" * 150, "ab" * 120) == 1.0
