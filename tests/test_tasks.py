@@ -1,5 +1,6 @@
 """Sources of every format, checked alike; mixtures, large sources, overlap with held-out tasks."""
 
+import base64
 import collections
 import csv
 import io
@@ -29,6 +30,7 @@ from jaxrl.envs.images import Picture
 from jaxrl.envs.payment import Payment
 from jaxrl.logs.display import Display
 from jaxrl.own_code import OwnCodeError
+from jaxrl.readers.base import as_plain
 from jaxrl.run import run
 from jaxrl.stream import Mixture, Source, Stream, next_of, taken_of
 from jaxrl.tasks import (
@@ -530,6 +532,81 @@ class TestParquet:
         held.clear()
         ids = [tasks[i].id for i in (0, 24, 7, 0)]
         assert (ids, list(held)) == (["q0", "q24", "q7", "q0"], [0])
+
+
+TEXT, PLAIN = pa.string_view(), pa.string()
+LONG = "a text of more than the twelve bytes that a view holds itself"
+VIEWS = [
+    (TEXT, PLAIN, LONG),
+    (pa.binary_view(), pa.binary(), LONG),
+    (pa.list_(TEXT), pa.list_(PLAIN), [LONG, "b"]),
+    (pa.list_(TEXT, 2), pa.list_(PLAIN, 2), [LONG, "b"]),
+    (pa.large_list(TEXT), pa.list_(PLAIN), [LONG, "b"]),
+    (pa.struct({"a": TEXT}), pa.struct({"a": PLAIN}), {"a": LONG}),
+    (pa.list_(pa.struct({"a": TEXT})), pa.list_(pa.struct({"a": PLAIN})), [{"a": LONG}]),
+]
+"""View types that `datasets` supports too, with the same type without views and a value."""
+
+LIST_VIEWS = [
+    (pa.list_view(pa.int8()), pa.list_(pa.int8()), [1, 2]),
+    (pa.large_list_view(TEXT), pa.list_(PLAIN), [LONG, "b"]),
+    (
+        pa.list_view(pa.list_view(pa.struct({"a": pa.list_view(TEXT)}))),
+        pa.list_(pa.list_(pa.struct({"a": pa.list_(PLAIN)}))),
+        [[{"a": [LONG]}], []],
+    ),
+    (
+        pa.map_(TEXT, pa.list_view(TEXT)),
+        pa.map_(PLAIN, pa.list_(PLAIN)),
+        [("k", [LONG])],
+    ),
+]
+
+
+def table_of(kind, value):
+    """A table of three rows, the second without a value in the column `x`."""
+    texts = ["0", "1", "2"]
+    column = pa.array([value, None, value], kind)
+    return pa.table({"question": texts, "answer": texts, "x": column})
+
+
+def write_as(path, kind, table):
+    """Write Parquet whose column `x` reads as `kind`.
+
+    pyarrow reads types from the file's metadata, but does not write every type that it reads.
+    """
+    schema = table.schema.set(2, pa.field("x", kind))
+    with pq.ParquetWriter(path, table.schema, store_schema=False) as writer:
+        writer.write_table(table, row_group_size=2)
+        encoded_schema = base64.b64encode(schema.serialize().to_pybytes())
+        writer.add_key_value_metadata({"ARROW:schema": encoded_schema})
+    assert pq.read_schema(path).field("x").type.id == kind.id
+    return path
+
+
+class TestArrowViews:
+    @pytest.mark.parametrize(("kind", "plain", "value"), VIEWS + LIST_VIEWS)
+    def test_parquet(self, kind, plain, value, tmp_path, many):
+        tasks = opened(write_as(tmp_path / "a.parquet", kind, table_of(plain, value)))
+        read = [tasks[i].metadata.get("x") for i in (2, 1, 0)]
+        assert read == [as_plain(value), None, as_plain(value)]
+
+    @pytest.mark.parametrize(("kind", "_plain", "value"), VIEWS)
+    def test_hugging_face(self, kind, _plain, value, tmp_path, many):
+        datasets.Dataset(table_of(kind, value)).save_to_disk(str(tmp_path / "d"))
+        tasks = opened(tmp_path / "d")
+        assert [tasks[i].metadata.get("x") for i in (2, 1, 0)] == [value, None, value]
+
+    def test_questions_and_answers(self, tmp_path):
+        columns = {
+            "question": pa.array(["1+1?", LONG], TEXT),
+            "answers": pa.array([["2", "two"], ["3"]], pa.list_view(TEXT)),
+        }
+        file = tmp_path / "a.parquet"
+        pq.write_table(pa.table(columns), file)
+        first, second = opened(file)
+        assert (first.question, first.answers) == ("1+1?", ("2", "two"))
+        assert (second.question, second.answers) == (LONG, ("3",))
 
 
 class TestHuggingFace:

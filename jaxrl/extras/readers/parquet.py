@@ -62,8 +62,11 @@ class _Parquet(Reader):
         for group in dict.fromkeys(of_group.tolist()):
             in_group = wanted[of_group == group]
             start = int(self._ends[group - 1]) if group else 0
-            rows = self._group(group).take(in_group - start).to_pylist()
-            records |= dict(zip(in_group.tolist(), rows, strict=True))
+            table = self._group(group)
+            # Consecutive rows are sliced: `Table.take` does not support Arrow's view types.
+            for run in np.split(in_group, np.flatnonzero(np.diff(in_group) != 1) + 1):
+                rows = table.slice(int(run[0]) - start, len(run)).to_pylist()
+                records |= dict(zip(run.tolist(), rows, strict=True))
         return [present(records[index], self.place(index)) for index in wanted.tolist()]
 
     def _group(self, group: int) -> pa.Table:
