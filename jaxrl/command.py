@@ -6,7 +6,6 @@
     jaxrl chat RUN [QUESTION ...]                 questions for a trained model
     jaxrl report RUN [RUN ...]                    a page about a run, or one that compares several
     jaxrl view RUN [RUN ...]                      runs in a browser, live and token by token
-    jaxrl compare RUN --step=N --with.KEY=VALUE   two objectives on a batch that a run recorded
     jaxrl serve RUN_OR_FOLDER                     an endpoint as OpenAI's, over jaxrl's own engine
     jaxrl tiny-model --texts=FILE --out=FOLDER    a model of random weights, to rehearse a run
 
@@ -29,7 +28,6 @@ PROGRAMS = {
     "chat": ("jaxrl.extras.chat",),
     "report": ("jaxrl.report",),
     "view": ("jaxrl.extras.view",),
-    "compare": ("jaxrl.extras.compare",),
     "serve": ("jaxrl.extras.serve",),
     "tiny-model": ("examples.tiny_model",),
 }

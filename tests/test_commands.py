@@ -42,7 +42,6 @@ NOT_RUN = {
     r"jaxrl chat ": "a trained run, which takes minutes; tests/extras/chat/test_chat.py",
     r"jaxrl view ": "serves until it is ended; tests/extras/view/test_server.py",
     r"jaxrl serve ": "serves until it is ended; tests/extras/serve/test_opening.py",
-    r"jaxrl compare ": "a run with checkpoints; tests/extras/compare/test_compare.py",
     r"python -m examples\.quickstart_world ": "half a minute each; many tests make smaller ones",
     r"python -m examples\.calls_world ": "likewise; tests/examples/test_calls_world.py",
     r"python -m examples\.real_world ": "downloads wheels; tests/examples/test_real_world.py makes "
@@ -194,11 +193,14 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
             config, _ = launch._read(launch.parse_flags(argv))
         validate(config, needs_data=False)
         return
-    extras = ("chat", "compare", "serve", "view")
+    extras = ("chat", "serve", "view")
     is_package = module in ("jaxrl.report", *(f"jaxrl.extras.{name}" for name in extras))
     program = importlib.import_module(f"{module}.__main__" if is_package else module)
-    takes_keys = {"jaxrl.extras.chat": "answer", "benchmarks.profile_step": "settings"}
-    takes_keys |= {"jaxrl.extras.compare": "compare_as_asked", "jaxrl.extras.serve": "serve"}
+    takes_keys = {
+        "benchmarks.profile_step": "settings",
+        "jaxrl.extras.chat": "answer",
+        "jaxrl.extras.serve": "serve",
+    }
     if module in takes_keys:  # of the configuration, beside its own flags
 
         def begin(*_):

@@ -212,7 +212,6 @@ HOLDS_A_CONFIGURATION = {
     *("runtime/changes.py", "capacity.py"),
     *(f"extras/plan/{name}.py" for name in ("advice", "command", "fitting", "memory")),
     "extras/dense/memory.py",  # for the plan
-    "extras/compare/opening.py",  # of a run that was
     "extras/chat/conversation.py",  # of one that is asked
     "extras/serve/opening.py",  # likewise
 }
