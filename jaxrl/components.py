@@ -184,7 +184,7 @@ def assemble(
             return external.rollout(env, tokenizer, limits, schedule, pay, seen_by)
         if environment.plays_itself(config):
             player: Any = env
-            return player.rollout(engine, tokenizer, limits, schedule, pay, seen_by)
+            return player.rollout(engine, tokenizer, limits, schedule, pay, seen_by, log=log)
         return Rollout(engine, env, tokenizer, automaton, limits, schedule, pay, seen_by)
 
     def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:

@@ -273,9 +273,10 @@ class Env(Protocol):
     the episodes concerned as environment errors, with type and text of what happened. An
     `OutageError` of `step` without a fallback ends the run.
 
-    An environment that plays its episodes itself has a method `rollout` too, which takes the
-    sampler and the further arguments of `sampling.episodes.EpisodePlayer`, returns a rollout, and
-    may have an `engine_kind`, the class of its sampler. Nobody asks its `start` and `step`.
+    An environment that plays its episodes itself has a method `rollout` too, which returns a
+    rollout. It takes the sampler, the further arguments of `sampling.episodes.EpisodePlayer` and,
+    as `log`, a function that prints a line of the run. Such an environment may have an
+    `engine_kind`, the class of its sampler. Nobody asks its `start` and `step`.
     """
 
     stop_strings: tuple[str, ...]

@@ -105,11 +105,16 @@ class Play(Protocol):
         """Records an answer, once it is whole and before it is sent; again counts once."""
         ...
 
-    def reward(self, fields: Fields) -> None:
-        """Ends the session with what a body says of it.
+    def post_reward(self, keys: Sequence[str], data: bytes) -> None:
+        """Record a reward that was posted for the session.
+
+        Args:
+            keys: Keys that the request gives.
+            data: Body of the request.
 
         Raises:
-            RefusedError: it says nothing of use, or the session has ended otherwise.
+            RefusedError: No key is the session's reward key, the body is not a reward, the session
+                has another reward, or it is over.
         """
         ...
 
@@ -405,7 +410,7 @@ class Endpoint:
             play = self._play(exchange)
             session = play.name
             if exchange.path == REWARD:
-                play.reward(read_body(data))
+                play.post_reward(exchange.keys, data)
                 await exchange.send_json({"status": "ok"})
                 return
         reader, writer_of = self._posts[exchange.path]

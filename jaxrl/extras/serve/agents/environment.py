@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,10 @@ class AgentEnv(Env):
             rewards.append(reward)
         return rewards
 
-    def rollout(self, *around: Any) -> Any:
-        """Returns the rollout that plays with agents; `around` as of `AgentRollout`."""
+    def rollout(self, *around: Any, log: Callable[[str], None]) -> Any:
+        """Returns the rollout that plays with agents; the arguments are those of `AgentRollout`."""
         if self._rollout is None:  # of evaluations too: they share address and processes
             from jaxrl.extras.serve.agents.rollout import AgentRollout
 
-            self._rollout = AgentRollout(self, *around)
+            self._rollout = AgentRollout(self, *around, log=log)
         return self._rollout

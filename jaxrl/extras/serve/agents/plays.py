@@ -9,6 +9,7 @@ in the trajectory once as sampled, and where a later context repeats it, as part
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import math
 import secrets
 import threading
@@ -21,7 +22,7 @@ import numpy as np
 from jaxrl.envs.text import writable
 from jaxrl.extras.serve.answers import Answer, Question, joined
 from jaxrl.extras.serve.engine import Way
-from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError
+from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError, read_body
 from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.keys import context_key
 
@@ -102,7 +103,10 @@ class RolloutPlay:
 
     Attributes:
         name: by which its client reaches it, unguessable.
-        earned: what the agent said; None as long as it has not.
+        reward_key: Secret that a posted reward needs. Neither `name` nor an answer tells it.
+        earned: The reward so far; None before there is one.
+        conflict: How two rewards of the episode differ; "" while they agree.
+        warning: The first refused reward that the run's log reports; "" for none.
         is_spent: it was refused an answer, since the episode has no tokens or turns left.
     """
 
@@ -114,7 +118,6 @@ class RolloutPlay:
         limits: Limits,
         max_turns: int,
         read_text: Callable[[Sequence[int], int], str],
-        changed: Callable[[], None],
     ):
         """Begins the session; nothing has been asked yet.
 
@@ -124,13 +127,13 @@ class RolloutPlay:
             limits: tokens of the episode.
             max_turns: answers of it.
             read_text: makes the text of so many bytes of some ids.
-            changed: called when the agent has said what it earned.
         """
-        self.name = secrets.token_urlsafe(16)
+        self.name, self.reward_key = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
         self.earned: Earned | None = None
+        self.conflict = self.warning = ""
         self.is_spent = self._is_over = False
         self._key, self._way, self._limits, self._max_turns = key, way, limits, max_turns
-        self._read_text, self._changed = read_text, changed
+        self._read_text = read_text
         self._answers: dict[Answer, Call] = {}  # in the order in which they ended
         self._num_asked = 0
         self._lock = threading.Lock()
@@ -182,7 +185,7 @@ class RolloutPlay:
         """
         with self._lock:
             is_new = answer not in self._answers
-            if self._is_over or self.earned is not None or not (is_new or answer.is_lost):
+            if self._is_over or not (is_new or answer.is_lost):
                 return
             if is_new:
                 self._answers[answer] = self._call(answer)
@@ -195,31 +198,42 @@ class RolloutPlay:
                 self.is_spent = True
                 raise TooLongError(len(call.ids), max(len(call.ids) - max(beyond, 1), 0))
 
-    def reward(self, fields: Fields) -> None:
-        """Takes what the agent says it has earned; said again, it must be the same.
-
-        Raises:
-            RefusedError: it cannot be read, differs from what was said before, or comes too late.
-        """
-        self.earn(read_earned(fields.values))
+    def post_reward(self, keys: Sequence[str], data: bytes) -> None:
+        """Record a reward that came over HTTP; see `server.Play`."""
+        if not any(hmac.compare_digest(key.encode(), self.reward_key.encode()) for key in keys):
+            self.warning = self.warning or "refused a reward that was posted with a wrong key"
+            raise RefusedError(
+                401,
+                "the key is not the reward key of this episode; expected reward.key of the "
+                "program's input, as Authorization: Bearer.",
+                headers={"WWW-Authenticate": "Bearer"},
+                code="invalid_api_key",
+            )
+        self.earn(read_earned(read_body(data).values))
 
     def earn(self, earned: Earned) -> None:
-        """Ends the episode with what it has earned.
+        """Record a reward of the episode, which goes on until its agent ends.
 
         Raises:
-            RefusedError: it has ended in another way.
+            RefusedError: The episode is over, or has another reward.
         """
         with self._lock:
-            if self.earned is not None and self.earned != earned:
-                raise RefusedError(
-                    409,
-                    f"the episode has earned {self.earned.reward:g} already; expected no other "
-                    "reward.",
-                )
+            self._check()
             if self.earned is None:
-                self._check()
-            self.earned = earned
-        self._changed()
+                self.earned = earned
+            if self.earned == earned:
+                return
+            names = [
+                field.name
+                for field in dataclasses.fields(Earned)
+                if getattr(earned, field.name) != getattr(self.earned, field.name)
+            ]
+            self.conflict = (
+                f"the rewards {self.earned.reward:g} and {earned.reward:g} were given, which "
+                f"differ in {', '.join(names)}; expected one reward"
+            )
+            self.warning = self.conflict
+        raise RefusedError(409, f"{self.conflict}.", code="another_reward")
 
     def end(self) -> None:
         """Refuses everything from here."""
@@ -259,7 +273,7 @@ class RolloutPlay:
         )
 
     def _check(self) -> None:
-        if self.earned is not None or self._is_over:
+        if self._is_over:
             raise RefusedError(409, "the episode is over.", code="episode_over")
 
 

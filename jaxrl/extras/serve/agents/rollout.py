@@ -48,9 +48,6 @@ MODEL = "policy"
 """Name of the model for agents."""
 
 
-_GRACE_S = 30.0
-"""Seconds in which an agent that has said what it earned may end."""
-
 MAX_ANSWERS = 1 << 14
 """Answers that are kept for agents that ask again; a lost one would be drawn twice."""
 
@@ -118,10 +115,13 @@ class AgentRollout(EpisodePlayer):
         schedule: Schedule,
         pay: Pay,
         processor: Processor | None = None,
+        *,
+        log: Callable[[str], None],
     ):
         """Takes the port and loads the agent; the server starts with the first rollout.
 
-        The arguments are those of `EpisodePlayer`, behind the environment and its sampler.
+        The arguments are those of `EpisodePlayer`, behind the environment and its sampler. `log`
+        prints a line of the run.
 
         Raises:
             ValueError: the port cannot be had, the agent not be loaded, or the model not be served.
@@ -139,9 +139,12 @@ class AgentRollout(EpisodePlayer):
                 "weight of 'reward', which is what agents give, 0 if nothing is paid for it."
             )
         self._settings, self._max_turns, self._engine = env.settings, env.max_turns, engine
+        self._log = log
         self._plays = RolloutPlays()
         self._games: dict[tuple[int, int, int], _Game] = {}  # that go on into the next rollout
-        self._members: dict[str, _Member] = {}  # whose agents are there, by the session's name
+        # Those whose agents are there. Agents' processes name an episode by its reward key, so
+        # that code which knows only the key of the model cannot report an end in their place.
+        self._members: dict[str, _Member] = {}
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._worker: Worker | None = None
         self._programs = Programs(
@@ -277,7 +280,6 @@ class AgentRollout(EpisodePlayer):
                     limits=self._limits,
                     max_turns=self._max_turns,
                     read_text=partial(_text, self._tokenizer.vocab_bytes),
-                    changed=self._changed.set,
                 )
                 members.append(_Member(play=play, task=draw.task, sample_index=index))
             games.append(_Game(draw=draw, members=members))
@@ -297,9 +299,6 @@ class AgentRollout(EpisodePlayer):
         most = self._settings.max_concurrent or self._engine.num_rows
         while True:
             self._changed.clear()
-            for member in members:  # what was said at the address
-                if member.play.earned is not None:
-                    member.end()
             progress(sum(member.over is not None for member in members), len(members))
             if worker.failure is not None or not worker.is_alive:
                 raise RuntimeError(
@@ -320,14 +319,15 @@ class AgentRollout(EpisodePlayer):
         return sum(one.over is not None or one.since is not None for one in members)
 
     def _launch(self, member: _Member) -> None:
-        task, name = member.task, member.play.name
+        task, name, key = member.task, member.play.name, member.play.reward_key
+        root = f"{self._servers[0].address}/r/{name}"
         self._plays.by_name[name] = member.play
         with self._lock:
-            self._members[name] = member
+            self._members[key] = member
         member.is_started, member.since = True, time.monotonic()
         self._programs.play(
             {
-                "episode": name,
+                "episode": key,
                 "task": {
                     "id": task.id,
                     "question": task.question,
@@ -336,43 +336,45 @@ class AgentRollout(EpisodePlayer):
                     "data_source": task.data_source,
                     "metadata": dict(task.metadata),
                 },
-                "base_url": f"{self._servers[0].address}/r/{name}/v1",
+                "base_url": f"{root}/v1",
+                "reward_url": f"{root}/reward",
                 "api_key": name,
                 "model": MODEL,
             }
         )
 
     def _hurry(self) -> None:
-        """Gives up episodes that are late, and agents that do not end after theirs."""
+        """Gives up episodes that are late."""
         now, deadline_s = time.monotonic(), self._settings.deadline_s
         with self._lock:
             members = list(self._members.items())
-        for name, member in members:
-            if member.over is not None:
-                if now - member.over > _GRACE_S:
-                    self._programs.stop(name)
-            elif member.since is not None and member.served_s + now - member.since > deadline_s:
+        for key, member in members:
+            if member.over is not None or member.since is None:
+                continue
+            if member.served_s + now - member.since > deadline_s:
                 member.end(
                     f"the agent has not ended after {deadline_s:g} s (config.env.agents.deadline_s)"
                 )
-                self._programs.stop(name)
+                self._programs.stop(key)
         self._programs.look()
 
-    def _take_end(self, name: str, reward: Any, error: str) -> None:
+    def _take_end(self, key: str, reward: Any, error: str) -> None:
         """Takes note that an agent is gone; called from threads."""
         with self._lock:
-            member = self._members.pop(name, None)
-        self._plays.by_name.pop(name, None)
+            member = self._members.pop(key, None)
         if member is None:
             return
+        play = member.play
+        self._plays.by_name.pop(play.name, None)
         if reward is not None and not error:
             try:
-                member.play.earn(read_earned(reward))
+                play.earn(read_earned(reward))
             except RefusedError as refusal:
                 error = f"the agent's reward is refused: {refusal}"
-        if member.play.earned is None:
-            error = error or "the agent ended and gave no reward"
-        member.end("" if member.play.earned is not None else error)
+        play.end()  # before the rewards are compared: none may come later
+        if not error and play.earned is None:
+            error = "the agent ended and gave no reward"
+        member.end(play.conflict or error)
         member.has_ended = True
         self._changed.set()
 
@@ -382,13 +384,16 @@ class AgentRollout(EpisodePlayer):
             if member.over is None:
                 member.end("it was given up")
                 if member.is_started and not member.has_ended:
-                    self._programs.stop(member.play.name)
+                    self._programs.stop(member.play.reward_key)
 
     def _sample(self, member: _Member, attempt: int) -> Sample:
         """An episode as it is trained on."""
         play = member.play
         contexts = contexts_of(play.calls())
         episode = AgentEpisode(task=member.task, earned=play.earned)
+        if play.warning:
+            place = f"task {member.task.id!r}, sample {member.sample_index}"
+            self._log(f"warning: {place}: {play.warning}")
         sample = Sample(
             episode=episode,
             sample_index=member.sample_index,

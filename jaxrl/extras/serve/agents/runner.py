@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -111,20 +112,24 @@ def by_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Pl
 
 
 def by_command(command: list[str], folder: str) -> Play:
-    """Plays an episode by a program: the task on its input, addresses in its environment."""
+    """Plays an episode by a program: the task on its input, the model in its environment.
+
+    How to reward the episode is part of the input: unlike the environment, it is not inherited by
+    what the program starts.
+    """
 
     async def play(episode: Mapping[str, Any]) -> Any:
-        file = os.path.join(folder, f"reward-{episode['episode']}")
-        root = episode["base_url"].removesuffix("/v1")
-        addresses = {
+        mark, file = (os.path.join(folder, secrets.token_hex(16)) for _ in range(2))
+        variables = {
             "OPENAI_BASE_URL": episode["base_url"],
             "OPENAI_API_KEY": episode["api_key"],
-            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_BASE_URL": episode["base_url"].removesuffix("/v1"),
             "ANTHROPIC_API_KEY": episode["api_key"],
             "JAXRL_MODEL": episode["model"],
-            "JAXRL_REWARD_FILE": file,
-            "JAXRL_REWARD_URL": f"{root}/reward",
+            FOLDER: mark,
         }
+        reward = {"file": file, "url": episode["reward_url"], "key": episode["episode"]}
+        given = json.dumps({**episode["task"], "reward": reward}).encode()
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
                 *command,
@@ -132,7 +137,7 @@ def by_command(command: list[str], folder: str) -> Play:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                env=os.environ | addresses,
+                env=os.environ | variables,
             )
         )
         # A start that is cancelled itself ends the program alone, not what that has started, and
@@ -146,11 +151,11 @@ def by_command(command: list[str], folder: str) -> Play:
         process = starting.result()
         if is_given_up:
             _kill(process.pid)
-            kill_marked(file)
+            kill_marked(mark)
             raise asyncio.CancelledError
         _groups.add(process.pid)
         # It may print before it reads, or leave behind what prints after its end.
-        telling = asyncio.ensure_future(_tell(process.stdin, json.dumps(episode["task"]).encode()))
+        telling = asyncio.ensure_future(_tell(process.stdin, given))
         hearing = asyncio.ensure_future(_last(process.stdout))
         waiting = asyncio.ensure_future(process.wait())
         try:
@@ -160,14 +165,14 @@ def by_command(command: list[str], folder: str) -> Play:
             telling.cancel()
             waiting.cancel()
             _kill(process.pid)
-            kill_marked(file)
+            kill_marked(mark)
         while not (await asyncio.wait([hearing], timeout=LEFT_S))[0]:
-            kill_marked(file)  # what was starting another program had no environment just then
+            kill_marked(mark)  # what was starting another program had no environment just then
         printed = hearing.result()
-        reward = _read_reward(file)
+        value = _read_reward(file)
         if process.returncode:
             raise RuntimeError(f"the program ended with {process.returncode}: {printed}")
-        return reward
+        return value
 
     return play
 
@@ -292,8 +297,14 @@ async def serve(play: Play, lines: Any, say: Callable[[Mapping[str, Any]], None]
             playing[name].add_done_callback(functools.partial(end, name))
 
 
-async def main(settings: Mapping[str, Any], out: Any) -> None:
-    """Loads the agent, says that it is ready, and plays."""
+async def main(settings: Mapping[str, Any], given: Any, out: Any) -> None:
+    """Load the agent, report that it is ready, and play.
+
+    Args:
+        settings: Arguments of `programs.Programs`.
+        given: Pipe from the run.
+        out: Pipe to the run.
+    """
 
     def say(message: Mapping[str, Any]) -> None:
         out.write(json.dumps(message).encode() + b"\n")
@@ -313,7 +324,7 @@ async def main(settings: Mapping[str, Any], out: Any) -> None:
         return
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader(limit=1 << 28)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), given)
     say({"ready": True})
     await serve(play, lines, say)
     for group in [*_groups]:
@@ -324,6 +335,10 @@ async def main(settings: Mapping[str, Any], out: Any) -> None:
 
 
 if __name__ == "__main__":
-    output = os.fdopen(os.dup(1), "wb")
+    # Copies of the pipes are not inherited: what agents start neither reads the run's lines, which
+    # hold the reward keys of episodes, nor prints among ours.
+    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # what agents print
-    asyncio.run(main(json.loads(sys.argv[1]), output))
+    asyncio.run(main(json.loads(sys.argv[1]), *pipes))

@@ -38,7 +38,7 @@ def played_engine():
 
 
 @contextlib.contextmanager
-def agents(function="", *, max_turns=16, within=None, engine=None, **section):
+def agents(function="", *, max_turns=16, within=None, engine=None, log=lambda _: None, **section):
     """A rollout of agents, ended behind."""
     if function:
         section["function"] = f"{TO_PLAY}:{function}"
@@ -47,7 +47,7 @@ def agents(function="", *, max_turns=16, within=None, engine=None, **section):
     engine.clear()
     engine.set_weights(PARAMS)
     pay = lambda groups: [[one.reward for one in group] for group in groups]  # noqa: E731
-    rollout = env.rollout(engine, TOKENIZER, within or limits(), Schedule(), pay)
+    rollout = env.rollout(engine, TOKENIZER, within or limits(), Schedule(), pay, log=log)
     try:
         yield rollout
     finally:

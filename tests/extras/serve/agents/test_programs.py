@@ -69,9 +69,17 @@ def forks(task, *, base_url, api_key, model):
         time.sleep(0.01)
     os._exit(1)
 
+def runs(task, *, base_url, api_key, model):
+    child = subprocess.run(["cat"], capture_output=True, timeout=60)
+    return [child.returncode, child.stdout.decode()]
+
 def lonely(task, *, base_url, api_key, model):
     import numpy
 """
+
+READ_FILE = f"""FILE=$({sys.executable} -c \
+'import json, sys; print(json.load(sys.stdin)["reward"]["file"])')"""
+"""Shell command that reads the name of the reward file from the program's input."""
 
 
 @pytest.fixture
@@ -96,7 +104,12 @@ def play(tmp_path):
 
 def episode(name, task=""):
     given = {"base_url": "http://x/r/1/v1", "api_key": "k", "model": "m"}
-    return {"episode": name, "task": task or name, **given}
+    return {"episode": name, "task": task or name, **given, "reward_url": "http://x/r/1/reward"}
+
+
+def program_episode(name, **task):
+    """An episode of a program, whose task is an object."""
+    return episode(name, {"id": name, **task})
 
 
 def is_gone(pid):
@@ -119,6 +132,13 @@ def test_episodes_are_divided_among_processes_and_what_they_print_is_no_answer(p
         assert (task, *given) == (name, "http://x/r/1/v1", "k", "m")
         assert settings == {"a": [1, {"b": None}]}
     assert len({value[4] for value, _ in told.values()} - {os.getpid()}) == 2
+
+
+def test_what_a_function_starts_reads_nothing_of_the_episodes(play):
+    made, ended = play("runs")
+    for name in "ab":
+        made.play(episode(name))
+    assert sorted(ended.get(timeout=60) for _ in "ab") == [("a", [0, ""], ""), ("b", [0, ""], "")]
 
 
 def test_threads_that_hang_are_left_behind_and_a_process_of_many_is_replaced(
@@ -229,7 +249,7 @@ def test_modules_beside_an_agent_are_found_and_its_own_line_is_named(play, tmp_p
 def test_programs_end_with_all_that_they_have_started(play, tmp_path):
     script = f"sleep 3600 & echo $! > {tmp_path}/child; echo $$ > {tmp_path}/shell; wait"
     made, ended = play(command=("sh", "-c", script))
-    made.play(episode("a"))
+    made.play(program_episode("a"))
     files = [tmp_path / "child", tmp_path / "shell"]
     assert until(lambda: all(file.exists() and file.read_text().strip() for file in files))
     pids = [int(file.read_text()) for file in files]
@@ -238,7 +258,7 @@ def test_programs_end_with_all_that_they_have_started(play, tmp_path):
     assert until(lambda: all(map(is_gone, pids)))
     for file in files:
         file.unlink()
-    made.play(episode("b"))
+    made.play(program_episode("b"))
     assert until(lambda: all(file.exists() and file.read_text().strip() for file in files))
     pids = [int(file.read_text()) for file in files]
     made.close()  # as at the end of the run
@@ -251,7 +271,7 @@ def test_a_program_that_is_stopped_while_it_starts_leaves_nothing(turns, times, 
     """After some turns of the event loop it is there, and not yet all of what asyncio makes."""
 
     play = by_command(["sh", "-c", "sleep 3600 & wait"], str(tmp_path))
-    assert cancelled(play(episode("a")), turns, times)
+    assert cancelled(play(program_episode("a")), turns, times)
     assert not processes_with(tmp_path)
 
 
@@ -261,7 +281,7 @@ import sys, time
 from jaxrl.extras.serve.agents.programs import Programs
 made = Programs(agent="", command=("sh", "-c", "echo $$ > {tmp_path}/shell; sleep 3600"), python="",
     settings={{}}, processes=1, ended=print)
-made.play({{"episode": "a", "task": 1, "base_url": "u", "api_key": "k", "model": "m"}})
+made.play({program_episode("a")!r})
 time.sleep(3600)
 """
     process = subprocess.Popen([sys.executable, "-c", run])
@@ -320,21 +340,21 @@ def test_an_end_is_noticed_where_a_fork_holds_the_pipes(play, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("script", "value", "why"),
     [
-        ("mkdir $JAXRL_REWARD_FILE", None, "the reward file is no file"),
-        ("mkfifo $JAXRL_REWARD_FILE", None, "the reward file is no file"),
-        ("ln -s /dev/zero $JAXRL_REWARD_FILE", None, "the reward file is no file"),
-        ("ln -s /nowhere $JAXRL_REWARD_FILE", None, ""),
-        ("head -c 2000000 /dev/zero > $JAXRL_REWARD_FILE", None, "more than 1048576 bytes"),
-        ("yes [ | head -c 400000 > $JAXRL_REWARD_FILE", None, "is no JSON"),
-        ("yes | head -c 2000000; cat > /dev/null; echo 1 > $JAXRL_REWARD_FILE", 1, ""),
-        ("setsid sleep 3600 & echo 1 > $JAXRL_REWARD_FILE", 1, ""),
+        ("mkdir $FILE", None, "the reward file is no file"),
+        ("mkfifo $FILE", None, "the reward file is no file"),
+        ("ln -s /dev/zero $FILE", None, "the reward file is no file"),
+        ("ln -s /nowhere $FILE", None, ""),
+        ("head -c 2000000 /dev/zero > $FILE", None, "more than 1048576 bytes"),
+        ("yes [ | head -c 400000 > $FILE", None, "is no JSON"),
+        ("setsid sleep 3600 & echo 1 > $FILE", 1, ""),
     ],
 )
 def test_reward_files_and_outputs_of_all_kinds(play, tmp_path, monkeypatch, script, value, why):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    made, ended = play(command=("sh", "-c", script))
-    made.play(episode("a", "x" * 2_000_000))
+    # It prints much before it reads its input, which is long.
+    made, ended = play(command=("sh", "-c", f"yes | head -c 2000000; {READ_FILE}; {script}"))
+    made.play(program_episode("a", question="x" * 2_000_000))
     name, reward, told = ended.get(timeout=30)
     assert (name, reward) == ("a", value)
     assert why in told if why else not told
@@ -343,16 +363,16 @@ def test_reward_files_and_outputs_of_all_kinds(play, tmp_path, monkeypatch, scri
 
 
 def test_what_a_program_leaves_in_a_session_of_its_own_ends_too(play, tmp_path):
-    script = f"setsid sleep 3600 & echo $! > {tmp_path}/child; echo 1 > $JAXRL_REWARD_FILE"
+    script = f"{READ_FILE}; setsid sleep 3600 & echo $! > {tmp_path}/child; echo 1 > $FILE"
     made, ended = play(command=("sh", "-c", script))
-    made.play(episode("a"))
+    made.play(program_episode("a"))
     assert ended.get(timeout=30) == ("a", 1, "")
     assert until(lambda: is_gone(int((tmp_path / "child").read_text())))
 
 
 def test_programs_end_where_their_process_is_killed(play, tmp_path):
     made, ended = play(command=("sh", "-c", f"echo $$ > {tmp_path}/shell; sleep 3600"))
-    made.play(episode("a"))
+    made.play(program_episode("a"))
     file = tmp_path / "shell"
     assert until(lambda: file.exists() and file.read_text().strip())
     [process] = made._processes

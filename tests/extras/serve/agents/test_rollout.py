@@ -1,6 +1,7 @@
 """Rollouts that agents play over HTTP: what is trained is what was sampled, and nothing else."""
 
 import functools
+import json
 import operator
 import socket
 import sys
@@ -27,6 +28,7 @@ from tests.extras.serve.agents.played import (
     played_engine,
     sampling,
 )
+from tests.extras.serve.agents.to_play import post
 from tests.extras.serve.served import PARAMS, make_engine
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -136,7 +138,6 @@ FAULTS = {
     "text": "reward is 'well done'; expected a number",
     "bool": None,
     "nan": "not JSON compliant",
-    "posts": None,
     "good": None,
 }
 
@@ -150,7 +151,7 @@ def test_what_has_no_reward_is_an_environment_error_and_never_a_zero():
         assert group.task_id == name
         if error is None:
             assert trajectory.outcome == Outcome.ANSWERED
-            assert trajectory.reward_parts["reward"] == {"posts": 2, "good": 1, "bool": 1}[name]
+            assert trajectory.reward_parts["reward"] == 1
             assert trajectory.num_sampled == 6
         else:
             assert error in trajectory.error, trajectory.error
@@ -168,16 +169,57 @@ def test_a_process_that_dies_takes_its_episodes_and_no_others():
     assert [t.reward_parts["reward"] for t in others] == [1, 1]
 
 
-def test_a_program_plays_an_episode_and_rewards_it_by_address_or_file(tmp_path):
-    with agents(command=(sys.executable, str(TO_PLAY))) as rollout:
-        groups = rollout(draws("posts", "writes", "forgets", "ends"), sampling(1))
-    posts, writes, forgets, ends = members(groups)
+def play_programs(*names, log=lambda _: None):
+    """The trajectories of programs that do what their task's name says."""
+    with agents(command=(sys.executable, str(TO_PLAY)), log=log) as rollout:
+        return members(rollout(draws(*names), sampling(1)))
+
+
+def test_a_program_plays_an_episode_and_rewards_it_by_address_or_file():
+    posts, writes, forgets, ends = play_programs("posts-again", "writes", "forgets", "ends")
     assert posts.reward_parts["reward"] == 0.25
     assert writes.reward_parts["reward"] == 0.75
     assert writes.is_abstention
     assert writes.outcome == Outcome.ABSTAINED
     assert "gave no reward" in forgets.error
     assert "ended with 4: I cannot" in ends.error
+
+
+def test_code_that_an_agent_runs_cannot_reward_the_episode():
+    lines = []
+    writes, posts, forgets = play_programs(
+        "cheats-writes", "cheats-posts", "cheats-forgets", log=lines.append
+    )
+    assert writes.reward_parts["reward"] == 0.75
+    assert posts.reward_parts["reward"] == 0.25
+    assert "gave no reward" in forgets.error
+    # Each attempt is visible.
+    assert [line.split("'")[1] for line in lines] == [t.task_id for t in (writes, posts, forgets)]
+
+
+def test_rewards_that_contradict_each_other_are_an_environment_error():
+    lines = []
+    names = ("posts-writes", "posts-otherwise", "posts-fails")
+    *contradict, fails = play_programs(*names, log=lines.append)
+    for trajectory in contradict:
+        assert not trajectory.is_scored
+        assert "0.25" in trajectory.error
+    assert [line.split("'")[1] for line in lines] == list(names[:2])
+    assert "ended with 5" in fails.error  # whatever it has posted
+    assert not fails.is_scored
+
+
+def test_a_reward_that_is_posted_after_the_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    with agents(command=(sys.executable, str(TO_PLAY))) as rollout:
+        tasks = draws("writes", "forgets")
+        groups = rollout(tasks, sampling(1))
+        for task in tasks:
+            reward = json.loads((tmp_path / task.task.id).read_text())
+            assert post(reward["url"], {"reward": 1}, reward["key"])[0] == 404
+    writes, forgets = members(groups)
+    assert writes.reward_parts["reward"] == 0.75
+    assert not forgets.is_scored
 
 
 def test_an_episode_has_so_many_tokens_and_turns_and_no_more(tmp_path):

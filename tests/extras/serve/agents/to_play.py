@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -176,31 +177,35 @@ def fails(task, *, base_url, api_key, model, how):
         return float("nan")
     if how == "dies":
         os._exit(3)
-    if how == "posts":
-        root = base_url.removesuffix("/v1")
-        assert post(f"{root}/reward", {"reward": 2}, api_key) == (200, {"status": "ok"})
-        assert post(f"{root}/reward", {"reward": 2}, api_key)[0] == 200
-        assert post(f"{root}/reward", {"reward": 3}, api_key)[0] == 409
-        status, _ = post(f"{base_url}/chat/completions", {"messages": [user("?")]}, api_key)
-        assert status == 409
-        raise RuntimeError("after the reward nothing counts")
     return len(answer["choices"])
 
 
 def main():
-    """The program of tests with a command."""
+    """Play an episode as a program. The words of the task's id say what it does."""
     task = json.load(sys.stdin)
     key, base_url = os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"]
-    if "ends" in task["id"]:
+    reward, words = task["reward"], task["id"].split("-")
+    if "ends" in words:
         print("I cannot")
         sys.exit(4)
     ask(base_url, key, [user(task["question"])])
-    if "posts" in task["id"]:
-        status, _ = post(os.environ["JAXRL_REWARD_URL"], {"reward": 0.25}, key)
-        assert status == 200
-    elif "writes" in task["id"]:
-        with open(os.environ["JAXRL_REWARD_FILE"], "w", encoding="utf-8") as file:
+    if folder := os.environ.get("NOTES"):
+        with open(os.path.join(folder, task["id"]), "w", encoding="utf-8") as file:
+            json.dump(reward, file)
+    if "cheats" in words:
+        cheat = [sys.executable, os.path.join(os.path.dirname(__file__), "cheat.py")]
+        subprocess.run(cheat, check=True)
+    if "posts" in words:
+        assert post(reward["url"], {"reward": 0.25}, reward["key"]) == (200, {"status": "ok"})
+    if "again" in words:
+        assert post(reward["url"], {"reward": 0.25}, reward["key"])[0] == 200
+    if "otherwise" in words:
+        assert post(reward["url"], {"reward": 1}, reward["key"])[0] == 409
+    if "writes" in words:
+        with open(reward["file"], "w", encoding="utf-8") as file:
             json.dump({"reward": 0.75, "is_abstention": True}, file)
+    if "fails" in words:
+        sys.exit(5)
 
 
 if __name__ == "__main__":
