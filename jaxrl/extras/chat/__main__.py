@@ -93,6 +93,8 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
     num_refused = 0
     with contextlib.chdir(folder_of(run)):
         components, config = open_run(run, model, display, step=step, keys=keys, is_talk=is_talk)
+        # Weights may be read after the last line that was logged, which starts the spinner again.
+        display.stop()
         check_images(components, images)
         conversation = Conversation(components, config, arguments.temperature)
         for question in lines:

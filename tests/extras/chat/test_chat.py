@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -364,6 +365,27 @@ def test_lines_are_one_conversation(run, tiny_world, monkeypatch, capsys):
     ]
     # Begun anew, the first question has the same answer; greedy, whatever was said between.
     assert asked[0] == asked[2]
+
+
+def test_nothing_is_drawn_while_a_question_is_typed(run, tiny_world, monkeypatch):
+    shutil.copytree(tiny_world / "model", run / "export")
+    display, growth = Display(), []
+    display.console = Console(file=io.StringIO(), force_terminal=True, width=200)
+
+    class Typing(io.StringIO):
+        """Lines that are slowly typed."""
+
+        def __next__(self):
+            length = len(display.console.file.getvalue())
+            time.sleep(0.5)
+            growth.append(len(display.console.file.getvalue()) - length)
+            return super().__next__()
+
+    monkeypatch.setattr(chat, "Display", lambda: display)
+    monkeypatch.setattr(sys, "stdin", Typing("Who taught Ada?\n"))
+    chat.main([str(run)])
+    assert growth == [0, 0]
+    assert "answer: " in display.console.file.getvalue()
 
 
 def test_a_line_that_is_no_utf_8_is_read_all_the_same(monkeypatch):
