@@ -417,6 +417,8 @@ def _compare(
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Flags, and the config file that they name."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of what is refused below
+    # Log records go to the current sys.stderr, which redacts keys and prints above the live line.
+    flags.FLAGS.set_default("logtostderr", True)
     file = _config_file(argv)
     if file is not None:
         # Where modules of one's own are looked for last, by the file itself and by dotted names.

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.status import Status
+from rich.spinner import Spinner
 from rich.table import Column
 
 from jaxrl.envs.text import printable
@@ -29,11 +30,15 @@ class Display:
             is_shown: print at all.
         """
         self.console = Console(highlight=False, quiet=not is_shown)
-        self._warnings = Console(highlight=False, quiet=not is_shown, stderr=True)
+        errors = Console(highlight=False, quiet=not is_shown, stderr=True)
+        # On a terminal that shows both, only the console of the live line can print above it.
+        self._is_shared = self.console.is_terminal and errors.is_terminal
+        self._warnings = self.console if self._is_shared else errors
         self._every_s, self._activity_every_s = every_s, activity_every_s
         self._last = -math.inf
         self._spoken = time.monotonic()  # the last line of any kind
-        self._status: Status | None = None  # the live line outside of a stage
+        self._spinner = Spinner("dots", style="status.spinner")
+        self._status: Live | None = None  # the live line outside of a stage
         self._first: tuple[int, float] | None = None  # a stage's first step and when it ended
         self._progress: Progress | None = None
         self.moved_at, self.doing = time.monotonic(), ""
@@ -43,9 +48,9 @@ class Display:
         self.moved_at, self.doing = time.monotonic(), text
 
     def log(self, text: str) -> None:
-        """Prints a line, one that begins with `warning:` to stderr.
+        """Print a line; one that begins with `warning:` goes to stderr.
 
-        What it holds of foreign text does nothing to the terminal.
+        It stays above the live line. Foreign text in it cannot control the terminal.
         """
         self._end_activity()
         self._move(text)
@@ -64,9 +69,12 @@ class Display:
                 *([BarColumn()] if self.console.width >= 140 else []),
                 # Where there is little room, the numbers go on below rather than the time be cut.
                 TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
-                TextColumn("{task.fields[activity]}", table_column=Column(no_wrap=False)),
+                TextColumn(
+                    "{task.fields[activity]}", markup=False, table_column=Column(no_wrap=False)
+                ),
                 TimeRemainingColumn(compact=True),
                 console=self.console,
+                redirect_stderr=self._is_shared,
                 speed_estimate_period=3600,  # of half a minute by default, too short for one step
             )
             self._progress.start()
@@ -105,10 +113,16 @@ class Display:
         if self._progress is not None:
             self._progress.update(self._bar, activity=text)
         elif self.console.is_terminal and not self.console.quiet:
+            self._spinner.update(text=escape(text))
             if self._status is None:
-                self._status = self.console.status("")
+                self._status = Live(
+                    self._spinner,
+                    console=self.console,
+                    redirect_stderr=self._is_shared,
+                    refresh_per_second=12.5,
+                    transient=True,
+                )
                 self._status.start()
-            self._status.update(escape(text))
         elif time.monotonic() - self._spoken >= self._activity_every_s:
             self.log(text)
 

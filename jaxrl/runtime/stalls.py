@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -36,18 +37,16 @@ def told_of_stalls(
     seconds: float,
     deadline_s: float = 0.0,
     *,
-    dump: Callable[[], None] | None = None,
     end: Callable[[int], None] = os._exit,
 ) -> Iterator[None]:
     """Watches progress from a thread while the body runs.
 
     Args:
         display: is told of all progress.
-        seconds: without any after which a line says so, and the stack of every thread follows on
-            stderr; again after twice as long. 0: never.
+        seconds: without any after which a warning says so, with the stack of every thread; again
+            after twice as long. 0: never.
         deadline_s: without any after which the process ends with `EXIT_LOST`, since what it waits
             for has no deadline of its own, or one that does not hold. 0: never.
-        dump: prints the stacks.
         end: the process, with an exit code. Nothing is saved: what hangs may hold what would be.
     """
     limits = [one for one in (seconds, deadline_s) if one]
@@ -55,15 +54,13 @@ def told_of_stalls(
         yield
         return
     over = threading.Event()
-    dump = dump or _dump
 
     def tell(silent_s: float, key: str, then: str) -> None:
         what = display.doing or "nothing yet"
         display.log(
             f"warning: nothing has moved for {silent_s:.0f} s (config.watch.{key}); the last was: "
-            f"{what}. {then}Where the threads are:"
+            f"{what}. {then}Where the threads are:\n{_stacks()}"
         )
-        dump()
         display.doing = what  # the warning itself is no progress
 
     def watch() -> None:
@@ -101,9 +98,10 @@ def tell_on_signal() -> None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
-def _dump() -> None:
-    """Prints the stacks to the process's own stderr: files, lines and names of functions."""
-    stream = sys.__stderr__
-    if stream is not None:
-        stream.flush()
-        faulthandler.dump_traceback(file=stream, all_threads=True)
+def _stacks() -> str:
+    """Return the stack of every thread of Python, under the thread's name."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

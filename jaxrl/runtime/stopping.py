@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,7 +93,8 @@ def stop_on_signals(
                 _write(f"{name}: {ENDED_EARLY}")
                 os._exit(EXIT_TRY_AGAIN)
             asked.set()
-            os.write(2, f"{name}: stopping; once more to end at once\n".encode())
+            # Unlike a signal handler, this thread may wait until another has printed.
+            print(f"{name}: stopping; once more to end at once", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
