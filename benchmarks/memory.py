@@ -36,7 +36,6 @@ from rich.table import Table
 from benchmarks import common
 from jaxrl.capacity import GIB
 from jaxrl.config import default_config
-from jaxrl.environment import most_chunk_tokens
 from jaxrl.extras.plan import advice, memory
 from jaxrl.method import batch_shape, method_of, optimizer_of
 from jaxrl.method import policy_of as architecture_of
@@ -243,7 +242,7 @@ def sampler_programs(
         mesh=mesh,
         kernels=kernels,
         num_tokens=model.vocab_size,
-        num_steps=most_chunk_tokens(config, target.platform),
+        num_steps=config.rollout.chunk_tokens,
         num_rows=num_rows,
         dtype=dtype,
         scan_layers=scans(

@@ -40,7 +40,6 @@ from ml_collections import ConfigDict
 from benchmarks import common, floors, memory
 from benchmarks.claims_report import table
 from jaxrl.capacity import GIB, check_rows
-from jaxrl.environment import most_chunk_tokens
 from jaxrl.extras.plan.memory import (
     Target,
     cache_pages,
@@ -284,7 +283,7 @@ class Step:
         kernels, _ = decide(named, target.platform, model.head_dim, dtype)
         shards = num_batch_shards(mesh) if SHARES_PROMPTS[kernels] else 0
         shape = batch_shape(config, "train", shards, own["context"], model)
-        length, chunk = rollout.max_total_tokens, most_chunk_tokens(config, target.platform)
+        length, chunk = rollout.max_total_tokens, rollout.chunk_tokens
         tokens = shape.micro_rows * shape.row_tokens / num_pieces(mesh)
         sampling = target.num_devices // own["tensor"]
         rows = rollout.num_rows // sampling

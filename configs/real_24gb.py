@@ -26,7 +26,6 @@ def set_sizes(config: ConfigDict) -> None:
     config.rollout.max_total_tokens = 1024
     config.rollout.group_size = 8
     config.rollout.num_rows = 64
-    config.rollout.observation_lag_chunks = 0  # chosen by what this GPU and the search take
     config.optimizer.micro_rows = 0
     config.sft.optimizer.micro_rows = 0
     config.optimizer.lr = 2e-6

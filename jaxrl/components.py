@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl import calibration, capacity, environment, toolbox
+from jaxrl import capacity, environment, toolbox
 from jaxrl.choices import chosen, made
 from jaxrl.config import OWN_MODEL
 from jaxrl.demonstrations import Demonstration, read_demonstrations
@@ -157,13 +157,7 @@ def assemble(
         engine = make_engine(config, policy, mesh, automaton, tokenizer, kind=kind)
     model = make_model(config, mesh, policy, tokenizer)
     stages = make_stages(config, model, method)
-    given = filled(calibration.Chosen, config.rollout)
-    longest = environment.context_tokens(config)
-    schedule = Schedule(
-        deterministic=config.rollout.deterministic,
-        lag_chunks=calibration.defaults(given, longest).observation_lag_chunks,
-        deadline_s=config.env.step_deadline_s,
-    )
+    schedule = make_schedule(config, mesh.devices.flat[0].platform)
     own_parts, correct = toolbox.own_parts(config), config.reward.correct
     pay = Payment(
         weights=toolbox.reward_weights(config),
@@ -190,10 +184,7 @@ def assemble(
     def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:
         # Groups of other processes come without their images.
         restored = seen_by.with_images if seen_by else list
-        rollout: RolloutFunction = rollout_of(env, seen_by)
-        if engine is not None:
-            rollout = calibration.telling(rollout, engine, schedule, log)
-        return shared(rollout, restored)
+        return shared(rollout_of(env, seen_by), restored)
 
     without_search = rollout_of(control)
     tasks, notes = _fit_all(tasks, without_search, config, show)
@@ -222,19 +213,6 @@ def assemble(
                 "config.model.path reads no images; leave the suite out."
             )
         controls["blank_images"] = shared_rollout(env, processor.blank())
-    calibrates = {}
-    is_ours = not environment.plays_itself(config)
-    if engine is not None and is_ours and calibration.is_open(given, engine, schedule):
-        around = engine, env, tokenizer, automaton, limits
-        # Replies enter as they arrive, so that what they take is measured.
-        at_once = Schedule(deterministic=False, deadline_s=config.env.step_deadline_s)
-        calibrates["calibrate"] = calibration.Calibration(
-            engine=engine,
-            schedule=schedule,
-            given=given,
-            make=partial(calibration.Measuring, *around, at_once, pay, processor),
-            longest=longest,
-        )
     return Assembled(
         mesh=mesh,
         model=model,
@@ -254,7 +232,16 @@ def assemble(
         prompt_time=tokenizer.now.isoformat() if tokenizer.reads_clock else "",
         notes=tuple(filter(None, notes)),
         processor=processor,
-        **calibrates,
+    )
+
+
+def make_schedule(config: ConfigDict, platform: str) -> Schedule:
+    """Make the schedule by which replies enter on devices of a platform."""
+    is_deterministic = config.rollout.deterministic
+    return Schedule(
+        deterministic=platform == "cpu" if is_deterministic is None else is_deterministic,
+        lag_chunks=config.rollout.observation_lag_chunks,
+        deadline_s=config.env.step_deadline_s,
     )
 
 
@@ -801,7 +788,7 @@ def make_engine(
         num_pages=num_pages,
         max_prompt_tokens=environment.prompt_tokens(config),
         max_total_tokens=length,
-        chunk_tokens=calibration.defaults(filled(calibration.Chosen, rollout), length).chunk_tokens,
+        chunk_tokens=rollout.chunk_tokens,
         max_units=environment.max_image_tokens(config),
         dtype=jnp.dtype(config.model.dtype),
         kernels=kernels,

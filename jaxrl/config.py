@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from jaxrl.envs.json_text import read_object
 from jaxrl.keys import (
@@ -70,12 +71,6 @@ ATTENTION = ("auto", "xla", "mosaic_gpu", "triton", "mosaic")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
 OWN_MODEL = "model"
 SUITES = ("sampled", "greedy", "empty_search", "random_search", "blank_images")
-
-CHUNK_TOKENS = (8, 16, 32)
-"""Lengths of a chunk out of which a calibration chooses; the second is that of other runs."""
-
-LAG_CHUNKS = 2
-"""Chunks before replies enter, where nothing was chosen."""
 
 MIN_TEMPERATURE = 1e-3
 """Less draws the most likely token all but always, and far less makes logits infinite."""
@@ -429,16 +424,16 @@ KEYS: dict[str, Key] = {
     "rollout.cache_gib": Key(0.0, "GiB of each device for their keys and values. 0: what the plan "
         "leaves, or on a CPU what `num_rows` trajectories of full length fill.", at_least=0,
         at_most=2**20, restart=FREE),
-    "rollout.chunk_tokens": Key(0, "Decoding steps between two looks of the host. 0: chosen out of "
-        "8, 16 and 32 as the lag below is; 16 on a CPU.", at_least=0, restart=FREE),
-    "rollout.deterministic": Key(True, "True: replies of the environment enter after a fixed "
-        "number of chunks, and a run repeats bit for bit. False: at the first chunk after they "
-        "have arrived, for slow tools.", restart=FREE),
-    "rollout.observation_lag_chunks": Key(0, "Chunks from the one in which a row stops to the one "
-        "before which the reply enters. With 1 the device waits for host and environment between "
-        "chunks, with more it decodes meanwhile. 0: chosen before the train stage by what calls of "
-        "the environment and chunks take, once for the run; 2 on a CPU.", at_least=0,
-        restart=FREE),
+    "rollout.chunk_tokens": Key(16, "Decoding steps that the device takes before the host reads "
+        "what was sampled.", above=0, restart=FREE),
+    "rollout.deterministic": Key(None, "True: the environment's replies enter after a fixed number "
+        "of chunks, and a run repeats bit for bit. False: replies enter at the first chunk after "
+        "they arrive, which hides slow tools and changes samples only by rounding. None: True on "
+        "CPUs, False on accelerators.", restart=FREE),
+    "rollout.observation_lag_chunks": Key(2, "Chunks from the one in which a row stops to the one "
+        "before which the reply enters, in a deterministic run. With 1 the device waits for the "
+        "host and the environment between chunks. With more it decodes other rows meanwhile.",
+        above=0, restart=FREE),
     "rollout.ahead": Key(0, "1: the groups of a step are sampled while the step before updates, by "
         "the weights before that update. 0: after it.", one_of=(0, 1), expected="0 or 1",
         restart=TRAINING),
@@ -683,7 +678,8 @@ def default_config() -> ConfigDict:
                 prefix = ".".join(sections[:depth])
                 place[section] = ConfigDict(convert_dict=prefix not in _WITH_MAPPINGS)
             place = place[section]
-        place[name] = dict(entry.default) if isinstance(entry.default, dict) else entry.default
+        default = placeholder(bool) if entry.default is None else entry.default
+        place[name] = dict(default) if isinstance(default, dict) else default
     return config
 
 

@@ -7,7 +7,7 @@ import inspect
 from ml_collections import ConfigDict
 
 from jaxrl.choices import check_texts, chosen
-from jaxrl.config import CHUNK_TOKENS, KEYS
+from jaxrl.config import KEYS
 from jaxrl.envs.base import ENVS, Env
 from jaxrl.keys import Rule
 from jaxrl.own_code import is_own
@@ -96,12 +96,6 @@ def context_tokens(config: ConfigDict) -> int:
     """Tokens that the sampler reads at once, at most."""
     rollout = config.rollout
     return int(rollout.context.max_tokens if has_contexts(config) else rollout.max_total_tokens)
-
-
-def most_chunk_tokens(config: ConfigDict, platform: str) -> int:
-    """Decoding steps of a chunk at most, where its length may still be chosen."""
-    longest = CHUNK_TOKENS[1] if platform == "cpu" else CHUNK_TOKENS[-1]
-    return int(config.rollout.chunk_tokens) or min(longest, context_tokens(config))
 
 
 def prompt_tokens(config: ConfigDict) -> int:

@@ -39,7 +39,7 @@ REPLAY = ("off", "record", "only")
 class Key:
     """One key: what is known of it by itself."""
 
-    default: Any
+    default: Any  # None: a switch whose default depends on the platform
     meaning: str  # with its unit; Markdown
     _: KW_ONLY
     restart: str = RESULTS
@@ -74,6 +74,9 @@ class Key:
         if isinstance(self.default, float):
             if not is_finite(value):
                 refuse(name, value, "a finite number")
+        elif self.default is None:
+            if value is not None and not isinstance(value, bool):
+                refuse(name, value, "True, False or None")
         elif type(value) is not type(self.default):
             expected = f"a value of type {type(self.default).__name__}, as {self.default!r}"
             refuse(name, value, expected)

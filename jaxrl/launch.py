@@ -494,8 +494,9 @@ def _plain(argument: str) -> str:
     if type(default) is int and value.isdecimal():
         return argument
     read = values.as_default(value, default)
+    wanted = bool if default is None else type(default)
     for kind, expected in ((bool, "true or false"), (int, "a whole number"), (float, "a number")):
-        if type(default) is kind and type(read) is not kind:
+        if wanted is kind and type(read) is not kind:
             raise ValueError(f"{argument}: expected {expected}.")
     return f"{name}={read}"
 

@@ -177,7 +177,6 @@ def evaluate_step(
             saved=dataclasses.replace(progress),
         )
         params = start_params(session)
-        components.calibrate(session, params, "evaluate")
         folder = workdir / "steps" / str(step)
         components.export(params, folder)
         evaluate(session, params)
@@ -221,7 +220,6 @@ def run_stages(session: Session) -> bool:
     try:
         params = start_params(session)
         for stage in session.settings.stages:
-            session.components.calibrate(session, params, stage)
             params = STAGE_FUNCTIONS[stage](session, params)
         return True
     except RollBack as decision:

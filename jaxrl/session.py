@@ -83,8 +83,6 @@ class Components:
     prompt_time: str = ""  # that the chat template is given; "" where it asks for none
     notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
     external: str = ""  # the model behind an endpoint that plays; "": the run's own
-    # Chooses before a stage what of the schedule is open: of session, parameters and stage.
-    calibrate: Callable[[Session, Params, str], None] = lambda session, params, stage: None
     export: Callable[[Params, Path], None]  # writes folders below a path, one in HF's format
 
     @property
@@ -133,7 +131,6 @@ class Progress:
     pending: Collected | None = field(default=None, compare=False)
     # Of all that was sampled, evaluations too.
     ledger: Ledger = field(default_factory=Ledger, compare=False)
-    schedule: dict[str, int] = field(default_factory=dict)  # see `calibration.Chosen`
 
     def is_passed_by(self, record: Record) -> bool:
         """True of a record of `metrics.jsonl` about something after this progress."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -221,6 +222,7 @@ class Collector:
     stream: Stream[Task]
     measure: Measure
     failure: Exception | None = None  # for which nothing could be collected ahead
+    has_warned: bool = False  # of idle devices
 
     def take(self, policy_version: int) -> Collected:
         """Collects what the step that begins trains on."""
@@ -276,6 +278,7 @@ class Collector:
     ) -> Collected:
         """Collects the groups of a step from where the progress stands, with its metrics."""
         session, engine = self.session, self.session.components.engine
+        started = time.perf_counter()
         before, spent = dataclasses.replace(engine.counts), Ledger()
         under_way = session.uncounted  # of the step beside which this one's groups are collected
         engine.waits.clear()
@@ -314,10 +317,25 @@ class Collector:
             session.count_lost(spent)
             session.uncounted = under_way
             raise
-        metrics = collected.metrics | engine_metrics(engine, before)
-        metrics |= wait_metrics(engine) | self.stream.metrics(collected.num_tasks_taken)
+        metrics = collected.metrics | engine_metrics(engine, before) | wait_metrics(engine)
+        self._warn_of_idling(metrics["timing_s/wait_lag"], time.perf_counter() - started)
+        metrics |= self.stream.metrics(collected.num_tasks_taken)
         engine.clear()  # each counts its pages from the first
         return dataclasses.replace(collected, metrics=metrics, ledger=spent)
+
+    def _warn_of_idling(self, idle_s: float, sampling_s: float) -> None:
+        """Warn once if a fixed lag keeps the devices idle for a tenth of the sampling time.
+
+        Less than a second is not worth a warning.
+        """
+        if self.has_warned or idle_s < max(1.0, 0.1 * sampling_s):
+            return
+        self.has_warned = True
+        self.session.display.log(
+            f"warning: the devices were idle for {idle_s:.1f} of {sampling_s:.1f} s of sampling, "
+            "as replies of the environment enter after a fixed number of chunks; set "
+            "config.rollout.deterministic=False, or raise config.rollout.observation_lag_chunks"
+        )
 
 
 def rollout_at(

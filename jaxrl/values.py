@@ -141,7 +141,7 @@ def as_default(value: Any, default: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    if isinstance(default, bool):
+    if default is None or isinstance(default, bool):
         return SWITCHES.get(value.lower(), value)
     if isinstance(default, int | float):
         with contextlib.suppress(ValueError):

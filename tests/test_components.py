@@ -23,6 +23,7 @@ from jaxrl.components import (
     assemble,
     check_offload,
     fit_prompts,
+    make_schedule,
 )
 from jaxrl.config import default_config
 from jaxrl.envs.base import Episode, OutageError, Prompt, Task, Turn
@@ -36,6 +37,25 @@ from tests.servers import Retriever, served
 from tests.toys import toy_tokenizer
 
 KEY = "config.tasks.train.source"
+
+
+@pytest.mark.parametrize(
+    ("platform", "wish", "wanted"),
+    [
+        ("cpu", None, True),
+        ("gpu", None, False),
+        ("tpu", None, False),
+        ("cpu", False, False),
+        ("gpu", True, True),
+    ],
+)
+def test_replies_enter_as_they_arrive_on_accelerators_unless_the_key_is_set(platform, wish, wanted):
+    config = default_config()
+    config.rollout.deterministic = wish
+    schedule = make_schedule(config, platform)
+    assert (schedule.deterministic, schedule.lag_chunks) == (wanted, 2)
+
+
 TASK = Task(id="t", question="?", answers=("x",))
 
 

@@ -86,7 +86,7 @@ def test_shipped_configs_are_valid(name):
         ("rollout.temperature", 1e-40, "a number of at least 0.001"),
         ("eval.temperature", 1e-5, "a number of at least 0.001"),
         ("rollout.chunk_tokens", 10**9, "at most rollout.max_total_tokens="),
-        ("rollout.observation_lag_chunks", -1, "a number of at least 0"),
+        ("rollout.observation_lag_chunks", 0, "a number above 0"),
         ("rollout.ahead", 2, "0 or 1"),
         ("mesh.rollout_devices", -1, "a number of at least 0"),
         ("loss.clip_low", -0.1, "a number of at least 0"),

@@ -172,6 +172,7 @@ class TestFlags:
             ("--config.num_steps=1.5e0", "a whole number"),
             ("--config.optimizer.lr=fast", "a number"),
             ("--config.model.scan_layers=maybe", "true or false"),
+            ("--config.rollout.deterministic=maybe", "true or false"),
         ],
     )
     def test_wrong_type(self, refusal, override, wanted):

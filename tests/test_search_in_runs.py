@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import time
 
 import pytest
 
@@ -10,18 +11,29 @@ from jaxrl.choices import made
 from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.envs.local_search import LocalSearch
+from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.envs.serve_retriever import DIALECTS, parse_arguments, read_request
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.toolbox import engine
 from tests.helpers import ROOT, blocks
-from tests.runs import base_config, lasting, trajectories, warm_start, without_usage
+from tests.runs import base_config, lasting, records, trajectories, warm_start, without_usage
 from tests.servers import Reply, retriever_command, served
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 
 PAGE = ROOT / "docs" / "search.md"
 TOPK = 2
+
+
+class SlowSearch(EmptySearch):
+    """An engine that takes 0.2 s to find nothing."""
+
+    def run(self, query):
+        time.sleep(0.2)
+        return super().run(query)
+
+
 KEY = "k3y-of-a-test"
 
 
@@ -87,6 +99,26 @@ def test_the_page_shows_commands_that_are_understood():
     [asked] = [shlex.split(line) for line in lines if line.startswith("curl")]
     path, body = asked[2].removeprefix("http://127.0.0.1:8000"), asked[-1].encode()
     assert read_request(body, DIALECTS[path], 3) == (["capital of France"], 1, True)
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_a_deterministic_run_that_idles_names_the_key_once(
+    tiny_world, source, tmp_path, is_deterministic
+):
+    config = base_config(tiny_world, source)
+    config.search.engine = f"{__name__}.SlowSearch"
+    config.rollout.deterministic = is_deterministic
+    config.rollout.num_rows = 2  # so that other trajectories could be decoded
+    config.rollout.observation_lag_chunks = 1
+    display, lines = Display(), []
+    display.log = lines.append
+    run(settings_of(config), tmp_path, assemble(config), display)
+    warnings = [line for line in lines if "config.rollout.deterministic" in line]
+    assert len(warnings) == is_deterministic
+    steps = [record for record in records(tmp_path) if "timing_s/gen" in record]
+    waits = [record["timing_s/wait_lag"] for record in steps]
+    assert len(waits) == 2
+    assert all(wait > 1 for wait in waits) if is_deterministic else not any(waits)
 
 
 def local_hits(world):

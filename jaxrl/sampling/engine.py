@@ -17,7 +17,6 @@ which depends on the state of the requests and never on the clock.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -252,7 +251,13 @@ class Engine:
         self._see = declared(
             programs.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
         )
-        self._decode = self._declare_decode()
+        self._decode = declared(
+            programs.decode_packed,
+            name="decode",
+            variants=self._decodes(),
+            donate_argnums=(1,),
+            static_argnums=(7, 8),
+        )
         self._make_cache = jitted(
             programs.empty_cache, name="cache", key=self._program_key, static_argnums=(0, 1)
         )
@@ -291,29 +296,6 @@ class Engine:
             )
             for index in range(self.num_shards)
         ]
-
-    def set_chunk(self, num_steps: int) -> None:
-        """Decodes from here on in chunks of so many steps, by a program of their own.
-
-        Raises:
-            RuntimeError: there are requests.
-        """
-        if not self.is_idle:
-            raise RuntimeError("the engine still has requests; finish or clear them first.")
-        if num_steps != self.programs.num_steps:
-            self.programs = dataclasses.replace(self.programs, num_steps=num_steps)
-            self._decode = self._declare_decode()
-            self._forget()
-
-    def _declare_decode(self) -> CompiledFunction:
-        return CompiledFunction(
-            self.programs.decode_packed,
-            name="decode",
-            variants=self._decodes(),
-            donate_argnums=(1,),
-            static_argnums=(7, 8),
-            key=self._program_key,
-        )
 
     @property
     def _program_key(self) -> Hashable:

@@ -84,7 +84,7 @@ class Limits:
         return self.context.max_tokens - self.context.turn_tokens - prompt_length - num_sampled
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Moments at which the environment's replies enter, the same in all rollouts of a run.
 
@@ -93,8 +93,7 @@ class Schedule:
             nothing depends on the clock; else at the first chunk after they have arrived.
         lag_chunks: of the deterministic schedule. The replies to rows that stopped in a chunk
             enter before the chunk so many after it. With 1 the device waits for host and
-            environment between chunks; with more it decodes meanwhile. Before the train stage it
-            may be chosen anew.
+            environment between chunks; with more it decodes meanwhile.
         deadline_s: seconds after which a call of `Env.step` is given up; 0: never.
     """
 

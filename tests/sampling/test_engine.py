@@ -245,7 +245,8 @@ def test_what_is_compiled_ahead_is_all_there_is():
 
 
 def test_a_second_engine_of_the_same_settings_compiles_nothing():
-    made = [Player(SMALL, TOKENIZER, STOPS, num_rows=4, num_pages=9) for _ in range(2)]
+    settings = {"num_rows": 4, "num_pages": 9}
+    made = [Player(SMALL, TOKENIZER, STOPS, **settings) for _ in range(2)]
     got = []
     for played in made:
         with count_compilations() as compiled:
@@ -255,9 +256,10 @@ def test_a_second_engine_of_the_same_settings_compiles_nothing():
     assert made[1].engine.num_compilations == made[0].engine.num_compilations > 0
     assert same_samples(*got)
     # Another chunk is another program.
-    made[1].engine.set_chunk(5)
+    other = Player(SMALL, TOKENIZER, STOPS, chunk_tokens=5, **settings)
     with count_compilations() as compiled:
-        made[1].play(noting_env(), QUESTIONS, group_size=3)
+        other.engine.set_weights(OLD)
+        other.play(noting_env(), QUESTIONS, group_size=3)
     assert compiled
 
 

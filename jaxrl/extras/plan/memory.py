@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.capacity import CacheSizes, check_length, check_rows, samples_beside, sampling_shards
 from jaxrl.config import default_config
-from jaxrl.environment import context_tokens, max_image_tokens, most_chunk_tokens
+from jaxrl.environment import context_tokens, max_image_tokens
 from jaxrl.extras.plan.host import host_memory
 from jaxrl.method import (
     batch_shape,
@@ -915,7 +915,7 @@ class _Sampler:
         """Builds the terms for a run's rollouts and evaluations."""
         mesh = target_mesh(config, model, target)
         terms = ModelTerms(model, mesh)
-        chunk_tokens = most_chunk_tokens(config, target.platform)
+        chunk_tokens = config.rollout.chunk_tokens
         dtype = jnp.dtype(config.model.dtype)
         kernels = _kernels(config, model, target)
         page = page_tokens(config, model, target)
@@ -1213,9 +1213,8 @@ def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str
         sizes = append_sizes(target.platform, context_tokens(config))
         page = page_tokens(config, model, target)
         shapes["rollout"] = (
-            f"decode {most_chunk_tokens(config, target.platform)} steps of up to "
-            f"{rollout.num_rows} rows over up to {context_tokens(config)} tokens; "
-            f"read up to {sizes[-1]} tokens on a device; cache "
+            f"decode {rollout.chunk_tokens} steps of up to {rollout.num_rows} rows over up to "
+            f"{context_tokens(config)} tokens; read up to {sizes[-1]} tokens on a device; cache "
             f"{cache_pages(config, model, target)} pages x {page} tokens on a device"
         )
     return shapes
