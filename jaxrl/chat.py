@@ -94,6 +94,7 @@ class Chat:
         around: all that it writes before, between and behind messages.
         image: what it writes for an image, as `<|vision_start|><|image_pad|><|vision_end|>`; ""
             where it takes none.
+        left_out: the system message of its own that some rendered chat has not; "" so far.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Chat:
         self._apply, self._mark_tokens = apply, mark_tokens
         self._frame = functools.lru_cache(self._frame_of)
         self._own_system = self._find_own_system(bos)
+        self.left_out = ""
         # Text before the model's message, beyond what is before an earlier one's.
         chat, asked = self._texts("user", "assistant", "user"), self._texts("user", asks=True)
         self.opener = ""
@@ -126,7 +128,13 @@ class Chat:
         image = self._texts_of((("user", ("text", "image", "text"), ""),))
         self.image = "" if image is None else image[1]
 
-    def render(self, messages: Sequence[Message], *, with_images: bool = False) -> list[Piece]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        with_images: bool = False,
+        has_default_system: bool = False,
+    ) -> list[Piece]:
         """A chat up to where the model's next message begins, in pieces.
 
         The contents are as the template gives them back, without the blanks around them if it
@@ -136,6 +144,8 @@ class Chat:
         Args:
             messages: the chat.
             with_images: the marks in the contents are images, which the template writes.
+            has_default_system: a chat without a system message has the template's own, if it
+                writes one.
 
         Raises:
             ValueError: the template refuses the chat, or drops one of its messages or a field of
@@ -175,11 +185,14 @@ class Chat:
         stripped = [content.strip() for content in contents]
         if "".join(piece.text for piece in _fill(frame, stripped)) == text:
             contents = stripped
-        if "system" not in roles:
+        if "system" not in roles and not has_default_system:
             start = frame[0]
             assert isinstance(start, Piece)
-            begin = start.text.replace(*self._own_system, 1)
-            frame = (dataclasses.replace(start, text=begin), *frame[1:])
+            own, instead = self._own_system
+            if own and own in start.text:
+                self.left_out = own.removeprefix(instead)
+                start = dataclasses.replace(start, text=start.text.replace(own, instead, 1))
+            frame = (start, *frame[1:])
         return _fill(frame, contents)
 
     def turn(self, message: Message) -> str:
@@ -195,10 +208,10 @@ class Chat:
         opening = {"role": "user", "content": "?"}
         header = self._texts("user", "assistant", "tool")
         assert header is not None  # as `tool_turn` has seen
-        pieces = self.render([opening, message, {"role": "tool", "content": "?"}])
+        chat = [opening, message, {"role": "tool", "content": "?"}]
+        pieces = self.render(chat, has_default_system=True)
         text = "".join(piece.text for piece in pieces)
-        start = header[0].replace(*self._own_system, 1)
-        begin, end = f"{start}?{header[1]}", f"{first}?{last}"
+        begin, end = f"{header[0]}?{header[1]}", f"{first}?{last}"
         if not (text.startswith(begin) and text.endswith(end)):
             raise ValueError(
                 "the tokenizer's chat template puts something around a message of the assistant "

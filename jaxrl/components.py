@@ -189,14 +189,9 @@ def assemble(
     without_search = rollout_of(control)
     tasks, notes = _fit_all(tasks, without_search, config, show)
     eval_tasks, eval_notes = _fit_all(eval_tasks, without_search, config, show)
-    end_note = ""  # told where no id ends a message of the model
-    if engine and (end := tokenizer.unknown_message_end):
-        known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
-        end_note = (
-            f"warning: the chat template ends a message with {end}, but only {known} ends the "
-            f"model's; it may run on behind it. Set config.model.eos_tokens to ({end!r},)"
-        )
-    notes = [end_note, clock_note(tokenizer), *notes, *eval_notes, overlap_note(tasks, eval_tasks)]
+    notes += [*eval_notes, overlap_note(tasks, eval_tasks)]
+    if engine:
+        notes = [*template_notes(tokenizer), *notes]
     # The environment that searches; of control suites, that with another engine or blank images.
     env, controls = control, {"empty_search": shared_rollout(control)}
     suites = environment.suites_of(config)
@@ -458,11 +453,27 @@ def model_and_tokenizer(
     return model_config, tokenizer
 
 
-def clock_note(tokenizer: Tokenizer) -> str:
-    """Say which time all prompts have, where the chat template asks for it; else ""."""
-    if not tokenizer.reads_clock:
-        return ""
-    return f"the chat template asks for the time; it is always given {tokenizer.now:%Y-%m-%d %H:%M}"
+def template_notes(tokenizer: Tokenizer) -> list[str]:
+    """Say what a user should know of the chat template and the prompts rendered so far."""
+    notes = []
+    if end := tokenizer.unknown_message_end:
+        known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
+        notes.append(
+            f"warning: the chat template ends a message with {end}, but only {known} ends the "
+            f"model's; it may run on behind it. Set config.model.eos_tokens to ({end!r},)"
+        )
+    if tokenizer.reads_clock:
+        notes.append(
+            "the chat template asks for the time; it is always given "
+            f"{tokenizer.now:%Y-%m-%d %H:%M}"
+        )
+    if own := tokenizer.left_out_system:
+        notes.append(
+            f"prompts without a system message have none: {own!r:.200}, which the chat template "
+            "writes into such chats, is left out. Set config.prompt.system, or put a system "
+            "message into the chats, to have one"
+        )
+    return notes
 
 
 def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:

@@ -127,6 +127,8 @@ def open_run(
     give_back_after_compiling()
     model_folder(config.model.path, display.log)
     components = assemble(config, display.activity, now=prompt_time(run))
+    for note in components.notes:
+        display.log(note)
     params, weights = load_weights(components, config, run, model, display, step=step)
     display.log(f"weights: {weights}")
     components.engine.set_weights(given_up(components.model.whole(params)))

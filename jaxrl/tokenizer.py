@@ -256,6 +256,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         image_tokens: Sequence[int] = (),
         behind: int = 0,
+        has_default_system: bool = False,
     ) -> list[int]:
         """Ids of a chat up to where the model's next message begins.
 
@@ -270,12 +271,15 @@ class Tokenizer:
             image_tokens: of each image, for which a mark stands in the contents; without any, marks
                 are plain text.
             behind: so many messages, none blank, are left out with all that is before their ends.
+            has_default_system: see `Chat.render`.
 
         Raises:
             ValueError: the template refuses the chat, drops a message or a field of one, or knows
                 no tools or images.
         """
-        pieces = self._chat_with(tools).render(messages, with_images=bool(image_tokens))
+        pieces = self._chat_with(tools).render(
+            messages, with_images=bool(image_tokens), has_default_system=has_default_system
+        )
         if behind:
             ends = [end for end, piece in enumerate(pieces, start=1) if piece.is_given][:behind]
             if [pieces[end - 1].text for end in ends] != [m["content"] for m in messages[:behind]]:
@@ -409,6 +413,11 @@ class Tokenizer:
             ids += [*self.encode_plain(text[begin:start]), id]
             begin = end
         return [*ids, *self.encode_plain(text[begin:])]
+
+    @property
+    def left_out_system(self) -> str:
+        """The chat template's own system message, once a prompt has been rendered without it."""
+        return next((chat.left_out for chat in self._chats.values() if chat.left_out), "")
 
     @property
     def unknown_message_end(self) -> str:

@@ -18,7 +18,7 @@ from jaxrl.envs.base import Env
 from jaxrl.envs.payment import JUDGE, REWARD_PARTS, RewardPart
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
 from jaxrl.envs.retrieval import ENGINES
-from jaxrl.envs.search import SearchEnv, check_spoken, with_tools
+from jaxrl.envs.search import SearchEnv, check_spoken, turn_ends, with_tools
 from jaxrl.envs.tools import SANDBOXES, TOOLS, Tool
 from jaxrl.own_code import failure_text, is_own, short_name
 
@@ -83,6 +83,18 @@ def mcp_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
     ask: Any = pkgutil.resolve_name("jaxrl.extras.mcp.servers:offered_tools")
     offered: list[Tool] = ask(servers, config.env.search.tool_deadline_s, log)
     return offered
+
+
+def stop_strings(config: ConfigDict) -> tuple[str, ...]:
+    """Strings that end a turn in the configured environment, which is not made for that.
+
+    Those of tools of MCP servers are not among them: nobody has asked the servers.
+    """
+    kind = environment(config)
+    if not issubclass(kind, SearchEnv):
+        return tuple(kind.stop_strings)
+    names = [offer.name for offer in tools(config)]
+    return turn_ends(protocol(config)(names), names)
 
 
 def _python(section: ConfigDict) -> Offer:

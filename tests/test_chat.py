@@ -10,16 +10,10 @@ from hypothesis import strategies as st
 from jaxrl.demonstrations import encode_demonstration
 from jaxrl.tokenizer import Tokenizer
 from tests.qwen import qwen3
-from tests.toys import showing, toy_tokenizer
+from tests.toys import OWN_SYSTEM, showing, toy_tokenizer
 
 TURN = "{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}"
 ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-# Writes a system message of its own where none is given.
-OWN_SYSTEM = (
-    "{% if messages[0].role != 'system' %}"
-    "{{ '<|im_start|>system\nYou were made by nobody.<|im_end|>\n' }}{% endif %}"
-    "{% for m in messages %}{% set text = m.content %}" + TURN + "{% endfor %}" + ASK
-)
 # Takes thoughts out of earlier answers; a switch that ends the thought before it has begun.
 FORGETS_THOUGHTS = (
     "{% for m in messages %}{% set text = m.content %}"
@@ -86,6 +80,16 @@ def test_no_system_message_means_none():
     # Text that reads like the template's own message is given, and stays.
     told = {"role": "user", "content": "You were made by nobody."}
     assert "You were made by nobody." in rendered(tokenizer, told)
+
+
+def test_the_templates_own_system_message_is_there_on_demand():
+    tokenizer = tokenizer_of(OWN_SYSTEM)
+    tokenizer.render_prompt([SYSTEM, QUESTION])
+    ids = tokenizer.render_prompt([QUESTION], has_default_system=True)
+    assert ids == by_transformers(tokenizer, [QUESTION])
+    assert tokenizer.left_out_system == ""
+    tokenizer.render_prompt([QUESTION])
+    assert tokenizer.left_out_system == "<|im_start|>system\nYou were made by nobody.<|im_end|>\n"
 
 
 def test_a_first_token_stays_when_a_system_message_goes():

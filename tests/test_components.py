@@ -34,7 +34,7 @@ from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.rollout import Rollout
 from tests.helpers import ROOT
 from tests.servers import Retriever, served
-from tests.toys import toy_tokenizer
+from tests.toys import OWN_SYSTEM, toy_tokenizer
 
 KEY = "config.tasks.train.source"
 
@@ -125,6 +125,23 @@ def test_an_end_of_messages_at_which_nothing_stops_is_told(tiny_world, tmp_path)
     assert note.endswith("Set config.model.eos_tokens to ('<|im_end|>',)")
     config.model.eos_tokens = ("<|im_end|>",)
     assert assemble(config).notes == ()
+
+
+@pytest.mark.parametrize("system", ["", "Search."])
+def test_a_system_message_of_the_template_that_is_left_out_is_told(tiny_world, tmp_path, system):
+    config = debug_tiny.get_config(str(tiny_world))
+    config.stages, config.prompt.system = ("train",), system
+    config.rollout.max_prompt_tokens = 40
+    config.model.path = str(shutil.copytree(tiny_world / "model", tmp_path / "model"))
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": OWN_SYSTEM}))
+    notes = assemble(config).notes
+    if system:
+        assert notes == ()
+    else:
+        [note] = notes
+        assert "made by nobody" in note
+        assert "config.prompt.system" in note
 
 
 def test_never_all_tasks_are_left_out():

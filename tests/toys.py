@@ -26,6 +26,13 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
+# Writes a system message of its own where none is given, as Qwen2.5's template does.
+OWN_SYSTEM = (
+    "{% if messages[0].role != 'system' %}"
+    "{{ '<|im_start|>system\nYou were made by nobody.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 ROOMY = Limits(
     max_prompt_tokens=32, max_response_tokens=64, max_total_tokens=64, max_observation_tokens=64
 )

@@ -100,8 +100,7 @@ class SearchEnv(Env):
                         "expected one that takes a text, as tags can hold, or "
                         "config.env.search.protocol='qwen'."
                     )
-            closings = [f"</{tool.name}>" for tool in tools]
-            self.stop_strings = (*spoken.stop_strings, *closings)
+            self.stop_strings = turn_ends(spoken, [tool.name for tool in tools])
         self._tools = dict(zip(names, offered, strict=True))
         self._prompt = prompt
         self._max_turns, self._max_calls = max_turns, max_calls
@@ -275,6 +274,13 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
             )
         taken.add(name)
     return protocol(names[1:])
+
+
+def turn_ends(protocol: Protocol, names: Sequence[str]) -> tuple[str, ...]:
+    """Strings that end a turn where tools of these names stand beside the search engine."""
+    if protocol.in_template:
+        return ()
+    return (*protocol.stop_strings, *(f"</{name}>" for name in names))
 
 
 def check_spoken(protocol: Protocol) -> None:

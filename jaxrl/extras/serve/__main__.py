@@ -140,6 +140,7 @@ def answer(
         key=key,
         deadline_s=arguments.deadline_s,
         max_body_mib=arguments.max_body_mib,
+        stops=served.stops,
     )
     server = Server(Endpoint(worker, tokenizer, settings), arguments.host, taken)
     with stop_on_signals() as should_stop:

@@ -64,15 +64,17 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of what is asked.
+    """Bounds of what is asked, and of answers where a request says nothing.
 
     Attributes:
         max_total_tokens: of prompt and answer.
         num_tokens: ids that the tokenizer knows.
+        stops: strings that end an answer where its request names none.
     """
 
     max_total_tokens: int
     num_tokens: int
+    stops: tuple[str, ...] = ()
 
     def check(self, values: Sequence[Any]) -> None:
         """Refuses a list each item of which takes a token or more, before it is gone through.
@@ -108,6 +110,7 @@ def read_question(
             "temperature", f"0 for the most likely, or {LEAST_TEMPERATURE} and more"
         )
     seed = fields.whole("seed", 0, -(2**63)) if "seed" in fields.values else None
+    names_stops = "stop" in fields.values
     return Question(
         prompt_ids=tuple(prompt_ids),
         count=count,
@@ -117,7 +120,7 @@ def read_question(
         stop_ids=frozenset(
             fields.ids("stop_token_ids", limits.num_tokens, limits.max_total_tokens, default=())
         ),
-        stops=tuple(fields.texts("stop", MAX_STOPS)),
+        stops=tuple(fields.texts("stop", MAX_STOPS)) if names_stops else limits.stops,
     )
 
 

@@ -267,7 +267,7 @@ class Chats:
                 stored, rest = self._stored(session, messages, tools)
             if stored is not None and (behind := self._behind(stored, rest, tools)) is not None:
                 return [*stored.tolist(), *behind]
-            return self.tokenizer.render_prompt(chat, tools)
+            return self.tokenizer.render_prompt(chat, tools, has_default_system=True)
         except ValueError as error:
             raise RefusedError(400, f"{error}", param="messages") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl.extras.serve.answers import (
@@ -54,7 +54,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "audio": (),
     "reasoning_effort": (),
@@ -86,6 +85,7 @@ class Shown:
         has_logprobs: of each token.
         has_ids: of the prompt and of what was sampled.
         names_ids: tokens read "token_id:N" in place of their text.
+        has_one_call: of the calls in an answer it wants the first alone.
     """
 
     model: str
@@ -97,6 +97,7 @@ class Shown:
     has_logprobs: bool
     has_ids: bool
     names_ids: bool
+    has_one_call: bool
 
 
 def read(
@@ -145,6 +146,7 @@ def read(
         has_logprobs=fields.flag("logprobs"),
         has_ids=fields.flag("return_token_ids"),
         names_ids=fields.flag("return_tokens_as_token_ids"),
+        has_one_call=not fields.flag("parallel_tool_calls", True),
     )
     return question, shown
 
@@ -219,7 +221,10 @@ class Writer:
         }
 
     def message(self, sample: Sample) -> tuple[ChatMessage, str]:
-        """Reads the reply, and the reason why it ends; keeps the chat with its ids."""
+        """Reads the reply, and the reason why it ends; keeps the chat with its ids.
+
+        A chat that goes on from one call of several is another one, which is rendered anew.
+        """
         piece = joined(sample.pieces)
         text = Text(self.chats.tokenizer.vocab_bytes, ()).add(piece)
         reply = read_reply(text, has_tools=bool(self.shown.tools))
@@ -229,6 +234,8 @@ class Writer:
             self.shown.tools,
             [*self.answer.question.prompt_ids, *piece.token_ids],
         )
+        if self.shown.has_one_call:
+            reply = replace(reply, calls=reply.calls[:1])
         reason = "tool_calls" if reply.calls and piece.end == STOP else piece.end
         return reply, reason
 

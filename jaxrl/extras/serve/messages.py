@@ -9,7 +9,14 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl.extras.serve.answers import Limits, Question, Sample, joined, read_question
+from jaxrl.extras.serve.answers import (
+    MAX_STOPS,
+    Limits,
+    Question,
+    Sample,
+    joined,
+    read_question,
+)
 from jaxrl.extras.serve.chats import Call, ChatMessage, Chats, check_known
 from jaxrl.extras.serve.completions import Shown, Writer
 from jaxrl.extras.serve.fields import Fields, RefusedError, fields_of, shown
@@ -48,9 +55,10 @@ def read(
     fields.text("model", "")
     limits.check(fields.items("messages"))
     messages = read_messages(fields)
-    tools = read_tools(fields)
+    tools, has_one_call = read_tools(fields)
     # Its own names of what all dialects have.
-    common = Fields({**fields.values, "stop": fields.texts("stop_sequences", 16)})
+    stops = fields.texts("stop_sequences", MAX_STOPS) if "stop_sequences" in fields.values else None
+    common = Fields({**fields.values, "stop": stops})
     budget = None if counts else fields.whole("max_tokens", 0, 1)
     prompt_ids = chats.prompt(session, messages, tools)
     question = read_question(common, prompt_ids, limits, budget)
@@ -64,6 +72,7 @@ def read(
         has_logprobs=fields.flag("logprobs"),
         has_ids=fields.flag("return_token_ids"),
         names_ids=False,
+        has_one_call=has_one_call,
     )
 
 
@@ -151,8 +160,11 @@ def _user(message: Fields) -> list[ChatMessage]:
     return messages
 
 
-def read_tools(fields: Fields) -> list[Mapping[str, Any]]:
-    """Reads tools as the chat template describes them; none where none is to be called."""
+def read_tools(fields: Fields) -> tuple[list[Mapping[str, Any]], bool]:
+    """Reads tools as the chat template describes them, and whether only one may be called at once.
+
+    There are none where none is to be called.
+    """
     tools = []
     for index, one in enumerate(fields.items("tools")):
         tool = fields_of(one, f"tools[{index}]")
@@ -167,8 +179,8 @@ def read_tools(fields: Fields) -> list[Mapping[str, Any]]:
     choice = fields.inner("tool_choice")
     if choice.text("type", "auto") not in ("auto", "none"):
         raise choice.refuse("type", "'auto' or 'none'; this server cannot make a model call a tool")
-    choice.only({"disable_parallel_tool_use": (False,)})
-    return [] if choice.text("type", "auto") == "none" else list(tools)
+    has_one_call = choice.flag("disable_parallel_tool_use")
+    return [] if choice.text("type", "auto") == "none" else list(tools), has_one_call
 
 
 class MessageWriter(Writer):

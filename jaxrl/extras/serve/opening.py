@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.components import clock_note, make_engine, make_model, model_and_tokenizer
+from jaxrl.components import make_engine, make_model, model_and_tokenizer, template_notes
 from jaxrl.config import OWN_MODEL, default_config
 from jaxrl.config_checks import validate
 from jaxrl.environment import leave_out_adapter
@@ -39,6 +39,7 @@ from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import given_up
 from jaxrl.tokenizer import Tokenizer
+from jaxrl.toolbox import stop_strings
 
 LENGTH = "rollout.max_total_tokens"
 
@@ -54,6 +55,7 @@ class Served:
         tokenizer: with its chat template.
         template_arguments: of the chat template.
         engine: has the weights.
+        stops: strings that end an answer by default: of a run, those that end its turns.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Served:
     tokenizer: Tokenizer
     template_arguments: Mapping[str, Any]
     engine: ServedEngine
+    stops: tuple[str, ...] = ()
 
 
 def open_served(
@@ -134,9 +137,13 @@ def open_served(
         tokenizer=tokenizer,
         template_arguments=dict(config.prompt.chat_template_kwargs),
         engine=engine,
+        stops=stop_strings(config) if is_run(place) else (),
     )
+    if served.stops:
+        ends = ", ".join(served.stops)
+        display.log(f"answers end at {ends}, as turns in the run, unless a request names a stop")
     params, weights = load_weights(served, config, place, model, display, step=step)
-    if note := clock_note(tokenizer):
+    for note in template_notes(tokenizer):
         display.log(note)
     display.log(f"weights: {weights}")
     engine.set_weights(given_up(served.model.whole(params)))

@@ -74,6 +74,7 @@ class Settings:
         deadline_s: seconds from a question to the end of its answer.
         max_body_mib: of a request.
         max_answers: that are kept for clients that ask again.
+        stops: strings that end an answer where its request names none.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Settings:
     deadline_s: float = 600.0
     max_body_mib: float = 16.0
     max_answers: int = 512
+    stops: tuple[str, ...] = ()
 
 
 class Play(Protocol):
@@ -268,7 +270,9 @@ class Endpoint:
         self.hosts: list[str] | None = None  # values of `Host` that are answered; None: any
         self._chats = Chats(tokenizer, max_prompt_tokens=worker.max_total_tokens - 1)
         self._limits = Limits(
-            max_total_tokens=worker.max_total_tokens, num_tokens=tokenizer.num_tokens
+            max_total_tokens=worker.max_total_tokens,
+            num_tokens=tokenizer.num_tokens,
+            stops=settings.stops,
         )
         self._answers = Answers(
             worker, deadline_s=settings.deadline_s, max_kept=settings.max_answers

@@ -19,6 +19,7 @@ from jaxrl.extras.serve import __main__ as command
 from jaxrl.extras.serve.opening import is_run, open_served
 from jaxrl.logs.display import Display
 from jaxrl.opening import open_run
+from jaxrl.toolbox import stop_strings
 from tests.extras.serve.served import Client
 from tests.helpers import ROOT, without_keys_of
 
@@ -170,3 +171,38 @@ def test_prompts_have_the_time_of_the_run(run):
     for tokenizer in (served.tokenizer, assembled.tokenizer):
         prompt = tokenizer.render_prompt([{"role": "user", "content": "Where?"}])
         assert tokenizer.decode(prompt) == "2024-02-29 Where?"
+
+
+def test_turns_of_a_run_end_where_it_ended_them(run, tiny_world):
+    keys = {"rollout.chunk_tokens": 4}
+    assert open_served(run, Display(), rows=3, keys=keys).stops == ("</search>", "</answer>")
+    assert open_served(run / "export", Display(), rows=3, keys=keys).stops == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "stops"),
+    [
+        ({}, ("</search>", "</answer>")),
+        ({"env.search.tools": ("python",)}, ("</search>", "</answer>", "</python>")),
+        ({"env.search.protocol": "qwen"}, ()),
+        ({"env.name": "math"}, ()),
+    ],
+)
+def test_stop_strings_are_those_of_the_environment(tiny_world, changes, stops):
+    config = debug_tiny.get_config(str(tiny_world))
+    config.update_from_flattened_dict(changes)
+    assert stop_strings(config) == stops
+
+
+def test_an_end_of_messages_at_which_nothing_stops_is_told(run):
+    file = run / "export" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|endoftext|>"}))
+    (run / "export" / "generation_config.json").unlink(missing_ok=True)
+    for open_it in (
+        lambda display: open_served(run / "export", display, rows=3),
+        lambda display: open_run(run, None, display),
+    ):
+        said, display = [], Display()
+        display.log = said.append
+        open_it(display)
+        assert [line for line in said if "ends a message with <|im_end|>, but only" in line]

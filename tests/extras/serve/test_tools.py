@@ -10,6 +10,7 @@ from jaxrl.extras.serve.chats import Chats, read_messages, read_reply
 from jaxrl.extras.serve.fields import read_body
 from tests.extras.serve.served import TOKENIZER, serving
 from tests.extras.serve.writing import ASKED, CALL, TOOL, engine_that_writes
+from tests.toys import OWN_SYSTEM, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -210,6 +211,68 @@ def test_calls_that_nobody_sampled_are_rendered(client):
     text = TOKENIZER.decode(found["prompt_token_ids"])
     written = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert f"<|im_start|>assistant\n{written}<|im_end|>" in text
+
+
+def test_the_templates_own_system_message_is_rendered():
+    tokenizer = toy_tokenizer(chat_template=OWN_SYSTEM)
+    chats = Chats(tokenizer, max_prompt_tokens=400)
+    for chat in (ASKED, [{"role": "system", "content": "Search."}, *ASKED]):
+        expected = tokenizer._hf_tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False
+        )
+        assert chats.prompt("one", read_messages(chat), []) == expected
+
+
+TWO_CALLS = CALL + CALL.replace("Ada Kerr", "Eve Kerr")
+
+
+def test_parallel_calls_may_be_off():
+    with serving(engine_that_writes(TWO_CALLS)) as (_, client):
+        fields = {**FIELDS, "max_tokens": 120}
+        for allowed, count in ((None, 2), (True, 2), (False, 1)):
+            [choice] = client.chat(ASKED, **fields, parallel_tool_calls=allowed)["choices"]
+            assert TOKENIZER.decode(choice["token_ids"]) == TWO_CALLS + END
+            calls = choice["message"]["tool_calls"]
+            assert (len(calls), choice["finish_reason"]) == (count, "tool_calls")
+        # A chat with the one call and its result holds that alone.
+        chat = [
+            *ASKED,
+            choice["message"],
+            {"role": "tool", "tool_call_id": calls[0]["id"], "content": "1"},
+        ]
+        body = {**fields, "max_tokens": 1, "parallel_tool_calls": False}
+        text = TOKENIZER.decode(client.chat(chat, **body)["prompt_token_ids"])
+        assert "Ada Kerr" in text
+        assert "Eve Kerr" not in text
+        tool = {"name": "search", "description": "Finds.",
+                "input_schema": TOOL["function"]["parameters"]}  # fmt: skip
+        for disabled, count in ((False, 2), (True, 1)):
+            choice = {"type": "auto", "disable_parallel_tool_use": disabled}
+            body = {"messages": ASKED, "tools": [tool], "tool_choice": choice}
+            body |= {"temperature": 0, "max_tokens": 120}
+            status, value = client.post("/v1/messages", body)
+            kinds = [block["type"] for block in value["content"]]
+            assert (status, kinds.count("tool_use")) == (200, count)
+
+
+def test_a_server_has_stop_strings_by_default():
+    with serving(engine_that_writes("I look up Ada."), stops=("up", "Ada")) as (_, client):
+        texts = []
+        for fields in ({}, {"stop": None}, {"stop": "Ada"}, {"stop": []}):
+            [choice] = client.chat(ASKED, **FIELDS, **fields)["choices"]
+            texts.append(choice["message"]["content"])
+        assert texts == ["I look ", "I look ", "I look up ", "I look up Ada."]
+        prompt = TOKENIZER.render_prompt(ASKED, [TOOL])
+        answer = client.generate(prompt, temperature=0.0, max_tokens=80)
+        assert TOKENIZER.decode(answer["token_ids"]).startswith("I look up")
+        assert "Ada" not in TOKENIZER.decode(answer["token_ids"])
+        tool = {"name": "search", "description": "Finds.",
+                "input_schema": TOOL["function"]["parameters"]}  # fmt: skip
+        body = {"messages": ASKED, "tools": [tool], "temperature": 0, "max_tokens": 80}
+        for stops, text in ({}, "I look "), ({"stop_sequences": []}, "I look up Ada."):
+            status, value = client.post("/v1/messages", {**body, **stops})
+            assert (status, value["content"]) == (200, [{"type": "text", "text": text}])
+    assert value["stop_reason"] == "end_turn"
 
 
 @pytest.mark.parametrize(
