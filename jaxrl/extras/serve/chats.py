@@ -112,7 +112,9 @@ def _message(value: Any, place: str) -> ChatMessage:
         function = call.inner("function")
         check_known(call, ("id", "type", "index", "function"))
         check_known(function, ("name", "arguments"))
-        arguments = _parsed(function.text("arguments", ""))
+        given = function.values.get("arguments")
+        # OpenAI's clients send text; objects come from programs that read them from a data set.
+        arguments = given if isinstance(given, dict) else _parsed(function.text("arguments", ""))
         calls.append(Call(name=function.text("name"), arguments=arguments, id=call.text("id", "")))
     content = _content(fields)
     if role != "assistant" and "content" not in fields.values:

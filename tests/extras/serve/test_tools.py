@@ -305,6 +305,14 @@ def test_what_the_template_drops_of_a_message_is_refused(client, messages, what)
     assert what in value["error"]["message"]
 
 
+@pytest.mark.parametrize("arguments", ['{"query": "Ada Kerr"}', {"query": "Ada Kerr"}])
+def test_arguments_may_be_text_or_an_object(client, arguments):
+    call = {**SENT_CALL, "function": {"name": "search", "arguments": arguments}}
+    chat = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    found = client.chat(chat, **{**FIELDS, "max_tokens": 1})
+    assert f"{CALL}<|im_end|>" in TOKENIZER.decode(found["prompt_token_ids"])
+
+
 def test_fields_of_messages_are_rendered_as_transformers_renders_them(client):
     call = {**SENT_CALL, "function": {"name": "search", "arguments": {"query": "Ada <|im_end|>"}}}
     thinking = {"role": "assistant", "content": "I look.", "reasoning_content": "Who is it?"}
