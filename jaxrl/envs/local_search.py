@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
-import re
 import shutil
 import tempfile
 import unicodedata
@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import regex
 import tantivy
 
 from jaxrl.envs.base import ToolError
@@ -37,32 +38,52 @@ from jaxrl.envs.corpus import (
 from jaxrl.envs.json_text import read_object
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, Progress
 
-# Scripts written without blanks between words (Han, kana, and Hangul, whose words carry endings):
-# a run of them is indexed as overlapping pairs of characters.
-_CJK = (
-    "\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-    "\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
+# A letter or number, then also marks.
+_WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
+
+# Letters of scripts without blanks between words: Han, kana, Hangul (whose words carry endings),
+# and Thai, Lao, Khmer, Burmese and others whose lines are broken by a dictionary (Unicode's SA).
+_UNSPACED = (
+    r"[\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff"
+    r"\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
+    r"[\p{Line_Break=SA}--\p{M}]]"
 )
-_CJK_RUN = re.compile(f"[{_CJK}]+")
-_WORD = re.compile(rf"[{_CJK}]+|[^\W{_CJK}]+")
+# A letter with the marks above, below and around it, and a part of a word that is all such.
+_CLUSTER = regex.compile(rf"{_UNSPACED}\p{{M}}*", regex.V1)
+_UNSPACED_PART = regex.compile(rf"((?:{_UNSPACED}\p{{M}}*)+)", regex.V1)
+
+# Characters that nobody sees, such as soft hyphens, joiners and variation selectors, and marks that
+# enclose a character, such as that of a keycap.
+_IGNORED = regex.compile(r"[\p{Cf}\p{Default_Ignorable_Code_Point}\p{Me}]")
 
 # Part of the key of every index: raise it when `tokenize` or what is stored changes.
-_INDEX_VERSION = 3
+_INDEX_VERSION = 4
 
 
 def tokenize(text: str) -> list[str]:
-    """Lowercased words of `text`; a run of CJK characters becomes its character pairs.
+    """Split `text` into lowercase words, and scripts without blanks into pairs of letters.
 
-    Compatibility forms are made equal first (NFKC), so full-width letters and combining accents
-    match the usual spelling.
+    A word is a letter or number followed by letters, marks, numbers and underscores, by their
+    Unicode categories. Format characters are dropped. Compatibility forms count as equal (NFKC), so
+    full-width letters and combining accents match the usual spelling.
     """
-    words = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", _IGNORED.sub("", text))
+    text = text.lower()
     if text.isascii():
-        return words
+        return _WORD.findall(text)
+    # Python lowers a Turkish capital "İ" to an "i" with a second dot. Some letters compose only in
+    # lowercase, such as "ẖ".
+    text = unicodedata.normalize("NFC", text.replace("i\u0307", "i"))
     tokens: list[str] = []
-    for word in words:
-        is_run = len(word) > 1 and _CJK_RUN.fullmatch(word)
-        tokens += [word[i : i + 2] for i in range(len(word) - 1)] if is_run else [word]
+    for word in _WORD.findall(text):
+        if word.isascii():
+            tokens.append(word)
+            continue
+        for part in filter(None, _UNSPACED_PART.split(word)):
+            letters = _CLUSTER.findall(part)
+            pairs = [first + second for first, second in itertools.pairwise(letters)]
+            tokens += pairs or [part]
     return tokens
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,80 @@ def indexes(folder):
         ("𠮷野家", ["𠮷野", "野家"]),
         (" -:() ", []),
         ("", []),
+        ("l´amour ¨ 1\ufe0f\u20e3", ["l", "amour", "1"]),  # accents without a letter, a keycap
+        ("m\u0300\u0304 d'été", ["m\u0300\u0304", "d", "été"]),
+        ("हिन्दी। कि१२", ["हिन्दी", "कि१२"]),
+        ("שָׁלוֹם־עֲלֵיכֶם", ["שָׁלוֹם", "עֲלֵיכֶם"]),
+        ("العَرَبِيَّة، مدرّسة", ["العَرَبِيَّة", "مدرّسة"]),
+        ("বাংলা தமிழ் తెలుగు ಕನ್ನಡ", ["বাংলা", "தமிழ்", "తెలుగు", "ಕನ್ನಡ"]),
+        ("བོད་སྐད།", ["བོད", "སྐད"]),
+        ("ዐማርኛ፡ቋንቋ Հայոց-ლექსი", ["ዐማርኛ", "ቋንቋ", "հայոց", "ლექსი"]),
+        ("น้ำดี ปี๒๕๖๐", ["น้ํา", "าดี", "ปี", "๒๕๖๐"]),
+        ("ພາສາລາວ", ["ພາ", "າສ", "ສາ", "າລ", "ລາ", "າວ"]),
+        ("ភាសាខ្មែរ", ["ភាសា", "សាខ្", "ខ្មែ", "មែរ"]),
+        ("မြန်မာ", ["မြန်", "န်မာ"]),
+        ("あ\u3099い゚う", ["あ\u3099い゚", "い゚う"]),
+        ("葛\U000e0100飾区", ["葛飾", "飾区"]),
+        ("𝔄𝔟𝔠 ﬁne", ["abc", "fine"]),
+        ("İzmir Straße", ["izmir", "straße"]),
     ],
 )
 def test_tokenize(text, tokens):
     assert tokenize(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("Donau\xaddampf\u200bschiff", "Donaudampfschiff"),
+        ("می\u200cخواهم", "میخواهم"),
+        ("क्\u200dष क्\u200cष", "क्ष क्ष"),
+        ("\ufeffstart\u2060end\u200e", "startend"),
+        ("e\u034f\u0301te\u200d\u0301", "été"),
+        ("ก\u200bข", "กข"),
+        ("한\u200d글 ㅎ\u3164ㅏ", "한글 ㅎㅏ"),
+        ("ΟΔΟ\xadΣ", "οδος"),
+        ("H\u0331 T\u0308 J\u030c", "ẖ ẗ ǰ"),
+    ],
+)
+def test_characters_that_nobody_sees_change_no_token(text, plain):
+    assert tokenize(text) == tokenize(plain)
+
+
+some_script = st.sampled_from(
+    [
+        "é",
+        "ß",
+        "İ",
+        "Σ",
+        "ḍ̇",
+        "ế",
+        "한국",
+        "が",
+        "ガ",
+        "ﾊﾟ",
+        "क़ि",
+        "אָ",
+        "لا",
+        "น้ำ",
+        "ဦး",
+        "ᾳ",
+        "Å",
+        "½",
+        "-",
+        " ",
+    ]
+)
+
+
+@given(st.lists(some_script | st.characters(exclude_categories=["Cs"]), max_size=8).map("".join))
+def test_every_normal_form_has_the_same_tokens(text):
+    tokens = tokenize(text)
+    for form in ("NFC", "NFD", "NFKC", "NFKD"):
+        assert tokenize(unicodedata.normalize(form, text)) == tokens
+    hidden = "\u200d".join(text)
+    assert tokenize(f"\xad{hidden}\u2060") == tokens
+    assert not any(re.search(r"\s", token) or unicodedata.combining(token[0]) for token in tokens)
 
 
 # The local index
@@ -178,6 +249,13 @@ def test_ties_at_the_cut_go_to_the_lowest_ids(tmp_path):
     better = Document("999", "twin twin twin", "twin")
     engine = make_search(tmp_path, [*twins, better], topk=3)
     assert ids(engine, "twin") == ["999", "000", "001"]
+
+
+def test_words_of_every_script_are_found(tmp_path):
+    texts = ["กรุงเทพมหานครเป็นเมืองหลวง", "हिन्दी भाषा", "שָׁלוֹם", "Lebens\xadmittel", "cafe\u0301"]
+    engine = make_search(tmp_path, [Document(str(i), "", text) for i, text in enumerate(texts)])
+    queries = ["เมือง", "हिन्दी", "\ufb2a\u05b8לוֹם", "LEBENSMITTEL", "café"]
+    assert [ids(engine, query) for query in queries] == [["0"], ["1"], ["2"], ["3"], ["4"]]
 
 
 def bm25(documents, query):
