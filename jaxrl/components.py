@@ -661,7 +661,7 @@ def _make_search(
 
         recording = make_recording(config, workdir, log)
     is_replay = config.search.replay == "only"
-    engine = _make_plain_search(config, show)
+    engine = _make_plain_search(config, show, log)
     if getattr(engine, "asks_server", False) and not is_replay:
         own = is_own(config.search.engine)
         place = "config.search.settings" if own else f"config.search.{config.search.engine}.url"
@@ -670,7 +670,9 @@ def _make_search(
     return ResilientSearch(engine, policy, recording=recording, is_replay=is_replay, log=log)
 
 
-def _make_plain_search(config: ConfigDict, show: Callable[[str], None]) -> Tool:
+def _make_plain_search(
+    config: ConfigDict, show: Callable[[str], None], log: Callable[[str], None] = lambda _: None
+) -> Tool:
     engine = toolbox.engine(config)
     assert engine is not None
     if not environment.needs_engine(config):
@@ -696,6 +698,7 @@ def _make_plain_search(config: ConfigDict, show: Callable[[str], None]) -> Tool:
         engine,
         settings,
         progress=lambda count: show(f"{building} {count:,}/{total():,}"),
+        log=log,
         **sections,
     )
 

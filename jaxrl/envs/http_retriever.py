@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +18,7 @@ from jaxrl.envs.json_http import (
     shown_url,
 )
 from jaxrl.envs.json_text import number_of
-from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, batches
+from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, SkippedHits, batches
 
 MAX_TEXT = 100_000
 """Characters of a document that are kept: far more than an observation holds."""
@@ -31,8 +32,9 @@ class HttpRetriever(DocumentSearch):
     ReCall's and BAPO's): `query`, `top_n`, `return_score`; answered with a list for each query, or
     a pair of those and their scores. At an address that ends in `/search` each query is a request.
 
-    Documents come with or without scores and ids. A server that fails, or gives what is none of
-    these formats, is a `ToolError` of the queries that were in that request.
+    Documents come with or without scores and ids. Those that cannot be read are skipped. A query
+    without a readable document among those it got is a `ToolError`. A server that fails, or gives
+    what is none of these formats, is a `ToolError` of the queries that were in that request.
     """
 
     asks_server = True
@@ -48,6 +50,7 @@ class HttpRetriever(DocumentSearch):
         connections: int = 16,
         batch_size: int = 64,
         max_response_mib: float = 64.0,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Asks nothing yet; arguments are the keys of `config.search.http`.
 
@@ -61,6 +64,7 @@ class HttpRetriever(DocumentSearch):
             connections: requests in flight at most.
             batch_size: queries of a request at most.
             max_response_mib: MiB of an answer at most.
+            log: Callback for warnings about documents that are skipped.
 
         Raises:
             ValueError: a setting is none of these, or the variable is not set.
@@ -76,7 +80,8 @@ class HttpRetriever(DocumentSearch):
         self._url = url if path.strip("/") else url.rstrip("/") + PATHS[protocol]
         is_single = protocol == "flashrag" and path.rstrip("/").rpartition("/")[2] == "search"
         self._batch_size = 1 if is_single else max(batch_size, 1)
-        self._body, self._read = FORMATS["flashrag_single" if is_single else protocol]
+        self._skipped = SkippedHits(shown_url(self._url), log)
+        self._body, self._split = FORMATS["flashrag_single" if is_single else protocol]
         self._client = JsonClient(
             Bounds(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
@@ -92,48 +97,67 @@ class HttpRetriever(DocumentSearch):
                 results += [answer] * len(batch)
                 continue
             try:
-                results += [hits[:topk] for hits in self._read(answer, len(batch))]
+                parts = self._split(answer, len(batch))
             except ValueError as error:
-                results += [ToolError(f"{shown_url(self._url)} gives {error}")] * len(batch)
+                results += [self._error(error)] * len(batch)
+                continue
+            results += [self._hits(part, topk) for part in parts]
         return results
 
+    def _hits(self, result: Any, topk: int) -> list[Hit] | ToolError:
+        try:
+            return read_hits(result, self._skipped)[:topk]
+        except ValueError as error:
+            return self._error(error)
 
-def _read_search_r1(answer: Any, count: int) -> list[list[Hit]]:
+    def _error(self, error: ValueError) -> ToolError:
+        return ToolError(f"{shown_url(self._url)} gives {error}")
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Documents of one query and their scores, which FlashRAG gives side by side."""
+
+    documents: Any
+    scores: Any
+
+
+def _split_search_r1(answer: Any, count: int) -> list[Any]:
     if not isinstance(answer, dict) or "result" not in answer:
         raise ValueError(f'{_kind(answer)}; expected an object with "result"')
-    result = _counted(answer["result"], count, "result")
-    return [[_hit(item) for item in _list(items, "the result of a query")] for items in result]
+    return _counted(answer["result"], count, "result")
 
 
-def _read_flashrag(answer: Any, count: int) -> list[list[Hit]]:
-    # An answer to two queries is a list of two as well, but its lists hold objects.
+def _split_flashrag(answer: Any, count: int) -> list[Any]:
+    # An answer to two queries is a list of two as well, but its lists hold objects, not lists.
     match answer:
-        case [list() as documents, list() as scores] if (
-            all(isinstance(one, list) for one in (*documents, *scores)) and len(documents) == count
-        ):
-            pairs = zip(documents, _counted(scores, count, "the scores"), strict=True)
-            return [_with_scores(*pair) for pair in pairs]
-    return [
-        [_hit(item) for item in _list(items, "the result of a query")]
-        for items in _counted(answer, count, "the answer")
-    ]
+        case [list() as documents, list() as scores] if len(documents) == count:
+            kinds = {type(one) for one in (*documents, *scores)}
+            if list in kinds and dict not in kinds:
+                pairs = zip(documents, _counted(scores, count, "the scores"), strict=True)
+                return [_Scored(*pair) for pair in pairs]
+    return _counted(answer, count, "the answer")
 
 
-def _read_single(answer: Any, count: int) -> list[list[Hit]]:
+def _split_single(answer: Any, count: int) -> list[Any]:
     is_pair = isinstance(answer, list) and [type(one) for one in answer] == [list, list]
-    if is_pair:
-        return [_with_scores(*answer)]
-    return [[_hit(item) for item in _list(answer, "the answer")]]
+    return [_Scored(*answer) if is_pair else answer]
 
 
-def _with_scores(documents: Any, scores: Any) -> list[Hit]:
-    documents, scores = _list(documents, "the documents"), _list(scores, "the scores")
+def read_hits(result: Any, skipped: SkippedHits) -> list[Hit]:
+    """Read the documents that one query got.
+
+    Raises:
+        ValueError: this is no list of documents, or none of them can be read.
+    """
+    if not isinstance(result, _Scored):
+        return skipped.read(_list(result, "the result of a query"), _hit)
+    documents = _list(result.documents, "the documents")
+    scores = _list(result.scores, "the scores")
     if len(documents) != len(scores):
         raise ValueError(f"{len(documents)} documents and {len(scores)} scores of a query")
-    return [
-        _hit({"document": document, "score": score})
-        for document, score in zip(documents, scores, strict=True)
-    ]
+    pairs = zip(documents, scores, strict=True)
+    return skipped.read(({"document": one, "score": score} for one, score in pairs), _hit)
 
 
 def _hit(item: Any) -> Hit:
@@ -200,21 +224,21 @@ def _kind(value: Any) -> str:
 PATHS = {"search_r1": "/retrieve", "flashrag": "/batch_search"}
 """Path at which a server of each protocol answers."""
 
-Body, Read = Callable[[list[str], int], dict[str, Any]], Callable[[Any, int], list[list[Hit]]]
+Body, Split = Callable[[list[str], int], dict[str, Any]], Callable[[Any, int], list[Any]]
 
-FORMATS: Mapping[str, tuple[Body, Read]] = {
+FORMATS: Mapping[str, tuple[Body, Split]] = {
     # With scores always: the published server fails without, and a copy of it pairs two wrongly.
     "search_r1": (
         lambda queries, topk: {"queries": queries, "topk": topk, "return_scores": True},
-        _read_search_r1,
+        _split_search_r1,
     ),
     "flashrag": (
         lambda queries, topk: {"query": queries, "top_n": topk, "return_score": True},
-        _read_flashrag,
+        _split_flashrag,
     ),
     "flashrag_single": (
         lambda queries, topk: {"query": queries[0], "top_n": topk, "return_score": True},
-        _read_single,
+        _split_single,
     ),
 }
-"""The body of a request, of queries and documents wanted, and the reader of its answer."""
+"""The body of a request for queries, and the split of its answer into a result for each query."""

@@ -7,8 +7,9 @@ and the control evaluation.
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from jaxrl.envs.base import NO_INFORMATION, ToolError
 from jaxrl.envs.tools import Tool
@@ -136,6 +137,52 @@ class DocumentSearch(SearchEngine):
 def batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     """The queries in their order, at most `size` together."""
     return (queries[start : start + size] for start in range(0, len(queries), size))
+
+
+class SkippedHits:
+    """Count of the hits that a server gave and that cannot be read.
+
+    A line of log reports the first one, and then each time the count has one more digit.
+    """
+
+    def __init__(self, server: str, log: Callable[[str], None]) -> None:
+        """Start at zero.
+
+        Args:
+            server: Name of the server in messages.
+            log: Callback for lines of log.
+        """
+        self.count = 0
+        self._server, self._log = server, log
+        self._lock = threading.Lock()
+
+    def read(self, items: Iterable[Any], read_one: Callable[[Any], Hit]) -> list[Hit]:
+        """Read the hits of one query and skip those that cannot be read.
+
+        Args:
+            items: Hits as they arrived.
+            read_one: Function of one of them, which raises ValueError if it cannot be read.
+
+        Raises:
+            ValueError: no hit can be read, although there are some.
+        """
+        hits: list[Hit] = []
+        errors: list[ValueError] = []
+        for item in items:
+            try:
+                hits.append(read_one(item))
+            except ValueError as error:
+                errors.append(error)
+        if errors and not hits:
+            raise errors[0]
+        with self._lock:
+            before, self.count = self.count, self.count + len(errors)
+        if errors and (not before or len(str(self.count)) > len(str(before))):
+            self._log(
+                f"warning: {self._server} gives {errors[-1]}. Hits that cannot be read are "
+                f"skipped ({self.count:,} so far)"
+            )
+        return hits
 
 
 Progress = Callable[[int], None]

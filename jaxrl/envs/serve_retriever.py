@@ -447,6 +447,11 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dic
     return arguments, {**arguments.settings, **named}
 
 
+def log_line(text: str) -> None:
+    """Print a line on standard error."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
 def in_arguments(text: str, engine: str) -> str:
     """Rewrites an engine's error: arguments of this command in place of a run's keys."""
     if engine == "hybrid":
@@ -462,7 +467,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = arguments.engine
     try:
         with shown_progress(Path(str(settings.get("corpus", "")))) as show:
-            engine = make_engine(name, settings, progress=show)
+            engine = make_engine(name, settings, progress=show, log=log_line)
         host, port = arguments.host, arguments.port
         try:
             listener = socket.create_server((host, port), backlog=1024)

@@ -1,5 +1,6 @@
 """HttpRetriever against servers written from the published protocols, and against broken ones."""
 
+import contextlib
 import email.utils
 import gzip
 import json
@@ -12,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.http_retriever import FORMATS, MAX_TEXT, PATHS, HttpRetriever
-from jaxrl.envs.retrieval import Document, Hit
+from jaxrl.envs.http_retriever import FORMATS, MAX_TEXT, PATHS, HttpRetriever, read_hits
+from jaxrl.envs.retrieval import Document, Hit, SkippedHits
 from tests.servers import Reply, Retriever, served
 
 PASSAGES = [
@@ -182,6 +183,71 @@ def test_hostile_queries_arrive_as_they_are():
     assert server.requests[0].json["queries"] == [hostile[0], "\ufffdx", *hostile[2:]]
 
 
+# Answers with hits that cannot be read
+
+BAD_HITS = [
+    None,
+    5,
+    "text",
+    ["x"],
+    {},
+    {"document": None},
+    {"document": {"id": "1"}},
+    {"contents": None},
+    {"text": ["x"], "title": "t"},
+    {"text": "x", "title": 5},
+    {"contents": "x", "id": [1]},
+    {"document": PASSAGES[0], "score": "high"},
+]
+
+
+@pytest.mark.parametrize("bad", BAD_HITS)
+def test_a_bad_hit_is_skipped_and_counted(bad):
+    log = []
+    good, paris = PASSAGES[0], [[Hit(PARIS, None)]]
+    assert retrieve({"result": [[bad, good, bad]]}, log=log.append) == paris
+    assert "(2 so far)" in log[0]
+    assert retrieve([[bad, good]], protocol="flashrag") == paris
+    scored = [[[good, bad]], [[0.5, 0.1]]]
+    assert retrieve(scored, protocol="flashrag")[0][0] == Hit(PARIS, 0.5)
+    one_query = {"protocol": "flashrag", "path": "/search"}
+    assert retrieve([bad, good], **one_query) == paris
+    assert retrieve([[good, bad], [0.5, 0.1]], **one_query)[0][0] == Hit(PARIS, 0.5)
+
+
+def test_a_bad_score_is_a_bad_hit():
+    scored = [[PASSAGES[:2]], [["high", 1.0]]]
+    assert retrieve(scored, protocol="flashrag") == [[Hit(BERLIN, 1.0)]]
+
+
+def test_only_a_query_without_any_readable_hit_fails():
+    for bad in ([None], [["x"], 5], None, "text"):
+        found = retrieve({"result": [bad, PASSAGES[:1], []]}, queries=("p", "q", "r"))
+        assert isinstance(found[0], ToolError)
+        assert found[1:] == [[Hit(PARIS, None)], []]
+    scored = [[PASSAGES[:2], PASSAGES[:1]], [[1.0], [2.0]]]
+    short, paris = retrieve(scored, queries=("p", "q"), protocol="flashrag")
+    assert isinstance(short, ToolError)
+    assert paris == [Hit(PARIS, 2.0)]
+    scored = [[None, PASSAGES[:1]], [None, [2.0]]]
+    absent, paris = retrieve(scored, queries=("p", "q"), protocol="flashrag")
+    assert isinstance(absent, ToolError)
+    assert paris == [Hit(PARIS, 2.0)]
+    bare = [[["x"], None], PASSAGES[:1]]
+    absent, paris = retrieve(bare, queries=("p", "q"), protocol="flashrag")
+    assert isinstance(absent, ToolError)
+    assert paris == [Hit(PARIS, None)]
+
+
+def test_skipped_hits_are_logged_at_powers_of_ten():
+    log = []
+    with served(lambda _: {"result": [[None, PASSAGES[0]]]}) as server:
+        engine = HttpRetriever(server.url, log=log.append)
+        for _ in range(25):
+            engine.run("q")
+    assert [line.partition("(")[2] for line in log] == ["1 so far)", "10 so far)"]
+
+
 # Broken servers
 
 
@@ -250,11 +316,15 @@ def test_whatever_arrives_is_hits_or_a_failure(answer, protocol, count):
     forms = [answer, {"result": answer}, [answer], [[answer]], [[titled]], [[PASSAGES], [answer]]]
     for form in [*forms, {"result": [[answer]]}, {"result": [[scored, titled]]}]:
         try:
-            found = FORMATS[protocol][1](form, count)
+            results = FORMATS[protocol][1](form, count)
         except ValueError:
             continue
-        assert len(found) == count
-        for hit in [hit for hits in found for hit in hits]:
+        assert len(results) == count
+        hits = []
+        for result in results:
+            with contextlib.suppress(ValueError):
+                hits += read_hits(result, SkippedHits("server", print))
+        for hit in hits:
             assert all(isinstance(text, str) for text in hit.document)
             assert hit.score is None or isinstance(hit.score, float)
 

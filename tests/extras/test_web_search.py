@@ -1,12 +1,14 @@
 """WebSearch against servers that answer as the providers do."""
 
+import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.config import to_json
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.retrieval import Document, Hit
+from jaxrl.envs.retrieval import Document, Hit, SkippedHits
 from jaxrl.extras.web_search.engine import PROVIDERS, WebSearch
 from tests.servers import Reply, served
 
@@ -37,7 +39,7 @@ BRAVE = {
             {
                 "title": "Rome &amp; its hills",
                 "url": ROME.id,
-                "description": "Seven of them.",
+                "description": "Seven&nbsp; of <b></b> them.",
                 "extra_snippets": ["x"],
             },
         ],
@@ -128,6 +130,8 @@ def test_an_answer_box_comes_first():
     ("provider", "answer"),
     [
         ("serper", {"organic": []}),
+        ("serper", {"organic": None}),
+        ("serper", {"searchParameters": {"q": "capital"}, "credits": 1}),
         ("brave", {"type": "search"}),
         ("tavily", {"results": []}),
         ("searxng", {"results": [], "unresponsive_engines": []}),
@@ -135,6 +139,49 @@ def test_an_answer_box_comes_first():
 )
 def test_nothing_found_is_no_failure(provider, answer):
     assert search(provider, answer)[0] == [[]]
+
+
+BAD_HITS = [
+    None,
+    5,
+    "x",
+    ["x"],
+    {},
+    {"title": None},
+    {"title": 5, "snippet": "x", "description": "x", "content": "x"},
+    {"title": "x", "snippet": ["x"], "description": ["x"], "content": ["x"]},
+    {"title": "x", "link": {}, "url": {}},
+]
+
+
+@pytest.mark.parametrize("bad", BAD_HITS)
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_bad_hit_is_skipped_and_counted(provider, bad):
+    answer = copy.deepcopy(ANSWERS[provider])
+    results = answer.get("organic") or answer.get("web", answer).get("results")
+    results[1:] = [bad, results[1], bad]
+    log = []
+    [hits], _ = search(provider, answer, log=log.append)
+    assert [hit.document for hit in hits] == [PARIS, ROME]
+    assert len(log) == 1
+    assert "(2 so far)" in log[0]
+    results[:] = [bad, bad]
+    [[error], _] = search(provider, answer)
+    assert isinstance(error, ToolError)
+
+
+@pytest.mark.parametrize("answer", [5, ["x"], {"x": 1}])
+def test_a_bad_answer_box_is_skipped(answer):
+    box = {"title": "France / Capital", "answer": answer}
+    [hits], _ = search("serper", {**SERPER, "answerBox": box})
+    assert [hit.document for hit in hits] == [PARIS, ROME]
+
+
+def test_an_answer_box_alone_is_enough():
+    box = {"title": "France / Capital", "answer": "Paris"}
+    for rest in ({}, {"organic": []}, {"organic": [None]}):
+        [hits], _ = search("serper", {**rest, "answerBox": box})
+        assert [hit.document for hit in hits] == [Document("", "France / Capital", "Paris")]
 
 
 def test_engines_that_kept_silent_are_a_failure():
@@ -151,8 +198,10 @@ def test_engines_that_kept_silent_are_a_failure():
     [
         ("serper", [], "a list; expected an object"),
         ("serper", {"message": "x"}, "an object with ['message']; expected a list of 'organic'"),
-        ("serper", {"organic": ["x"]}, "an object with ['organic']; expected a list of 'organic'"),
+        ("serper", {"organic": {}}, "an object with ['organic']; expected a list of 'organic'"),
+        ("serper", {"organic": ["x"]}, "a str as a result; expected an object"),
         ("serper", {"organic": [{"title": 5}]}, "a int as 'title' of a result; expected text"),
+        ("tavily", {"results": [{"heading": "x"}]}, "a result with ['heading']; expected 'title'"),
         ("brave", {"type": "ErrorResponse"}, "an object with ['type']; expected \"web\""),
         ("brave", {"web": {"results": {}}}, "an object with ['results']; expected a list of 'resu"),
         ("tavily", {"detail": {}}, "an object with ['detail']; expected a list of 'results'"),
@@ -179,10 +228,10 @@ inner = scalars | results | st.lists(results | scalars, max_size=2)
 )
 def test_whatever_arrives_is_hits_or_a_failure(answer, provider):
     try:
-        found = PROVIDERS[provider].read(answer)
+        hits = PROVIDERS[provider].read(answer, SkippedHits("server", print))
     except ValueError:
         return
-    for hit in found:
+    for hit in hits:
         assert all(isinstance(text, str) for text in hit.document)
         assert hit.score is None or isinstance(hit.score, float)
 

@@ -19,7 +19,7 @@ from jaxrl.envs.json_http import (
     shown_url,
 )
 from jaxrl.envs.json_text import number_of
-from jaxrl.envs.retrieval import Document, DocumentSearch, Hit
+from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, SkippedHits
 
 MAX_TEXT = 10_000
 """Characters of a result that are kept."""
@@ -37,7 +37,8 @@ class Provider:
         max_topk: results that it gives at most.
         headers: of a request, by the key.
         request: by the address, the query and the number of results.
-        read: the results in an answer; raises ValueError where it is none.
+        results: the results in an answer, as they arrived; raises ValueError where it is none.
+        read_one: reads one of them; raises ValueError where that cannot be read.
     """
 
     url: str
@@ -47,7 +48,18 @@ class Provider:
     max_topk: int
     headers: Callable[[str], Mapping[str, str]]
     request: Callable[[str, str, int], Request]
-    read: Callable[[Mapping[str, Any]], list[Hit]]
+    results: Callable[[Mapping[str, Any]], list[Any]]
+    read_one: Callable[[Any], Hit]
+
+    def read(self, answer: Any, skipped: SkippedHits) -> list[Hit]:
+        """Read an answer.
+
+        Raises:
+            ValueError: it is none, or none of its results can be read.
+        """
+        if not isinstance(answer, dict):
+            raise ValueError(f"a {type(answer).__name__}; expected an object")
+        return skipped.read(self.results(answer), self.read_one)
 
 
 class WebSearch(DocumentSearch):
@@ -69,6 +81,7 @@ class WebSearch(DocumentSearch):
         timeout_s: float = 30.0,
         connections: int = 8,
         max_response_mib: float = 16.0,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Asks nothing yet; arguments are the keys of `config.search.web`.
 
@@ -80,6 +93,7 @@ class WebSearch(DocumentSearch):
             timeout_s: of a request.
             connections: requests in flight at most.
             max_response_mib: MiB of an answer at most.
+            log: Callback for warnings about results that are skipped.
 
         Raises:
             ValueError: a setting is none of these, or the variable is not set.
@@ -98,6 +112,7 @@ class WebSearch(DocumentSearch):
         self.topk = topk
         self._url = (url or self._provider.url).rstrip("/")
         check_url("search.web.url", self._url)
+        self._skipped = SkippedHits(shown_url(self._url), log)
         variable = key_env or self._provider.key_env
         key = key_of("search.web.key_env", variable) if variable else ""
         bounds = Bounds(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib)
@@ -121,48 +136,50 @@ class WebSearch(DocumentSearch):
         if isinstance(answer, ToolError):
             return answer
         try:
-            if not isinstance(answer, dict):
-                raise ValueError(f"a {type(answer).__name__}; expected an object")
-            hits = self._provider.read(answer)
+            return self._provider.read(answer, self._skipped)[:topk]
         except ValueError as error:
             return ToolError(f"{shown_url(self._url)} gives {error}")
-        return [hit for hit in hits if hit.document.title or hit.document.text][:topk]
 
 
-def _read_serper(answer: Mapping[str, Any]) -> list[Hit]:
+def _serper_results(answer: Mapping[str, Any]) -> list[Any]:
     """Serper's Google search, `POST https://google.serper.dev/search` (2025).
 
-    An answer box, where Google shows one, comes first.
+    An answer without `organic` found nothing, unless it is a `message`. An answer box, where Google
+    shows one, comes first.
     """
-    hits = [_hit(result, "link", "snippet") for result in _results(answer, "organic")]
+    found_nothing = answer.get("organic") is None and "message" not in answer
+    results = [] if found_nothing else _results(answer, "organic")
     box = answer.get("answerBox")
     if isinstance(box, dict):
-        told = next((box[name] for name in ("answer", "snippet") if box.get(name)), "")
-        first = _hit({**box, "snippet": told}, "link", "snippet")
-        hits = [first, *hits] if told else hits
-    return hits
+        text = next((box[name] for name in ("answer", "snippet") if box.get(name)), "")
+        results = [{**box, "snippet": text}, *results] if text else results
+    return results
 
 
 _BRAVE = {"text_decorations": "false", "result_filter": "web"}
 _TAG = re.compile(r"</?\w[^<>]*>")
 
 
-def _read_brave(answer: Mapping[str, Any]) -> list[Hit]:
+def _brave_results(answer: Mapping[str, Any]) -> list[Any]:
     """Brave's web search, `GET https://api.search.brave.com/res/v1/web/search` (v1).
 
-    An answer without `web` found nothing. Descriptions are HTML.
+    An answer without `web` found nothing.
     """
     web = answer.get("web")
     if web is None and answer.get("type") == "search":
         return []
     if not isinstance(web, dict):
         raise ValueError(f'an object with {sorted(answer)[:8]}; expected "web"')
-    hits = []
-    for result in _results(web, "results"):
+    return _results(web, "results")
+
+
+def _brave_hit(result: Any) -> Hit:
+    """Read one of Brave's results, whose title and description are HTML."""
+    if isinstance(result, dict):
         marked = {name: result.get(name) for name in ("title", "description")}
         texts = {n: html.unescape(_TAG.sub("", x)) for n, x in marked.items() if isinstance(x, str)}
-        hits.append(_hit({**result, **texts}, "url", "description"))
-    return hits
+        result = {**result, **texts}
+    return _hit(result, "url", "description")
 
 
 # What SearXNG would read at the beginning of a word: engines, languages, time limits.
@@ -175,7 +192,7 @@ def _searxng_request(url: str, query: str, topk: int) -> Request:
     return Request(url=url + path, params={"q": plain or "-", "format": "json"})
 
 
-def _read_searxng(answer: Mapping[str, Any]) -> list[Hit]:
+def _searxng_results(answer: Mapping[str, Any]) -> list[Any]:
     """SearXNG's search API, `GET /search?format=json` (2025), which `settings.yml` must allow.
 
     Where it found nothing since the engines behind it gave no answer, it failed.
@@ -184,33 +201,37 @@ def _read_searxng(answer: Mapping[str, Any]) -> list[Hit]:
     silent = answer.get("unresponsive_engines")
     if not results and silent:
         raise ValueError(f"nothing, as its engines did not respond: {str(silent)[:200]}")
-    return [_hit(result, "url", "content") for result in results]
+    return results
 
 
-def _results(fields: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def _results(fields: Mapping[str, Any], name: str) -> list[Any]:
     """The list of results.
 
     Raises:
         ValueError: there is none.
     """
     results = fields.get(name)
-    if not isinstance(results, list) or not all(isinstance(one, dict) for one in results):
+    if not isinstance(results, list):
         raise ValueError(f"an object with {sorted(fields)[:8]}; expected a list of {name!r}")
     return results
 
 
-def _hit(result: Mapping[str, Any], address: str, text: str) -> Hit:
+def _hit(result: Any, address: str, text: str) -> Hit:
     """Reads one result; a field that is missing is empty.
 
     Raises:
-        ValueError: a field is no text.
+        ValueError: it is no object, a field is no text, or there is neither title nor text.
     """
+    if not isinstance(result, dict):
+        raise ValueError(f"a {type(result).__name__} as a result; expected an object")
     texts = []
     for name in (address, "title", text):
         value = result.get(name)
         if value is not None and not isinstance(value, str):
             raise ValueError(f"a {type(value).__name__} as {name!r} of a result; expected text")
         texts.append(" ".join(plain_text((value or "")[:MAX_TEXT]).split()))
+    if not any(texts[1:]):
+        raise ValueError(f"a result with {sorted(result)[:8]}; expected 'title' or {text!r}")
     return Hit(Document(*texts), number_of(result.get("score")))
 
 
@@ -223,7 +244,8 @@ PROVIDERS: Mapping[str, Provider] = {
         max_topk=100,
         headers=lambda key: {"X-API-KEY": key},
         request=lambda url, query, topk: Request(url=url, body={"q": query, "num": topk}),
-        read=_read_serper,
+        results=_serper_results,
+        read_one=lambda result: _hit(result, "link", "snippet"),
     ),
     "brave": Provider(
         url="https://api.search.brave.com/res/v1/web/search",
@@ -236,7 +258,8 @@ PROVIDERS: Mapping[str, Provider] = {
             url=url,
             params={"q": query, "count": str(topk), **_BRAVE},
         ),
-        read=_read_brave,
+        results=_brave_results,
+        read_one=_brave_hit,
     ),
     "tavily": Provider(
         url="https://api.tavily.com/search",
@@ -249,7 +272,8 @@ PROVIDERS: Mapping[str, Provider] = {
             url=url, body={"query": query, "max_results": topk, "search_depth": "basic"}
         ),
         # `POST https://api.tavily.com/search` with a bearer's key (2025).
-        read=lambda answer: [_hit(one, "url", "content") for one in _results(answer, "results")],
+        results=lambda answer: _results(answer, "results"),
+        read_one=lambda result: _hit(result, "url", "content"),
     ),
     "searxng": Provider(
         url="",
@@ -259,7 +283,8 @@ PROVIDERS: Mapping[str, Provider] = {
         max_topk=100,
         headers=lambda key: {"Authorization": f"Bearer {key}"} if key else {},
         request=_searxng_request,
-        read=_read_searxng,
+        results=_searxng_results,
+        read_one=lambda result: _hit(result, "url", "content"),
     ),
 }
 """Providers that a configuration can name."""
