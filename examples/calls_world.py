@@ -113,11 +113,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     shown = chats["demonstrations"][: quickstart.SAMPLE]
     texts = [message["content"] for chat in shown for message in chat["messages"]]
     quickstart.check_words_are_whole(tokenizer, texts)
-    quickstart.write_model(args.out / "model", tokenizer, seed=args.seed)
-    quickstart.write_json(
-        args.out / "model" / "tokenizer_config.json",
-        {**quickstart.tokenizer_config(), "chat_template": CHAT_TEMPLATE},
-    )
+    model = args.out / "model"
+    quickstart.write_model(model, tokenizer, seed=args.seed, chat_template=CHAT_TEMPLATE)
 
 
 if __name__ == "__main__":

@@ -526,13 +526,30 @@ def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[
 
 
 def write_model(
-    folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int, num_experts: int = 0
+    folder: Path,
+    tokenizer: tokenizers.Tokenizer,
+    *,
+    seed: int,
+    num_experts: int = 0,
+    chat_template: str = CHAT_TEMPLATE,
+    max_tokens: int = 1024,
 ) -> None:
+    """Write a model of random weights with its tokenizer.
+
+    Args:
+        folder: Folder to write to.
+        tokenizer: Tokenizer of the model.
+        seed: Random seed of the weights.
+        num_experts: Number of experts in each layer; 0 writes a dense model.
+        chat_template: Chat template of the tokenizer.
+        max_tokens: Length of the longest sequence.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config = model_config(tokenizer, num_experts)
+    config = model_config(tokenizer, num_experts) | {"max_position_embeddings": max_tokens}
+    chats = {"model_max_length": max_tokens, "chat_template": chat_template}
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", generation_config(tokenizer))
-    write_json(folder / "tokenizer_config.json", tokenizer_config())
+    write_json(folder / "tokenizer_config.json", tokenizer_config() | chats)
     tokenizer.save(str(folder / "tokenizer.json"))
     weights = random_weights(config, np.random.default_rng(seed))
     safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -3,8 +3,9 @@
     python -m examples.tiny_model --texts=corpus.jsonl,questions.jsonl --out=models/tiny
 
 Of a JSONL file every text in every record is read, of any other file every line. The folder is in
-Hugging Face's format, chat template included: for tests of a data set, an environment or a reward
-before a real model is there. No torch is needed.
+Hugging Face's format, for tests of a data set, an environment or a reward before a real model is
+there. Its chat template describes tools, as Qwen's does, and its sequences may be as long as
+Qwen3's. No torch is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.calls_world import CHAT_TEMPLATE, TOOLS
 from examples.quickstart_world import train_tokenizer, write_model
+
+MAX_TOKENS = 40_960
+"""Length of the longest sequence, as of Qwen3."""
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -49,8 +54,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         texts = [text for name in options.texts.split(",") for text in read_texts(Path(name))]
     except (OSError, ValueError) as error:
         raise SystemExit(f"{parser.prog}: {error}") from error
-    tokenizer = train_tokenizer(texts)
-    write_model(options.out, tokenizer, seed=options.seed)
+    tokenizer = train_tokenizer([*texts, *TOOLS])
+    write_model(
+        options.out,
+        tokenizer,
+        seed=options.seed,
+        chat_template=CHAT_TEMPLATE,
+        max_tokens=MAX_TOKENS,
+    )
     print(f"wrote {options.out}: {tokenizer.get_vocab_size()} tokens of {len(texts)} texts")
 
 

@@ -5,6 +5,11 @@ import json
 import pytest
 
 from examples import tiny_model
+from jaxrl.components import assemble
+from jaxrl.config import default_config
+from jaxrl.config_checks import validate
+from jaxrl.envs.functions import FunctionTool
+from jaxrl.envs.tools import chat_schema
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.tokenizer import Tokenizer
 
@@ -24,6 +29,35 @@ def test_texts_of_records_become_whole_tokens(tmp_path, capsys):
     assert embedding.shape[0] >= tokenizer.num_tokens
     tiny_model.main([f"--texts={texts}", f"--out={tmp_path / 'other'}", "--seed=1"])
     assert (load_hf(tmp_path / "other")["embed"]["embedding"] != embedding).any()
+
+
+def measure(bridge: str) -> str:
+    """Measure a bridge.
+
+    Args:
+        bridge: Name of the bridge.
+    """
+    return f"{bridge} is 90 m long."
+
+
+@pytest.mark.parametrize("protocol", ["search_r1", "qwen"])
+def test_a_rehearsal_needs_no_settings_but_paths(protocol, tmp_path):
+    corpus, questions = tmp_path / "corpus.jsonl", tmp_path / "questions.jsonl"
+    document = {"id": "d1", "title": "Avington Bridge", "text": "Ada Kerr designed it."}
+    question = {"question": "Who designed the bridge at Avington?", "answers": ["Ada Kerr"]}
+    corpus.write_text(json.dumps(document))
+    questions.write_text(json.dumps(question))
+    tiny_model.main([f"--texts={corpus},{questions}", f"--out={tmp_path / 'tiny'}"])
+    config = default_config().lock()
+    config.model.path = str(tmp_path / "tiny")
+    config.tasks.train.source = config.tasks.eval.source = str(questions)
+    config.search.local.corpus = str(corpus)
+    config.env.search.protocol = protocol
+    validate(config)
+    tokenizer = assemble(config).tokenizer
+    tools = [chat_schema(FunctionTool(measure))]
+    ids = tokenizer.render_prompt([{"role": "user", "content": "How long is it?"}], tools)
+    assert "measure(bridge): Measure a bridge." in tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(("content", "told"), [(None, "No such file"), ("{", "a.jsonl:1 is not")])
