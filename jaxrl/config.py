@@ -541,7 +541,7 @@ KEYS: dict[str, Key] = {
     "loss.correction.mode": Key("truncate", "`truncate`: at most `cap`; `mask`: 0 outside `low` to "
         "`high`; `reject`: likewise, and 1 within.", one_of=("truncate", "mask", "reject"),
         restart=TRAINING),
-    "loss.correction.cap": Key(2.0, "Largest weight of `truncate`.", above=0, restart=TRAINING),
+    "loss.correction.cap": Key(2.0, "Largest weight of `truncate`.", at_least=1, restart=TRAINING),
     "loss.correction.low": Key(0.5, "Smallest ratio that is kept.", at_least=0,
         restart=TRAINING),
     "loss.correction.high": Key(5.0, "Largest ratio that is kept.", above=0,

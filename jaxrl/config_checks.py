@@ -156,26 +156,18 @@ def _value(config: ConfigDict, key: str) -> Any:
 
 WARNINGS = (
     *(rule for one in BROUGHT.values() for rule in one.warnings),
-    Rule(
-        "loss.clip_low",
-        lambda c: c.loss.name == "clip" and not 0.1 <= c.loss.clip_low <= 0.3,
-        "0.1 to 0.3 with loss.name='clip'",
-    ),
-    Rule(
-        "loss.clip_high",
-        lambda c: c.loss.name == "clip" and not 0.1 <= c.loss.clip_high <= 0.3,
-        "0.1 to 0.3 with loss.name='clip'",
-    ),
+    *environment.WARNINGS,
+    *method.WARNINGS,
 )
-"""Unusual settings of training, which are not refused."""
+"""Unusual settings, which are not refused; those of a feature stand beside it."""
 
 
 def warnings(config: ConfigDict) -> list[str]:
-    """A line for each unusual choice of a run that trains: the key, its value, what is usual."""
+    """Return a line for each unusual setting: the key, its value, and what is usual."""
     return [
         f"warning: config.{rule.key} is {_value(config, rule.key)!r}; usual is {rule.expected}"
         for rule in WARNINGS
-        if "train" in config.stages and rule.is_broken(config)
+        if rule.is_broken(config)
     ]
 
 

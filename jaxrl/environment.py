@@ -217,3 +217,12 @@ RULES = (
     ),
 )
 """Combinations of keys that the environment refuses."""
+
+WARNINGS = (
+    Rule(
+        "rollout.max_response_tokens",
+        lambda c: c.rollout.max_response_tokens > c.rollout.max_total_tokens,
+        "at most rollout.max_total_tokens, which also counts the prompt and observations",
+    ),
+)
+"""Unusual settings of the environment, which are not refused."""

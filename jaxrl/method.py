@@ -240,12 +240,23 @@ def method_of(config: ConfigDict) -> Method:
 def optimizer_of(config: ConfigDict, stage: str) -> OptimizerSettings:
     """The optimizer of a stage; errors as of `estimator_of`."""
     section = optimizer_section(config, stage)
-    name, num_updates = "sft.optimizer", config.sft.num_steps
-    if stage == "train":
-        name = "optimizer"
-        num_updates = config.num_steps * section.num_minibatches * section.num_epochs
-    schedule = schedule_of(section, name)
+    schedule = schedule_of(section, "optimizer" if stage == "train" else "sft.optimizer")
+    num_updates = _num_updates(config, stage)
     return filled(OptimizerSettings, section, schedule=schedule, num_updates=num_updates)
+
+
+def _num_updates(config: ConfigDict, stage: str) -> int:
+    """Return the number of optimizer steps of a stage."""
+    if stage == "sft":
+        return int(config.sft.num_steps)
+    optimizer = config.optimizer
+    return int(config.num_steps * optimizer.num_minibatches * optimizer.num_epochs)
+
+
+def _never_warms_up(config: ConfigDict, stage: str) -> bool:
+    """Return True if a stage ends before its learning rate has reached the peak."""
+    warmup_steps = optimizer_section(config, stage).warmup_steps
+    return stage in config.stages and warmup_steps > _num_updates(config, stage)
 
 
 def stage_steps(config: ConfigDict) -> dict[str, int]:
@@ -363,6 +374,12 @@ def _largest_k(config: ConfigDict) -> int:
     settings = subsection(config.advantage)
     scheduled = [k for _, k in settings.get("k_schedule", ())]
     return max(scheduled, default=settings.get("k", 0))
+
+
+def _drops_ratios(config: ConfigDict) -> bool:
+    """Return True if tokens have no loss where their ratio is outside of the bounds."""
+    correction = config.loss.correction
+    return correction.level != "none" and correction.mode != "truncate"
 
 
 def _tasks_per_batch(config: ConfigDict) -> int:
@@ -491,6 +508,18 @@ RULES = (
         "loss.correction.low",
         lambda c: c.loss.correction.low >= c.loss.correction.high,
         "less than loss.correction.high",
+    ),
+    Rule(
+        "loss.correction.low",
+        lambda c: _drops_ratios(c) and c.loss.correction.low > 1,
+        "at most 1 with loss.correction.mode='mask' or 'reject': ratios are near 1, and the loss "
+        "leaves out those below",
+    ),
+    Rule(
+        "loss.correction.high",
+        lambda c: _drops_ratios(c) and c.loss.correction.high < 1,
+        "at least 1 with loss.correction.mode='mask' or 'reject': ratios are near 1, and the loss "
+        "leaves out those above",
     ),
     # The KL term.
     Rule(
@@ -688,3 +717,38 @@ RULES = (
     ),
 )
 """Combinations of keys that the method refuses."""
+
+WARNINGS = (
+    Rule(
+        "loss.clip_low",
+        lambda c: (
+            "train" in c.stages and c.loss.name == "clip" and not 0.1 <= c.loss.clip_low <= 0.3
+        ),
+        "0.1 to 0.3 with loss.name='clip'",
+    ),
+    Rule(
+        "loss.clip_high",
+        lambda c: (
+            "train" in c.stages and c.loss.name == "clip" and not 0.1 <= c.loss.clip_high <= 0.3
+        ),
+        "0.1 to 0.3 with loss.name='clip'",
+    ),
+    Rule(
+        "filter.unfinished_tasks",
+        lambda c: "train" in c.stages and c.filter.unfinished_tasks > c.rollout.tasks_per_step,
+        "at most rollout.tasks_per_step: with more, a task waits for several steps, and old "
+        "weights have sampled what is trained on",
+    ),
+    Rule(
+        "optimizer.warmup_steps",
+        lambda c: _never_warms_up(c, "train"),
+        "at most num_steps * optimizer.num_minibatches * optimizer.num_epochs: the learning rate "
+        "does not reach its peak",
+    ),
+    Rule(
+        "sft.optimizer.warmup_steps",
+        lambda c: _never_warms_up(c, "sft"),
+        "at most sft.num_steps: the learning rate does not reach its peak",
+    ),
+)
+"""Unusual settings of the method, which are not refused."""

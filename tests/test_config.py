@@ -90,6 +90,8 @@ def test_shipped_configs_are_valid(name):
         ("rollout.ahead", 2, "0 or 1"),
         ("mesh.rollout_devices", -1, "a number of at least 0"),
         ("loss.clip_low", -0.1, "a number of at least 0"),
+        ("loss.correction.cap", 0.5, "a number of at least 1"),
+        ("loss.dppo.cap", 0.5, "a number of at least 1"),
         ("loss.clip.dual_clip", 0.5, "a number above 1, or 0 for no bound"),
         ("advantage.grpo.ddof", 2, "0 (population) or 1 (sample)"),
         ("optimizer.beta2", 1.5, "a number of at least 0 and below 1"),

@@ -47,6 +47,7 @@ ENDPOINT = {
     **{"policy.name": "openai", "policy.openai.url": "http://127.0.0.1:8000/v1"},
     **{"policy.openai.model": "m", "stages": ("evaluate",)},
 }
+CORRECTED = {"loss.correction.level": "token", "loss.correction.mode": "mask"}
 BROKEN = [
     ("policy.name", ENDPOINT | {"stages": ("sft", "evaluate")}),
     ("rollout.overlong_prompts", ENDPOINT | {"rollout.overlong_prompts": "truncate_left"}),
@@ -123,6 +124,8 @@ BROKEN = [
     ("loss.correction.level", {"rollout.ahead": 1}),
     ("loss.correction.mode", {"loss.correction.level": "geometric"}),
     ("loss.correction.low", {"loss.correction.low": 6.0}),
+    ("loss.correction.low", {**CORRECTED, "loss.correction.low": 1.5}),
+    ("loss.correction.high", {**CORRECTED, "loss.correction.high": 0.9}),
     ("kl.coef", {"kl.low_factor": 0.5}),
     ("kl.anchor", {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.anchor": "old"}),
     ("kl.estimator", {"kl.coef": 0.1, "kl.place": "reward"}),
@@ -435,6 +438,9 @@ def test_dapo_has_the_three_published_setups():
         dapo.get_config("late")
 
 
+UPDATES = {"optimizer.num_minibatches": 2, "optimizer.num_epochs": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
@@ -447,12 +453,28 @@ def test_dapo_has_the_three_published_setups():
         ({"loss.name": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}, []),
         ({"loss.name": "gspo", "loss.clip_high": 4e-4}, []),
         ({"stages": ("evaluate",), "loss.clip_low": 0.4}, []),
+        # 100 steps of two updates, twice.
+        ({**UPDATES, "optimizer.warmup_steps": 400}, []),
+        ({**UPDATES, "optimizer.warmup_steps": 401},
+         ["optimizer.warmup_steps is 401"]),
+        ({"stages": ("evaluate",), "optimizer.warmup_steps": 1000}, []),
+        ({"stages": ("sft",), "sft.source": "x", "sft.optimizer.warmup_steps": 101},
+         ["sft.optimizer.warmup_steps is 101"]),
+        ({"sft.optimizer.warmup_steps": 101}, []),
+        ({**CORRECTED, "filter.unfinished_tasks": 16}, []),
+        ({**CORRECTED, "filter.unfinished_tasks": 17},
+         ["filter.unfinished_tasks is 17"]),
+        ({"rollout.max_response_tokens": 2048}, []),
+        ({"rollout.max_response_tokens": 2049},
+         ["rollout.max_response_tokens is 2049"]),
     ],
     ids=str,
 )  # fmt: skip
-def test_an_unusual_clip_is_warned_of(changes, warned):
-    expected = [f"warning: config.{x}; usual is 0.1 to 0.3 with loss.name='clip'" for x in warned]
-    assert rules.warnings(settings(**changes)) == expected
+def test_unusual_settings_are_warned_of(changes, warned):
+    lines = rules.warnings(settings(**changes))
+    assert [line.partition("; usual is ")[0] for line in lines] == [
+        f"warning: config.{start}" for start in warned
+    ]
 
 
 def test_parts_that_are_not_the_environments_are_known_by_name(monkeypatch):

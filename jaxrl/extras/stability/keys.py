@@ -8,7 +8,7 @@ KEYS = {
         one_of=("tv", "kl"), restart=TRAINING),
     "loss.dppo.anchor": Key("old", "Divergence from the policy before the update, `old`, or from "
         "the sampler, `rollout`.", one_of=("old", "rollout"), restart=TRAINING),
-    "loss.dppo.cap": Key(20.0, "Largest ratio by which a token's gradient is weighed.", above=0,
+    "loss.dppo.cap": Key(20.0, "Largest ratio by which a token's gradient is weighed.", at_least=1,
         restart=TRAINING),
     "loss.term.llds.level": Key("action", "What has to have lost likelihood as a whole: an "
         "`action`, which is a turn, or the `response`.", one_of=("action", "response"),
@@ -39,7 +39,8 @@ WARNINGS = (
     Rule(
         "loss.dppo.anchor",
         lambda c: (
-            c.loss.name == "dppo"
+            "train" in c.stages
+            and c.loss.name == "dppo"
             and c.loss.dppo.anchor == "old"
             and c.optimizer.num_minibatches * c.optimizer.num_epochs == 1
         ),
