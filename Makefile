@@ -50,7 +50,7 @@ seeking: data/seeking/questions_eval.jsonl
 
 # Published weights learn to search real documents; see docs/real.md. MODEL=FOLDER takes another model,
 # PRESET=real_24gb or real_8x80gb the sizes for accelerators, FLAGS="..." further flags, NAME=... another workdir.
-data/real/questions_eval.jsonl: $(STAMP) examples/real_world.py
+data/real/questions_eval.jsonl: $(STAMP) examples/real_world.py examples/convert_gguf.py
 	$(BIN)/python -m examples.real_world --out=data/real --seed=0
 
 PRESET = real

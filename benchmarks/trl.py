@@ -48,7 +48,7 @@ from benchmarks import common
 from benchmarks.claims_report import table
 from benchmarks.peers import ONE_THREAD
 from benchmarks.trl_worker import Turns, read_jsonl
-from examples.real_world import body, good_query, write_jsonl
+from examples.real_world import MODEL_FOLDER, body, good_query, write_jsonl
 from jaxrl import api
 from jaxrl.config import default_config
 from jaxrl.envs.answers import exact_match, f1
@@ -56,7 +56,6 @@ from jaxrl.envs.base import Env, Episode, Message, Outcome, Reward, StepResult, 
 from jaxrl.envs.local_search import LocalSearch
 from jaxrl.logs.statistics import bootstrap_means, percentile_interval
 from jaxrl.logs.steps import Clock
-from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import copy_side_files
 from jaxrl.stream import Stream
 from jaxrl.tokenizer import Tokenizer
@@ -417,7 +416,7 @@ def read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Work]:
     )
     parser.add_argument("--trl_python", default=sys.executable, help="Python that has trl")
     parser.add_argument("--world", type=Path, default=Path("data/real"))
-    parser.add_argument("--model", help="folder or file (default: the world's GGUF file)")
+    parser.add_argument("--model", help="model folder (default: the world's)")
     parser.add_argument("--out", type=Path, default=Path("runs/trl"), help="an empty folder")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     for name, kind in get_type_hints(Work).items():
@@ -445,7 +444,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "timed."
         )
     out.mkdir(parents=True, exist_ok=True)
-    model = model_folder(flags.model or f"{flags.world}/SmolLM2-135M-Instruct.Q4_1.gguf", print)
+    model = flags.model or str(flags.world / MODEL_FOLDER)
     write_tasks(flags.world, model, out, work)
     (out / "settings.json").write_text(json.dumps({"model": model} | dataclasses.asdict(work)))
 

@@ -11,7 +11,7 @@ Another world's folder may follow the file's name: --config=configs/real.py:data
 
 from ml_collections import ConfigDict
 
-from examples.real_world import SYSTEM
+from examples.real_world import MODEL_FOLDER, SYSTEM
 from jaxrl.config import default_config
 
 
@@ -19,7 +19,7 @@ def get_config(world: str = "data/real") -> ConfigDict:
     config = default_config().lock()
     config.stages = ("sft", "train", "evaluate")
     config.num_steps = 16
-    config.model.path = f"{world}/SmolLM2-135M-Instruct.Q4_1.gguf"
+    config.model.path = f"{world}/{MODEL_FOLDER}"
     config.model.remat = "names"
     config.tasks.train.source = f"{world}/questions_train.jsonl"
     config.tasks.eval.source = f"{world}/questions_eval.jsonl"

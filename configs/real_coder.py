@@ -15,7 +15,7 @@ are drawn from all 1,000, also from those whose answer BM25 does not find.
 from ml_collections import ConfigDict
 
 from configs.search_r1 import TEMPLATE
-from examples.real_world import CODER_FILE
+from examples.real_world import CODER_FOLDER
 from jaxrl.config import default_config
 
 WORLD = "data/real"
@@ -30,7 +30,7 @@ def get_config(arguments: str = "qwen") -> ConfigDict:
     world = world or WORLD
     config = default_config().lock()
     config.stages = ("evaluate",)
-    config.model.path = f"{world}/{CODER_FILE}"
+    config.model.path = f"{world}/{CODER_FOLDER}"
     config.tasks.eval.source = f"{world}/questions_all.jsonl"
     config.env.search.protocol = protocol
     if protocol == "qwen":

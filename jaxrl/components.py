@@ -47,7 +47,6 @@ from jaxrl.method import (
 )
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import choose
-from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import check_hf, save_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
@@ -213,7 +212,7 @@ def assemble(
         model=model,
         method=method,
         stages=stages,
-        export=partial(export, model, model_folder(config.model.path)),
+        export=partial(export, model, config.model.path),
         tokenizer=tokenizer,
         tasks=tasks,
         eval_tasks=list(eval_tasks),
@@ -289,9 +288,7 @@ def _make_processor(
     """
     if tokenizer.image_id is None:
         return None
-    processor: Any = pkgutil.resolve_name(PROCESSOR)(
-        model_folder(config.model.path), **config.get("images", {})
-    )
+    processor: Any = pkgutil.resolve_name(PROCESSOR)(config.model.path, **config.get("images", {}))
     made = processor.patch_values, processor.unit
     if model.tower and made != (wanted := (model.tower.patch_values, model.tower.unit)):
         raise ValueError(
@@ -419,7 +416,7 @@ def model_and_tokenizer(
 
     `now` is the time that the chat template is given, by default the present.
     """
-    folder = model_folder(config.model.path)
+    folder = config.model.path
     model_config = read_model(folder, config.model.architecture)
     if is_played:
         # Refuse what the devices, or the model's longest sequence, leave no room for.

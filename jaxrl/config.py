@@ -162,8 +162,8 @@ KEYS: dict[str, Key] = {
     "compilation_cache": Key("", "Folder of compiled programs, which later starts find. Empty: "
         "`$XDG_CACHE_HOME/jaxrl`; `off`: none.", restart=FREE),
     # ---------------------------------------------------------------------------- model
-    "model.path": Key("", "Local folder in Hugging Face's format, or a `.gguf` file (extra "
-        "`gguf`).", holds=MODEL, written_to="export"),
+    "model.path": Key("", "Local folder in Hugging Face's format.", holds=MODEL,
+        written_to="export"),
     "model.architecture": Key("", "Name of the architecture, or dotted name of its class. Empty: "
         "by `model_type` of `config.json`.", group="jaxrl.architectures", names_code=True),
     "model.dtype": Key("float32", "Dtype of activations, matrix products and KV cache; weights "

@@ -153,9 +153,6 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
             logging.getLogger(name).setLevel(logging.WARNING)
         # The first report of a user would tell that fonts are looked for.
         logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-        from jaxrl.models.folder import model_folder
-
-        model_folder(config.model.path, lambda text: print(printable(text), file=sys.stderr))
         if _PLAN.value:
             show_plan = optional(SHOW_PLAN)
             if show_plan is None:

@@ -22,7 +22,6 @@ from jaxrl.envs.text import printable
 from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.method import stage_steps
-from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.policy import Model
 from jaxrl.models.starting import load_base
@@ -125,7 +124,6 @@ def open_run(
     fit_host(config)
     keep_programs(config.compilation_cache, display.log)
     give_back_after_compiling()
-    model_folder(config.model.path, display.log)
     components = assemble(config, display.activity, now=prompt_time(run))
     for note in components.notes:
         display.log(note)
@@ -261,14 +259,13 @@ def load_weights(
     if model is not None:
         progress = display.counter("loading weights, MiB")
         named = config.model.architecture
-        folder = model_folder(str(model))
         params = load_hf(
-            folder, components.mesh, architecture=named, progress=progress, is_late=True
+            model, components.mesh, architecture=named, progress=progress, is_late=True
         )
         return params, str(model)
     policy, mesh = components.model, components.mesh
-    folder = model_folder(config.model.path)
-    policy.base = load_base(policy, folder, config.model.architecture, lambda done, total: None)
+    named = config.model.path, config.model.architecture
+    policy.base = load_base(policy, *named, lambda done, total: None)
     target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
     at, params = restore_params(run / "checkpoints", target, step)
     return params, f"checkpoint of step {at}" + ", in the middle of its stage" * (step is None)

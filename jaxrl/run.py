@@ -19,7 +19,6 @@ from jaxrl.logs.display import Display
 from jaxrl.logs.mirrors import open_log
 from jaxrl.logs.tokens import make_notes
 from jaxrl.logs.writers import write_samples
-from jaxrl.models.folder import model_folder
 from jaxrl.models.starting import load_base, load_trained
 from jaxrl.own_code import OwnCodeError
 from jaxrl.runtime import distributed, rolling_back
@@ -401,8 +400,7 @@ def start_params(session: Session) -> Params:
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
     model = session.components.model
-    folder = model_folder(settings.model_path)
-    given = model, folder, settings.architecture, counter
+    given = model, settings.model_path, settings.architecture, counter
     model.base = load_base(*given)
     if session.saved:
         display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")

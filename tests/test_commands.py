@@ -51,8 +51,8 @@ NOT_RUN = {
     r"curl ": "asks that server",
     r"(python -m examples\.tiny_model|jaxrl tiny-model) ": "texts of the reader's; "
     "tests/examples/test_tiny_model.py",
-    r"python -m pytest ": "needs torch and weights; tests/extras/gguf/test_real_weights.py itself",
-    r"(du|rm) ": "of folders in the user's cache",
+    r"python -m examples\.convert_gguf ": "a downloaded file; tests/examples/test_convert_gguf.py",
+    r"python -m pytest ": "needs torch and weights; tests/examples/test_real_gguf.py itself",
     r"(hf download|python -m zipfile|mv) ": "downloads a model, and moves it to its place",
     r"(taskset -c \d )?python -m benchmarks\.": "minutes to hours; tests/test_benchmarks.py and "
     "test_claims.py run small ones",

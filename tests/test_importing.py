@@ -23,12 +23,11 @@ from jaxrl.tokenizer import Tokenizer
 folder = sys.argv[1]
 started = time.process_time()
 for read in (read_model, Tokenizer.from_folder):
-    for path in ("Qwen/Qwen3-0.6B", "models/SmolLM2.gguf"):
-        try:
-            read(path)
-        except FileNotFoundError:
-            continue
-        sys.exit("expected a refusal")
+    try:
+        read("Qwen/Qwen3-0.6B")
+    except FileNotFoundError:
+        continue
+    sys.exit("expected a refusal")
 assert time.process_time() - started < 1
 Tokenizer.from_folder(folder)
 read_model(folder)

@@ -3,18 +3,18 @@
 `make vocabularies` fetches them; tests/vocabularies.py says from where.
 """
 
-import base64
 import json
 import random
 import re
 from collections import Counter, deque
 from types import SimpleNamespace
 
+import gguf
 import jax
 import numpy as np
 import pytest
-import tokenizers
 
+from examples.convert_gguf import convert_config, convert_tokenizer
 from jaxrl.envs.base import Outcome, Prompt, Task
 from jaxrl.envs.protocol import SEARCH_R1, Asked, qwen
 from jaxrl.envs.retrieval import KeywordSearch
@@ -27,7 +27,7 @@ from jaxrl.sampling.observations import encode_results as encode_tool_results
 from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.tokenizer import Tokenizer, _byte_alphabet
+from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, members
 from tests.helpers import ROOT
 from tests.vocabularies import needed, whole_gguf
@@ -54,16 +54,14 @@ def qwen3_silent(qwen3):
 
 
 def read_gguf(name, folder):
-    """What the reader makes of a published file: its contents, and the tokenizer."""
-    needed(name)
-    pytest.importorskip("gguf", reason="the extra gguf is not installed")
-    from jaxrl.extras.gguf.model import read_model
-    from jaxrl.extras.gguf.tokenizer import tokenizer_files
-
-    contents = read_model(whole_gguf(name, folder))
-    for file, content in tokenizer_files(contents.path, contents.metadata).items():
-        (folder / file).write_text(json.dumps(content), encoding="utf-8")
-    return contents, Tokenizer.from_folder(folder)
+    """Return the model and the tokenizer of a published file."""
+    reader = gguf.GGUFReader(whole_gguf(name, folder))
+    metadata = {key: field.contents() for key, field in reader.fields.items()}
+    tokenizer, config = convert_tokenizer(metadata)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = convert_config(metadata, {tensor.name: tensor for tensor in reader.tensors})
+    return model, Tokenizer.from_folder(folder)
 
 
 @pytest.fixture(scope="module")
@@ -370,13 +368,11 @@ TEXTS = [
 
 
 def test_qwen25_from_its_file_is_qwen3s_without_the_newer_tokens(qwen25, qwen3):
-    contents, tokenizer = qwen25
-    model = contents.model
+    model, tokenizer = qwen25
     # https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct/blob/main/config.json
     assert (model.vocab_size, model.width, model.mlp_width) == (151_936, 1536, 8960)
     assert (model.num_layers, model.num_heads, model.num_kv_heads) == (28, 12, 2)
     assert (model.rope_theta, model.rms_norm_eps, model.head_dim) == (1e6, 1e-6, 128)
-    assert len(contents.sources) == 339
     # The embedding has rows that no token names; Qwen3 has four tokens more.
     assert (tokenizer.num_tokens, qwen3.num_tokens) == (151_665, 151_669)
     assert tokenizer.vocab_bytes == qwen3.vocab_bytes[:151_665]
@@ -389,8 +385,7 @@ def test_qwen25_from_its_file_is_qwen3s_without_the_newer_tokens(qwen25, qwen3):
 
 
 def test_smollm2_cuts_numbers_into_digits(smollm2):
-    contents, tokenizer = smollm2
-    model = contents.model
+    model, tokenizer = smollm2
     # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct/blob/main/config.json
     assert (model.vocab_size, model.width, model.mlp_width) == (49_152, 576, 1536)
     assert (model.num_layers, model.num_heads, model.num_kv_heads) == (30, 9, 3)
@@ -403,40 +398,3 @@ def test_smollm2_cuts_numbers_into_digits(smollm2):
         ids = tokenizer.encode_plain(text)
         assert tokenizer.decode(ids) == text
         assert not any(re.search(rb"\d\d", tokenizer.vocab_bytes[id]) for id in ids)
-
-
-def test_llama3s_vocabulary_against_tiktoken(tmp_path):
-    """No package has a whole file of Llama 3: its metadata are made of the ranks, as the hub's."""
-    path = needed("llama3.tiktoken")
-    tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed")
-    from jaxrl.extras.gguf.tokenizer import tokenizer_files
-
-    pairs = (line.split() for line in path.read_bytes().splitlines())
-    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    assert len(ranks) == 128_000
-    alphabet = _byte_alphabet()
-    spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
-    merges = []
-    for token in ranks:  # by rank; both halves of a merge are tokens
-        halves = ((token[:n], token[n:]) for n in range(1, len(token)))
-        known = [(ranks[a], ranks[b], a, b) for a, b in halves if a in ranks and b in ranks]
-        merges += [f"{spelled[a]} {spelled[b]}" for _, _, a, b in sorted(known)]
-    metadata = {
-        "tokenizer.chat_template": "{{ messages }}",
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "llama-bpe",
-        "tokenizer.ggml.tokens": [*spelled.values(), "<|begin_of_text|>"],
-        "tokenizer.ggml.token_type": [1] * len(ranks) + [3],
-        "tokenizer.ggml.merges": merges,
-    }
-    files = tokenizer_files(tmp_path / "llama3.gguf", metadata)
-    ours = tokenizers.Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
-    # https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    theirs = tiktoken.Encoding("llama3", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    for text in TEXTS:
-        assert ours.encode(text, add_special_tokens=False).ids == theirs.encode_ordinary(text)
-    assert ours.encode("12345").tokens == ["123", "45"]

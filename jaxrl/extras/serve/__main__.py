@@ -1,7 +1,7 @@
 """The command: `python -m jaxrl.extras.serve RUN_OR_FOLDER [--port=N] [--config.key=value]`.
 
-Answers over HTTP with the model of a run, or one in a folder or a GGUF file, through the engine
-that samples in training. Relative paths of a run's configuration are those of the folder in which
+Answers over HTTP with the model of a run, or one in a folder, through the engine that samples in
+training. Relative paths of a run's configuration are those of the folder in which
 the run was started.
 """
 

@@ -1,4 +1,4 @@
-"""A run, a folder or a file made into an engine that answers."""
+"""A run or a model folder made into an engine that answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.method import policy_of
 from jaxrl.models.around import Around
-from jaxrl.models.folder import model_folder
 from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
 from jaxrl.opening import (
@@ -113,9 +112,8 @@ def open_served(
     if keys:
         validate(config, needs_data=False)
     config.stages = ()  # no data are read
-    folder = model_folder(config.model.path, display.log)
     if LENGTH not in keys:
-        longest = read_model(folder, config.model.architecture).max_positions
+        longest = read_model(config.model.path, config.model.architecture).max_positions
         config.rollout.max_total_tokens = min(config.rollout.max_total_tokens, longest)
     _fit(config, rows)
     keep_programs(config.compilation_cache, display.log)

@@ -12,7 +12,6 @@ import tokenizers
 
 from jaxrl.envs.json_text import number_of, parse_json
 from jaxrl.envs.text import printable
-from jaxrl.models.folder import model_folder
 from jaxrl.runtime.history import folder_of
 from jaxrl.tokenizer import bytes_of_ids
 
@@ -273,13 +272,13 @@ class Vocabulary:
             config: the run's, flat.
         """
         path = config.get("model.path")
-        folders = [lambda: str(workdir / "export")]
+        folders = [str(workdir / "export")]
         if isinstance(path, str) and path:
-            folders.append(lambda: model_folder(str(folder_of(workdir) / path)))
+            folders.append(str(folder_of(workdir) / path))
         why = "config.json names no model.path"
         for folder in folders:
             try:
-                file = Path(folder()) / "tokenizer.json"
+                file = Path(folder) / "tokenizer.json"
                 spec = parse_json(tokenizers.Tokenizer.from_file(str(file)).to_str(), str(file))
                 return cls(bytes=bytes_of_ids(spec), source=str(file))
             except Exception as error:  # tokenizers raises plain ones

@@ -1,21 +1,22 @@
-"""A published model from a GGUF file: ours against what transformers makes of the same file.
+"""A converted GGUF file of a published model, against transformers' reading of the same file.
 
 `JAXRL_REAL_GGUF=SmolLM2-135M-Instruct.Q4_1.gguf make parity`, or with the file at data/real/; with
 Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf it takes 14 GB.
-[docs/models.md](../../../docs/models.md) says where it comes from. transformers reads the file by
-code of its own: tensors, order of rows, vocabulary.
+[docs/models.md](../../docs/models.md) says where it comes from. transformers has its own code for
+tensors, order of rows and vocabulary.
 """
 
 import os
 from pathlib import Path
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.convert_gguf import convert
 from jaxrl.models import kv_cache
-from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.reading import read_model
 from jaxrl.tokenizer import Tokenizer
@@ -24,9 +25,8 @@ from tests.helpers import full_pass, read_tokens
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers wants it for GGUF files")
-gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DEFAULT = ROOT / "data" / "real" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE = Path(os.environ.get("JAXRL_REAL_GGUF") or DEFAULT)
 
@@ -58,9 +58,8 @@ QUESTION += "<|im_start|>assistant\n"
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """Our model, parameters and tokenizer, and transformers' of the same file."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # whose cache lasts for a session already
-        os.environ.setdefault("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    folder = model_folder(str(FILE))
+    folder = tmp_path_factory.mktemp("converted") / "model"
+    convert(FILE, folder)
     theirs = {"pretrained_model_name_or_path": str(FILE.parent), "gguf_file": FILE.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(**theirs, dtype=torch.float32).eval()
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(FILE).tensors}

@@ -1,7 +1,4 @@
-"""GGUF files of small models, written by the package's own writer from a Hugging Face folder.
-
-What llama.cpp's converter does to tensors is written anew here, in its direction.
-"""
+"""GGUF files of small models, written with the package gguf from a Hugging Face folder."""
 
 import json
 from pathlib import Path
@@ -18,7 +15,7 @@ TEMPLATE = (
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 GPT4 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CORPUS = ["The bridge at Avington was designed by Ada Kerr in 1871, it's said.\n\n  Né à Łódź."] * 3
@@ -36,19 +33,18 @@ NAMES = {
 
 
 def make_tokenizer(pre):
-    """A tokenizer that cuts texts as the models do that llama.cpp calls `pre`.
+    """Return a tokenizer that cuts texts as llama.cpp's `pre` says.
 
-    Special tokens stand first in smollm's vocabulary, and behind the others in the other two.
+    Special tokens have the first ids of smollm's vocabulary, and the last of qwen2's.
     """
-    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     if pre == "smollm":
         pieces = [pre_tokenizers.Digits(individual_digits=True)]
         pieces += [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     else:
-        pattern = GPT4.replace("DIGITS", r"\p{N}" if pre == "qwen2" else r"\p{N}{1,3}")
-        pieces = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")]
+        pieces = [pre_tokenizers.Split(tokenizers.Regex(GPT4), "isolated")]
         pieces += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
     trainer = trainers.BpeTrainer(
         vocab_size=300,
@@ -63,15 +59,15 @@ def make_tokenizer(pre):
 
 
 def permuted(weight, heads):
-    """As llama.cpp's converter does it: rows i and i + H/2 of a head come to stand together."""
+    """Return the rows in llama.cpp's order: rows i and i + H/2 of a head are neighbors."""
     halves = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def tensors_of(folder):
-    """The folder's tensors by llama.cpp's names, in its order of rows."""
+    """Return the folder's tensors with llama.cpp's names and order of rows."""
     config = json.loads((folder / "config.json").read_text())
-    found = {}
+    tensors = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         stem, _, end = name.rpartition(".")
         layer, rest = "", stem
@@ -82,34 +78,31 @@ def tensors_of(folder):
             weight = permuted(weight, config["num_attention_heads"])
         if config["model_type"] == "llama" and rest == "self_attn.k_proj":
             weight = permuted(weight, config["num_key_value_heads"])
-        found[f"{layer}{NAMES[rest]}.{end}"] = weight
-    return found
+        tensors[f"{layer}{NAMES[rest]}.{end}"] = weight
+    return tensors
 
 
-def write_gguf(
-    path, folder, kind="F32", *, pre="qwen2", tokenizer=None, tensors=None, kinds=None, **changes
-):
-    """Writes a folder's model; norms and biases as F32, matrices as `kind`.
+def write_gguf(path, folder, kind="F32", *, pre="qwen2", tensors=None, kinds=None, **changes):
+    """Write the folder's model: norms and biases as F32, matrices as `kind`.
 
     Args:
-        path: the file.
-        folder: in Hugging Face format.
-        kind: a quantisation that the package writes.
-        pre: how the file says that texts are cut.
-        tokenizer: whose vocabulary is written; default: a small one that cuts them so.
-        tensors: other tensors than the folder's; uint8 are blocks of `kind`.
-        kinds: of single tensors, other quantisations.
-        changes: keys of the metadata with `__` for a point, and their values; None leaves one out.
+        path: File to write.
+        folder: Model folder in Hugging Face format.
+        kind: Quantization of the matrices.
+        pre: Value of `tokenizer.ggml.pre`. An unknown one gets qwen2's vocabulary.
+        tensors: Tensors in place of the folder's, by llama.cpp's names.
+        kinds: Quantizations of single tensors.
+        changes: Metadata to set, with `__` for a dot; None leaves the key out.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
     family = changes.pop("general__architecture", config["model_type"])
     writer = gguf.GGUFWriter(path, family)
-    tokenizer = tokenizer or make_tokenizer(pre)
+    tokenizer = make_tokenizer(pre)
     vocabulary = {id: token for token, id in tokenizer.get_vocab().items()}
     added = tokenizer.get_added_tokens_decoder()
     tokens = [vocabulary[id] for id in range(len(vocabulary))]
     types = [1 if id not in added else 3 if added[id].special else 4 for id in range(len(tokens))]
-    for id in range(len(tokens), config["vocab_size"]):  # rows that no token has
+    for id in range(len(tokens), config["vocab_size"]):  # rows without a token
         tokens.append(f"[PAD{id}]")
         types.append(5)
     spec = json.loads(tokenizer.to_str())
@@ -123,6 +116,7 @@ def write_gguf(
         f"{family}.attention.key_length": config["head_dim"],
         f"{family}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         f"{family}.rope.freq_base": config["rope_theta"],
+        f"{family}.rope.dimension_count": config["head_dim"],
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
@@ -134,9 +128,7 @@ def write_gguf(
     }
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     for name, value in values.items():
-        if isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, int):
+        if isinstance(value, int):
             writer.add_uint32(name, value)
         elif isinstance(value, float):
             writer.add_float32(name, value)
@@ -145,13 +137,10 @@ def write_gguf(
         elif value is not None:
             writer.add_array(name, value)
     for name, weight in (tensors_of(Path(folder)) if tensors is None else tensors).items():
-        own = (kinds or {}).get(name, kind if weight.ndim > 1 else "F32")
-        stored = gguf.GGMLQuantizationType[own]
-        if weight.dtype == np.uint8:  # blocks as they are stored
-            data = weight
-        else:
-            data = weight.astype(np.int8) if own == "I8" else gguf.quants.quantize(weight, stored)
-        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=stored)
+        stored = (kinds or {}).get(name, kind if weight.ndim > 1 else "F32")
+        stored = gguf.GGMLQuantizationType[stored]
+        data = np.ascontiguousarray(gguf.quants.quantize(weight, stored))
+        writer.add_tensor(name, data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
