@@ -170,10 +170,10 @@ class Retriever:
 
 @contextlib.contextmanager
 def retriever_command(corpus, *arguments):
-    """Our own server of a corpus, as a process, and its address."""
+    """examples/serve_retriever.py as a process, and its address."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "jaxrl.envs.serve_retriever", f"--corpus={corpus}"),
+            *(sys.executable, "-m", "examples.serve_retriever", f"--corpus={corpus}"),
             *("--port=0", *arguments),
         ],
         stdout=subprocess.PIPE,
@@ -182,7 +182,7 @@ def retriever_command(corpus, *arguments):
     )
     try:
         line = process.stdout.readline()
-        assert line.startswith("serving local at http://127.0.0.1:"), process.stderr.read()
+        assert line.startswith(f"serving {corpus} at http://127.0.0.1:"), process.stderr.read()
         yield process, line.split()[3]
     finally:
         process.kill()

@@ -46,8 +46,8 @@ NOT_RUN = {
     r"python -m examples\.calls_world ": "likewise; tests/examples/test_calls_world.py",
     r"python -m examples\.real_world ": "downloads wheels; tests/examples/test_real_world.py makes "
     "one of small stand-ins",
-    r"python -m jaxrl\.envs\.serve_retriever ": "serves until it is ended, on a fixed port, and "
-    "some need weights or a server; tests/envs/test_serve_retriever.py",
+    r"python -m examples\.serve_retriever ": "serves until it is ended, on a fixed port; "
+    "tests/examples/test_serve_retriever.py",
     r"curl ": "asks that server",
     r"(python -m examples\.tiny_model|jaxrl tiny-model) ": "texts of the reader's; "
     "tests/examples/test_tiny_model.py",

@@ -1,7 +1,6 @@
 """Runs that search by a server: as with the engine behind it, trajectory by trajectory."""
 
 import json
-import shlex
 import time
 
 import pytest
@@ -12,7 +11,6 @@ from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.envs.local_search import LocalSearch
 from jaxrl.envs.retrieval import EmptySearch
-from jaxrl.envs.serve_retriever import DIALECTS, parse_arguments, read_request
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.toolbox import engine
@@ -79,28 +77,6 @@ def test_the_page_shows_valid_configurations(monkeypatch):
             assert made("search", engine(config), own).topk in (3, 5)
 
 
-def test_the_page_shows_commands_that_are_understood():
-    lines = [line for code in blocks(PAGE, "sh") for line in code.replace("\\\n", "").splitlines()]
-    serving = [shlex.split(line)[3:] for line in lines if "serve_retriever" in line]
-    parsed = [parse_arguments(arguments) for arguments in serving]
-    names = ["local", "dense", "my_documents.Titles", "web"]
-    assert [arguments.engine for arguments, _ in parsed] == names
-    assert [settings for _, settings in parsed] == [
-        {"corpus": "data/corpus.jsonl"},
-        {
-            "corpus": "data/corpus.jsonl",
-            "encoder": "models/e5-base-v2",
-            "query_prefix": "query: ",
-            "passage_prefix": "passage: ",
-        },
-        {"corpus": "data/corpus.jsonl"},
-        {"provider": "searxng", "url": "http://127.0.0.1:8888"},
-    ]
-    [asked] = [shlex.split(line) for line in lines if line.startswith("curl")]
-    path, body = asked[2].removeprefix("http://127.0.0.1:8000"), asked[-1].encode()
-    assert read_request(body, DIALECTS[path], 3) == (["capital of France"], 1, True)
-
-
 @pytest.mark.parametrize("is_deterministic", [True, False])
 def test_a_deterministic_run_that_idles_names_the_key_once(
     tiny_world, source, tmp_path, is_deterministic
@@ -128,8 +104,7 @@ def local_hits(world):
 
 
 @pytest.mark.slow(
-    instead="envs/test_serve_retriever.py"
-    "::test_the_command_serves_what_local_search_finds_and_stops"
+    instead="examples/test_serve_retriever.py::test_both_protocols_find_what_local_search_finds"
 )
 def test_a_run_by_our_server_is_that_of_local_search(tiny_world, source, by_local_search, tmp_path):
     config = base_config(tiny_world, source)

@@ -27,7 +27,6 @@ OWN = {
     # In a Python without jaxrl: lines of the run, and what an agent says, with the same bound.
     *("extras/serve/agents/runner.py", "extras/serve/agents/verifiers.py"),
     *("logs/writers.py", "models/defaults.py"),
-    "envs/serve_retriever.py",  # the type of a flag
 }
 """Files that may read JSON in another way than by `parse_json`, and why."""
 

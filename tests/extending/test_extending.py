@@ -19,7 +19,6 @@ from jaxrl.envs.base import Episode, Outcome, Prompt, Task, Turn
 from jaxrl.envs.functions import FunctionTool
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search import SearchEnv
-from jaxrl.envs.serve_retriever import make_engine
 from jaxrl.extras.mcp.servers import McpServer
 from jaxrl.logs.display import Display
 from jaxrl.method import kl_estimator_of
@@ -167,7 +166,7 @@ def test_the_tool_and_the_engine_answer(server):
     assert str(failed).startswith("URLError: ")
 
 
-def test_the_engine_with_documents_finds_and_is_served(tmp_path):
+def test_the_engine_with_documents_finds(tmp_path):
     from my_documents import Titles
 
     corpus = tmp_path / "corpus.jsonl"
@@ -177,8 +176,7 @@ def test_the_engine_with_documents_finds_and_is_served(tmp_path):
         "Doc 1(Title: Rome) A city.",
         "No information found",
     ]
-    engine = make_engine("my_documents.Titles", settings)
-    assert [hit.score for hit in engine.retrieve(["Rome"], 1)[0]] == [4]
+    assert [hit.score for hit in Titles(**settings).retrieve(["Rome"], 1)[0]] == [4]
 
 
 def test_the_function_and_the_server_answer_tool_calls():

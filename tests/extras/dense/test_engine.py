@@ -17,7 +17,6 @@ from jaxrl.envs.corpus import read_corpus
 from jaxrl.envs.local_search import LocalSearch
 from jaxrl.envs.random_search import RandomSearch
 from jaxrl.envs.retrieval import ENGINES, Document, Hit
-from jaxrl.envs.serve_retriever import make_engine
 from jaxrl.extras.dense.engine import DenseSearch, Settings
 from jaxrl.extras.dense.hybrid import HybridSearch, fuse
 from jaxrl.runtime.versions import fingerprints
@@ -202,16 +201,6 @@ def test_a_run_belongs_to_its_encoder_and_vectors(tmp_path, corpus, engine):
     changed = {key for key in before if before[key] != after[key]}
     assert changed == {"search.dense.encoder/config.json", "search.dense.embeddings"}
     assert {"search.dense.corpus", "search.dense.encoder/model.safetensors"} <= before.keys()
-
-
-def test_it_is_served_like_any_engine(tmp_path, corpus, engine):
-    settings = {"corpus": str(corpus), "index": str(tmp_path), "topk": 2, **PREFIXES}
-    settings["encoder"] = str(ENCODER)
-    served = make_engine("dense", settings, progress=lambda count: None)
-    assert served.topk == 2
-    assert places(served.retrieve(QUERIES, 2)) == places(engine.retrieve(QUERIES, 2))
-    with pytest.raises(ValueError, match="'encoder' is missing"):
-        make_engine("dense", {"corpus": str(corpus)})
 
 
 def shown():

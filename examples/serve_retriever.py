@@ -1,0 +1,113 @@
+"""Serve a corpus to other trainers, in Search-R1's and FlashRAG's protocols.
+
+    pip install -e ".[serve]"
+    python -m examples.serve_retriever --corpus=corpus.jsonl --port=8000
+
+`POST /retrieve` is Search-R1's protocol (also verl's). `POST /batch_search` and `POST /search` are
+FlashRAG's (also ReCall's and BAPO's). docs/search.md has their bodies. To serve another engine that
+has documents, construct it in `main`.
+"""
+
+import argparse
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from jaxrl.envs.base import ToolError
+from jaxrl.envs.json_text import parse_json
+from jaxrl.envs.local_search import LocalSearch
+from jaxrl.envs.retrieval import DocumentSearch, Hit
+
+
+def search(engine: DocumentSearch, queries: Any, topk: Any) -> list[list[Hit]]:
+    """Return the hits of each query. A request that is malformed raises a ValueError."""
+    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+        raise ValueError(f"the queries are {queries!r:.80}; expected a list of strings")
+    topk = engine.topk if topk is None else topk
+    if type(topk) is not int or topk < 1:
+        raise ValueError(f"the number of documents is {topk!r:.80}; expected a positive integer")
+    results = []
+    for result in engine.retrieve(queries, topk) if queries else []:
+        if isinstance(result, ToolError):
+            raise result
+        results.append(result)
+    return results
+
+
+def document(hit: Hit) -> dict[str, str]:
+    return {"id": hit.document.id, "contents": hit.document.contents}
+
+
+def search_r1(engine: DocumentSearch, body: dict[str, Any]) -> Any:
+    """Answer `{"queries", "topk", "return_scores"}`."""
+    results = search(engine, body.get("queries"), body.get("topk"))
+    if body.get("return_scores"):
+        scored = [[{"document": document(h), "score": h.score} for h in hits] for hits in results]
+        return {"result": scored}
+    return {"result": [[document(hit) for hit in hits] for hits in results]}
+
+
+def flashrag(engine: DocumentSearch, body: dict[str, Any]) -> Any:
+    """Answer `{"query", "top_n", "return_score"}` with a list of queries."""
+    results = search(engine, body.get("query"), body.get("top_n"))
+    documents = [[document(hit) for hit in hits] for hits in results]
+    if body.get("return_score"):
+        return [documents, [[hit.score for hit in hits] for hits in results]]
+    return documents
+
+
+def flashrag_single(engine: DocumentSearch, body: dict[str, Any]) -> Any:
+    """Answer the same with one query."""
+    answer = flashrag(engine, body | {"query": [body.get("query")]})
+    return [part[0] for part in answer] if body.get("return_score") else answer[0]
+
+
+PROTOCOLS = {"/retrieve": search_r1, "/batch_search": flashrag, "/search": flashrag_single}
+
+
+def make_app(engine: DocumentSearch) -> Starlette:
+    """Return the server. Requests run side by side in threads."""
+
+    def route(path: str, protocol: Callable[[DocumentSearch, dict[str, Any]], Any]) -> Route:
+        async def answer(request: Request) -> JSONResponse:
+            body = parse_json(await request.body(), "the body")
+            if not isinstance(body, dict):
+                raise ValueError(f"the body is a {type(body).__name__}; expected an object")
+            return JSONResponse(await run_in_threadpool(protocol, engine, body))
+
+        return Route(path, answer, methods=["POST"])
+
+    def refuse(_: Request, error: Exception) -> JSONResponse:
+        status = 503 if isinstance(error, ToolError) else 400
+        return JSONResponse({"detail": str(error)}, status)
+
+    return Starlette(
+        routes=[route(path, protocol) for path, protocol in PROTOCOLS.items()],
+        exception_handlers={ValueError: refuse, ToolError: refuse},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--corpus", required=True, help="JSONL of documents")
+    parser.add_argument("--index", default="", help="folder of the index (default: by the corpus)")
+    parser.add_argument("--topk", type=int, default=3, help="documents if a request does not say")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for other machines")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
+    args = parser.parse_args(argv)
+    engine = LocalSearch(args.corpus, args.index, topk=args.topk)
+    listener = socket.create_server((args.host, args.port), backlog=1024)
+    host, port = listener.getsockname()[:2]
+    print(f"serving {args.corpus} at http://{host}:{port} ({', '.join(PROTOCOLS)})", flush=True)
+    uvicorn.Server(uvicorn.Config(make_app(engine), log_level="warning")).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()
