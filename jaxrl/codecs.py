@@ -94,13 +94,18 @@ def _decoded(text: str, dtype: DTypeLike) -> np.ndarray:
 
 def _turn(saved: Mapping[str, Any]) -> Turn:
     records = _records(saved.get("records", ()))
-    return Turn(**{**saved, "records": records, "images": _pictures(saved)})
+    results = tuple(saved.get("results", ()))
+    return Turn(**{**saved, "records": records, "results": results, "images": _pictures(saved)})
 
 
 def turn_to_json(turn: Turn) -> dict[str, Any]:
     """A turn as plain JSON values; a rare field where it has a value."""
     plain = dataclasses.asdict(dataclasses.replace(turn, images=()))
-    rare = {"images": list(map(_picture_to_json, turn.images)), "is_cut": turn.is_cut}
+    rare = {
+        "images": list(map(_picture_to_json, turn.images)),
+        "is_cut": turn.is_cut,
+        "results": list(turn.results),
+    }
     always = {name: value for name, value in plain.items() if name not in rare}
     return always | {name: value for name, value in rare.items() if value}
 

@@ -158,7 +158,7 @@ def encode_demonstration(
         elif protocol.in_template:
             results = ToolResults(bodies=tuple(map(protocol.sanitize, contents)))
             room = limits.room_in_context(len(prompt), num_sampled)
-            ids, _ = encode_results(
+            ids, *_ = encode_results(
                 tokenizer,
                 results,
                 tools=chat_tools,

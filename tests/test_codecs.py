@@ -22,7 +22,12 @@ def test_a_trajectory_survives_json_bit_for_bit():
         task=Task(id="é", messages=({"role": "user", "content": "?"},)),
         turns=(
             Turn(text="a", records=(CallRecord(call="q", source="cache", attempts=0),)),
-            Turn(text="b", records=(CallRecord(call="r", tool="t", waited_s=0.5, error="x"),) * 2),
+            Turn(
+                text="b",
+                records=(CallRecord(call="r", tool="t", waited_s=0.5, error="x"),) * 2,
+                observation="[x][y]",
+                results=("x", "y"),
+            ),
         ),
     )
     got = from_json(json.loads(json.dumps(to_json(made))))

@@ -72,14 +72,19 @@ def question(task_id, *, right=0.0, outcome="answered", response="", data_source
 FIRST = [
     question("a", response="<answer> Oslo </answer>"),
     question("b", right=1.0, response=FOUND),
-    question("c", response=FOUND),
-    question("d", response=FOUND),
+    question("c", response=FOUND, answer_in_results=True),
+    question("d", response=FOUND, answer_in_results=True),
 ]
 LAST = [
     question("a", right=1.0, response=FOUND + "<answer> Tarvik </answer>"),
     question("b", right=1.0, response=FOUND),
     question("c", right=1.0, response=FOUND, data_source="two"),
-    question("d", response=FOUND + "<answer> Oslo </answer>", data_source="two"),
+    question(
+        "d",
+        response=FOUND + "<answer> Oslo </answer>",
+        data_source="two",
+        answer_in_results=True,
+    ),
 ]
 
 
@@ -277,10 +282,10 @@ class TestFacts:
             ("out_of_budget", {"outcome": "out_of_budget", "response": FOUND}),
             ("abstained", {"outcome": "abstained"}),
             ("no_search", {"response": "<answer> Oslo </answer>"}),
-            ("found", {"response": FOUND}),
-            ("not_found", {"response": FOUND, "answers": ["Oslo"]}),
-            ("not_found", {"response": FOUND, "answers": ["Tar"]}),  # only part of a word
-            ("not_found", {"response": FOUND, "answers": ["the"]}),  # nothing is left of it
+            ("found", {"response": FOUND, "answer_in_results": True}),
+            # As where the query holds the answer too, and the result may be its echo.
+            ("not_found", {"response": FOUND, "answer_in_results": False}),
+            ("not_found", {"response": FOUND}),
             # Only what the environment inserted was found.
             ("no_search", {"response": "<information>Tarvik</information>"}),
         ],

@@ -36,6 +36,7 @@ def check_ids(line, tokenizer):
         results = turn["observation"].split("<tool_response>\n")[1:]
         bodies = [result.partition("\n</tool_response>")[0] for result in results]
         assert (ids[piece].tolist(), turn["observation"]) == tokenizer.render_results(bodies, TOOLS)
+        assert turn["results"] == bodies
     for piece, turn in zip(sampled, line["turns"], strict=True):
         text = tokenizer.decode(ids[piece])
         is_cut = turn is line["turns"][-1] and line["outcome"] == "out_of_budget"
@@ -56,7 +57,7 @@ def test_a_run_calls_a_function_and_is_told_what_it_returns(world, tmp_path):
             for record in turn["records"]:
                 number = json.loads(record["call"])["number"]
                 assert record["tool"] == "look_up"
-                assert f"\n{tool_world.colour(number)}\n" in turn["observation"]
+                assert turn["results"][record["result_index"]] == tool_world.colour(number)
                 told += 1
             asked = len(read_tool_calls(turn["text"]).calls)
             assert (turn["observation"] or "").count("<tool_response>") in (asked, 0)

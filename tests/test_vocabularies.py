@@ -343,7 +343,7 @@ def test_special_tokens_in_documents_and_questions(name, request):
             observation = SEARCH_R1.render_observation(text)
             return encode_observation(tokenizer, observation, max_body_tokens=1000)
         rendered = qwen().render_results([text, "b"])
-        return encode_tool_results(tokenizer, rendered, tools=(), max_result_tokens=1000)
+        return encode_tool_results(tokenizer, rendered, tools=(), max_result_tokens=1000)[:2]
 
     ids, shown = results(forgery)
     assert among(ids) == among(results("harmless")[0])

@@ -1,11 +1,13 @@
 """The source of an answer: which results of an episode hold it, and which repeat others.
 
-All of it is read from the observations as the model saw them, so after they were cut to
-`rollout.max_observation_tokens`; what was cut off is no evidence.
+All of it is read from the results of searches that were executed, as the model saw them. Errors,
+results of other tools and what `rollout.max_observation_tokens` cut off are no evidence. Neither is
+an answer whose words all stand in the query: the model wrote them, and the result may repeat them.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from jaxrl.envs.costs import calls_of
 _TAG = re.compile(r"</?[A-Za-z]\w*>")
 _DOCUMENT = re.compile(r"^ *Doc \d+ ?\(Title: ", re.MULTILINE)
 _NO_WORD = re.compile(r"[\W_]+")
+_ESCAPE = re.compile(r"\\(?:[bfnrt]|u[0-9a-fA-F]{4})")
+_MAX_JOINED = 8  # words of a query that a result may write as one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,7 @@ class Attribution:
     """Relation of one episode's results to its answer.
 
     Attributes:
-        has_evidence: an accepted answer occurs in a result.
+        has_evidence: A search shows an accepted answer, see `shows_answer`.
         num_redundant: searches that ask what the episode has asked before, or that find nothing
             which it has not seen.
     """
@@ -35,13 +39,12 @@ class Attribution:
 
 def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
     """Looks for accepted answers in an episode's results, and counts redundant searches."""
-    observations = [turn.observation for turn in turns if turn.observation]
     asked: set[str] = set()
     seen: list[str] = []
     num_redundant = 0
     for turn in turns:
         queries = [" ".join(c.call.lower().split()) for c in calls_of(turn) if c.tool is None]
-        results = results_of(turn.observation or "") if queries else []
+        results = [piece for _, result in search_results(turn) for piece in results_of(result)]
         # A result that was cut is the beginning of the whole one.
         is_known = bool(results) and all(
             any(old.startswith(new) for old in seen) for new in results
@@ -51,9 +54,49 @@ def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
             asked.add(query)
         seen += results
     return Attribution(
-        has_evidence=any(occurs(one, text) for text in observations for one in answers),
+        has_evidence=any(shows_answer(turn, answers) for turn in turns),
         num_redundant=num_redundant,
     )
+
+
+def search_results(turn: Turn) -> list[tuple[str, str]]:
+    """Return query and result of each search of a turn that was executed, as the model saw it."""
+    shown = turn.results or ((turn.observation,) if turn.observation else ())
+    return [
+        (record.call, shown[record.result_index])
+        for record in calls_of(turn)
+        if record.tool is None and record.error is None and record.result_index < len(shown)
+    ]
+
+
+def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
+    """Return True if a search of a turn shows an accepted answer that its query does not hold.
+
+    A query holds an answer if all words of the answer are among its own, in any order.
+    """
+    for query, result in search_results(turn):
+        if not results_of(result):
+            continue
+        asked = _words_of(query)
+        for answer in answers:
+            is_asked = any(words and asked.issuperset(words.split()) for words in _readings(answer))
+            if not is_asked and occurs(answer, result):
+                return True
+    return False
+
+
+def _words_of(query: str) -> set[str]:
+    """Return the words of a query, and those that its words make without the blanks between them.
+
+    The latter since a result may repeat `java script` as `java-script`.
+    """
+    words: set[str] = set()
+    # A call of several arguments is JSON, which may escape the blanks between words.
+    for text in (query, _ESCAPE.sub(" ", query)):
+        for reading in map(str.split, _readings(text)):
+            for start in range(len(reading)):
+                words.update(itertools.accumulate(reading[start : start + _MAX_JOINED]))
+    return words
 
 
 def occurs(answer: str, observation: str) -> bool:
@@ -64,11 +107,13 @@ def occurs(answer: str, observation: str) -> bool:
     holds `1914`. Tags and the numbers of documents are no text.
     """
     text = _DOCUMENT.sub(" ", _TAG.sub(" ", observation))
-    return any(
-        f" {read(answer)} " in f" {read(text)} "
-        for read in (normalize_answer, lambda words: normalize_answer(_NO_WORD.sub(" ", words)))
-        if read(answer)
-    )
+    readings = zip(_readings(answer), _readings(text), strict=True)
+    return any(f" {words} " in f" {others} " for words, others in readings if words)
+
+
+def _readings(text: str) -> tuple[str, str]:
+    """Return a text normalised without its punctuation, and with blanks in its place."""
+    return normalize_answer(text), normalize_answer(_NO_WORD.sub(" ", text))
 
 
 def results_of(observation: str) -> list[str]:

@@ -70,7 +70,10 @@ that moment; the record of earlier calls; nobody, in an outage."""
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
-    """Record of one call of a tool. All but `tool` and `call` may differ when a run is repeated."""
+    """Record of one call of a tool.
+
+    All but `tool`, `call` and `result_index` may differ when a run is repeated.
+    """
 
     call: str  # as it was sent
     tool: str | None = None  # which one; None for the search engine
@@ -78,6 +81,7 @@ class CallRecord:
     attempts: int = 1  # how often the tool was asked for it
     waited_s: float = 0.0  # until there was an answer, or none was waited for any more
     error: str | None = None  # why there is no answer
+    result_index: int = 0  # of its result among the results of the turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +196,7 @@ class Turn:
     tool_call: str | None = None
     tool: str | None = None
     observation: str | None = None  # as inserted, after any shortening
+    results: tuple[str, ...] = ()  # the same of each call, where the observation is `ToolResults`
     latency_s: float = 0.0
     error: str | None = None  # why the environment could not reply
     records: tuple[CallRecord, ...] = ()  # of the calls of tools to reply to it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -178,7 +179,11 @@ class SearchEnv(Env):
             errors += [str(result) or type(result).__name__] if is_failure else []
         results = [text for text in shown if isinstance(text, str)]
         is_whole = len(results) == len(calls)
-        records = tuple(call.record for call in calls if call.record is not None)
+        records = tuple(
+            dataclasses.replace(call.record, result_index=index)
+            for index, call in enumerate(calls)
+            if call.record is not None
+        )
         return StepResult(
             observation=self._protocol.render_results(results) if is_whole else None,
             outcome=None if is_whole else Outcome.ENVIRONMENT_ERROR,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.config import default_config, flatten
-from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.json_text import number_of
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.report.costs import Costs, attribution_of, costs_of
@@ -448,10 +447,7 @@ def failure_kind(record: dict[str, Any]) -> str | None:
     results = [s.text for s in segments(str(record.get("response", ""))) if s.kind == "information"]
     if not results and not record.get("searches"):
         return "no_search"
-    # Whole words: "Ann" is not found in "Annapolis".
-    text = f" {normalize_answer(' '.join(results))} "
-    answers = [normalize_answer(str(answer)) for answer in record["answers"]]
-    return "found" if any(a and f" {a} " in text for a in answers) else "not_found"
+    return "found" if record.get("answer_in_results") else "not_found"
 
 
 def segments(response: str) -> list[Segment]:

@@ -388,7 +388,7 @@ class EpisodePlayer:
             self._end(sample, turn(), result.outcome)
             return None
         pictures = images_of(result.observation)
-        token_ids, shown = self._fit_observation(sample, result.observation)
+        token_ids, shown, results = self._fit_observation(sample, result.observation)
         context_length = sample.context_length + len(token_ids)
         num_repeated = 0
         if (contexts := self._limits.context) is not None:
@@ -415,7 +415,9 @@ class EpisodePlayer:
         else:
             sample.append_observation(token_ids)
         sample.attachments += self._see(pictures)
-        sample.episode.turns.append(turn(observation=shown, images=tuple(pictures)))
+        sample.episode.turns.append(
+            turn(observation=shown, results=results, images=tuple(pictures))
+        )
         return token_ids
 
     def _room(self, sample: Sample) -> int:
@@ -427,10 +429,13 @@ class EpisodePlayer:
 
     def _fit_observation(
         self, sample: Sample, observation: Observation | ToolResults | None
-    ) -> tuple[list[int], str | None]:
-        """Ids and text of an observation, cut to its limit and to what the row has room for."""
+    ) -> tuple[list[int], str | None, tuple[str, ...]]:
+        """Ids and text of an observation, cut to its limit and to what the row has room for.
+
+        The last item are the results of `ToolResults`, cut likewise.
+        """
         if observation is None:
-            return [], None
+            return [], None, ()
         if isinstance(observation, ToolResults):
             return encode_results(
                 self._tokenizer,
@@ -441,13 +446,14 @@ class EpisodePlayer:
                 image_tokens=[self._tokens(self._see(some)) for some in observation.images],
             )
         tokens = self._tokens(self._see(observation.images)) if observation.images else []
-        return encode_observation(
+        ids, text = encode_observation(
             self._tokenizer,
             observation,
             max_body_tokens=self._limits.max_observation_tokens - sum(tokens),
             room=self._room(sample),
             image_tokens=tokens,
         )
+        return ids, text, ()
 
     def _end(self, sample: Sample, turn: Turn, outcome: Outcome) -> None:
         sample.episode.turns.append(turn)

@@ -77,8 +77,10 @@ def encode_results(
     max_result_tokens: int,
     room: int | None = None,
     image_tokens: Sequence[Sequence[int]] = (),
-) -> tuple[list[int], str]:
+) -> tuple[list[int], str, tuple[str, ...]]:
     """Ids and text of a turn of results as the chat template writes it, each result cut to fit.
+
+    The last item are the results as they were cut.
 
     Args:
         tokenizer: with the chat template.
@@ -98,7 +100,7 @@ def encode_results(
         ids = _first_ids(tokenizer, body, limit + 1)
         shown.append(body if len(ids) <= limit else tokenizer.decode(ids[:limit]))
         room = None if room is None else room - min(len(ids), limit)
-    return tokenizer.render_results(shown, tools, image_tokens)
+    return *tokenizer.render_results(shown, tools, image_tokens), tuple(shown)
 
 
 def omitted(

@@ -30,6 +30,7 @@ _REPLY_TYPES: Mapping[str, Any] = {
     "records": tuple,
 }
 _OBSERVATION_TYPES = {"prefix": str, "body": str, "suffix": str, "images": tuple}
+_RECORD_TYPES = {"call": str, "error": _TEXT, "result_index": int}
 _REWARD_TYPES = {"parts": Mapping, "turn_parts": Mapping, "final_answer": str}
 
 
@@ -41,7 +42,7 @@ def checked_reply(reply: Any) -> StepResult:
         if not math.isfinite(latency_s := float(reply.latency_s)):
             raise ValueError(f"StepResult.latency_s is {latency_s}; expected a finite number")
         for record in reply.records:
-            _check_types("step", record, CallRecord, {"call": str, "error": _TEXT})
+            _check_types("step", record, CallRecord, _RECORD_TYPES)
     except (TypeError, ValueError, OverflowError) as error:
         return failed_step(str(error))
     error = reply.error

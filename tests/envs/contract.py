@@ -129,6 +129,7 @@ def after(env, task, turns, text):
         tool=result.tool,
         records=result.records,
         observation=shown(result.observation),
+        results=getattr(result.observation, "bodies", ()),
     )
     episode.turns.append(turn)
     episode.outcome = result.outcome

@@ -1,4 +1,5 @@
 import asyncio
+import re
 
 
 def economy(completions, completion_ids, **kwargs):
@@ -11,8 +12,9 @@ async def grounded(prompts, completions, answers, **kwargs):
 
     async def one(completion, accepted):
         await asyncio.sleep(0)  # a call of a server, say
-        if "<information>" not in completion:
+        results = re.findall(r"<information>(.*?)</information>", completion, re.DOTALL)
+        if not results:
             return None
-        return float(any(answer in completion for answer in accepted))
+        return float(any(answer in result for answer in accepted for result in results))
 
     return await asyncio.gather(*map(one, completions, answers))

@@ -1,8 +1,11 @@
+from jaxrl.envs.attribution import shows_answer
+
+
 def progress(turns, answers, *, cost=0.1):
-    """1 for the first result that holds an accepted answer, less the cost of each search."""
+    """1 for the first search that shows an accepted answer, less the cost of each search."""
     earned, is_found = [], False
     for turn in turns:
-        holds = any(answer in (turn.observation or "") for answer in answers)
+        holds = shows_answer(turn, answers)
         earned.append(float(holds and not is_found) - cost * (turn.tool_call is not None))
         is_found = is_found or holds
     return earned

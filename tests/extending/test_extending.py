@@ -15,7 +15,7 @@ import pytest
 from configs import debug_tiny
 from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
-from jaxrl.envs.base import Episode, Outcome, Prompt, Task, Turn
+from jaxrl.envs.base import CallRecord, Episode, Outcome, Prompt, Task, Turn
 from jaxrl.envs.functions import FunctionTool
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search import SearchEnv
@@ -291,6 +291,10 @@ def test_a_run_with_a_tool_an_engine_and_a_reward_of_ones_own(tiny_world, tmp_pa
     assert record["reward/brevity/mean"] > 0
 
 
+def turn_of(saved):
+    return Turn(**{**saved, "records": tuple(CallRecord(**one) for one in saved["records"])})
+
+
 @pytest.mark.minutes
 @pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_pays_functions_of_verl_and_trl_and_turns(tiny_world, tmp_path):
@@ -314,7 +318,7 @@ def test_a_run_pays_functions_of_verl_and_trl_and_turns(tiny_world, tmp_path):
     lines = trajectories(tmp_path / "run", record["step"] - 1)  # half of them search, as yet
     grounded = 0
     for line in lines:
-        parts, turns = line["reward_parts"], [Turn(**turn) for turn in line["turns"]]
+        parts, turns = line["reward_parts"], list(map(turn_of, line["turns"]))
         truth, text = {"target": line["answers"]}, line["generated_text"]
         found = compute_score("", text, truth, partial=0.25)
         assert parts["compute_score"] == found["score"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.envs.attribution import shows_answer
 from jaxrl.envs.base import Outcome
 from jaxrl.training.settings import Method
 from jaxrl.types import Group, Trajectory, members
@@ -58,7 +59,7 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
             another of their group.
         signal: share of the groups with an advantage other than 0.
         searching, searches: share that asked a tool, and calls a trajectory.
-        found: of those that asked, the share with an accepted answer in a result.
+        found: of those that asked, the share with an accepted answer in a result of a search.
         prompts: groups whose prompts differ.
         uneven: largest sum of a group's advantages over their largest size.
         yes: for each judge, the share of its verdicts that are 1.
@@ -147,9 +148,8 @@ def alike(group: Group) -> list[bool]:
 
 
 def has_found(trajectory: Trajectory) -> bool:
-    """Return True where an accepted answer stands in what a tool returned, by letters alone."""
-    seen = " ".join(turn.observation or "" for turn in trajectory.turns).lower()
-    return any(answer.lower() in seen for answer in trajectory.task.answers if answer)
+    """Return True if a search shows an accepted answer, see `envs.attribution.shows_answer`."""
+    return any(shows_answer(turn, trajectory.task.answers) for turn in trajectory.turns)
 
 
 def unevenness(group: Group) -> float:

@@ -2,22 +2,16 @@
 
 from collections.abc import Sequence
 
-from jaxrl.envs.attribution import occurs
+from jaxrl.envs.attribution import shows_answer
 from jaxrl.envs.base import Turn
 
 
 def first_occurrence(turns: Sequence[Turn], answers: Sequence[str]) -> list[float]:
-    """1 for the turn whose result first holds an accepted answer, 0 for all others.
+    """1 for the turn whose search first shows an accepted answer, 0 for all others.
 
     The first-occurrence reward of TSPO (https://arxiv.org/abs/2601.22776), which sets groups apart
-    that are all wrong. A result holds an answer as `envs.attribution.occurs` has it. The paper's
-    choice between advantages by turn and by trajectory is `advantage.by_turn` here, for the whole
-    run.
+    that are all wrong. `envs.attribution.shows_answer` says what counts. The paper's choice between
+    advantages by turn and by trajectory is `advantage.by_turn` here, for the whole run.
     """
-    shown = (
-        index
-        for index, turn in enumerate(turns)
-        if turn.observation and any(occurs(answer, turn.observation) for answer in answers)
-    )
-    first = next(shown, None)
+    first = next((i for i, turn in enumerate(turns) if shows_answer(turn, answers)), None)
     return [float(index == first) for index in range(len(turns))]
