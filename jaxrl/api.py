@@ -32,6 +32,7 @@ from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import parse_record
 from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
+from jaxrl.runtime.history import find_code
 from jaxrl.runtime.stalls import told_of_stalls
 from jaxrl.runtime.stopping import Interrupted
 
@@ -140,6 +141,7 @@ def open_run(workdir: str | Path) -> Run:
 def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
     # A copy: what is left to the memory is chosen in it.
     config = config.copy_and_resolve_references()
+    find_code(workdir)
     name_installed(config)
     config_checks.validate(config)
     with contextlib.ExitStack() as stack:

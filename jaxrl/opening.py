@@ -29,7 +29,7 @@ from jaxrl.own_code import is_own
 from jaxrl.runtime.checkpoint import read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
 from jaxrl.runtime.heap import give_back_after_compiling
-from jaxrl.runtime.history import check_step, prompt_time
+from jaxrl.runtime.history import check_step, find_code, prompt_time
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
 from jaxrl.sampling.weights import given_up
@@ -166,7 +166,7 @@ def chosen_model(
 
 
 def read_config(run: Path) -> ConfigDict:
-    """The configuration that a run began with.
+    """Return the configuration that a run began with; its modules are found from here on.
 
     Raises:
         FileNotFoundError, ValueError: there is none, or one with keys that no version had.
@@ -176,6 +176,7 @@ def read_config(run: Path) -> ConfigDict:
         raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
     if "architectures" in read_object(file):
         raise ValueError(f"{run} is a model, no run; name the run's workdir, and --model={run}.")
+    find_code(run)
     config = default_config()
     load_values(config, str(file), drops_missing=True)
     return config

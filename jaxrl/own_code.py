@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
@@ -106,9 +107,15 @@ def named(key: str, name: str, function: Callable[..., Any]) -> Callable[..., An
 _NOT_THEIRS = (
     "<",
     str(Path(__file__).parent),
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib", "scripts")),
 )
 """Beginnings of files that are not the user's: ours, Python's, those of packages."""
+
+
+def code_folders() -> list[str]:
+    """Return the folders of `sys.path` that hold the user's modules: not Python's or packages'."""
+    folders = [str(Path(entry).absolute()) for entry in sys.path if Path(entry).is_dir()]
+    return [folder for folder in folders if not folder.startswith(_NOT_THEIRS)]
 
 
 def short_name(name: str) -> str:

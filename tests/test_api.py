@@ -12,6 +12,7 @@ import pytest
 from matplotlib import pyplot
 
 from jaxrl import api, report
+from jaxrl.config import default_config
 from tests.helpers import ROOT
 from tests.runs import lasting, records
 
@@ -71,6 +72,20 @@ def test_a_run_returns_what_its_folder_holds(whole, settings):
     assert api.open_run(whole.workdir).report.resolve() == page
     assert whole.scores == {n: v for n, v in written[-1].items() if n.startswith("val-")}
     assert "val-core/all/exact_match/mean@4" in whole.scores
+
+
+def test_modules_are_found_where_the_run_found_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_the_script.py").write_text("Env = 3\n")
+    config = default_config()
+    config.env.name = "beside_the_script.Env"
+    with pytest.raises(ValueError, match="no module 'beside_the_script'"):
+        api.evaluate(config, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    start = {"code_folders": [str(tmp_path)]}
+    (tmp_path / "run" / "environment.json").write_text(json.dumps([start]))
+    with pytest.raises(ValueError, match=r"'beside_the_script\.Env', a int; expected a class"):
+        api.evaluate(config, tmp_path / "run")
 
 
 def test_the_best_checkpoint_is_that_of_the_highest_value(whole, settings):

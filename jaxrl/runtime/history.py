@@ -8,6 +8,7 @@ a line: when, after which step, and every key with its value before and now.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -166,12 +167,26 @@ def write_history(
 
 def folder_of(run: Path) -> Path:
     """The folder in which a run was started last; this one where nothing tells, or it is gone."""
+    folder = _last_start(run).get("folder")
+    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else Path.cwd()
+
+
+def find_code(run: Path) -> None:
+    """Append the folders in which a run found the user's modules to `sys.path`."""
+    folders = _last_start(run).get("code_folders")
+    for folder in folders if isinstance(folders, list) else []:
+        if isinstance(folder, str) and folder not in sys.path and Path(folder).is_dir():
+            sys.path.append(folder)
+
+
+def _last_start(run: Path) -> dict[str, Any]:
+    """The last start in a run's `environment.json`; empty where it cannot be read."""
     try:
         file = run / "environment.json"
-        folder = Path(parse_json(file.read_bytes(), str(file))[-1]["folder"])
+        start = parse_json(file.read_bytes(), str(file))[-1]
     except (OSError, ValueError, LookupError, TypeError):
-        return Path.cwd()
-    return folder if folder.is_dir() else Path.cwd()
+        return {}
+    return start if isinstance(start, dict) else {}
 
 
 def prompt_time(run: Path) -> datetime:

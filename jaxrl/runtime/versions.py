@@ -28,7 +28,7 @@ from jaxrl.envs.json_text import parse_json
 from jaxrl.keys import CORPUS, MODEL
 from jaxrl.models.architecture import Verdict
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
-from jaxrl.own_code import is_own
+from jaxrl.own_code import code_folders, is_own
 from jaxrl.runtime.distributed import gather
 from jaxrl.runtime.files import set_aside, written_whole
 from jaxrl.session import OF_CODE, Components
@@ -85,6 +85,7 @@ def environment(components: Components) -> dict[str, Any]:
         },
         "commit": commit(Path(jaxrl.__file__).parent),
         "folder": str(Path.cwd()),
+        "code_folders": code_folders(),
         "machine": {
             "system": platform.platform(),
             "device_kind": device.device_kind,

@@ -46,6 +46,17 @@ def test_every_start_is_kept(tmp_path, parts):
     assert parameters == model.vocab_size * width + model.num_layers * block + width
 
 
+def test_folders_of_the_users_modules_are_kept(tmp_path, parts, monkeypatch):
+    (folder := tmp_path / "mine").mkdir()
+    installed = [path for path in sys.path if "site-packages" in path]
+    assert installed
+    monkeypatch.setattr(sys, "path", ["", *installed, str(tmp_path / "missing"), str(folder)])
+    monkeypatch.chdir(tmp_path)
+    write_environment(tmp_path / "environment.json", 0, parts)
+    [start] = json.loads((tmp_path / "environment.json").read_text())
+    assert start["code_folders"] == [str(tmp_path), str(folder)]
+
+
 @pytest.mark.parametrize("damage", ['[{"step": 0, ', "{}", "[1]", "\xff"])
 def test_a_damaged_file_is_told_and_kept_aside(tmp_path, parts, damage):
     path, said = tmp_path / "environment.json", []

@@ -29,6 +29,16 @@ from jaxrl.types import Group, TrainState
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import as_nobody
 
+TOOL = '''
+def lookup(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: Any word.
+    """
+    return word
+'''
+
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
@@ -161,6 +171,23 @@ def test_a_run_answers_from_any_folder(run, tiny_world, tmp_path_factory, monkey
     chat.main(["link", "Who taught Ada?", "--model=link/export"])  # these are of this folder
     assert "answer: " in capsys.readouterr().out
     assert os.getcwd() == str(elsewhere)
+
+
+def test_modules_of_a_run_are_found_where_it_found_them(run, tiny_world, monkeypatch, capsys):
+    shutil.copytree(tiny_world / "model", run / "export")
+    config = json.loads((run / "config.json").read_text())
+    config["env"]["search"]["tools"] = ["beside_the_configuration.lookup"]
+    (run / "config.json").write_text(json.dumps(config))
+    (folder := run / "began").mkdir()
+    (folder / "beside_the_configuration.py").write_text(TOOL)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert "no module 'beside_the_configuration'" in refused(run, "?")
+    start = {"folder": str(run), "code_folders": [str(run / "gone"), str(folder)]}
+    (run / "environment.json").write_text(json.dumps([start]))
+    before = [*sys.path]
+    chat.main([str(run), "Who taught Ada?"])
+    assert "answer: " in capsys.readouterr().out
+    assert sys.path == [*before, str(folder)]
 
 
 def test_an_episode_is_shown_as_it_was():
