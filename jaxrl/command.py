@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from jaxrl.envs.text import replace_unencodable
+
 PROGRAMS = {
     "train": ("jaxrl.launch",),
     "plan": ("jaxrl.launch", "--plan"),
@@ -46,6 +48,7 @@ def bundle() -> Path:
 
 def main() -> None:
     """Run the program that the first argument names."""
+    replace_unencodable()
     word, *arguments = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help", "help"):
         print(__doc__.partition("\n\n")[2], end="")

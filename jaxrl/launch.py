@@ -10,6 +10,7 @@ model's config.json alone, and ends with 0 if it fits and 1 if it does not.
 
 from __future__ import annotations
 
+from jaxrl.envs.text import printable, replace_unencodable
 from jaxrl.runtime.stalls import tell_on_signal
 from jaxrl.runtime.stopping import (
     EXIT_BUDGET_SPENT,
@@ -21,6 +22,7 @@ from jaxrl.runtime.stopping import (
 
 if __name__ == "__main__":
     end_on_signals()  # a moment passes until all below is imported
+    replace_unencodable()
     tell_on_signal()
 
 import ast
@@ -43,7 +45,6 @@ from ml_collections import ConfigDict, config_flags
 from jaxrl import config as configuration
 from jaxrl import config_checks, values
 from jaxrl.envs.redaction import redacted_output
-from jaxrl.envs.text import printable
 from jaxrl.installed import name_installed
 from jaxrl.keys import optional
 from jaxrl.runtime.files import REMEDIES, full_disk, held, system_message

@@ -118,6 +118,27 @@ def test_without_a_word_it_says_which_there_are(site, tmp_path):
     assert (again.returncode, again.stderr) == (1, done.stderr)
 
 
+NAMES = """
+import runpy, sys
+sys.argv[1:] = ["--help"]
+try:
+    runpy.run_module("{module}", run_name="__main__", alter_sys=True)
+except SystemExit:
+    pass
+print("run \u00e9")
+"""
+
+MODULES = {module for module, *_ in command.PROGRAMS.values() if module.startswith("jaxrl.")}
+
+
+@pytest.mark.parametrize("module", ["jaxrl.command", *sorted(MODULES)])
+def test_no_command_ends_for_what_stdout_cannot_encode(module):
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "JAX_PLATFORMS": "cpu"}
+    program = [sys.executable, "-c", NAMES.format(module=module)]
+    done = subprocess.run(program, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "run ?"), done.stderr
+
+
 def test_only_missing_files_are_looked_for_in_the_bundle(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = str(ROOT / "configs" / "quickstart.py")

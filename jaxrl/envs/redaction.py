@@ -157,13 +157,17 @@ def _cleaned(value: Any) -> Any:
 
 
 class _RedactedStream:
-    """Text stream that redacts keys written in one piece."""
+    """Text stream that redacts keys written in one piece and replaces what it cannot encode."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(redacted(text))
+        text = redacted(text)
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError as error:
+            return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import io
 import re
+import sys
 
 # What a terminal obeys, a page may not hold or a reader cannot see: C0 but newline and tab, DEL,
 # C1, marks that turn the direction of writing, characters without width, tags.
@@ -30,6 +32,15 @@ def writable(text: str) -> str:
     if type(text) is str and text.isascii():
         return text
     return text.encode("utf-8", "jaxrl.replaced").decode("utf-8")
+
+
+def replace_unencodable() -> None:
+    """Let the stdout of this process replace characters that its encoding lacks.
+
+    Every command calls this first: any name or text may be part of its output.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def printable(text: str) -> str:

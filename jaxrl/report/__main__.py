@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from jaxrl.envs.text import printable, replace_unencodable
 from jaxrl.runtime.stopping import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals("ended", code=None)  # also while what draws is loaded
+    replace_unencodable()
 
 import argparse
-import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.envs.text import printable
 from jaxrl.report import write_report
 from jaxrl.runtime.files import system_message
 
@@ -35,9 +35,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     ignore = [key for key in arguments.ignore.split(",") if key]
-
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not know all characters
 
     def log(text: str) -> None:
         print(printable(text))

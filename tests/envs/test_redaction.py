@@ -419,6 +419,16 @@ def test_what_is_printed_or_raised_holds_no_key(monkeypatch):
     assert str(raised.__cause__) == "***"
 
 
+def test_what_stdout_cannot_encode_ends_nothing(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", out)
+    with redacted_output():
+        print("run \u00e9")
+    out.flush()
+    assert out.buffer.getvalue() == b"run ?\n"
+    assert out.errors == "strict"  # the user's stream stays as it is
+
+
 def test_groups_of_errors_hold_no_key():
     hide(KEY)
     group = ExceptionGroup("g", [ValueError(KEY, 3), ExceptionGroup("h", [KeyError(KEY)])])

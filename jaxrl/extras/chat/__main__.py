@@ -10,10 +10,12 @@ the run was started; those of RUN, --model and --image are of this one.
 
 from __future__ import annotations
 
+from jaxrl.envs.text import printable, replace_unencodable
 from jaxrl.runtime.stopping import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals("ended", code=None)  # a moment passes until all below is imported
+    replace_unencodable()
 
 import argparse
 import contextlib
@@ -31,7 +33,6 @@ from rich.text import Text
 from jaxrl.components import Assembled
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
-from jaxrl.envs.text import printable
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.logs.display import Display
 from jaxrl.opening import line, open_run, read_keys

@@ -7,10 +7,12 @@ the run was started.
 
 from __future__ import annotations
 
+from jaxrl.envs.text import replace_unencodable
 from jaxrl.runtime.stopping import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals("ended", code=None)  # a moment passes until all below is imported
+    replace_unencodable()
 
 import argparse
 import contextlib

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from jaxrl.envs.text import printable, replace_unencodable
 from jaxrl.runtime.stopping import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals("ended", code=None)
+    replace_unencodable()
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.envs.text import printable
 from jaxrl.extras.view.pages import Pages, open_runs
 from jaxrl.extras.view.server import Server
 from jaxrl.runtime.files import system_message
