@@ -47,7 +47,14 @@ from jaxrl import config_checks, values
 from jaxrl.envs.redaction import redacted_output
 from jaxrl.installed import name_installed
 from jaxrl.keys import optional
-from jaxrl.runtime.files import REMEDIES, full_disk, held, system_message
+from jaxrl.runtime.files import (
+    REMEDIES,
+    MovedError,
+    check_held,
+    full_disk,
+    held,
+    system_message,
+)
 from jaxrl.runtime.stopping import stop_on_signals
 
 if TYPE_CHECKING:
@@ -237,7 +244,13 @@ def _run(
             _end(error, EXIT_NOTHING_WORKS)
         except UnsoundError as error:
             _end(error, EXIT_UNSOUND)
-        except (CheckpointError, NotEnoughGroupsError, OwnCodeError, UnreadableError) as error:
+        except (
+            CheckpointError,
+            MovedError,
+            NotEnoughGroupsError,
+            OwnCodeError,
+            UnreadableError,
+        ) as error:
             _refuse(error)
         except Exception as error:
             # A full disk, and a file of the workdir that the system refuses, are told in a line.
@@ -325,10 +338,14 @@ def make_ready(
 
     def play(should_stop: Callable[[], bool]) -> None:
         given = (settings_of(config), workdir, components, display, should_stop, contents)
-        if step is None:
-            run(*given, adopt)
-        else:
-            evaluate_step(*given, step)
+        try:
+            if step is None:
+                run(*given, adopt)
+            else:
+                evaluate_step(*given, step)
+        except Exception:
+            check_held(workdir)  # if it was moved, whatever else failed is of no interest
+            raise
 
     return play
 

@@ -602,8 +602,12 @@ class TestFaultsOfTheWorkdir:
         def ended(run):
             monkeypatch.setattr("jaxrl.run.run", run)
             monkeypatch.setattr(launch, "_fit_memory", lambda *_, **__: [])
-            for flag in ("_IGNORE_MEMORY_PLAN", "_ACCEPT"):
-                monkeypatch.setattr(launch, flag, SimpleNamespace(value=False))
+            for flag, value in (
+                ("_IGNORE_MEMORY_PLAN", False),
+                ("_ACCEPT", False),
+                ("_STEP", None),
+            ):
+                monkeypatch.setattr(launch, flag, SimpleNamespace(value=value))
             monkeypatch.setattr(
                 "jaxrl.components.assemble", lambda *_, **__: SimpleNamespace(notes=[])
             )
@@ -619,6 +623,16 @@ class TestFaultsOfTheWorkdir:
         file.mkdir()
         wanted = f"error: {file}: Is a directory; a file belongs there; move the folder away."
         assert ended(lambda *_: file.read_text()) == wanted
+
+    @pytest.mark.parametrize("text", ["", "a library's own words"])
+    def test_a_workdir_that_is_moved(self, ended, tmp_path, text):
+        def run(*_):
+            tmp_path.rename(f"{tmp_path}_moved")
+            if text:
+                raise RuntimeError(text)
+            (tmp_path / "metrics.jsonl").open("a")
+
+        assert ended(run).startswith(f"error: {tmp_path} was moved or removed")
 
     def test_another_folder_is_not_the_workdirs(self, ended, tmp_path):
         with pytest.raises(IsADirectoryError):

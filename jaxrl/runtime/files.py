@@ -32,6 +32,34 @@ REMEDIES = {
 """Remedies for errors of the system, whose texts do not tell them."""
 
 
+class MovedError(OSError):
+    """A folder that this process holds was moved or removed; the text names it."""
+
+
+_held: dict[Path, int] = {}
+"""Folders that this process holds, with an open descriptor of each."""
+
+
+def check_held(path: Path) -> None:
+    """Check that a held folder is still where it was, before something in it is made.
+
+    Args:
+        path: The folder, or a path below it; any other path passes.
+
+    Raises:
+        MovedError: The folder is not there any more, or another one is.
+    """
+    path = path.absolute()
+    for folder, descriptor in _held.items():
+        if not path.is_relative_to(folder):
+            continue
+        if not (folder.exists() and os.path.samestat(os.stat(folder), os.fstat(descriptor))):
+            raise MovedError(
+                f"{folder} was moved or removed during the run; expected it to stay. Move it back "
+                "or name its new place as --workdir, and run the same command again."
+            )
+
+
 def system_message(error: OSError, remedy: str = "", place: Path | None = None) -> str | None:
     """Says which file the system refuses, why, and the remedy; None for other errors.
 
@@ -87,6 +115,7 @@ def written_whole(path: Path) -> Iterator[TextIO]:
 @contextmanager
 def taking_place(path: Path) -> Iterator[Path]:
     """An unfinished file of any kind to write to, which takes the place of `path` at the end."""
+    check_held(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -112,6 +141,7 @@ def folder_taking_place(path: Path, *, marker: str, is_writer: bool = True) -> I
     """
     path = Path(os.path.abspath(path))
     if is_writer:
+        check_held(path)
         settle(path)
     if path.exists() and not (path / marker).is_file() and (path.is_file() or any(path.iterdir())):
         raise FileExistsError(
@@ -224,4 +254,10 @@ def held(folder: Path) -> Iterator[None]:
         except OSError as error:
             error.filename = file.name
             raise
-        yield
+        name, descriptor = folder.absolute(), os.open(folder, os.O_RDONLY)
+        _held[name] = descriptor
+        try:
+            yield
+        finally:
+            del _held[name]
+            os.close(descriptor)

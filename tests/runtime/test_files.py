@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl.envs.text import writable
 from jaxrl.runtime.files import (
+    MovedError,
     append_line,
     begin_replacing,
     folder_taking_place,
@@ -123,6 +124,30 @@ def test_a_folder_that_cannot_be_made():
         ValueError, match=r"--workdir=/proc/x cannot be made .* name a folder on a "
     ):
         held(Path("/proc/x")).__enter__()
+
+
+def test_nothing_is_written_where_a_held_folder_has_been(tmp_path):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    with held(folder):
+        with written_whole(folder / "eval" / "a") as file:
+            file.write("old")
+        folder.rename(moved)
+        for write in (
+            lambda: written_whole(folder / "eval" / "b").__enter__(),
+            lambda: folder_taking_place(folder / "export", marker="x").__enter__(),
+        ):
+            with pytest.raises(MovedError, match=str(folder)):
+                write()
+        assert list(tmp_path.iterdir()) == [moved]
+        with written_whole(tmp_path / "other" / "b") as file:
+            file.write("new")
+        folder.symlink_to(moved)  # under its old name it is there again
+        with written_whole(folder / "eval" / "b") as file:
+            file.write("new")
+    moved.rename(tmp_path / "later")  # held no more
+    folder.unlink()
+    with written_whole(folder / "b") as file:
+        file.write("new")
 
 
 def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):
