@@ -146,10 +146,16 @@ def _rope_theta(fields: dict[str, Any], source: str) -> float:
     return float(theta)
 
 
+def canonical_activation(name: Any) -> Any:
+    """Return the one name of an activation that `config.json` may spell in two ways."""
+    return "silu" if name == "swish" else name
+
+
 def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
     """Refuses by name what no parity test covers."""
     rope, rope_type = _rope_fields(fields), _rope_type(fields)
     layer_types = fields.get("layer_types", [])
+    activation = canonical_activation(fields.get("hidden_act", "silu"))
     refused = {
         f"RoPE scaling {rope_type!r:.80}": rope_type not in ("default", *SCALINGS),
         "RoPE by layer type": any(isinstance(value, dict) for value in rope.values()),
@@ -157,7 +163,7 @@ def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
         or fields.get("partial_rotary_factor", 1.0) != 1.0,
         "sliding-window attention": bool(fields.get("use_sliding_window"))
         or "sliding_attention" in layer_types,
-        f"hidden_act {fields.get('hidden_act')!r:.80}": fields.get("hidden_act", "silu") != "silu",
+        f"hidden_act {activation!r:.80}": activation != "silu",
         "weight quantisation (quantization_config)": "quantization_config" in fields,
     }
     for feature, present in refused.items():

@@ -13,7 +13,7 @@ from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.reading import read_model
+from jaxrl.models.reading import find_architecture, read_model
 from tests.helpers import full_pass, read_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -168,6 +168,13 @@ def test_null_is_as_absent():
     assert found.rope_theta == 10_000.0
     scaled = absent | {"rope_scaling": {"rope_theta": None, "partial_rotary_factor": None}}
     assert QwenConfig.from_dict(scaled) == found
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe", "llama_tied", "mistral_old_spelling"])
+def test_swish_is_silu(name):
+    fields = fields_of(name)
+    family = find_architecture(fields, "", name)
+    assert family.from_dict(fields | {"hidden_act": "swish"}) == family.from_dict(fields)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,14 @@ from jaxtyping import Array, Float, Int
 from jaxrl.extras.vision.processor import Image
 from jaxrl.models.attachments import Tower
 from jaxrl.models.attention.reference import LOWEST
-from jaxrl.models.decoder import BASE, Angles, linear, rope, whole_number
+from jaxrl.models.decoder import (
+    BASE,
+    Angles,
+    canonical_activation,
+    linear,
+    rope,
+    whole_number,
+)
 from jaxrl.models.layers import Attend
 from jaxrl.types import Params
 
@@ -108,7 +115,8 @@ class VisionTower(Tower):
         def whole(name: str) -> int:
             return whole_number(own, name, source)
 
-        width, heads, act = whole("hidden_size"), whole("num_heads"), own["hidden_act"]
+        width, heads = whole("hidden_size"), whole("num_heads")
+        act = canonical_activation(own["hidden_act"])
         rope = section(own, "rope_parameters", source)
         theta: Any = rope.get("rope_theta", own.get("rope_theta"))
         sizes = {

@@ -270,6 +270,12 @@ def test_configs_of_qwen3_that_are_refused(changes, why):
     assert "here/config.json" in str(error.value)
 
 
+def test_swish_is_silu():
+    fields, swish = fields_of(), fields_of()
+    swish["vision_config"]["hidden_act"] = swish["text_config"]["hidden_act"] = "swish"
+    assert QwenVLConfig.from_dict(swish) == QwenVLConfig.from_dict(fields)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
