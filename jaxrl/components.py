@@ -113,7 +113,9 @@ def assemble(
     mesh = make_mesh(**config.mesh)
     method = method_of(config)
     external = _make_external(config, workdir, log)
-    model_config, tokenizer = model_and_tokenizer(config, mesh, is_played=external is None, now=now)
+    model_config, tokenizer = model_and_tokenizer(
+        config, mesh, is_played=external is None, now=now, log=log
+    )
     policy = policy_of(config, model_config) if external is None else model_config
     if policy.around is not None:
         policy.around.check()
@@ -410,7 +412,12 @@ def _make_external(
 
 
 def model_and_tokenizer(
-    config: ConfigDict, mesh: Mesh, *, is_played: bool, now: datetime | None = None
+    config: ConfigDict,
+    mesh: Mesh,
+    *,
+    is_played: bool,
+    now: datetime | None = None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> tuple[Architecture, Tokenizer]:
     """The model's architecture and tokenizer, checked against the devices where it plays.
 
@@ -446,7 +453,7 @@ def model_and_tokenizer(
     )
     if is_played:
         check_tokenizer(folder, tokenizer, model_config)
-        check_hf(folder, config.model.architecture)
+        check_hf(folder, config.model.architecture, log)
     return model_config, tokenizer
 
 

@@ -261,7 +261,12 @@ def load_weights(
         progress = display.counter("loading weights, MiB")
         named = config.model.architecture
         params = load_hf(
-            model, components.mesh, architecture=named, progress=progress, is_late=True
+            model,
+            components.mesh,
+            architecture=named,
+            progress=progress,
+            is_late=True,
+            log=display.log,
         )
         return params, str(model)
     policy, mesh = components.model, components.mesh

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl.models.hf_weights import (
     DTYPES_FILE,
+    Log,
     copy_side_files,
     load_hf,
     save_hf,
@@ -28,11 +29,12 @@ from jaxrl.runtime import sharding
 from jaxrl.runtime.files import folder_taking_place
 
 
-def import_checkpoint(source: str | Path, path: str | Path, architecture: str = "") -> None:
-    """HF folder to checkpoint, over all devices."""
-    source = Path(source)
+def import_checkpoint(
+    source: str | Path, path: str | Path, architecture: str = "", *, log: Log = lambda _: None
+) -> None:
+    """HF folder to checkpoint, over all devices; `log` gets the warnings of `load_hf`."""
     mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
-    params = load_hf(source, mesh, architecture=architecture)
+    params = load_hf(source, mesh, architecture=architecture, log=log)
     dtypes = tensor_dtypes(source, read_model(source, architecture))
     with folder_taking_place(Path(path), marker=f"source/{DTYPES_FILE}") as folder:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -85,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     where = (options.source, options.path, options.architecture)
     try:
         if options.command == "import":
-            import_checkpoint(*where)
+            import_checkpoint(*where, log=print)
         else:
             export_checkpoint(*where, max_shard_size=options.max_shard_size)
     except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from jaxrl.types import Params
 
 Progress = Callable[[int, int], None]
 """Told how many are done, of how many."""
+
+Log = Callable[[str], None]
+"""Callback for lines of log."""
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -159,6 +163,7 @@ def load_hf(
     dtype: DTypeLike = jnp.float32,
     progress: Progress = lambda done, total: None,
     is_late: bool = False,
+    log: Log = lambda _: None,
 ) -> Params:
     """Parameters of an HF folder, each device reading only its own part of each tensor.
 
@@ -171,12 +176,13 @@ def load_hf(
         dtype: of the parameters; float32 holds every checkpoint exactly.
         progress: told after each parameter how many MiB are loaded, of how many.
         is_late: leave them on disk: each is a function that reads and returns it.
+        log: Callback for the warning about tensors that are ignored.
 
     Raises:
         FileNotFoundError: the folder, its `config.json` or a weights file is not there.
         ValueError: a file is damaged, or its tensors are not those of the config.
     """
-    config, stored = check_hf(path, architecture)
+    config, stored = check_hf(path, architecture, log)
     shapes = flatten_dict(config.abstract_params(), sep="/")
     if mesh is None:
         layouts = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
@@ -242,7 +248,7 @@ def load_stored(
 
 
 def check_hf(
-    path: str | Path, architecture: str = ""
+    path: str | Path, architecture: str = "", log: Log = lambda _: None
 ) -> tuple[Architecture, dict[str, StoredTensor]]:
     """The config and the tensors of an HF folder, checked by their headers without reading them.
 
@@ -250,10 +256,12 @@ def check_hf(
         FileNotFoundError, ValueError: as `load_hf` does.
     """
     config = read_model(path, architecture)
-    return config, open_known(config, Path(path))
+    return config, open_known(config, Path(path), log)
 
 
-def open_checked(folder: Path, config: Architecture) -> dict[str, StoredTensor]:
+def open_checked(
+    folder: Path, config: Architecture, log: Log = lambda _: None
+) -> dict[str, StoredTensor]:
     """All tensors by the names of the files, checked; apart where one stands for several."""
     stored = open_tensors(folder)
     for name, fused in config.hf_fused().items():
@@ -262,13 +270,44 @@ def open_checked(folder: Path, config: Architecture) -> dict[str, StoredTensor]:
             check_shape(whole, Place(name, (), fused.shape))
             for part, (number, rows) in fused.parts.items():
                 stored[part] = StoredTensor(part, whole.file, _Part(whole.data, number, rows))
+    ignored = _tensors_beside(config, stored)
+    if ignored:
+        tensors = "1 tensor" if len(ignored) == 1 else f"{len(ignored)} tensors"
+        log(
+            f"warning: {str(folder)!r} holds {tensors} beside the model, such as "
+            f"{min(ignored)!r}; they are ignored, and an export leaves them out"
+        )
+    stored = {name: tensor for name, tensor in stored.items() if name not in ignored}
     _check_tensors({known_name(config, n): tensor for n, tensor in stored.items()}, config, folder)
     return stored
 
 
-def open_known(config: Architecture, folder: Path) -> dict[str, StoredTensor]:
+BUFFERS = re.compile(r"(^|\.)(rotary_(pos_)?emb\.\w+|position_ids|masked_bias)$")
+"""Tensors that old checkpoints hold although they follow from the config."""
+
+
+def _tensors_beside(config: Architecture, stored: Iterable[str]) -> set[str]:
+    """Return the names of tensors that do not change the model's output.
+
+    Like transformers, this ignores `BUFFERS` and modules beside the model's own, such as the value
+    head of an earlier training. An unknown tensor within one of the model's modules might matter.
+    """
+    expected = {*hf_places(config), *config.hf_copies()}
+    modules = {name.partition(".")[0] for name in expected}
+    beside = set()
+    for name in stored:
+        known = known_name(config, name)
+        is_apart = known.partition(".")[0] not in modules or BUFFERS.search(known)
+        if is_apart and known not in expected:
+            beside.add(name)
+    return beside
+
+
+def open_known(
+    config: Architecture, folder: Path, log: Log = lambda _: None
+) -> dict[str, StoredTensor]:
     """All tensors of an HF folder by the names of `hf_names`, checked; errors as of `load_hf`."""
-    stored = open_checked(folder, config)
+    stored = open_checked(folder, config, log)
     return {known_name(config, name): tensor for name, tensor in stored.items()}
 
 

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.models import hf_weights
 from jaxrl.models.conversion import main
 from jaxrl.models.decoder import init_params
-from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
+from jaxrl.models.hf_weights import check_hf, hf_places, load_hf, save_hf
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.reading import read_model
 from tests.helpers import with_devices
@@ -237,6 +237,57 @@ def test_wrong_tensors_are_named(hf_folder, change, named):
     rewrite(hf_folder, change)
     with pytest.raises(ValueError, match=named):
         load_hf(hf_folder)
+
+
+IGNORED = [
+    "model.layers.0.self_attn.rotary_emb.inv_freq",
+    "model.rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "visual.rotary_pos_emb.inv_freq",
+    "model.embeddings.position_ids",
+    "v_head.summary.weight",
+    "v_head.bias",
+    "value_head.weight",
+    "score.weight",
+    "mtp.layers.0.mlp.up_proj.weight",
+]
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_tensors_beside_the_model_are_ignored(hf_folder, tmp_path, name):
+    clean = tensors_of(hf_folder)
+    extra = {name: np.zeros(3, "f8"), "z_head.weight": np.ones(1, "i8")}
+    rewrite(hf_folder, lambda tensors: tensors.update(extra))
+    log = []
+    config, _ = check_hf(hf_folder, log=log.append)
+    assert len(log) == 1
+    assert "2 tensors" in log[0]
+    assert repr(name) in log[0]
+    save_hf(load_hf(hf_folder), config, tmp_path / "out", source=hf_folder)
+    assert tensors_of(tmp_path / "out") == clean
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.bias",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.sinks",
+        "model.norm.bias",
+        "model.v_head.weight",
+        "model.embed_positions.weight",
+    ],
+)
+def test_tensors_that_would_change_the_model_are_refused(hf_folder, name):
+    rewrite(hf_folder, lambda t: t.update({name: np.zeros(3, "f4")}))
+    with pytest.raises(ValueError, match=f"holds the tensor '{name}'"):
+        load_hf(hf_folder)
+
+
+def test_a_whole_folder_logs_nothing(hf_folder):
+    log = []
+    check_hf(hf_folder, log=log.append)
+    assert log == []
 
 
 def test_missing_weights(hf_folder):

@@ -120,7 +120,9 @@ def open_served(
     give_back_after_compiling()
     mesh = make_mesh(**config.mesh)
     now = prompt_time(place) if is_run(place) else None
-    architecture, tokenizer = model_and_tokenizer(config, mesh, is_played=True, now=now)
+    architecture, tokenizer = model_and_tokenizer(
+        config, mesh, is_played=True, now=now, log=display.log
+    )
     policy = policy_of(config, architecture)
     if isinstance(policy, Around):
         policy.check()
