@@ -27,7 +27,6 @@ import pyarrow as pa
 from ml_collections import ConfigDict
 
 from jaxrl import config_checks, launch
-from jaxrl.envs.redaction import redacted_output
 from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import parse_record
@@ -35,6 +34,7 @@ from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
 from jaxrl.runtime.history import find_code
 from jaxrl.runtime.stalls import told_of_stalls
 from jaxrl.runtime.stopping import Interrupted
+from jaxrl.utils.secrets import redacted_output
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,6 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import config_checks, values
-from jaxrl.envs.redaction import redacted_output
 from jaxrl.installed import name_installed
 from jaxrl.keys import optional
 from jaxrl.runtime.files import (
@@ -56,6 +55,7 @@ from jaxrl.runtime.files import (
     system_message,
 )
 from jaxrl.runtime.stopping import stop_on_signals
+from jaxrl.utils.secrets import redact, redacted_output
 
 if TYPE_CHECKING:
     from jaxrl.logs.display import Display
@@ -122,6 +122,7 @@ INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.
 def main(argv: Sequence[str]) -> None:
     """Checks everything, then runs."""
     begun = threading.Event()
+    sys.excepthook = _show_exception
     try:
         with redacted_output(), stop_on_signals(begun.is_set) as should_stop:
             config, workdir, job = _prepare(argv)
@@ -148,6 +149,11 @@ def main(argv: Sequence[str]) -> None:
             sys.stderr.flush()
             os._exit(EXIT_TRY_AGAIN)
         raise
+
+
+def _show_exception(*raised: Any) -> None:
+    """Print an exception that nobody catches, with its causes, redacted."""
+    sys.stderr.write(redact("".join(traceback.format_exception(*raised))))
 
 
 def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:

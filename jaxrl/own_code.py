@@ -75,10 +75,10 @@ def arguments_of(function: Callable[..., Any]) -> list[str]:
 
 
 def failure_text(error: BaseException) -> str:
-    """Tells what code of the user's raised, in one line, and where in its files.
+    """Describe what the user's code raised, in one line, and where in its files.
 
-    Of a text of several lines it is the first: JAX goes on with how it got there. Keys are taken
-    out where it is printed or leaves the run (`envs.redaction`).
+    Of a text of several lines this keeps the first: JAX goes on with how it got there. Secrets are
+    redacted where it is printed.
     """
     try:
         text = str(error)

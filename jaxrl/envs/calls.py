@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from jaxrl.envs.redaction import redacted, redacted_start
+from jaxrl.utils.secrets import redact
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,21 +27,21 @@ _ENDING_S = 1.0  # in which a coroutine ends that is cancelled, unless it refuse
 
 
 def error_text(error: BaseException) -> str:
-    """Type and text of an exception, without keys, in at most `MAX_ERROR` characters."""
+    """Return type and text of an exception, redacted, in at most `MAX_ERROR` characters."""
     try:
         text = str(error)
     except Exception:  # exceptions are classes of the user's too
         text = ""
-    return redacted_start(f"{type(error).__name__}: {text}".removesuffix(": "), MAX_ERROR)
+    return redact(f"{type(error).__name__}: {text}".removesuffix(": "))[:MAX_ERROR]
 
 
 def failure_report(error: BaseException) -> str:
-    """Type, text and notes of an exception, and where it was raised, without keys.
+    """Return type, text and notes of an exception, and where it was raised, redacted.
 
     In at most `MAX_ERROR` characters. Where frames have to be left out, they are the outermost.
     """
     notes = " ".join([error_text(error), *getattr(error, "__notes__", ())])
-    report = redacted_start(notes, MAX_ERROR)
+    report = redact(notes)[:MAX_ERROR]
     frames: list[str] = []
     room = MAX_ERROR - len(report) - 1
     for frame in reversed(traceback.format_tb(error.__traceback__)):
@@ -49,7 +49,7 @@ def failure_report(error: BaseException) -> str:
         if room < 0:
             break
         frames.insert(0, frame.rstrip())
-    return redacted("\n".join([report, *frames]))
+    return redact("\n".join([report, *frames]))
 
 
 def in_thread(work: Callable[[], Result]) -> Future[Result]:

@@ -26,7 +26,7 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import error_text, new_loop, once
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.pacing import bounded_wait_s
-from jaxrl.envs.redaction import hide, redacted, redacted_content, redacted_start
+from jaxrl.utils.secrets import redact, register_secret
 
 MAX_SHOWN = 200  # characters of an answer that an error shows
 
@@ -80,12 +80,14 @@ class JsonClient:
     """Asks servers for JSON over pooled connections.
 
     Nothing is asked twice: what fails says whether and when to try again, as `ToolError` has it.
-    Neither answers nor errors hold a key that `key_of` has read.
+    Answers and errors are redacted.
     """
 
     def __init__(self, bounds: Bounds, *, headers: Mapping[str, str] | None = None) -> None:
         """Opens no connection yet."""
         self._bounds = bounds
+        headers = {"Accept": "application/json", **(headers or {})}
+        register_secret(headers.get("Authorization", "").partition(" ")[2])  # in base64, say
         limits = httpx2.Limits(
             max_connections=bounds.connections,
             max_keepalive_connections=bounds.connections,
@@ -93,7 +95,7 @@ class JsonClient:
         )
         # The whole request has one deadline below; one for each read would never end a drip.
         self._client = httpx2.AsyncClient(
-            headers={"Accept": "application/json", **(headers or {})},
+            headers=headers,
             limits=limits,
             timeout=None,
             verify=_certificates(),
@@ -121,7 +123,7 @@ class JsonClient:
                 answers.append(body)
                 continue
             try:
-                answers.append(redacted_content(parse_json(body, "the answer")))
+                answers.append(redact(parse_json(body, "the answer")))
             except ValueError as error:
                 what = f"{len(body)} bytes that are not JSON ({error_text(error)})"
                 answers.append(self._error(request, f"gives {what}: {self._start(body)}"))
@@ -168,9 +170,8 @@ class JsonClient:
             if response.is_success:
                 return body
             status, places = response.status_code, response.headers.get_list("location")
-            elsewhere = f"{len(places)} places"  # each of which might hold a part of a key
-            if len(places) == 1:
-                elsewhere = shown_url(redacted(places[0]))
+            # Redacted before the address loses its parameters, which would cut a secret in two.
+            elsewhere = " and ".join(shown_url(redact(place)) for place in places)
             redirects = f", redirecting to {elsewhere}" if places else ""
             raise self._error(
                 request,
@@ -181,12 +182,12 @@ class JsonClient:
             )
 
     def _start(self, body: bytes) -> str:
-        """The beginning of an answer, for a message; keys are left out before anything is cut."""
-        text = " ".join(redacted_start(body.decode("utf-8", "replace"), len(body)).split())
+        """Return the beginning of an answer for a message, redacted before it is cut."""
+        text = " ".join(redact(body.decode("utf-8", "replace")).split())
         return repr(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..")
 
     def _error(self, request: Request, text: str, **about: Any) -> ToolError:
-        return ToolError(redacted(f"{shown_url(request.url)} {text}"), **about)
+        return ToolError(redact(f"{shown_url(request.url)} {text}"), **about)
 
 
 def shown_url(url: str) -> str:
@@ -234,7 +235,7 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -
 
 
 def key_of(key: str, variable: str) -> str:
-    """The secret that an environment variable holds; from now on it is left out of all texts.
+    """Return the secret that an environment variable holds, and register it.
 
     Args:
         key: of the configuration, which names the variable.
@@ -262,7 +263,7 @@ def key_of(key: str, variable: str) -> str:
             f"the environment variable {shown} holds characters that no HTTP header can; expected "
             "a key."
         )
-    hide(secret)
+    register_secret(secret)
     return secret
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from jaxrl.envs.base import CallRecord, ToolError
 from jaxrl.envs.calls import error_text, side_by_side
 from jaxrl.envs.images import Pictured
-from jaxrl.envs.redaction import redact_error, redacted, redacted_content
+from jaxrl.utils.secrets import redact
 
 MAX_ERROR = 2_000  # characters of a snippet's error that are kept
 
@@ -223,20 +223,23 @@ def run_one(tool: Tool, call: str) -> str | ToolError:
 def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
     """Checks a tool's answer: itself where it can be shown or is an error, else an error.
 
-    A tool may have been told a key by whom it asks: no answer holds one.
+    Both are redacted.
     """
-    is_kept = tool.name == "search"  # as a text
-    if isinstance(answer, str | ToolError) and not (is_kept and isinstance(answer, Pictured)):
-        return _as_tool_error(answer) if isinstance(answer, ToolError) else redacted_content(answer)
+    if isinstance(answer, ToolError):
+        return _as_tool_error(answer)
+    if isinstance(answer, Pictured):
+        if tool.name != "search":  # whose results are kept as texts
+            return Pictured(redact(answer), answer.images)
+    elif isinstance(answer, str):
+        return str(redact(answer))
     return ToolError(f"{tool.name} gave {type(answer).__name__}; expected text")
 
 
 def _as_tool_error(error: BaseException) -> ToolError:
-    """An exception as the failure of a tool, with its type unless it is one already."""
+    """Return an exception as the failure of a tool, redacted, with its type unless it is one."""
     if isinstance(error, ToolError):
-        redact_error(error)
-        text = str(error)
-        if redacted(text) == text:
+        error.args = redact(error.args)
+        if redact(str(error)) == str(error):
             return error
     return ToolError(error_text(error))
 

@@ -33,6 +33,7 @@ def import_checkpoint(
     source: str | Path, path: str | Path, architecture: str = "", *, log: Log = lambda _: None
 ) -> None:
     """HF folder to checkpoint, over all devices; `log` gets the warnings of `load_hf`."""
+    source = Path(source)
     mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
     params = load_hf(source, mesh, architecture=architecture, log=log)
     dtypes = tensor_dtypes(source, read_model(source, architecture))

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 
 from jaxrl.envs.child_process import Child, EndedError
-from jaxrl.envs.redaction import redacted
 from jaxrl.envs.text import printable
 from jaxrl.runtime import monitor
 from jaxrl.runtime.distributed import from_main, gather
 from jaxrl.runtime.job import Job
 from jaxrl.runtime.stopping import EXIT_LOST
+from jaxrl.utils.secrets import redact
 
 JOIN_S = 300.0
 """Seconds in which all processes of a job must have come."""
@@ -155,7 +155,7 @@ class Peers:
             return
         self._is_failing = True
         reason = str(error) if is_told else "".join(traceback.format_exception_only(error)).strip()
-        reason = redacted(printable(reason))  # the monitor prints it, another process
+        reason = redact(printable(reason))  # the monitor prints it, another process
         self._write(failed=reason)
         index = jax.process_index()
         try:

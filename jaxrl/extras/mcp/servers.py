@@ -20,11 +20,11 @@ from jaxrl.envs.calls import MAX_ERROR, LateError, error_text, event_loop, withi
 from jaxrl.envs.images import Picture, Pictured
 from jaxrl.envs.json_http import check_url
 from jaxrl.envs.json_text import is_too_deep
-from jaxrl.envs.redaction import hide, redacted_content, redacted_end, redacted_start
 from jaxrl.envs.tools import CallError, JsonTool, Tool, check_names
 from jaxrl.envs.worker_pool import WorkerLostError, WorkerPool
 from jaxrl.extras.mcp.transport import MAX_ANSWER_MIB, MAX_TOLD, StdioServer, bounded_client
 from jaxrl.keys import refuse
+from jaxrl.utils.secrets import redact, register_secret
 
 _INVALID_PARAMS = -32602  # of JSON-RPC: the arguments are wrong
 _CLOSING_S = 5.0
@@ -159,7 +159,7 @@ class McpServer:
             ) from error
         except Exception as error:  # of transports of several kinds
             if getattr(error, "code", None) == _INVALID_PARAMS:
-                raise CallError(redacted_start(str(error), MAX_ERROR)) from error
+                raise CallError(redact(str(error))[:MAX_ERROR]) from error
             told = self._told()
             self._drop()
             text = "; ".join(map(error_text, _leaves(error)))[:MAX_ERROR]
@@ -231,9 +231,10 @@ class McpServer:
         held = self._held
         if held is not None and held.client.done() and held.client.exception() is None:
             return ""
-        is_cut = len(self._stderr) >= MAX_TOLD
-        text = self._stderr.decode("utf-8", "replace").strip()
-        shown = redacted_end(text, _SHOWN, is_cut=is_cut)
+        text = self._stderr.decode("utf-8", "replace")
+        if len(self._stderr) >= MAX_TOLD:  # its first word may be the end of a secret
+            text = text.partition(" ")[2]
+        shown = redact(text).strip()[-_SHOWN:]
         return f" (it says: {shown})" if shown else ""
 
 
@@ -295,7 +296,7 @@ def _variable(name: str) -> str:
         )
     is_place = os.path.isabs(value) and os.path.exists(value)
     if not is_place:  # which is no secret, and answers speak of it
-        hide(value)
+        register_secret(value)
     return value
 
 
@@ -352,10 +353,10 @@ class McpTool(JsonTool):
         Raises:
             ToolError: its schema is none, or cannot be read in time.
         """
-        self.name = redacted_content(str(listed.name))
+        self.name = redact(str(listed.name))
         self._server = server
-        self._description = redacted_content(str(listed.description or listed.title or self.name))
-        self._schema = {"properties": {}, "required": [], **redacted_content(listed.input_schema)}
+        self._description = redact(str(listed.description or listed.title or self.name))
+        self._schema = {"properties": {}, "required": [], **redact(listed.input_schema)}
         self._schema_text = json.dumps(self._schema)
         if problem := self._problem({}):
             raise ToolError(

@@ -1,0 +1,82 @@
+"""Redact registered secrets, such as API keys, from messages, results and files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
+from urllib.parse import quote, quote_plus
+
+_MIN_LENGTH = 8  # characters; a shorter secret is redacted only where it is a whole word
+
+_patterns: dict[str, re.Pattern[str]] = {}  # by the form of a secret
+
+
+def register_secret(value: str) -> None:
+    """Redact a secret from now on: as it is, JSON-escaped and percent-encoded.
+
+    The long words of a secret such as `Bearer TOKEN` are secrets too.
+    """
+    for secret in {value, *(word for word in value.split() if len(word) >= _MIN_LENGTH)} - {""}:
+        escaped = json.dumps(secret)[1:-1]
+        encoded = {quote(secret), quote(secret, safe=""), quote_plus(secret)}
+        for form in {secret, escaped, escaped.replace("/", r"\/"), *encoded}:
+            pattern = re.escape(form)
+            if len(secret) < _MIN_LENGTH:
+                pattern = rf"(?<!\w){pattern}(?!\w)"
+            # Servers write %2F or %2f.
+            _patterns[form] = re.compile(pattern, re.IGNORECASE if "%" in form else 0)
+
+
+def redact(value: Any) -> Any:
+    """Return text with `***` for each registered secret, or JSON with its texts redacted."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(redact, value))
+    if isinstance(value, dict):
+        return {redact(name): redact(item) for name, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    matches = (pattern.finditer(value) for pattern in list(_patterns.values()))
+    pieces, end = [], 0
+    for start, stop in sorted(match.span() for found in matches for match in found):
+        if start >= end:  # otherwise the secret overlaps the one before it
+            pieces += [value[end:start], "***"]
+        end = max(end, stop)
+    return "".join([*pieces, value[end:]])
+
+
+class _RedactedStream:
+    """A text stream that redacts what is written in one piece, and replaces what it cannot encode."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        text = redact(text)
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError as error:
+            return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self._stream.writelines(map(redact, lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def redacted_output() -> Iterator[None]:
+    """Redact what the block prints, and the exception that ends it."""
+    out, err = [_RedactedStream(stream) for stream in (sys.stdout, sys.stderr)]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            yield
+        except BaseException as error:
+            error.args = redact(error.args)
+            if isinstance(error, SystemExit):
+                error.code = redact(error.code)
+            raise
