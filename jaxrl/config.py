@@ -41,7 +41,6 @@ SECTIONS = {
     "env.search.mcp": "mcp",
     "env.search.python": "sandbox",
     "search.web": "web_search",
-    "search.opensearch": "opensearch",
     "search.dense": "dense",
     "search.hybrid": "dense",
     "reward.math_verify": "symbolic_math",
@@ -259,10 +258,9 @@ KEYS: dict[str, Key] = {
     "env.search.qwen.format_failure": Key(-1.0, "Pay of one that does not."),
     # --------------------------------------------------------------------------- search
     "search.engine": Key("local", "`local`: embedded index over a corpus; `http`: a retriever on a "
-        "port; `web`: a provider of web searches; `opensearch`: an index of OpenSearch or "
-        "Elasticsearch; `dense`: vectors of an encoder; `hybrid`: `local` and `dense`, fused; "
-        "`empty`: finds nothing; `none`: there is no such tool, with `env.search.protocol='qwen'`; "
-        "or a dotted name.", group="jaxrl.engines", names_code=True),
+        "port; `web`: a provider of web searches; `dense`: vectors of an encoder; `hybrid`: "
+        "`local` and `dense`, fused; `empty`: finds nothing; `none`: there is no such tool, with "
+        "`env.search.protocol='qwen'`; or a dotted name.", group="jaxrl.engines", names_code=True),
     "search.settings": Key({}, "Keyword arguments of an engine of your own.", example=1,
         is_nested=True),
     # What stands around any engine, in this order; docs/environments.md has the whole.
@@ -312,7 +310,6 @@ KEYS: dict[str, Key] = {
     "search.http.max_response_mib": Key(64.0, "MiB of an answer at most; a larger one is a "
         "failure.", above=0, restart=FREE),
     **_brought("search.web"),
-    **_brought("search.opensearch"),
     **_brought("search.dense"),
     **_brought("search.hybrid"),
     # --------------------------------------------------------------------------- reward

@@ -156,11 +156,6 @@ def test_a_part_of_the_reward_that_is_not_known_points_to_judges_and_functions(c
     ("settings", "expected"),
     [
         ({"engine": "http"}, "search.http.url is ''; expected the address of a server, as http"),
-        ({"engine": "opensearch"}, "search.opensearch.url is ''; expected the address of a serv"),
-        (
-            {"engine": "opensearch", "opensearch.url": "http://x"},
-            "search.opensearch.index is ''; expected the name of an index",
-        ),
         (
             {"engine": "web", "web.provider": "searxng"},
             "search.web.url is ''; expected the address of a server",
@@ -172,10 +167,7 @@ def test_a_server_that_is_not_named(config, settings, expected):
     config.search.update_from_flattened_dict(settings)
     with pytest.raises(ValueError, match=re.escape(expected)):
         validate(config)
-    config.search.update_from_flattened_dict(
-        {"http.url": "http://x", "opensearch.url": "http://x", "opensearch.index": "wiki"}
-    )
-    config.search.web.url = "http://x"
+    config.search.update_from_flattened_dict({"http.url": "http://x", "web.url": "http://x"})
     validate(config)
 
 
@@ -208,7 +200,7 @@ def test_what_computes_sees_no_configuration():
 
 
 WHOLESALE = re.compile(
-    r"search\.(local|http|web|opensearch|dense|hybrid|cache|breaker)[._]|env\.search\.python\."
+    r"search\.(local|http|web|dense|hybrid|cache|breaker)[._]|env\.search\.python\."
     r"|reward\.math_verify\.|model\.lora\."
 )
 """Settings of an engine, a tool, a verifier or an adapter, which gets its section whole."""

@@ -38,7 +38,6 @@ CORPUS = {"search.local.corpus": "/a/b/c.jsonl", "search.local.topk": 3}
         ("local", {}, "b/c.jsonl, 3 documents a result"),
         ("http", {"topk": 4}, "what a server has, 4 documents a result"),
         ("web", {"provider": "brave", "topk": 5}, "the web by brave, 5 documents a result"),
-        ("opensearch", {"index": "wiki", "topk": 6}, "the index wiki, 6 documents a result"),
         ("my_engine.Engine", {}, ""),
     ],
 )

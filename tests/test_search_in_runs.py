@@ -1,6 +1,5 @@
 """Runs that search by a server: as with the engine behind it, trajectory by trajectory."""
 
-import json
 import time
 
 import pytest
@@ -64,10 +63,9 @@ def by_local_search(tiny_world, source, tmp_path_factory):
 
 
 def test_the_page_shows_valid_configurations(monkeypatch):
-    for name in ("BRAVE_API_KEY", "OPENSEARCH_AUTH"):
-        monkeypatch.setenv(name, KEY)
+    monkeypatch.setenv("BRAVE_API_KEY", KEY)
     shown = blocks(PAGE, "python")
-    assert len(shown) == 4
+    assert len(shown) == 3
     for code in shown:
         config = debug_tiny.get_config()
         exec(code, {"config": config})
@@ -141,34 +139,3 @@ def test_a_run_by_a_provider_of_web_searches(
         assert played(config, tmp_path / "run") == by_local_search
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
-
-
-@pytest.mark.slow(
-    instead="extras/test_opensearch.py::test_queries_go_together_and_documents_come_back"
-)
-def test_a_run_by_opensearch(tiny_world, source, by_local_search, tmp_path):
-    hits = local_hits(tiny_world)
-
-    def respond(body):
-        [title, text] = body["_source"]
-        found = hits(body["query"]["multi_match"]["query"], body["size"])
-        return {
-            "hits": {
-                "hits": [
-                    {"_id": h.document.id, "_score": h.score,
-                     "_source": {title: h.document.title, text: h.document.text}}
-                    for h in found
-                ]
-            }
-        }  # fmt: skip
-
-    def answer(request):
-        bodies = [json.loads(line) for line in request.body.splitlines()[1::2]]
-        return {"responses": [respond(body) for body in bodies]}
-
-    config = base_config(tiny_world, source)
-    with served(answer) as server:
-        changes = {"engine": "opensearch", "opensearch.url": server.url, "opensearch.topk": TOPK}
-        changes |= {"opensearch.index": "wiki", "opensearch.fields": ("name", "body")}
-        config.search.update_from_flattened_dict({**changes, "local.corpus": ""})
-        assert played(config, tmp_path / "run") == by_local_search

@@ -195,7 +195,6 @@ ENGINES: Mapping[str, str | type[SearchEngine]] = {
     "dense": "jaxrl.extras.dense.engine.DenseSearch",
     "hybrid": "jaxrl.extras.dense.hybrid.HybridSearch",
     "web": "jaxrl.extras.web_search.engine.WebSearch",
-    "opensearch": "jaxrl.extras.opensearch.engine.OpenSearchRetriever",
     "empty": EmptySearch,
 }
 """Search engines that a configuration can name; text says where one is."""

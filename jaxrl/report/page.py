@@ -135,7 +135,6 @@ def searched(config: Mapping[str, Any]) -> str:
     what = {
         "http": "what a server has",
         "web": f"the web by {config.get('search.web.provider')}",
-        "opensearch": f"the index {config.get('search.opensearch.index')}",
     }.get(engine, corpus)
     topk = config.get(f"search.{engine}.topk")
     return f"{what}, {topk} document{'' if topk == 1 else 's'} a result" if what else ""

@@ -49,7 +49,7 @@ def redact(value: Any) -> Any:
 
 
 class _RedactedStream:
-    """A text stream that redacts what is written in one piece, and replaces what it cannot encode."""
+    """A text stream that redacts secrets and replaces characters that it cannot encode."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

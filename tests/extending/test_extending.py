@@ -108,7 +108,9 @@ def test_the_document_shows_the_files_and_their_lines():
         'config.env.search.tools = ("my_function.weekday",)\n',
         'config.env.search.mcp = ({"command": ("python", "my_server.py")},)\n',
         'config.search.engine = "my_engine.Engine"\n',
-        'config.search.engine = "my_documents.Titles"\n',
+        """config.search.engine = "examples.opensearch_engine.OpenSearch"
+config.search.settings = {"url": "https://search:9200", "index": "wiki"}
+""",
         'config.env.search.protocol = "my_protocol.facts"\n',
         'config.reward.weights = {"exact_match": 1.0, "my_reward.brevity": 0.2}\n',
         """config.reward.weights = {
@@ -164,19 +166,6 @@ def test_the_tool_and_the_engine_answer(server):
     assert found(Engine(url=server), "abc", "x & y") == ["cba", "y & x"]
     [failed] = found(Engine(url="http://127.0.0.1:9/", timeout_s=1), "abc")
     assert str(failed).startswith("URLError: ")
-
-
-def test_the_engine_with_documents_finds(tmp_path):
-    from my_documents import Titles
-
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"id": 1, "title": "Rome", "text": "A city."}\n')
-    settings = {"corpus": str(corpus), "topk": 2}
-    assert Titles(**settings).run_batch(["in rome?", "x"]) == [
-        "Doc 1(Title: Rome) A city.",
-        "No information found",
-    ]
-    assert [hit.score for hit in Titles(**settings).retrieve(["Rome"], 1)[0]] == [4]
 
 
 def test_the_function_and_the_server_answer_tool_calls():

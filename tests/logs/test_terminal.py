@@ -8,7 +8,7 @@ PROGRAM = """
 import logging, os, signal, sys, time
 from absl import app
 from jaxrl import launch
-from jaxrl.envs.redaction import redacted_output
+from jaxrl.utils.secrets import redacted_output
 from jaxrl.logs.display import Display
 from jaxrl.runtime.stalls import told_of_stalls
 from jaxrl.runtime.stopping import stop_on_signals

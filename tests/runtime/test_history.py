@@ -102,7 +102,6 @@ def test_another_experiment_needs_consent(tmp_path, key, value):
         ("images.cache_mib", 8.0),
         ("search.http.key_env", "OTHER_KEY"),
         ("search.web.key_env", "OTHER_KEY"),
-        ("search.opensearch.batch_size", 1),
         ("sft.num_steps", 3),  # no stage of this run
     ],
 )

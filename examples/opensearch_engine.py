@@ -1,0 +1,98 @@
+"""A custom search engine: an index of OpenSearch or Elasticsearch.
+
+    config.search.engine = "examples.opensearch_engine.OpenSearch"
+    config.search.settings = {"url": "https://search:9200", "index": "wiki"}
+
+The queries of a step go to `POST /_msearch`, many per request. Each is a `multi_match`, which has
+no syntax, over the title, which counts twice, and the text. The format is that of OpenSearch 1 to 3
+and Elasticsearch 7 to 9; the tests have a small server in place of a cluster.
+"""
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl.envs.base import ToolError
+from jaxrl.envs.json_http import Bounds, JsonClient, Request, check_url, key_of, plain_text
+from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, batches
+
+MAX_WORDS = 500  # of a query; a cluster refuses one of too many clauses
+PERMANENT = (400, 401, 403, 404)  # statuses that another try would get again
+
+
+class OpenSearch(DocumentSearch):
+    """Retriever over an index whose documents have a title and a text."""
+
+    asks_server = True
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        index: str,
+        fields: Sequence[str] = ("title", "text"),
+        topk: int = 3,
+        password_env: str = "",
+        timeout_s: float = 30.0,
+        batch_size: int = 64,
+    ) -> None:
+        """Store the settings; nothing is sent yet.
+
+        Args:
+            url: Address of the cluster.
+            index: Name of the index, or an alias.
+            fields: Fields of a document's title and text.
+            topk: Number of documents that the model sees.
+            password_env: Environment variable that holds `user:password`; "" for none.
+            timeout_s: Seconds for a request.
+            batch_size: Largest number of queries in a request.
+        """
+        check_url("search.settings", url)
+        headers = {}
+        if password_env:
+            password = key_of("search.settings", password_env)
+            headers["Authorization"] = f"Basic {base64.b64encode(password.encode()).decode()}"
+        self.topk = topk
+        self._url, self._index = f"{url.rstrip('/')}/_msearch", index
+        self._title, self._text = fields
+        self._batch_size = batch_size
+        bounds = Bounds(timeout_s=timeout_s, connections=8, max_mib=256)
+        self._client = JsonClient(bounds, headers=headers)
+
+    def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
+        """Return the documents for each query, or the error in their place."""
+        groups = list(batches(queries, self._batch_size))
+        answers = self._client.ask([self._request(group, topk) for group in groups])
+        results: list[list[Hit] | ToolError] = []
+        for group, answer in zip(groups, answers, strict=True):
+            if isinstance(answer, ToolError):
+                results += [answer] * len(group)
+            else:
+                results += [self._hits(response) for response in answer["responses"]]
+        return results
+
+    def _request(self, queries: Sequence[str], topk: int) -> Request:
+        lines: list[dict[str, Any]] = []
+        for query in queries:
+            words = list(dict.fromkeys(plain_text(query).split()))[:MAX_WORDS]
+            match = {"query": " ".join(words), "fields": [f"{self._title}^2", self._text]}
+            search = {"query": {"multi_match": match | {"type": "cross_fields"}}, "size": topk}
+            lines += [{"index": self._index}, search | {"_source": [self._title, self._text]}]
+        body = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        return Request(url=self._url, body=body, headers={"Content-Type": "application/x-ndjson"})
+
+    def _hits(self, response: dict[str, Any]) -> list[Hit] | ToolError:
+        if "error" in response:
+            status = response.get("status")
+            text = f"the cluster answers with status {status}: {str(response['error'])[:300]}"
+            return ToolError(text, is_permanent=status in PERMANENT)
+        if response.get("timed_out") or response.get("_shards", {}).get("failed"):
+            return ToolError("the cluster gives only a part of what it found")
+        hits = []
+        for hit in response["hits"]["hits"]:
+            title, text = (
+                plain_text(hit["_source"][name] or "") for name in (self._title, self._text)
+            )
+            hits.append(Hit(Document(hit["_id"], title.strip(), text.strip()), hit.get("_score")))
+        return hits
