@@ -32,19 +32,15 @@ class Checkpoints(Protocol):
         value: float | None = None,
     ) -> None:
         """Saves the state after a step; `value` is that of its evaluation."""
-        ...
 
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
         """The step with the highest value, and its state as the abstract one is."""
-        ...
 
     def steps(self) -> list[int]:
         """The steps of which there are checkpoints."""
-        ...
 
     def wait(self) -> None:
         """Returns once everything is on the disk."""
-        ...
 
 
 class Records(Protocol):
@@ -54,19 +50,15 @@ class Records(Protocol):
 
     def carry(self, name: str, value: float) -> None:
         """Adds to a metric of the next record."""
-        ...
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Appends a record."""
-        ...
 
     def mark(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
         """Writes down what was seen of a step that is not sound."""
-        ...
 
     def close(self) -> None:
         """Closes the log."""
-        ...
 
 
 class Shown(Protocol):
@@ -74,24 +66,18 @@ class Shown(Protocol):
 
     def log(self, text: str) -> None:
         """Prints lines that stay."""
-        ...
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
         """Begins the line of a stage."""
-        ...
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Shows the numbers of a step."""
-        ...
 
     def activity(self, text: str) -> None:
         """Shows what the run is doing."""
-        ...
 
     def counter(self, what: str) -> Callable[[int, int], None]:
         """A function to call with how many are done, of how many."""
-        ...
 
     def stop(self) -> None:
         """Ends the line."""
-        ...

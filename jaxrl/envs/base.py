@@ -295,7 +295,6 @@ class Env(Protocol):
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
         """Chat messages that open an episode of each task."""
-        ...
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """Replies to one finished turn of each episode.
@@ -306,7 +305,6 @@ class Env(Protocol):
         `texts[i]` is the new turn of `episodes[i]` (not yet in its `turns`). It ends exactly at a
         stop string, or, where the model ended its turn by itself, without one.
         """
-        ...
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
         """Rewards of finished episodes of one task, environment errors left out by the caller.
@@ -314,7 +312,6 @@ class Env(Protocol):
         Where it raises, the caller asks again for each episode alone; one for which it raises then
         too ends as an environment error.
         """
-        ...
 
 
 ENVS: Mapping[str, str] = {

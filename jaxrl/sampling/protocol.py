@@ -91,32 +91,25 @@ class Sampler(Protocol):
     @property
     def num_compilations(self) -> int:
         """Compilations of its programs so far."""
-        ...
 
     @property
     def device(self) -> jax.Device:
         """One of those that sample."""
-        ...
 
     def shapes(self) -> str:
         """The set of shapes that may be compiled, for people."""
-        ...
 
     def compile(self, show: Callable[[str], None]) -> None:
         """Compiles all programs that are not compiled yet; `show` is told how far."""
-        ...
 
     def set_weights(self, params: Params) -> None:
         """Takes all parameters of the policy, once an update."""
-        ...
 
     def clear(self) -> None:
         """Forgets every request, and gives back the cache's memory."""
-        ...
 
     def release(self) -> None:
         """Gives back the memory of cache and weights."""
-        ...
 
 
 class Processor(Protocol):
@@ -138,11 +131,9 @@ class Processor(Protocol):
         Raises:
             UnreadableError: it is no image.
         """
-        ...
 
     def num_units(self, image: Any) -> int:
         """Tokens of an image that was read."""
-        ...
 
     def __call__(self, picture: Picture) -> Attachment:
         """Reads an image as the model wants it.
@@ -150,15 +141,12 @@ class Processor(Protocol):
         Raises:
             UnreadableError: it is no image, or damaged.
         """
-        ...
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
         """Groups from another process or a checkpoint, with the images that they name."""
-        ...
 
     def blank(self) -> Processor:
         """Makes a processor of images without content."""
-        ...
 
 
 PROCESSOR = "jaxrl.extras.vision.processor.Processor"
@@ -171,11 +159,9 @@ class External(Protocol):
     @property
     def shown(self) -> str:
         """Name and address, for people."""
-        ...
 
     def rollout(self, *around: Any) -> Any:
         """A `RolloutFunction` that plays episodes with it; arguments as of `EpisodePlayer`."""
-        ...
 
 
 POLICIES = {"openai": "jaxrl.extras.endpoints.policy.ChatModel"}
