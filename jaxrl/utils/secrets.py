@@ -62,7 +62,8 @@ class _RedactedStream:
             return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
 
     def writelines(self, lines: Iterable[str]) -> None:
-        self._stream.writelines(map(redact, lines))
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

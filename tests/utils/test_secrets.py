@@ -193,6 +193,17 @@ def test_a_server_that_echoes_the_key(monkeypatch, tmp_path, capfd, caplog):
         assert [text for text in texts if form in text] == []
 
 
+def test_what_stdout_cannot_encode_is_replaced(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", out)
+    with redacted_output():
+        print("run \u00e9")
+        sys.stdout.writelines(["line \u00e9\n"])
+    out.flush()
+    assert out.buffer.getvalue() == b"run ?\nline ?\n"
+    assert out.errors == "strict"  # the user's stream stays as it is
+
+
 @redacted_output()
 def print_and_raise(error):
     print("to out", KEY)
