@@ -8,6 +8,7 @@ rules between keys beside the feature that needs them (`method.py`, `environment
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -663,9 +664,114 @@ KEYS: dict[str, Key] = {
 # fmt: on
 
 
-def default_config() -> ConfigDict:
+class Config(ConfigDict):
+    """The configuration, or a section of it.
+
+    Its errors name the whole key in one line. Those of ml_collections list all keys of a section.
+    """
+
+    _section = ""  # name of the section with a dot behind it
+
+    def with_section(self, section: str) -> Config:
+        """Set the name of the section, which errors show."""
+        object.__setattr__(self, "_section", f"{section}.")
+        return self
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set a key; raise a ValueError if it does not exist or takes another type."""
+        name = f"{self._section}{key}"
+        if self.is_locked and key not in self and (problem := unknown_key(name)):
+            raise ValueError(problem)
+        wrong_type = None
+        try:
+            super().__setitem__(key, value)
+        except TypeError as error:
+            wrong_type = error
+        # Raised out here, so that a traceback does not show the other error.
+        if wrong_type is not None:
+            if problem := unknown_key(name):
+                raise ValueError(problem)
+            KEYS[name].check(name, value)
+            raise wrong_type
+
+    def __getattr__(self, attribute: str) -> Any:
+        """Return a key or a section; raise an AttributeError if it does not exist."""
+        try:
+            return super().__getattr__(attribute)
+        except AttributeError as error:
+            problem = unknown_key(f"{self._section}{attribute}") or str(error)
+        raise AttributeError(problem)
+
+    def copy_and_resolve_references(self, visit_map: dict[int, Any] | None = None) -> Config:
+        """Return a copy; see ml_collections."""
+        copy = super().copy_and_resolve_references(visit_map)
+        object.__setattr__(copy, "_section", self._section)
+        return copy
+
+
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "max_grad_norm": "grad_clip",
+    "kl_coef": "kl.coef",
+    "clip_ratio": "loss.clip_high",
+    "batch_size": "tasks_per_step",
+    "num_generations": "group_size",
+    "max_tokens": "max_response_tokens",
+    "max_new_tokens": "max_response_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "max_model_len": "max_total_tokens",
+    "max_steps": "num_steps",
+}
+"""Names of other trainers and samplers, and the ends of the keys that mean the same."""
+
+
+def unknown_key(key: str, *, in_file: bool = False) -> str:
+    """Return what is wrong with the name of a key; "" if there is such a key.
+
+    Args:
+        key: Key with its sections and dots.
+        in_file: True if a file of values sets it, False if Python or the command line does.
+    """
+    if key in KEYS:
+        return ""
+    if folder := missing_folder(key):
+        return (
+            f"config.{key} is a key of jaxrl/extras/{folder}, and that folder is not there; bring "
+            "it back, or leave the key out."
+        )
+    inside = [name for name in KEYS if name.startswith(f"{key}.")]
+    if inside:
+        return f"config.{key} is a section; set its keys, as {inside[0]}."
+    whole = next((mapping for mapping in MAPPINGS if key.startswith(f"{mapping}.")), None)
+    if whole is not None:
+        name, value = key.removeprefix(f"{whole}."), MAPPINGS[whole]
+        mapping = f"{{{name!r}: {value}}}"
+        example = mapping if in_file else f'--config.{whole}="{mapping}"'
+        return f"config.{whole} takes a mapping; set it whole, as {example}."
+    near = _similar_keys(key)
+    hint = f"did you mean {' or '.join(near)}?" if near else "docs/configuration.md has all keys."
+    return f"there is no key config.{key}; {hint}"
+
+
+def _similar_keys(key: str) -> list[str]:
+    """Return keys that may be meant, by the last part of the name, or else by its spelling."""
+    section, _, last = key.rpartition(".")
+    last = OTHER_NAMES.get(last, last)
+    if f"{section}.{last}" in KEYS:
+        return [f"{section}.{last}"]
+    near = [name for name in KEYS if f".{name}".endswith(f".{last}")]
+    if near:
+        return difflib.get_close_matches(key, near, n=3, cutoff=0)
+    prefix = f"{section}." if section else ""
+    inside = [name.removeprefix(prefix).split(".")[0] for name in KEYS if name.startswith(prefix)]
+    near = [f"{prefix}{name}" for name in difflib.get_close_matches(last, inside, n=1)]
+    is_known_section = bool(section and inside)
+    return near if near or is_known_section else difflib.get_close_matches(key, KEYS, n=1)
+
+
+def default_config() -> Config:
     """All keys with their defaults. A config file changes what its run needs."""
-    config = ConfigDict()
+    config = Config()
     for key, entry in KEYS.items():
         *sections, name = key.split(".")
         place = config
@@ -673,7 +779,8 @@ def default_config() -> ConfigDict:
             if section not in place:
                 # A mapping stays one value where a section holds one; elsewhere it is a section.
                 prefix = ".".join(sections[:depth])
-                place[section] = ConfigDict(convert_dict=prefix not in _WITH_MAPPINGS)
+                inner = Config(convert_dict=prefix not in _WITH_MAPPINGS)
+                place[section] = inner.with_section(prefix)
             place = place[section]
         default = placeholder(bool) if entry.default is None else entry.default
         place[name] = dict(default) if isinstance(default, dict) else default

@@ -73,7 +73,7 @@ class Key:
         is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
         if isinstance(self.default, float):
             if not is_finite(value):
-                refuse(name, value, "a finite number")
+                refuse(name, value, f"a finite number, such as {self.default!r}")
         elif self.default is None:
             if value is not None and not isinstance(value, bool):
                 refuse(name, value, "True, False or None")

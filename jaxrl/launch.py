@@ -583,28 +583,6 @@ def _is_of(error: Exception, folder: Path) -> bool:
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
 
 
-_MAX_MESSAGE = 10_000  # characters of an error's text that are read
-
-_PLAINER = (
-    (
-        r"^'(\w+)'$",
-        r"there is no section or key \1; docs/configuration.md has all keys. Those of a folder of "
-        "jaxrl/extras are gone where it was removed.",
-    ),
-    (r' Other fields present: "\{.*\}"', ""),
-    (
-        r'Key "(\w+)" does not exist and cannot be added since the config is locked\.',
-        r"this section has no key \1; docs/configuration.md has all keys.",
-    ),
-    (
-        r"Could not override field '(\w+)' \(reference\)\. (.*) is of original type .* and cannot "
-        r"be casted to type <class '(?:\w+\.)*(\w+)'>",
-        r"\1 is set to \2; expected a value of type \3.",
-    ),
-)
-"""Messages of ml_collections, and plainer ones for who does not know it."""
-
-
 def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -> str:
     """An error in one line, with its place where it happened in the config file."""
     place = ""
@@ -622,15 +600,10 @@ def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -
             if frame.filename == _config_file(sys.argv):
                 place, origin = f"{frame.filename}:{frame.lineno}: {type(cause).__name__}: ", cause
         cause = cause.__cause__ or cause.__context__
-    while origin.args and isinstance(origin.args[0], Exception):  # ml_collections wraps its own
-        origin = origin.args[0]
-    # A KeyError would quote its text; ml_collections lists all keys beside the one it suggests.
+    # A KeyError would quote its text.
     text = str(origin.args[0]) if isinstance(origin, KeyError) and origin.args else str(origin)
     if "Error whilst parsing config file" in text and not place:  # and a whole traceback
         place, text = f"{_config_file(sys.argv)}: ", text.strip().splitlines()[-1]
-    text = text[:_MAX_MESSAGE]
-    for theirs, ours in _PLAINER:
-        text = re.sub(theirs, ours, text, flags=re.DOTALL)
     return place + " ".join(text.split())
 
 

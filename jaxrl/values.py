@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 from collections import Counter
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.config import KEYS, MAPPINGS, flat_pairs, missing_folder
+from jaxrl.config import KEYS, flat_pairs, missing_folder, unknown_key
 
 
 def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -> None:
@@ -159,31 +158,5 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
         ValueError: names the key, and the nearest one that there is.
     """
     for key in keys:
-        if key in KEYS:
-            continue
-        if folder := missing_folder(key):
-            raise ValueError(
-                f"{source}config.{key} is a key of jaxrl/extras/{folder}, and that folder is not "
-                "there; bring it back, or leave the key out."
-            )
-        inside = [name for name in KEYS if name.startswith(f"{key}.")]
-        if inside:
-            raise ValueError(f"{source}config.{key} is a section; set its keys, as {inside[0]}.")
-        whole = next((mapping for mapping in MAPPINGS if key.startswith(f"{mapping}.")), None)
-        if whole is not None:
-            name, value = key.removeprefix(f"{whole}."), MAPPINGS[whole]
-            raise ValueError(
-                f"{source}config.{whole} takes a mapping; set it whole, as "
-                + (
-                    f"{{{name!r}: {value}}}."
-                    if source
-                    else f'--config.{whole}="{{{name!r}: {value}}}".'
-                )
-            )
-        last = key.rpartition(".")[2]
-        near = [name for name in KEYS if name.rpartition(".")[2] == last]
-        near = near or difflib.get_close_matches(key, KEYS, n=1)
-        hint = (
-            f"did you mean {' or '.join(near)}?" if near else "docs/configuration.md has all keys."
-        )
-        raise ValueError(f"{source}there is no key config.{key}; {hint}")
+        if problem := unknown_key(key, in_file=bool(source)):
+            raise ValueError(f"{source}{problem}")

@@ -192,6 +192,37 @@ def test_a_key_added_by_a_config_file(config):
         validate(config)
 
 
+@pytest.mark.parametrize("is_copy", [False, True])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("optimizer.lr = '1e-3'", "config.optimizer.lr is '1e-3'; expected a finite number"),
+        ("rollout.group_size = 2.5", "config.rollout.group_size is 2.5; expected a value of type"),
+        ("optimizer = 3", "config.optimizer is a section; set its keys, as optimizer.lr."),
+        ("rollout.grup_size = 4", "config.rollout.grup_size; did you mean rollout.group_size?"),
+        ("rollout['grup_size'] = 4", "config.rollout.grup_size; did you mean rollout.group_size?"),
+        ("optimizer.learning_rate = 1.0", "learning_rate; did you mean optimizer.lr?"),
+        ("lss.name = 'clip'", "there is no key config.lss; did you mean loss?"),
+        ("model.zebra.rank = 1", "there is no key config.model.zebra; docs/configuration.md has"),
+    ],
+)
+def test_a_mistake_in_python_is_one_line_with_the_whole_key(line, message, is_copy):
+    config = default_config().lock()
+    if is_copy:
+        config = config.copy_and_resolve_references()
+    with pytest.raises((ValueError, AttributeError), match=re.escape(message)) as raised:
+        exec(f"config.{line}")
+    # Neither is there another error before it, with the whole configuration in its text.
+    assert "\n" not in str(raised.value)
+    assert raised.value.__context__ is None or raised.value.__suppress_context__
+
+
+def test_a_key_that_is_not_there_is_an_attribute_that_is_not_there():
+    config = default_config()
+    assert not hasattr(config.optimizer, "learning_rate")
+    assert config.optimizer.get("learning_rate", 3) == 3
+
+
 def test_what_computes_sees_no_configuration():
     folders = ("objectives", "models", "sampling", "envs")
     paths = [path for name in folders for path in (ROOT / name).rglob("*.py")]

@@ -214,13 +214,15 @@ class TestConfigFile:
     @pytest.mark.parametrize(
         ("line", "wanted"),
         [
-            ("config.rollout.grup_size = 4", 'Did you mean "group_size" instead of "grup_size"?'),
-            ("config.lss.name = 'clip'", 'Did you mean "loss" instead of "lss"?'),
-            ("config.model.zebra.rank = 1", "there is no section or key zebra; docs/"),
-            ("config.optimizer.learning_rate = 1", "this section has no key learning_rate; docs/"),
+            ("config.rollout.grup_size = 4", "rollout.grup_size; did you mean rollout.group_size?"),
+            (
+                "config.lss.name = 'clip'",
+                "AttributeError: there is no key config.lss; did you mean",
+            ),
+            ("config.model.zebra.rank = 1", "there is no key config.model.zebra; docs/"),
             (
                 "config.rollout.group_size = 'many'",
-                "group_size is set to many; expected a value of type int.",
+                "config.rollout.group_size is 'many'; expected a value of type int, as 8.",
             ),
             ("config.seed = sed", "name 'sed' is not defined"),
             ("open('nothing')", "No such file or directory: 'nothing'"),
@@ -231,7 +233,6 @@ class TestConfigFile:
         message = refusal(config=str(file))
         assert message.startswith(f"{file}:5: ")
         assert wanted in message
-        assert "Other fields" not in message
         assert message == refusal("--config.seed=2", config=str(file))
 
     def test_syntax(self, refusal, tmp_path):

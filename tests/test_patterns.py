@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl import launch
 from jaxrl.envs import math_answers
 from jaxrl.extras.endpoints import judges
 from tests.helpers import ROOT
@@ -27,7 +26,6 @@ EXAMPLES = {
     "by_length": ["<|im_start|>", "<|im_end|>"],
     "part": "hunter2" + 9 * "\\" + "and-more",
     "good": r"(?:<(search)></\1><information></information>)*<answer></answer>",
-    "theirs": "|".join(f"(?:{theirs})" for theirs, _ in launch._PLAINER),
     "pattern": judges.SCORE,
     "self": SimpleNamespace(pattern=judges.SCORE),
     "asked": {"pattern": judges.SCORE, "text": ""},
@@ -39,7 +37,6 @@ BOUNDED = {
     "math_answers:_ASSIGNMENT": math_answers._MAX_MATH,
     "math_answers:_UNIT_POWER": math_answers._MAX_MATH,
     "math_answers:_THOUSANDS": math_answers._MAX_MATH,
-    "launch:text": launch._MAX_MESSAGE,
 }
 
 

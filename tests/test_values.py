@@ -10,7 +10,7 @@ import yaml
 from configs import debug_tiny
 from jaxrl.config import default_config, flat_json, flatten, to_json
 from jaxrl.config_checks import validate
-from jaxrl.values import MOST_VALUES, load_values
+from jaxrl.values import MOST_VALUES, check_keys, load_values
 from tests.helpers import without_keys_of
 
 
@@ -99,6 +99,24 @@ def test_bad_values(config, tmp_path, text, message):
         load_values(config, str(file))
     assert str(file) in str(raised.value)
     assert len(str(raised.value)) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("sft.optimizer.learning_rate", "sft.optimizer.lr"),
+        ("learning_rate", "optimizer.lr or sft.optimizer.lr"),
+        ("kl_coef", "kl.coef"),
+        ("loss.kl_coef", "kl.coef"),
+        ("rollout.max_tokens", "rollout.max_response_tokens"),
+        ("batch_size", "rollout.tasks_per_step"),
+        ("sampling.temperature", "eval.temperature or rollout.temperature"),
+    ],
+)
+def test_a_key_is_suggested_by_its_meaning(key, near):
+    with pytest.raises(ValueError, match=re.escape(f"config.{key}; did you mean {near}?")):
+        check_keys([key])
 
 
 def test_json_round_trip(config, tmp_path):
