@@ -15,6 +15,7 @@ from jaxrl.envs.base import Task
 from jaxrl.envs.images import MARK, Picture, picture, pictures
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.jsonl import read_objects
+from jaxrl.envs.paths import similar_path
 from jaxrl.readers.base import ANSWER_KEYS, as_plain
 
 Item = TypeVar("Item")
@@ -39,6 +40,7 @@ def read_jsonl(
     if not file.is_file():
         raise FileNotFoundError(
             f"{str(path)!r} is not a file; set {key} to a JSONL file, one object a line."
+            f"{similar_path(path)}"
         )
     items = [parse(fields, place) for fields, place in read_objects(file)]
     if not items:

@@ -44,6 +44,7 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import config_checks, values
+from jaxrl.envs.paths import similar_path
 from jaxrl.installed import name_installed
 from jaxrl.keys import optional
 from jaxrl.runtime.files import (
@@ -462,6 +463,7 @@ def _check_config_flags(argv: Sequence[str]) -> None:
     if file is not None and not Path(file).is_file():
         raise FileNotFoundError(
             f"--config={file} is not a file; expected one such as configs/quickstart.py."
+            f"{similar_path(file)}"
         )
     if file is not None:
         open(file).close()  # ml_collections would keep the reason to itself
@@ -476,8 +478,10 @@ def _check_config_flags(argv: Sequence[str]) -> None:
         key = name.lstrip("-")
         if name.startswith("-") and key in configuration.KEYS and key not in flags.FLAGS:
             raise ValueError(f"{name} is not a flag; set this key as --config.{key}=value.")
-    overrides = [_OVERRIDE.fullmatch(name) for name in names]
-    values.check_keys([match[1] for match in overrides if match])
+    overrides = [match[1] for name in names if (match := _OVERRIDE.fullmatch(name))]
+    if file is None and overrides:
+        raise ValueError(_NO_CONFIG)
+    values.check_keys(overrides)
 
 
 class _MappingParser(flags.ArgumentParser):
@@ -497,6 +501,8 @@ class _MappingParser(flags.ArgumentParser):
 
 
 config_flags.register_flag_parser_for_type(dict, _MappingParser())
+
+_NO_CONFIG = "--config is missing; name a configuration, such as --config=configs/quickstart.py."
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 
@@ -545,10 +551,12 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
             f"{file}: get_config returned a {type(config).__name__}; expected "
             "jaxrl.config.default_config() with changes."
         )
-    if _PLAN.value and config is None:
-        raise ValueError("--config=configs/X.py is needed to plan.")
-    if not _PLAN.value and (config is None or _WORKDIR.value is None):
-        raise ValueError("--config=configs/X.py and --workdir=runs/X are both needed.")
+    if config is None:
+        raise ValueError(_NO_CONFIG)
+    if _WORKDIR.value is None and not _PLAN.value:
+        raise ValueError(
+            "--workdir is missing; name the folder of the run, such as --workdir=runs/quickstart."
+        )
     if _VALUES.value is not None:
         values.load_values(config, _VALUES.value)
         overrides = config_flags.get_override_values(flags.FLAGS["config"])

@@ -13,6 +13,7 @@ import yaml
 from ml_collections import ConfigDict
 
 from jaxrl.config import KEYS, flat_pairs, missing_folder, unknown_key
+from jaxrl.envs.paths import similar_path
 
 
 def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -> None:
@@ -30,7 +31,9 @@ def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"--values={path!r} is not a file; expected YAML or JSON.")
+        raise FileNotFoundError(
+            f"--values={path!r} is not a file; expected YAML or JSON.{similar_path(path)}"
+        )
     values = _read_yaml(file)
     if values is None:
         raise ValueError(f"{path} is empty; expected keys and values.")

@@ -118,6 +118,7 @@ class TestProcess:
         arguments = [f"--config={CONFIG}:{tmp_path}", "--config.model.path=Qwen/Qwen3-0.6B"]
         message, _ = self.refused(tmp_path, *arguments)
         assert message.startswith("model folder 'Qwen/Qwen3-0.6B' does not exist; set config.model")
+        assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in message
 
     def test_tokenizer_without_chat_template(self, tmp_path, tiny_world, model):
         file = model / "tokenizer_config.json"
@@ -137,13 +138,23 @@ class TestProcess:
 
 
 class TestFlags:
-    def test_missing_workdir(self, monkeypatch, capfd):
-        argv = ["launch", f"--config={CONFIG}"]
+    @pytest.mark.parametrize(
+        ("arguments", "missing", "example"),
+        [
+            ((), "--config is", "--config=configs/quickstart.py"),
+            (("--workdir=x",), "--config is", "--config=configs/quickstart.py"),
+            (("--plan",), "--config is", "--config=configs/quickstart.py"),
+            (("--config.seed=1",), "--config is", "--config=configs/quickstart.py"),
+            ((f"--config={CONFIG}",), "--workdir is", "--workdir=runs/quickstart"),
+        ],
+    )
+    def test_a_missing_flag_is_named(self, monkeypatch, capfd, arguments, missing, example):
+        argv = ["launch", *arguments]
         monkeypatch.setattr(sys, "argv", argv)
         with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
             launch.main(launch.parse_flags(argv))
-        wanted = "--config=configs/X.py and --workdir=runs/X are both needed."
-        assert ended.value.code == f"error: {wanted}"
+        assert ended.value.code.startswith(f"error: {missing} missing; ")
+        assert ended.value.code.endswith(f" such as {example}.")
 
     def test_a_step_is_evaluated_alone_and_has_a_checkpoint(self, refusal):
         told = refusal("--step=3")
@@ -157,6 +168,19 @@ class TestFlags:
         wanted = f"--config=configs/nope.py is not a file; {expected}"
         assert refusal(config="configs/nope.py") == wanted
         assert refusal("--config.seed=1", config="configs/nope.py:argument") == wanted
+
+    @pytest.mark.parametrize(
+        "flag",
+        [
+            *("values", "config.model.path", "config.tasks.train.source", "config.sft.source"),
+            "config.search.local.corpus",
+        ],
+    )
+    def test_a_similar_file_is_suggested(self, refusal, tmp_path, flag):
+        file = write(tmp_path / "thing.jsonl")
+        wanted = f"Did you mean {str(file)!r}?"
+        assert refusal(f"--{flag}={tmp_path / 'thnig.jsonl'}").endswith(wanted)
+        assert refusal(config=f"{tmp_path / 'thing'}").endswith(wanted)
 
     def test_unknown_flag(self, refusal):
         assert refusal("--wrkdir=x").startswith("Unknown command line flag 'wrkdir'. Did you mean")
@@ -666,7 +690,9 @@ def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world
     arguments += ["--config.compilation_cache=off"]
     arguments += ["--config.search.engine=empty", "--config.sft.num_steps=6"]
     done = subprocess.run(
-        [sys.executable, "-c", limited, *arguments], capture_output=True, text=True
+        [sys.executable, "-c", limited, *arguments],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1
     wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the limit on a file's"

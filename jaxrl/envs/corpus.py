@@ -21,6 +21,7 @@ from typing import Any
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.json_text import read_object
 from jaxrl.envs.jsonl import read_objects
+from jaxrl.envs.paths import similar_path
 from jaxrl.envs.retrieval import Document
 
 
@@ -221,7 +222,7 @@ def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
     if not corpus.is_file():
         raise FileNotFoundError(
             f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
-            f"Set config.{section}.corpus to its path."
+            f"Set config.{section}.corpus to its path.{similar_path(corpus)}"
         )
     if index_dir.exists() and not index_dir.is_dir():
         raise NotADirectoryError(f"the index folder {index_dir} is a file; name a folder.")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 from jaxrl.choices import chosen
 from jaxrl.envs.json_text import read_object
+from jaxrl.envs.paths import similar_path
 from jaxrl.models.architecture import Architecture
 from jaxrl.own_code import failure_text, own_module
 
@@ -56,6 +58,7 @@ def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
         raise FileNotFoundError(
             f"model folder {str(path)!r} does not exist; set config.model.path to a local "
             "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json)."
+            f"{suggest_model(path)}"
         )
     if not file.is_file():
         raise FileNotFoundError(
@@ -63,6 +66,21 @@ def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
             "Hugging Face format."
         )
     return read_object(file), str(file)
+
+
+def suggest_model(path: str | Path) -> str:
+    """Return a sentence on a model folder that does not exist, or ""; one that exists gets none.
+
+    A path that may be a name on the Hugging Face Hub gets the command that downloads it.
+    """
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not Path(path).parent.exists()
+    if not is_name:
+        return similar_path(path)
+    folder = f"models/{Path(path).name}"
+    return (
+        f" If it is a name on the Hugging Face Hub, download it: hf download {path} --local-dir "
+        f"{folder}; then set the key to {folder!r}."
+    )
 
 
 def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Architecture]:

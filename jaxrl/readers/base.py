@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxrl.envs.paths import similar_path
+
 Record = dict[str, Any]
 """The fields of a task by name, as JSON has them."""
 
@@ -172,7 +174,9 @@ def open_files(
     """
     files = find_files(source, suffixes)
     if not files:
-        raise FileNotFoundError(f"{source!r} is not a file; set {key} to {what}.")
+        raise FileNotFoundError(
+            f"{source!r} is not a file; set {key} to {what}.{similar_path(source)}"
+        )
     readers = [open_one(file) for file in files]
     return readers[0] if len(readers) == 1 else Joined(readers)
 

@@ -37,7 +37,7 @@ from jaxrl.models.hf_weights import (
     open_tensors,
 )
 from jaxrl.models.layers import Through
-from jaxrl.models.reading import read_fields, read_model
+from jaxrl.models.reading import read_fields, read_model, suggest_model
 from jaxrl.types import Params
 
 POOLINGS = ("mean", "first", "last")
@@ -140,7 +140,7 @@ def read_encoder(path: str | Path) -> BertConfig | Architecture:
         problem = "holds no config.json" if folder.is_dir() else "is not a folder"
         raise FileNotFoundError(
             f"config.search.dense.encoder is {str(path)!r}, which {problem}; expected a local "
-            "folder in Hugging Face format (names on a model hub are not looked up)."
+            f"folder in Hugging Face format.{suggest_model(path)}"
         )
     fields, source = read_fields(folder)
     if fields.get("model_type") == "bert":

@@ -42,6 +42,7 @@ from jaxrl.envs.corpus import (
     read_corpus,
 )
 from jaxrl.envs.json_text import parse_json
+from jaxrl.envs.paths import similar_path
 from jaxrl.envs.retrieval import Progress
 
 FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -416,6 +417,7 @@ def read_prebuilt(path: Path) -> Prebuilt:
     if not path.is_file():
         raise FileNotFoundError(
             f"config.search.dense.embeddings is {str(path)!r}; there is no such file."
+            f"{similar_path(path)}"
         )
     return _OfNumpy(path) if path.suffix == ".npy" else _OfFaiss(path)
 

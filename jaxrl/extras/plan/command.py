@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxrl.capacity import GIB
 from jaxrl.envs.text import printable
 from jaxrl.extras.plan import advice, display, memory
-from jaxrl.models.reading import read_model
+from jaxrl.models.reading import read_model, suggest_model
 
 
 def show_plan(
@@ -73,6 +73,7 @@ def show_plan(
         raise FileNotFoundError(
             f"config.model.path is {config.model.path!r}, which holds no config.json; a plan reads "
             "nothing else of a model, and configs/models has one for several."
+            f"{suggest_model(config.model.path)}"
         ) from error
     chosen = advice.choose_micro_rows(config, model, target, must_fit=False)
     plan = memory.make_plan(config, model, target)

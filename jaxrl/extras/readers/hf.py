@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl.envs.paths import similar_path
 from jaxrl.readers.base import Reader, Record, one_line, present
 
 
@@ -34,6 +35,7 @@ def hugging_face(
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{source!r} is no folder; set {config_key} to one of `save_to_disk`."
+            f"{similar_path(source)}"
         )
     try:
         rows = datasets.load_from_disk(str(folder))

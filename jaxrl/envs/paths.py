@@ -1,0 +1,33 @@
+"""Paths that are suggested in place of one that does not exist."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+
+def similar_path(path: str | Path) -> str:
+    """Return a sentence that suggests an existing path with a similar name; "" without one.
+
+    Args:
+        path: Path of a file or folder. Its first part that does not exist is replaced.
+    """
+    try:
+        missing = Path(path)
+        if missing.exists():
+            return ""
+        while not missing.parent.exists():
+            missing = missing.parent
+        # Stems are compared, since a common suffix makes short names similar.
+        names = sorted(os.listdir(missing.parent))
+        stems = difflib.get_close_matches(missing.stem, [Path(name).stem for name in names], n=1)
+        if not stems:
+            return ""
+        names = [name for name in names if Path(name).stem == stems[0]]
+        [near] = difflib.get_close_matches(missing.name, names, n=1, cutoff=0)
+        similar = missing.parent / near
+        whole = similar / Path(path).relative_to(missing)
+        return f" Did you mean {str(whole if whole.exists() else similar)!r}?"
+    except (OSError, ValueError):  # a path that no file can have, or a folder that is not readable
+        return ""

@@ -1,0 +1,32 @@
+"""Paths that are suggested in place of one that does not exist."""
+
+import pytest
+
+from jaxrl.envs.paths import similar_path
+
+
+@pytest.mark.parametrize(
+    ("missing", "suggested"),
+    [
+        ("my_data/trian.jsonl", "my_data/train.jsonl"),
+        ("my_data/train.json", "my_data/train.jsonl"),
+        ("my_data/train", "my_data/train.csv"),
+        ("my_dta/train.jsonl", "my_data/train.jsonl"),
+        ("my_dta/nothing_like_it", "my_data"),
+    ],
+)
+def test_a_similar_path_is_suggested(tmp_path, monkeypatch, missing, suggested):
+    (tmp_path / "my_data").mkdir()
+    (tmp_path / "my_data" / "train.csv").touch()
+    (tmp_path / "my_data" / "train.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    assert similar_path(missing) == f" Did you mean {suggested!r}?"
+    assert similar_path(tmp_path / missing) == f" Did you mean {str(tmp_path / suggested)!r}?"
+
+
+@pytest.mark.parametrize("path", ["", "my_data", "zebra", "my_data/zebra", "nope.py", "a" * 5000])
+def test_nothing_is_suggested(tmp_path, monkeypatch, path):
+    (tmp_path / "my_data").mkdir()
+    (tmp_path / "collapse.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert similar_path(path) == ""
