@@ -693,6 +693,8 @@ def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world
         [sys.executable, "-c", limited, *arguments],
         capture_output=True,
         text=True,
+        # Or Python would leave truncated modules behind, which no later process can import.
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 1
     wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the limit on a file's"
