@@ -127,15 +127,12 @@ check: $(STAMP)
 # The comparison with peers installs torch, like `parity`.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.rollout
-	$(BIN)/python -m benchmarks.rollout --case=uneven
 	$(BIN)/python -m benchmarks.rollout --case=search --warm_up=1 --repetitions=3
 	$(BIN)/python -m benchmarks.endpoint --warm_up=1 --repetitions=2
 	$(BIN)/python -m benchmarks.update
 	$(BIN)/python -m benchmarks.update --vocab_size=151936 --json=runs/bench/update_152k.json
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.scaling
-	$(BIN)/python -m benchmarks.experts --tokens=1024 --rounds=5 --json=runs/bench/experts.json
-	$(BIN)/python -m benchmarks.lora --repetitions=3 --json=runs/bench/lora.json
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m benchmarks.peers
 

@@ -1,11 +1,11 @@
 """Training that collapses on purpose, and what each remedy keeps of it.
 
-    python -m benchmarks.collapse --seeds=0,1,2 --workers=2
+    python -m benchmarks.collapse --seeds=0,1,2
 
 Makes the world of configs/collapse.py and its warm start once, then trains each row of `ROWS` with
-each seed, and prints a table: when a score of 0.9 is reached, the best score, the last ones. Curves
-go to `--figure`. `--rows` names some, `--num_steps` asks for more steps. Killed, it goes on when
-the same command is given again.
+each seed, and prints a table: when a score of 0.9 is reached, the best score, the last ones.
+`--rows` names some, `--num_steps` asks for more steps. Killed, it goes on when the same command is
+given again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,16 +20,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
-from matplotlib.figure import Figure
 
-from benchmarks.claims_report import table
-from benchmarks.claims_runs import Job, run_jobs
+from benchmarks.common import table
+from benchmarks.jobs import Job, run_jobs
 from configs import collapse, collapse_stable
 from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.logs.display import Display
-from jaxrl.report.drawing import COLORS, DASHES, STYLE
 from jaxrl.run import run
 
 METRIC = "val-core/all/exact_match/mean@1"
@@ -233,46 +229,6 @@ HEADS = (
 )
 
 
-def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """The mean score of each row over its seeds, in a band from the lowest to the highest.
-
-    Args:
-        curves: of each row, by what its label says.
-        path: of the SVG.
-    """
-    with mpl.rc_context({**STYLE, "svg.hashsalt": "collapse"}), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        figure = Figure(figsize=(7.0, 3.6), layout="constrained")
-        axes = figure.subplots()
-        for number, (label, own) in enumerate(curves.items()):
-            color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
-            scores = list(zip(*(curve.scores for curve in own), strict=True))
-            steps = own[0].steps
-            axes.plot(
-                steps,
-                [*map(statistics.fmean, scores)],
-                color=color,
-                linestyle=dash,
-                label=label,
-            )
-            axes.fill_between(
-                steps,
-                [*map(min, scores)],
-                [*map(max, scores)],
-                color=color,
-                alpha=0.15,
-                linewidth=0,
-            )
-        axes.set_ylim(0, 1.02)
-        axes.set_xlabel("training step")
-        axes.set_ylabel("exact match")
-        figure.legend(loc="outside lower center", ncols=2)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(
-            path, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white"
-        )
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
@@ -280,9 +236,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seeds", type=lambda text: [*map(int, text.split(","))], default=[0, 1, 2]
     )
     parser.add_argument("--num_steps", type=int, default=150)
-    parser.add_argument("--workers", type=int, default=1, help="runs side by side, a core each")
     parser.add_argument("--workdir", type=Path, default=Path("runs/collapse"))
-    parser.add_argument("--figure", type=Path, help="an SVG with the curves of these rows")
     parser.add_argument("--play", choices=list(ROWS), help="one row with the first seed, in here")
     return parser.parse_args(argv)
 
@@ -323,11 +277,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in args.rows
         for seed, folder in zip(args.seeds, folders[name], strict=True)
     ]
-    run_jobs([*start, *jobs], num_workers=args.workers, cache=out / "cache")
+    run_jobs([*start, *jobs], cache=out / "cache")
     curves = {name: [read_curve(folder) for folder in own] for name, own in folders.items()}
     print(f"\n{table(HEADS, as_rows(curves))}")
-    if args.figure:
-        draw({ROWS[name].says: own for name, own in curves.items()}, args.figure)
     return None
 
 

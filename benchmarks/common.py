@@ -383,6 +383,12 @@ def _bool(text: str) -> bool:
 _flag_types: dict[type, Callable[[str], Any]] = {int: int, str: str, float: float, bool: _bool}
 
 
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Render a table as Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def write_json(path: Path, record: Any) -> None:
     """Writes a record whole or not at all; folders are made."""
     with written_whole(path) as file:

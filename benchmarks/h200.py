@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims_report import table
+from benchmarks.common import table
 from jaxrl.runtime.files import written_whole
 
 TINY = (
@@ -72,11 +72,6 @@ PARTS = (
         share_s=45, is_timed=False,
     ),
     Part(
-        name="attention", module="attention",
-        flags="--preset=h200 --models qwen2.5-7b --kernels mosaic_gpu triton cudnn",
-        tiny="--models small --repetitions=1", share_s=60,
-    ),
-    Part(
         name="rollout_0.6b", module="rollout",
         flags="--preset=h200 --model=qwen3-0.6b --warm_up=1 --repetitions=2",
         tiny=f"{TINY} {EVEN} --warm_up=1 --repetitions=1", share_s=70,
@@ -86,12 +81,6 @@ PARTS = (
         flags="--preset=h200 --model=qwen3-4b --spread=0 --new_tokens=1536 --row_tokens=2048 "
         "--micro_rows=4 --warm_up=1 --repetitions=3",
         tiny=f"{TINY} {TRAINED} --warm_up=1 --repetitions=1", share_s=80,
-    ),
-    Part(
-        name="experts_30b", module="experts",
-        flags="--tokens=4096 --width=2048 --inner=768 --chosen=8 --experts 128 --dtype=bfloat16 "
-        "--products mosaic_gpu triton xla --rounds=10",
-        tiny="--tokens=64 --width=32 --inner=48 --experts 8 --rounds=2", share_s=40,
     ),
     Part(
         name="rollout_4b", module="rollout",
@@ -183,9 +172,6 @@ FIGURES = {
     "ms_per_update": "{:,.0f}",
     "mfu": "{:.1%}",
     "mfu_computed": "{:.1%}",
-    "mosaic_gpu_ms": "{:.2f}",
-    "triton_ms": "{:.2f}",
-    "xla_ms": "{:.2f}",
     "first_step_s": "{:.1f}",
     "step_s": "{:.2f}",
     "rollout_s": "{:.2f}",
@@ -208,10 +194,7 @@ def shown(record: dict[str, Any]) -> str:
         value = value["median"] if isinstance(value, dict) else value
         if value is not None:
             texts.append(f"{name} {form.format(value)}")
-    for one in record.get("figures", ()):
-        about = f"{one['case']}, {one['load']}, {one['kernel']}"
-        texts.append(f"{about}: {one['us']:,.0f} us, {one['rate']:,.0f} {one['unit']}")
-    return ("; " if "figures" in record else ", ").join(texts)
+    return ", ".join(texts)
 
 
 def report(results: dict[str, Any]) -> str:

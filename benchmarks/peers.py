@@ -1,33 +1,22 @@
-r"""This trainer beside transformers, TRL and Tunix: same model, prompts, lengths, one thread.
+r"""This trainer beside transformers on torch: same model, prompts, lengths, one thread.
 
+    pip install torch==2.13.0
     python -m benchmarks.peers [--num_prompts=... --new_tokens=... --num_layers=... --spread=0.6]
-        [--peers=ours,trl] [--tasks=update]
+        [--peers=ours] [--tasks=update]
 
 Each peer has a process of its own, so that its peak memory is its own, and they take turns in every
-repetition. The weights are written once in Hugging Face's format and read by all, in float32.
+repetition. The weights are written once in Hugging Face's format and read by both, in float32.
 
 `sample`: `num_prompts` x `group_size` samples of drawn lengths at temperature 1, in one batch;
 counted are the tokens up to those lengths. transformers' `generate` computes every row until the
 longest is done. `update`: one step of AdamW on the clipped policy loss over those lengths, in
-micro-batches of `micro_rows` sequences. All give the mean log-probability of the same tokens before
-the first update, `logprob_gap` apart.
-
-`transformers` updates by a plain loop in torch, which pads each micro-batch to its longest sequence
-and sorts by length. `trl` is TRL's `GRPOTrainer` given these samples: its loss, chunked output
-layer, metrics, clipping and optimizer. It pads to the longest of all, and would sample by
-transformers' `generate`, so it has no `sample`. It computes layers again in the backward pass, as
-it does by default, where `--remat` is not `none`.
+micro-batches of `micro_rows` sequences. Both give the mean log-probability of the same tokens
+before the first update, `logprob_gap` apart. transformers updates by a plain loop in torch, which
+pads each micro-batch to its longest sequence and sorts by length.
 
 Every rate is the median over repetitions; `ours over` that of ratios within a repetition. The extra
 bytes of `sample` and `update` are what each needs at most beyond what stays in memory between two
-of them, such as weights, moments and code. `--peers` names who takes part, by default all that are
-installed: torch for transformers, trl for TRL, google-tunix for Tunix, whose declared needs exclude
-ours (safetensors below 0.8), but on a CPU it runs beside them:
-
-    pip install torch==2.13.0 trl==1.16.0
-    pip install --no-deps google-tunix==0.1.7 qwix google-metrax clu sentencepiece perfetto pandas
-
-Tunix samples every row to the longest too, and pads the update's sequences to one length.
+of them, such as weights, moments and code.
 """
 
 from __future__ import annotations
@@ -37,7 +26,6 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
-import importlib.util
 import json
 import math
 import os
@@ -51,10 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 
 from benchmarks import common, rollout, update
 from jaxrl.config import default_config
@@ -82,7 +67,7 @@ class Work:
     chunk_tokens: int  # decoding steps between two looks of the host
     micro_rows: int  # sequences of a micro-batch; here, packed rows of the longest sequence
     logits_chunk_tokens: int  # of our update: tokens whose logits are in memory at a time
-    remat: str  # of our update: what of a layer the backward pass computes again; `none`: nor TRL's
+    remat: str  # of our update: what of a layer the backward pass computes again
     scan_layers: bool  # of our update: compile one layer for all
 
 
@@ -122,8 +107,6 @@ SAMPLE, UPDATE = "sample", "update"
 
 class Ours:
     """The engine and the update of this trainer."""
-
-    tasks = (SAMPLE, UPDATE)
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
         """Reads the weights."""
@@ -181,8 +164,6 @@ class Ours:
 
 class Torch:
     """transformers' `generate`, and a plain update in torch."""
-
-    tasks = (SAMPLE, UPDATE)
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
         """Reads the weights."""
@@ -269,248 +250,8 @@ class Torch:
         self._optimizer.zero_grad()
 
 
-class Trl:
-    """TRL's `GRPOTrainer`, given samples and advantages rather than generating them."""
-
-    tasks = (UPDATE,)
-
-    def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
-        """Reads the weights."""
-        import torch
-        from datasets import Dataset
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-        from trl import GRPOConfig, GRPOTrainer
-
-        class Given(GRPOTrainer):
-            """A step's inputs are what it is called with."""
-
-            def _prepare_inputs(self, generation_batch: Any) -> Any:
-                return generation_batch
-
-        torch.set_num_threads(1)
-        self._torch = torch
-        sequences = update.make_sequences(model, training(work))
-        self._micro_batches = self._padded(sequences, work)
-        words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
-        settings = GRPOConfig(
-            output_dir=str(folder.parent / "trl"),
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            learning_rate=LEARNING_RATE,
-            epsilon=CLIP,
-            per_device_train_batch_size=work.micro_rows,
-            gradient_accumulation_steps=len(self._micro_batches),
-            num_generations=work.group_size,
-            gradient_checkpointing=work.remat != "none",
-        )
-        self._trainer = Given(
-            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            args=settings,
-            train_dataset=Dataset.from_dict({"prompt": [""]}),
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=words, pad_token="<end>", eos_token="<end>"
-            ),
-        )
-        self._trainer.current_gradient_accumulation_steps = len(self._micro_batches)
-        if settings.gradient_checkpointing:
-            self._trainer.model.activation_checkpointing_enable()
-        self._trainer.create_optimizer()
-
-    def _padded(self, sequences: Sequence[Any], work: Work) -> list[dict[str, Any]]:
-        """Micro-batches as `_prepare_inputs` gives them: samples padded to the longest of all."""
-        torch = self._torch
-        ids = [torch.tensor(one.token_ids, dtype=torch.long) for one in sequences]
-        new = [row[work.prompt_tokens :] for row in ids]
-        pad = torch.nn.utils.rnn.pad_sequence
-        prompts = torch.stack([row[: work.prompt_tokens] for row in ids])
-        advantages = np.random.default_rng(1).normal(size=len(ids)).astype(np.float32)
-        whole = {
-            "prompt_ids": prompts,
-            "prompt_mask": torch.ones_like(prompts),
-            "completion_ids": pad(new, batch_first=True),
-            "completion_mask": pad([torch.ones_like(row) for row in new], batch_first=True),
-            "advantages": torch.tensor(advantages),
-        }
-        count = whole["completion_mask"].sum()
-        parts = zip(*(x.split(work.micro_rows) for x in whole.values()), strict=True)
-        return [dict(zip(whole, part, strict=True), num_items_in_batch=count) for part in parts]
-
-    def mean_logprob(self) -> float:
-        """Mean of the tokens with loss, nats."""
-        total, count = 0.0, 0
-        for inputs in self._micro_batches:
-            joined = [
-                self._torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], dim=1)
-                for part in ("ids", "mask")
-            ]
-            mask = inputs["completion_mask"].bool()
-            with self._torch.no_grad():
-                logprobs, *_ = self._trainer._get_per_token_logps_and_entropies(
-                    self._trainer.model, *joined, mask.shape[1]
-                )
-            total, count = total + float(logprobs[mask].sum()), count + int(mask.sum())
-        return total / count
-
-    def update(self, _: int) -> None:
-        """One step, in the order of its loop."""
-        trainer = self._trainer
-        for inputs in self._micro_batches:
-            trainer.training_step(trainer.model, inputs, None)
-        trainer._clip_grad_norm(trainer.model)
-        trainer.optimizer.step()
-        trainer.model.zero_grad()
-
-
-class Ids:
-    """A tokenizer of texts that are ids; no token pads, begins or ends anything."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids."""
-        return [int(one) for one in text.split()]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Nothing: nobody reads it."""
-        del ids
-        return ""
-
-    def bos_id(self) -> int:
-        """None, which Tunix takes 0 for."""
-        return 0
-
-    def eos_id(self) -> int:
-        """None."""
-        return -1
-
-    pad_id = eos_id
-
-
-class Tunix:
-    """Tunix's sampler, and an update of its model by its log-probabilities and optax."""
-
-    tasks = (SAMPLE, UPDATE)
-
-    def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
-        """Reads the weights."""
-        from tunix.generate.sampler import CacheConfig, Sampler
-        from tunix.models.qwen3.model import ModelConfig
-        from tunix.models.qwen3.params import create_model_from_safe_tensors
-
-        sizes = ModelConfig(
-            num_layers=model.num_layers,
-            vocab_size=model.vocab_size,
-            embed_dim=model.width,
-            hidden_dim=model.mlp_width,
-            num_heads=model.num_heads,
-            head_dim=model.head_dim,
-            num_kv_heads=model.num_kv_heads,
-            rope_theta=1_000_000,
-            norm_eps=1e-6,
-            use_tied_embedding=True,
-        )
-        self._work, self._sequences = work, update.make_sequences(model, training(work))
-        loaded = create_model_from_safe_tensors(str(folder), sizes, self._mesh(), jnp.float32)
-        self._graph, self._state = nnx.split(loaded)
-        cache = CacheConfig(
-            cache_size=work.prompt_tokens + work.max_tokens,
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-        )
-        self._sampler = Sampler(loaded, Ids(), cache)
-        self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE))
-        self._moments = self._optimizer.init(self._state)
-        self._gradient, self._forward = jax.jit(jax.grad(self._loss)), jax.jit(self._logprobs)
-        self._add = jax.jit(lambda one, other: jax.tree.map(jnp.add, one, other), donate_argnums=0)
-        self._apply = jax.jit(self._apply_gradients, donate_argnums=(0, 1))
-
-    def _mesh(self) -> Any:
-        return jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def sample(self, number: int) -> None:
-        """All samples in one batch, to the longest."""
-        prompts = [one.token_ids[: self._work.prompt_tokens] for one in self._sequences]
-        longest = max(int(one.loss_mask.sum()) for one in self._sequences)
-        out = self._sampler(
-            [" ".join(map(str, prompt)) for prompt in prompts],
-            max_generation_steps=longest,
-            max_prompt_length=self._work.prompt_tokens,
-            eos_tokens=[-1],
-            temperature=1.0,
-            top_p=1.0,
-            seed=number,
-        )
-        assert all(len(tokens) == longest for tokens in out.tokens), "a sample ended early"
-
-    def _micro_batches(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids `[b, T]` and advantages, padded to the longest of all: one program serves."""
-        longest = max(len(one.token_ids) for one in self._sequences)
-        ids = np.full((len(self._sequences), longest), -1, np.int32)
-        for row, one in zip(ids, self._sequences, strict=True):
-            row[: len(one.token_ids)] = one.token_ids
-        advantages = np.random.default_rng(1).normal(size=len(ids)).astype(np.float32)
-        parts = range(0, len(ids), self._work.micro_rows)
-        size = self._work.micro_rows
-        return [(ids[i : i + size], advantages[i : i + size]) for i in parts]
-
-    def _logprobs(self, state: Any, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities of every sampled token, and which of them are there."""
-        from tunix.rl.common import compute_per_token_logps
-
-        prompts, new = jnp.split(ids, [self._work.prompt_tokens], axis=1)
-        logprobs = compute_per_token_logps(
-            self._graph, state, prompts, new, -1, -1, stop_gradient=False
-        )
-        return logprobs, new >= 0
-
-    def _loss(self, state: Any, ids: jax.Array, advantages: jax.Array) -> jax.Array:
-        logprobs, mask = self._logprobs(state, ids)
-        ratio = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
-        clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
-        loss = -jnp.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
-        count = sum(int(one.loss_mask.sum()) for one in self._sequences)
-        return jnp.where(mask, loss, 0.0).sum() / count
-
-    def _apply_gradients(self, state: Any, moments: Any, gradients: Any) -> tuple[Any, Any]:
-        changes, moments = self._optimizer.update(gradients, moments, state)
-        return optax.apply_updates(state, changes), moments
-
-    def mean_logprob(self) -> float:
-        """Mean of the tokens with loss, nats."""
-        total, count = 0.0, 0
-        for ids, _ in self._micro_batches():
-            logprobs, mask = map(np.asarray, self._forward(self._state, ids))
-            total, count = total + float(logprobs[mask].sum()), count + int(mask.sum())
-        return total / count
-
-    def update(self, _: int) -> None:
-        """One step on the clipped policy loss, its mean over all tokens."""
-        gradients = None
-        for ids, advantages in self._micro_batches():
-            new = self._gradient(self._state, ids, advantages)
-            gradients = new if gradients is None else self._add(gradients, new)
-        # A copy: the sampler has the first state's arrays.
-        state = jax.tree.map(jnp.copy, self._state)
-        self._state, self._moments = self._apply(state, self._moments, gradients)
-        jax.block_until_ready(self._state)
-
-
-PEERS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "ours": (Ours, ()),
-    "transformers": (Torch, ("torch",)),
-    "trl": (Trl, ("trl",)),
-    "tunix": (Tunix, ("tunix",)),
-}
-"""Peers that take turns, by name, and the modules that each needs."""
-
-
-def installed() -> list[str]:
-    """Names of the peers whose modules are installed."""
-    find = importlib.util.find_spec
-    return [name for name, (_, needed) in PEERS.items() if all(map(find, needed))]
+PEERS = {"ours": Ours, "transformers": Torch}
+"""Peers that take turns, by name."""
 
 
 ONE_THREAD = {
@@ -599,18 +340,17 @@ class Peer:
 def take_turns(
     peers: Sequence[Peer], tasks: Sequence[str], work: Work, model: Any, flags: Any
 ) -> dict[str, Any]:
-    """Rates of each peer in each task that it has, and ours over the others'."""
+    """Rates of each peer in each task, and ours over the others'."""
     sequences = update.make_sequences(model, training(work))
     sampled = sum(int(one.loss_mask.sum()) for one in sequences)
     counts = {SAMPLE: sampled, UPDATE: sum(len(one.token_ids) for one in sequences)}
     figures: dict[str, Any] = {peer.name: {"num_recompilations": 0} for peer in peers}
     for what in tasks:
         count = counts[what]
-        able = [peer for peer in peers if what in PEERS[peer.name][0].tasks]
-        seconds: dict[str, list[float]] = {peer.name: [] for peer in able}
-        extra: dict[str, list[float]] = {peer.name: [] for peer in able}
+        seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
+        extra: dict[str, list[float]] = {peer.name: [] for peer in peers}
         for number in range(flags.warm_up + flags.repetitions):
-            for peer in able:
+            for peer in peers:
                 reply = peer.ask(what, number)
                 if number >= flags.warm_up:
                     seconds[peer.name].append(reply["cpu_s"])
@@ -620,8 +360,8 @@ def take_turns(
         for name, taken in seconds.items():
             figures[name][f"{what} tokens_per_cpu_s"] = count / statistics.median(taken)
             figures[name][f"{what} extra_bytes"] = statistics.median(extra[name])
-        for name in (peer.name for peer in able[1:]):
-            pairs = zip(seconds[name], seconds[able[0].name], strict=True)
+        for name in (peer.name for peer in peers[1:]):
+            pairs = zip(seconds[name], seconds[peers[0].name], strict=True)
             ratios = [other / one for other, one in pairs]
             figures.setdefault(f"ours over {name}", {})[what] = common.spread(ratios)
     return figures
@@ -633,13 +373,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--worker", choices=PEERS)
     first.add_argument("--folder", type=Path)
-    first.add_argument("--peers", default=",".join(installed()))
+    first.add_argument("--peers", default=",".join(PEERS))
     first.add_argument("--tasks", default=f"{SAMPLE},{UPDATE}")
     own, rest = first.parse_known_args(argv)
     flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, rest)
     model = dataclasses.replace(model, dtype="float32")
     if own.worker:
-        serve(PEERS[own.worker][0](own.folder, model, work))
+        serve(PEERS[own.worker](own.folder, model, work))
         return None
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name) / "model"
@@ -651,13 +391,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         figures = take_turns(peers, own.tasks.split(","), work, model, flags)
         logprobs = [peer.first["mean_logprob"] for peer in peers]
     figures["logprob_gap"] = max(logprobs) - min(logprobs)
-    names = {
-        "transformers": ("torch", "transformers"),
-        "trl": ("torch", "transformers", "trl"),
-        "tunix": ("google-tunix",),
-    }
-    packages = {package for peer in peers for package in names.get(peer.name, ())}
-    figures["peer_versions"] = common.versions(*sorted(packages))
+    others = ("torch", "transformers") if "transformers" in figures else ()
+    figures["peer_versions"] = common.versions(*others)
     return common.finish("peers", flags, model, work, hardware, figures)
 
 

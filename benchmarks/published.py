@@ -37,21 +37,17 @@ import jax
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
-from benchmarks import common, floors, memory
-from benchmarks.claims_report import table
+from benchmarks import common, floors
+from benchmarks.common import table
 from jaxrl.capacity import GIB, check_rows
-from jaxrl.extras.plan.memory import (
-    Target,
-    cache_pages,
-    rollout_phase,
-    target_mesh,
-)
+from jaxrl.extras.plan.memory import Target, cache_pages, rollout_phase, target_mesh
 from jaxrl.method import batch_shape
 from jaxrl.models.attention.choice import decide
 from jaxrl.models.attention.kernels import SHARES_PROMPTS
 from jaxrl.runtime.sharding import num_batch_shards, num_pieces
 from jaxrl.sampling.sizes import append_sizes
 from jaxrl.training.settings import has_kl_loss, takes_own_logprobs
+from tests import compiled_memory as memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims_report import table
-from benchmarks.claims_runs import read_steps
+from benchmarks.common import table
+from benchmarks.jobs import read_steps
 from benchmarks.worlds import evaluations, gain
 
 ROWS = {

@@ -1,17 +1,12 @@
 r"""Sampling speed: prompts to finished samples through the engine, nothing left out.
 
-    python -m benchmarks.rollout --case=even|uneven|search --preset=cpu|h200 [--model=qwen3-4b]
+    python -m benchmarks.rollout --case=even|search --preset=cpu|h200 [--model=qwen3-4b]
         [--num_rows=... --num_layers=...]
 
 `even`: every sample has exactly `new_tokens` tokens: no stop string can occur and there is no
 end-of-turn id. The `floor` figures say what the device's memory bandwidth and arithmetic allow (see
 `common.decode_floor_s`): weights and cache are read once a step. They leave the prompts out. At the
 end `tail_rows` samples are drawn alone, as where a few long ones are left.
-
-`uneven`: lengths are drawn from a log-normal distribution cut at `max_tokens`, in three ways that
-take turns. `static_full`: a batch of samples fills the rows; all are computed until the slowest is
-done, then comes the next batch. `static`: rows that are done leave the computation as far as the
-engine's row sizes allow. `continuous`: free rows are refilled between chunks.
 
 `search`: whole rollouts of several turns with real searches of a local index, `latency_ms` a call
 more than they take (`searching.RandomSearches`); the same with no latency; and at once: as many
@@ -69,18 +64,6 @@ class Even:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Uneven:
-    """Samples of uneven length; every field is a flag."""
-
-    num_samples: int
-    prompt_tokens: int
-    median_tokens: int  # of their lengths
-    max_tokens: int
-    num_rows: int
-    chunk_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Search:
     """Episodes with searches; every field is a flag."""
 
@@ -104,16 +87,6 @@ EVEN = {
     "h200": Even(
         num_prompts=32, group_size=8, prompt_tokens=768, new_tokens=512, num_rows=256,
         chunk_tokens=32, tail_rows=16,
-    ),
-}  # fmt: skip
-UNEVEN = {
-    "cpu": Uneven(
-        num_samples=192, prompt_tokens=32, median_tokens=64, max_tokens=1024, num_rows=32,
-        chunk_tokens=16,
-    ),
-    "h200": Uneven(
-        num_samples=2048, prompt_tokens=512, median_tokens=64, max_tokens=1024, num_rows=256,
-        chunk_tokens=32,
     ),
 }  # fmt: skip
 SEARCH = {
@@ -287,53 +260,6 @@ def measure_even(
     return figures
 
 
-def draw_lengths(work: Uneven) -> np.ndarray:
-    """Lengths of samples, most of them short and a few very long."""
-    drawn = np.random.default_rng(0).lognormal(np.log(work.median_tokens), 1.0, work.num_samples)
-    return np.clip(drawn, 1, work.max_tokens).astype(int)
-
-
-def measure_uneven(
-    model: common.ModelSizes, work: Uneven, hardware: common.Hardware, flags: argparse.Namespace
-) -> dict[str, Any]:
-    """Rates of static batches and of refilled rows."""
-    del hardware  # a floor would have to know which rows are there at a time
-    total = work.prompt_tokens + work.max_tokens
-    engine = make_engine(model, work, common.one_device(), max_total_tokens=total)
-    engine.set_weights(jax.block_until_ready(common.random_params(model)))
-    row_sizes, lengths = engine.row_sizes, draw_lengths(work)
-
-    def requests(number: int) -> list[Request]:
-        rng = np.random.default_rng(number)
-        prompts = rng.integers(model.vocab_size, size=(work.num_samples, work.prompt_tokens))
-        return make_requests(prompts, lengths, number)
-
-    def continuous(number: int) -> None:
-        sample_all(engine, requests(number))
-
-    def static(number: int) -> None:
-        samples = requests(number)
-        for start in range(0, len(samples), work.num_rows):
-            sample_all(engine, samples[start : start + work.num_rows])
-
-    def static_full(number: int) -> None:
-        engine.row_sizes = row_sizes[-1:]
-        static(number)
-        engine.row_sizes = row_sizes
-
-    runs = {"static_full": static_full, "static": static, "continuous": continuous}
-    ways = {name: (run, engine.counts) for name, run in runs.items()}
-    measured = common.take_turns(ways, warm_up=flags.warm_up, repetitions=flags.repetitions)
-    rate = "tokens_per_cpu_s" if jax.default_backend() == "cpu" else "tokens_per_s"
-    return {
-        **{name: common.medians(repetitions) for name, repetitions in measured.items()},
-        "continuous over": {
-            name: common.median_ratio(measured, "continuous", name, rate)
-            for name in ("static_full", "static")
-        },
-    }
-
-
 def measure_search(
     model: common.ModelSizes, work: Search, hardware: common.Hardware, flags: argparse.Namespace
 ) -> dict[str, Any]:
@@ -467,7 +393,6 @@ class Case:
 
 CASES = {
     "even": Case(EVEN, measure_even),
-    "uneven": Case(UNEVEN, measure_uneven),
     "search": Case(SEARCH, measure_search),
 }
 

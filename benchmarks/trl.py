@@ -45,7 +45,6 @@ from ml_collections import ConfigDict
 
 import jaxrl.train
 from benchmarks import common
-from benchmarks.claims_report import table
 from benchmarks.peers import ONE_THREAD
 from benchmarks.trl_worker import Turns, read_jsonl
 from examples.real_world import MODEL_FOLDER, body, good_query, write_jsonl
@@ -462,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     (out / "steps.json").write_text(json.dumps({"steps": steps, "trl": told}))
     copy_side_files(Path(model), out / "trl_model")
 
-    lines = [table(["", *TRAINERS, "ratio"], speed_rows(steps)), ""]
+    lines = [common.table(["", *TRAINERS, "ratio"], speed_rows(steps)), ""]
     print(lines[0], flush=True)
     if work.num_replayed:
         write_jsonl(out / "replay.jsonl", replayed_batches(out, work.num_replayed))
@@ -474,7 +473,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         replay.join()
     folders = {"before": model, "jaxrl": str(out / "jaxrl/export"), "TRL": str(out / "trl_model")}
     records = {name: evaluate(out, name, folder, work) for name, folder in folders.items()}
-    lines += [table(["", "before", *TRAINERS, "jaxrl − TRL"], score_rows(records)), ""]
+    lines += [common.table(["", "before", *TRAINERS, "jaxrl − TRL"], score_rows(records)), ""]
     versions = common.versions("jax", "jaxlib") | told["versions"]
     lines.append(", ".join(f"{name} {version}" for name, version in versions.items()))
     lines.append(f"{common.processor()}, load average {os.getloadavg()[2]:.1f} at the end")

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.claims_report import table
-from benchmarks.claims_runs import ROOT, Job, read_steps, seconds_of
+from benchmarks.common import table
+from benchmarks.jobs import ROOT, Job, read_steps, run_jobs, seconds_of
 from jaxrl.logs.statistics import bootstrap_means, percentile_interval
 from jaxrl.training.controllers import BUCKETS
 
@@ -315,11 +315,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = args.workdir.resolve()
     figures = {}
     for seed in args.seeds:
-        for job in jobs(args.world, seed, out):
-            if not job.is_finished():
-                print(f"python -m {job.module} {' '.join(job.arguments)}", flush=True)
-                job.run(None, None)
-        figures[seed] = read_figures(WORLDS[args.world], job.folder)
+        made, run = jobs(args.world, seed, out)
+        run_jobs([made, run])
+        figures[seed] = read_figures(WORLDS[args.world], run.folder)
     path = out / args.world / "results.json"
     path.write_text(json.dumps({str(s): f for s, f in figures.items()}, indent=2) + "\n")
     print(f"\n{as_table(figures)}\n\nwrote {path}")

@@ -8,39 +8,25 @@ import sys
 import time
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import flagsaver
 
 from benchmarks import (
     agreement,
-    attention,
     common,
     endpoint,
-    experts,
     h200,
-    local_search,
-    lora,
-    memory,
     peers,
-    profile_step,
     rollout,
     scaling,
     step,
     update,
-    view,
 )
-from jaxrl.config import default_config
 from jaxrl.demonstrations import Demonstration
 from jaxrl.extras.experts import choice, products
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.policy import Model
-from tests.helpers import NUM_TOKENS, ROOT, TINY_MOE
-from tests.toys import one_device_mesh
-from tests.vision import golden
+from tests.helpers import ROOT
 
 MODEL = [
     "--num_layers=1", "--width=32", "--num_heads=2", "--num_kv_heads=1", "--head_dim=16",
@@ -132,15 +118,6 @@ def test_update(tmp_path):
     assert record["mfu"] == pytest.approx(flops / 989e12), seconds
 
 
-@pytest.mark.slow(instead="test_benchmarks.py::test_rollout_of_even_samples")
-def test_weights_of_a_sampler_with_an_adapter(tmp_path):
-    file = tmp_path / "lora.json"
-    lora.main(["--rank=4", "--num_rows=8", "--repetitions=1", f"--json={file}"])
-    figures = json.loads(file.read_text())["figures"]
-    assert list(figures) == ["base alone", "separate", "merged"]
-    assert all(one["tokens_per_s"] > 0 < one["hand_over_ms"] for one in figures.values())
-
-
 def test_sequences_of_a_group_share_their_prompt_and_differ_in_length():
     work = dataclasses.replace(update.WORK["cpu"], num_groups=3)
     sequences = update.make_sequences(common.MODELS["small"], work)
@@ -172,23 +149,6 @@ def test_operations_by_hand():
 
 
 @pytest.mark.slow(instead="test_benchmarks.py::test_rollout_of_even_samples")
-def test_refilling_does_less_than_half_the_work_of_static_batches(tmp_path):
-    # Lengths as in the preset, 16 times shorter: median 4, a few of them long.
-    flags = [
-        "--case=uneven", "--vocab_size=64", "--num_rows=8", "--chunk_tokens=1",
-        "--prompt_tokens=5", "--num_samples=64", "--median_tokens=4", "--max_tokens=59",
-    ]  # fmt: skip
-    record = record_of(rollout, flags, tmp_path)
-    share = {
-        name: record[name]["row_occupancy"] for name in ("static_full", "static", "continuous")
-    }
-    assert share["continuous"] > 0.7
-    assert share["continuous"] > 2 * share["static_full"]
-    assert share["static"] > share["static_full"]
-    assert record["continuous over"].keys() == {"static_full", "static"}
-
-
-@pytest.mark.slow(instead="test_benchmarks.py::test_rollout_of_even_samples")
 def test_rollout_with_searches(tmp_path):
     record = record_of(rollout, ["--case=search", *EPISODES, "--latency_ms=20"], tmp_path)
     for name in ("search", "search_without_latency", "at_once"):
@@ -199,27 +159,6 @@ def test_rollout_with_searches(tmp_path):
     assert 0 < record["searches_per_episode"] <= 3
     assert record["inserted_tokens_per_episode"] <= 12 * record["searches_per_episode"]
     assert record["tokens_read_twice"] >= 0
-
-
-@pytest.mark.minutes
-def test_local_search_at_a_small_size(tmp_path, capsys):
-    local_search.main(["--passages=300", f"--folder={tmp_path}"])
-    rows = dict(line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
-    assert rows["| adding 3 passages"].endswith("at most |")
-    assert len((tmp_path / "passages_300.jsonl").read_text().splitlines()) == 303
-    assert len(list((tmp_path / "index").glob("*/meta.json"))) == 2
-
-
-@pytest.mark.minutes
-def test_the_page_of_runs_at_a_small_size(tmp_path, capsys):
-    view.main(["--trajectories=300", "--tokens=20", "--rounds=1", f"--folder={tmp_path}"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| 300 trajectories of 20 tokens | |"
-    rows = dict(line.strip("| ").split(" | ") for line in lines[2:])
-    assert rows["files of trajectories"] == "0.00 GiB"
-    assert {"first indexing, from the disk", "a filter, over HTTP"} <= rows.keys()
-    # Five steps of 64, of which the last is not full.
-    assert len(list((tmp_path / "300_20" / "trajectories").iterdir())) == 5
 
 
 @pytest.mark.slow(instead="test_benchmarks.py::test_a_small_step_and_its_parts")
@@ -299,33 +238,9 @@ def test_peers_compute_the_same(tmp_path):
     assert ratio["min"] <= ratio["median"] <= ratio["max"]
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_trl_updates_what_we_do(remat, tmp_path):
-    pytest.importorskip("trl")
-    record = record_of(peers, [*PEERS_FLAGS, "--peers=ours,trl", f"--remat={remat}"], tmp_path)
-    assert record["logprob_gap"] < 1e-5
-    assert record["trl"]["update tokens_per_cpu_s"] > 0
-    assert record["ours over trl"].keys() == {"update"}
-
-
 def test_scaling_tells_what_a_failed_process_said():
     with pytest.raises(RuntimeError, match=r"of 1 x 1 ended with 2:\n(.|\n)*--row_tokens"):
         scaling.run_job(1, 1, ["--row_tokens=many"])
-
-
-def test_attention_times_each_case_and_counts_what_is_read(tmp_path, capsys):
-    path = tmp_path / "record.json"
-    attention.main(["--repetitions=1", f"--json={path}"])
-    figures = json.loads(path.read_text())["figures"]
-    loads = {(one["case"], one["load"]) for one in figures}
-    assert len(loads) == len(figures) == 6 + 4 + 2
-    assert all(one["rate"] > 0 and one["kernel"] == "xla" for one in figures)
-    # A prompt of 4 that 2 segments of 3 and 1 tokens continue: 10 pairs, then 5 + 6 + 7 and 5.
-    ids, positions, pairs = attention.packed([(4, 0), (3, 4), (1, 4)], 2)
-    assert ids[1].tolist() == [1, 1, 1, 1, 2, 2, 2, 3]
-    assert positions[1].tolist() == [0, 1, 2, 3, 4, 5, 6, 4]
-    assert pairs == 2 * (10 + 18 + 5)
 
 
 def test_agreement_of_kernels(tmp_path):
@@ -360,72 +275,6 @@ def test_agreement_of_experts_notices_a_row_of_another_group(monkeypatch, tmp_pa
     choice._checked.cache_clear()
     assert agreement.main(flags) == 1
     choice._checked.cache_clear()
-
-
-def test_operations_of_a_program_by_their_layer_and_pass():
-    def layer(x, weights):
-        with jax.named_scope("mlp"):
-            return jnp.tanh(x @ weights)
-
-    def loss(weights):
-        x = jax.lax.scan(
-            lambda x, w: (jax.checkpoint(layer)(x, w), None), jnp.ones((32, 8)), weights
-        )
-        return (x[0] ** 2).sum()
-
-    program = jax.jit(jax.grad(loss)).lower(jnp.ones((3, 8, 8))).compile()
-    operations = profile_step.read_program(program.as_text()).values()
-    products = {
-        (one.layer, one.pass_): one.flops for one in operations if one.operator == "product"
-    }
-    # Each is of [32, 8] and [8, 8]; backward there are two, of which one stands for both here.
-    assert products == dict.fromkeys(
-        [("MLP", "forward"), ("MLP", "recomputed"), ("MLP", "backward")], 2 * 32 * 8 * 8
-    )
-
-
-def test_an_operation_is_told_without_those_inside():
-    # A loop of 10 s with operations of 2 and 3 s, the second with one of 1 s; then one alone.
-    stats = [{"hlo_module": "jit_update", "hlo_op": name} for name in ("while", "a", "b", "c", "d")]
-    spans = [(0, 10), (1, 2), (4, 3), (5, 1), (10, 7)]
-    found = [(s * 1e9, -d * 1e9, one) for (s, d), one in zip(spans, stats, strict=True)]
-    events = profile_step._without_inner(found)
-    seconds = {event.name: event.seconds for event in events}
-    assert seconds == {"while": 5, "a": 2, "b": 2, "c": 1, "d": 7}
-
-
-@pytest.mark.minutes
-def test_where_the_time_of_a_step_goes(tiny_world, capsys):
-    import grain  # noqa: F401, defines flags that flagsaver else takes away for good
-
-    with flagsaver.flagsaver():
-        profile_step.main(["--stage=sft", f"--config=configs/debug_tiny.py:{tiny_world}"])
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    by_layer = {row[1]: row for row in rows if row[0] == "| update"}
-    assert by_layer.keys() >= {
-        "MLP",
-        "attention",
-        "attention's products",
-        "output layer",
-        "product",
-    }
-    assert all(by_layer["product"][2:5])  # forward, recomputed and backward: each is told
-    *passes, seconds = map(float, by_layer["product"][2:6])
-    assert abs(sum(passes) - seconds) < 0.021  # of four rounded numbers
-    assert float(by_layer["product"][7].rstrip(" |")) > 0
-
-
-def test_what_experts_cost_is_told_of_each_number_and_gradient(tmp_path, capsys):
-    path = tmp_path / "record.json"
-    sizes = ["--tokens=16", "--width=8", "--inner=8", "--experts", "2", "4", "--rounds=1"]
-    experts.main([*sizes, f"--json={path}"])
-    record = json.loads(path.read_text())
-    assert [row[:3] for row in record["medians"]] == [
-        [count, "xla", what] for count in (2, 4) for what in ("tokens", "tokens and weights")
-    ]
-    assert record["xla_ms"] == record["medians"][-1][3] > 0
-    assert "| 4 | xla | tokens and weights |" in capsys.readouterr().out
 
 
 def test_no_floor_without_the_hardware(tmp_path):
@@ -519,17 +368,6 @@ def test_parts_have_flags_that_their_programs_know(preset, monkeypatch, tmp_path
             monkeypatch.setattr(agreement, "check_model", lambda: ({}, True))
             assert agreement.main(flags) == 0
             continue
-        if part.module == "attention":
-            monkeypatch.setattr(attention, "update_cases", lambda *_: [])
-            monkeypatch.setattr(attention, "page_cases", lambda *_: [])
-            with pytest.raises(SystemExit):
-                attention.main(flags)
-            assert "none of these kernels is for cpus" in capsys.readouterr().err
-            continue
-        if part.module == "experts":
-            monkeypatch.setattr(experts, "compile_all", lambda flags: {})
-            assert (experts.main(flags)["width"] > 1000) == (preset == "h200")
-            continue
         work = {"rollout": rollout.EVEN, "update": update.WORK, "step": step.WORK}[part.module]
         read, model, _, _ = common.read_flags("", work, flags)
         assert read.preset == preset
@@ -548,16 +386,3 @@ def test_floors_of_one_h200_by_hand():
     assert common.train_flops_per_token(model, 2048) == pytest.approx(4.28e9, rel=2e-3)
     assert 790e12 / common.train_flops_per_token(model, 2048) == pytest.approx(185e3, rel=0.01)
     assert common.mfu(989e12, 2.0, common.H200) == 0.5
-
-
-def test_abstract_batches_have_what_images_and_replay_add():
-    config = default_config()
-    seeing = Model(golden()[0], one_device_mesh(), XLA, num_tokens=96)
-    assert memory.abstract_batch(config, seeing).token_arrays.keys() == {"positions", "units"}
-    config.model.replay = True
-    mixed = Model(TINY_MOE, one_device_mesh(), XLA, num_tokens=NUM_TOKENS)
-    batch = memory.abstract_batch(config, mixed)
-    own = len(TINY_MOE.expert_layers), TINY_MOE.num_chosen
-    assert batch.token_arrays["routed_experts"].shape == (*batch.token_ids.shape, *own)
-    assert batch.token_arrays["routed_experts"].dtype == np.uint8
-    assert batch.token_arrays.keys() == {"routed_experts"}

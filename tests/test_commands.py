@@ -54,8 +54,8 @@ NOT_RUN = {
     r"python -m examples\.convert_gguf ": "a downloaded file; tests/examples/test_convert_gguf.py",
     r"python -m pytest ": "needs torch and weights; tests/examples/test_real_gguf.py itself",
     r"(hf download|python -m zipfile|mv) ": "downloads a model, and moves it to its place",
-    r"(taskset -c \d )?python -m benchmarks\.": "minutes to hours; tests/test_benchmarks.py and "
-    "test_claims.py run small ones",
+    r"(taskset -c \d )?python -m benchmarks\.": "minutes to hours; tests/test_benchmarks.py runs "
+    "small ones",
     r"make ": "minutes; the targets are in the Makefile, and CI runs them",
     r"((\.venv/bin/)?pip|python3(\.12)? -m venv) ": "installs",
     r"agent/bin/python jaxrl/extras/serve/agents/verifiers\.py ": "needs verifiers; "
@@ -197,7 +197,6 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
     is_package = module in ("jaxrl.report", *(f"jaxrl.extras.{name}" for name in extras))
     program = importlib.import_module(f"{module}.__main__" if is_package else module)
     takes_keys = {
-        "benchmarks.profile_step": "settings",
         "jaxrl.extras.chat": "answer",
         "jaxrl.extras.serve": "serve",
     }

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import common, floors, published
-from benchmarks.memory import MODELS
 from jaxrl.capacity import GIB
+from tests.compiled_memory import MODELS
 from tests.helpers import ROOT
 
 ONE = {"data": 1, "fsdp": 1, "context": 1, "expert": 1, "tensor": 1}

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks import worlds
-from benchmarks.claims_runs import ROOT, Job
+from benchmarks.jobs import ROOT, Job
 from benchmarks.worlds import Acted, World, first, halfway, last
 
 WORLD = World(
@@ -100,15 +100,15 @@ def test_a_world_runs_what_a_user_would(name, tmp_path, monkeypatch):
     """The builder, then the shipped configuration with the world's folder; the table at the end."""
     begun = []
 
-    def run(job, core, cache):
-        begun.append((job.module, job.arguments, core, cache))
+    def run(job, cache):
+        begun.append((job.module, job.arguments, cache))
         if job.module == "jaxrl.launch":
             write_run(job.folder, [-0.5], {"train_1": 0.25, "evaluate_2": 0.5})
 
     monkeypatch.setattr(Job, "run", run)
     worlds.main([f"--world={name}", "--seeds=4,7", f"--workdir={tmp_path}"])
     world, made = worlds.WORLDS[name], tmp_path / name / "world_4"
-    assert begun[0] == (world.builder, (f"--out={made}", "--seed=4"), None, None)
+    assert begun[0] == (world.builder, (f"--out={made}", "--seed=4"), None)
     assert begun[1][1][0] == f"--config={ROOT / world.config}:{made}"
     assert (ROOT / world.config).is_file()
     assert len(begun) == 4

@@ -5,21 +5,23 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from benchmarks import memory as programs
 from benchmarks.common import libtpu_environment
 from jaxrl.capacity import GIB
 from jaxrl.config import default_config
 from jaxrl.extras.plan import memory
 from jaxrl.method import batch_shape, policy_of
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.decoder import init_params
+from jaxrl.models.policy import Model
+from tests import compiled_memory as programs
 from tests.extras.plan.cases import (
     AHEAD,
     NODE,
@@ -30,7 +32,9 @@ from tests.extras.plan.cases import (
     large_run,
     train_phase,
 )
-from tests.helpers import TINY_MOE
+from tests.helpers import NUM_TOKENS, TINY_MOE
+from tests.toys import one_device_mesh
+from tests.vision import golden
 
 
 @pytest.fixture
@@ -587,18 +591,10 @@ class TestAgainstTheCompiler:
 
     def in_a_process(self, *arguments, **variables):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
-        with tempfile.NamedTemporaryFile() as found:
-            flags = [f"--json={found.name}", *arguments]
-            command = [sys.executable, "-m", "benchmarks.memory", *flags]
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=environment, cwd=ROOT
-            )
-            assert done.returncode == 0, done.stderr
-            rows = json.load(found)
-        return {
-            " ".join((row["model"], row["mesh"], row["program"])): (row["plan"], row["compiler"])
-            for row in rows
-        }
+        command = [sys.executable, "-m", "tests.compiled_memory", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_a_rollout_one_step_ahead_lies_beside_the_update():
@@ -737,3 +733,16 @@ def test_an_accelerator_puts_some_of_what_experts_compute_over_others():
     assert scoring["activations of a layer"] == 2 * tokens * inner
     reading = memory.rollout_phase(config, TINY_MOE, chip).moments["reading"]
     assert reading["activations"] == 2 * min(2048, config.rollout.max_total_tokens) * inner
+
+
+def test_abstract_batches_have_what_images_and_replay_add():
+    config = default_config()
+    seeing = Model(golden()[0], one_device_mesh(), XLA, num_tokens=96)
+    assert programs.abstract_batch(config, seeing).token_arrays.keys() == {"positions", "units"}
+    config.model.replay = True
+    mixed = Model(TINY_MOE, one_device_mesh(), XLA, num_tokens=NUM_TOKENS)
+    batch = programs.abstract_batch(config, mixed)
+    own = len(TINY_MOE.expert_layers), TINY_MOE.num_chosen
+    assert batch.token_arrays["routed_experts"].shape == (*batch.token_ids.shape, *own)
+    assert batch.token_arrays["routed_experts"].dtype == np.uint8
+    assert batch.token_arrays.keys() == {"routed_experts"}

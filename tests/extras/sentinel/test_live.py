@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks import faults
 from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
+from tests.extras.sentinel import faults
 from tests.runs import base_config, warm_start
 
 pytestmark = [

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import faults
 from jaxrl.envs.base import CallRecord, Outcome, Turn
 from jaxrl.extras.sentinel import signs
 from jaxrl.extras.sentinel.evidence import (
@@ -26,6 +25,7 @@ from jaxrl.extras.sentinel.signs import History
 from jaxrl.training.watch import Watched, look
 from jaxrl.types import members, with_fields
 from tests.episodes import ANSWER, SEARCH, grouped, make_failure, make_trajectory
+from tests.extras.sentinel import faults
 from tests.helpers import method_with
 
 METHOD = method_with(**{"watch.name": "sentinel"})

@@ -6,10 +6,10 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from benchmarks import kernel_cost as cost
 from jaxrl.extras.kernels import attention_tpu as tpu
 from jaxrl.models.attention.choice import append_block
 from jaxrl.models.attention.kernels import PAGE_TOKENS
+from tests.models.attention import cost
 from tests.models.attention.brute import brute_force_pages, random_pages
 
 PAGE = PAGE_TOKENS["mosaic"]

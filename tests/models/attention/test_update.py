@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.memory import compiled_bytes
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.types import Batch
+from tests.compiled_memory import compiled_bytes
 from tests.helpers import NUM_TOKENS, ROOT, TINY
 from tests.programs import CONFIG, lower_for, products, trainer_programs, v6e_chip
 from tests.toys import one_device_mesh

@@ -1,17 +1,11 @@
-"""Counts what the attention kernels of accelerators fetch, from their grids, on any machine.
+"""Counts of what accelerators' attention kernels fetch, from their grids, on any machine.
 
-    python -m benchmarks.kernel_cost
-
-prints steps and bytes of a decoding step on a TPU for three loads of 256 rows, and what reading
-prompts and observations fetches and computes, by the tokens of a block. Nothing is run: the grid
-and the maps of blocks are those of the kernels, and times are bytes or operations over the rates
-that the command line gives, by default those that `docs/performance.md` takes for an H200, and the
-bandwidth of a TPU v6e.
+Nothing runs: grids and maps of blocks are those of the kernels, times are bytes or operations over
+given rates.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.claims_report import table
 from jaxrl.extras.kernels.attention_tpu import PagesCall, pages_call
-from jaxrl.models.attention.choice import append_block
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.sampling.sizes import append_sizes
 
@@ -151,32 +143,6 @@ def live_bytes(model: Model, lengths: np.ndarray, page: int) -> int:
     return int((-(-lengths // page)).sum()) * page * model.cache_bytes // model.num_layers
 
 
-def decode_rows(bandwidth: float) -> list[list[str]]:
-    """Rows of the table of decoding: of each load and model steps and bytes of a layer."""
-    page, rows = PAGE_TOKENS["mosaic"], []
-    for name, lengths_of in LOADS.items():
-        lengths = lengths_of(np.random.default_rng(0))
-        counts = -(-lengths // page)
-        tables = tables_of(lengths, page, np.random.default_rng(1))
-        for model_name in ("Qwen3-0.6B", "Qwen2.5-7B"):
-            model = MODELS[model_name]
-            cost = tpu_cost(model, tpu_call(model, tables, lengths[:, None]))
-            live = live_bytes(model, lengths, page)
-            rows.append(
-                [
-                    name,
-                    model_name,
-                    f"{counts.sum():,}",
-                    f"{NUM_ROWS * counts.max():,}",
-                    f"{cost.steps:,}",
-                    f"{cost.fetched / live:.2f}",
-                    f"{(cost.fetched + cost.moved) / live:.2f}",
-                    f"{live / cost.steps / bandwidth * 1e6:.2f}",
-                ]
-            )
-    return rows
-
-
 # Reading.
 
 Read = tuple[int, int]
@@ -260,51 +226,3 @@ def mean_reading(model: Model, name: str, block: int, *, bandwidth: float, flops
         for seed in range(NUM_DRAWS)
     ]
     return Reading(*np.mean(costs, axis=0))
-
-
-def reading_rows(platform: str, bandwidth: float, flops: float) -> list[list[str]]:
-    """Rows of the table of reading: milliseconds in all by block, and shares of the chosen one."""
-    rows = []
-    for name in READS:
-        for model_name, model in MODELS.items():
-            chosen = append_block(platform, model.num_heads, model.num_kv_heads)
-            costs = {
-                block: mean_reading(model, name, block, bandwidth=bandwidth, flops=flops)
-                for block in BLOCKS
-            }
-            shares = [
-                f"{one.computed / one.there:.2f}, {one.fetch_s / one.arithmetic_s:.2f}"
-                for one in (costs[16], costs[chosen])
-            ]
-            times = [f"{costs[block].total_s * 1e3:.1f}" for block in BLOCKS]
-            rows.append([name, model_name, *shares, str(chosen), *times])
-    return rows
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prints both tables."""
-    parser = argparse.ArgumentParser(description="Steps and bytes of attention kernels.")
-    parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes/s, for reading")
-    parser.add_argument("--flops", type=float, default=790e12, help="operations/s, for reading")
-    parser.add_argument("--tpu_bandwidth", type=float, default=1.6e12, help="bytes/s, for decoding")
-    parser.add_argument("--platform", default="gpu", choices=["gpu", "tpu"], help="for reading")
-    flags = parser.parse_args(argv)
-    print(
-        table(
-            ["load", "model", "live pages", "rows x longest", "steps", "pages fetched over live",
-             "all bytes over live", "us of fetching a step"],
-            decode_rows(flags.tpu_bandwidth),
-        )
-    )  # fmt: skip
-    print()
-    print(
-        table(
-            ["read", "model", "tokens computed, fetch over arithmetic: 16", "as chosen", "chosen",
-             *(f"ms, {block}" for block in BLOCKS)],
-            reading_rows(flags.platform, flags.bandwidth, flags.flops),
-        )
-    )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

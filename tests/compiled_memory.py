@@ -1,13 +1,11 @@
-r"""The plan's figures beside what the compiler gives the same programs.
+"""What the compiler gives a run's programs of memory, beside what the plan says.
 
-    python -m benchmarks.memory [--model=tiny,0.5b,0.6b,1.7b] [--mesh=1x1x1,2x2x2]
-        [--dtype=float32,bfloat16] [--config=dapo,bapo] [--layers=2] [--parts=update,score]
-        [--keys model.remat=names model.lora.rank=8] [--topology=v5p:2x2x2] [--json=FILE]
+Nothing is allocated: the trainer's programs and the sampler's are compiled for shapes alone. As a
+module it prints a JSON of models and meshes, for which it makes up devices of a CPU. TPUs need not
+be there, but libtpu:
 
-Nothing is allocated: the trainer's programs and the sampler's are compiled for shapes alone.
-Devices of a CPU are made up, as many as the largest mesh needs. TPUs need not be there, but libtpu.
-Their cache is of 2 GiB. With `--config` the programs are those of shipped configurations instead,
-on as many devices as their papers used, with the micro-batch that 80 GiB a device allow.
+    python -m tests.compiled_memory [--model=tiny,0.5b] [--mesh=1x1x1,2x2x2] [--layers=2]
+        [--parts=update,score] [--keys model.remat=names] [--topology=v5p:2x2x2]
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import json
 import math
 import re
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from ml_collections import ConfigDict
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import common
 from jaxrl.capacity import GIB
 from jaxrl.config import default_config
 from jaxrl.extras.plan import advice, memory
@@ -61,18 +55,6 @@ from jaxrl.training.update import (
 from jaxrl.types import Batch
 
 PARTS = ("update", "score", "decode", "reading")
-
-SHIPPED = {
-    "search_r1": ("qwen2.5-7b", 8, 1),
-    "search_r1_brief": ("qwen2.5-0.5b", 1, 1),
-    "bapo": ("qwen2.5-7b", 8, 1),
-    "ares": ("qwen2.5-vl-7b", 8, 1),
-    "passk": ("qwen2.5-7b", 8, 1),
-    "dapo": ("qwen2.5-32b", 64, 8),
-    "search_r1_lora": ("qwen3-4b", 1, 1),
-    "search_moe": ("qwen3-30b-a3b", 16, 2),
-}
-"""Model, devices and processes of each configuration for accelerators."""
 
 
 def qwen3(vocab_size: int, width: int, mlp_width: int, num_layers: int, heads: int) -> QwenConfig:
@@ -408,21 +390,6 @@ def compare(
     return sizes
 
 
-def shipped(
-    name: str, platform: str, num_layers: int
-) -> tuple[ConfigDict, QwenConfig, memory.Target]:
-    """A shipped configuration with its micro-batch, its model and its devices."""
-    folder, num_devices, num_processes = SHIPPED[name]
-    target = memory.Target(
-        platform=platform,
-        num_devices=num_devices,
-        num_processes=num_processes,
-        memory_bytes=80 * GIB,
-    )
-    config, model = shipped_on(name, folder, target, num_layers)
-    return config, model, target
-
-
 def shipped_on(
     name: str,
     folder: str,
@@ -458,31 +425,8 @@ def _cut(model: Any, num_layers: int) -> Any:
     return dataclasses.replace(model, **less)
 
 
-def runs(
-    flags: argparse.Namespace, platform: str
-) -> Iterator[tuple[dict[str, str], ConfigDict, QwenConfig, memory.Target]]:
-    """The runs that the flags name, each with what the table says of it."""
-    if flags.config:
-        for name in flags.config.split(","):
-            config, model, target = shipped(name, platform, flags.layers)
-            mesh = "x".join(map(str, memory.target_mesh(config, model, target).shape.values()))
-            yield {"model": name, "mesh": mesh, "dtype": config.model.dtype}, config, model, target
-        return
-    for name, mesh, dtype in itertools.product(
-        flags.model.split(","), flags.mesh.split(","), flags.dtype.split(",")
-    ):
-        config = small_run(*map(int, mesh.split("x")))
-        config.model.dtype = dtype
-        config.update_from_flattened_dict(dict(key_and_value(one) for one in flags.keys))
-        target = memory.Target(
-            platform=platform, num_devices=_num_devices(mesh), memory_bytes=80 * GIB
-        )
-        labels = {"model": name, "mesh": mesh, "dtype": dtype}
-        yield labels, config, _cut(MODELS[name], flags.layers), target
-
-
 def key_and_value(given: str) -> tuple[str, Any]:
-    """Splits `key=value`; what is not JSON is text."""
+    """Split `key=value`; what is not JSON is text."""
     key, _, value = given.partition("=")
     try:
         return key, json.loads(value)
@@ -490,52 +434,37 @@ def key_and_value(given: str) -> tuple[str, Any]:
         return key, value
 
 
-def _num_devices(mesh: str) -> int:
-    return math.prod(map(int, mesh.split("x")))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="tiny,0.5b,0.6b", help=f"out of {', '.join(MODELS)}")
-    parser.add_argument(
-        "--mesh", default="1x1x1,2x2x2", help="data x fsdp x tensor (x context (x expert))"
-    )
-    parser.add_argument("--dtype", default="float32", help="float32,bfloat16")
-    parser.add_argument("--config", help=f"instead of these, out of {', '.join(SHIPPED)}")
+    """Print planned and compiled bytes of one device, by model, mesh and program."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="tiny", help=f"out of {', '.join(MODELS)}")
+    parser.add_argument("--mesh", default="1x1x1", help="data x fsdp x tensor")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--layers", type=int, default=0, help="so many instead of the model's")
     parser.add_argument("--keys", nargs="*", default=(), help="of the configuration: key=value")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of the programs")
-    parser.add_argument(
-        "--topology", help="of TPUs to compile for, such as v5p:2x2x2, by libtpu; default: a CPU"
-    )
-    parser.add_argument("--json", help="file for the rows, sizes in bytes")
+    parser.add_argument("--parts", default=",".join(PARTS), help="programs")
+    parser.add_argument("--topology", help="TPUs to compile for, such as v5p:2x2x2; default: a CPU")
     flags = parser.parse_args(argv)
+    meshes = {mesh: tuple(map(int, mesh.split("x"))) for mesh in flags.mesh.split(",")}
     if flags.topology:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=flags.topology).devices
     else:
-        if jax.config.jax_platforms == "cpu":
-            counts = [SHIPPED[name][1] for name in (flags.config or "").split(",") if name]
-            counts = counts or [_num_devices(mesh) for mesh in flags.mesh.split(",")]
-            jax.config.update("jax_num_cpu_devices", max(counts))
+        jax.config.update("jax_num_cpu_devices", max(map(math.prod, meshes.values())))
         devices = jax.devices()
-    rows = []
-    columns = ("model", "mesh", "dtype", "program", "plan, GiB", "compiler, GiB", "ratio", "s")
-    table = Table(*columns)
-    for labels, config, model, target in runs(flags, devices[0].platform):
+    sizes = {}
+    for name, (mesh, shape) in itertools.product(flags.model.split(","), meshes.items()):
+        config, model = small_run(*shape), _cut(MODELS[name], flags.layers)
+        config.model.dtype = flags.dtype
+        config.update_from_flattened_dict(dict(key_and_value(one) for one in flags.keys))
         if flags.topology:
             config.rollout.cache_gib = 2.0  # not all that is left: so temporaries show
-        for part in flags.parts.split(","):
-            started = time.perf_counter()
-            own = list(devices)[: target.num_devices]
-            [(planned, compiled)] = compare(config, model, target, own, [part]).values()
-            seconds = time.perf_counter() - started
-            sizes = [f"{planned / GIB:.3f}", f"{compiled / GIB:.3f}", f"{planned / compiled:.2f}"]
-            rows.append({**labels, "program": part, "plan": planned, "compiler": compiled})
-            table.add_row(*labels.values(), part, *sizes, f"{seconds:.0f}")
-            if flags.json:
-                common.write_json(Path(flags.json), rows)
-    Console(width=100).print(table)
+        target = memory.Target(
+            platform=devices[0].platform, num_devices=math.prod(shape), memory_bytes=80 * GIB
+        )
+        own = list(devices)[: target.num_devices]
+        for part, pair in compare(config, model, target, own, flags.parts.split(",")).items():
+            sizes[f"{name} {mesh} {part}"] = pair
+    print(json.dumps(sizes))
 
 
 if __name__ == "__main__":
