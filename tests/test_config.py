@@ -123,7 +123,7 @@ def test_shipped_configs_are_valid(name):
         ("search.deadline_s", 1e10, "at most 1e+09 seconds"),
         ("env.step_deadline_s", 1e300, "at most 1e+09 seconds"),
         # Also where nobody asks for it.
-        ("env.search.python.sandbox", "docker", "one of monty, bubblewrap, subprocess"),
+        ("env.search.python.sandbox", "docker", "one of monty, bubblewrap"),
     ],
 )
 def test_rules(config, key, value, expected):

@@ -250,7 +250,6 @@ PYTHON_DESCRIPTION = "Runs Python code and returns what it prints. Every call st
 SANDBOXES = {
     "monty": "jaxrl.envs.monty.MontyTool",
     "bubblewrap": "jaxrl.extras.sandbox.tools.BubblewrapTool",
-    "subprocess": "jaxrl.extras.sandbox.tools.SubprocessTool",
 }
 """Tools that the tool `python` can run code in."""
 

@@ -5,8 +5,8 @@ from jaxrl.keys import Key
 # fmt: off
 KEYS = {
     "env.search.python.sandbox": Key("monty", "`monty`: an interpreter of much of Python (extra "
-        "`python-tool`); `bubblewrap`: all of it, in a sandbox of the system's; `subprocess`: a "
-        "process that may read and write what the run may; or a dotted name.", names_code=True),
+        "`python-tool`); `bubblewrap`: all of it, in a sandbox of the system's; or a dotted name.",
+        names_code=True),
     "env.search.python.timeout_s": Key(5.0, "Seconds of one snippet.", above=0),
     "env.search.python.memory_mib": Key(64.0, "MiB of one snippet; packages as NumPy need about "
         "1024.", above=0),

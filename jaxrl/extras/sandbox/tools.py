@@ -1,11 +1,7 @@
-"""Full Python for a model's code, in a process of its own for each snippet.
-
-`BubblewrapTool` is for code that nobody has read. `SubprocessTool` is weaker.
-"""
+"""Full Python for a model's code, in a sandboxed process for each snippet."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import json
@@ -46,12 +42,29 @@ _CLONE_NEWUSER = 0x10000000
 _ENDING_S = 5.0
 """Seconds in which a process that was killed is gone."""
 
+_REMEDY = (
+    "bubblewrap needs its program bwrap and user namespaces (a container may forbid them, and so "
+    "may the sysctls kernel.unprivileged_userns_clone and "
+    "kernel.apparmor_restrict_unprivileged_userns); allow them, or set "
+    "config.env.search.python.sandbox='monty'"
+)
+_REMEDY_OF_ROOT = (
+    ". As root it also needs the capabilities CAP_SETUID, CAP_SETGID and CAP_SETFCAP, the user "
+    f"{NOBODY}, and libraries that this user may read; or start the run as another user"
+)
 
-class ProcessTool(Tool):
-    """Runs each snippet afresh in one process, under limits of time, memory and output.
 
-    A filter of system calls, set before the code is read, refuses further processes and threads,
-    sockets, and signals to others. The environment, open files and standard input are empty.
+class BubblewrapTool(Tool):
+    """Python inside bubblewrap (https://github.com/containers/bubblewrap), for untrusted code.
+
+    Each snippet runs in a new process, under limits of time, memory and output. The code sees the
+    system's programs and libraries and this interpreter with its packages, all of them read-only,
+    and a scratch folder in memory that ends with it. It has no network, no other processes, and no
+    rights. Its environment, open files and standard input are empty. A filter of system calls, set
+    before the code is read, refuses further processes and threads, sockets, and signals to others.
+
+    Root's code runs as `NOBODY`, outside as well as inside: root sets the sandbox up, makes its
+    devices read-only, and is given up before the code is read.
     """
 
     name = "python"
@@ -59,6 +72,8 @@ class ProcessTool(Tool):
     argument = "code"
     description = PYTHON_DESCRIPTION
     max_threads = 8
+    child = "/sandbox_child.py"
+    """The path of `CHILD` inside."""
 
     def __init__(
         self,
@@ -86,27 +101,57 @@ class ProcessTool(Tool):
             raise ValueError(f"the sandbox answers print(6 * 7) with {answer!r}. {self.remedy}")
 
     @property
-    @abc.abstractmethod
     def remedy(self) -> str:
-        """Advice where it does not work."""
-
-    @abc.abstractmethod
-    def command(self, program: list[str], scratch: str) -> list[str]:
-        """The command that runs a program of Python in the sandbox.
-
-        Args:
-            program: what follows the interpreter, with `CHILD` as it is called inside.
-            scratch: a folder, removed afterwards.
-        """
+        """Advice where the sandbox does not work."""
+        return _REMEDY + _REMEDY_OF_ROOT * _owns_devices()
 
     def files(self) -> tuple[int, ...]:
-        """Open files that the command refers to by number."""
-        return ()
+        """Return the open files that the command refers to by number."""
+        return (_root_namespace(),) if _owns_devices() else ()
 
-    @property
-    @abc.abstractmethod
-    def child(self) -> str:
-        """The path of `CHILD` inside."""
+    def command(self, program: list[str]) -> list[str]:
+        """Return the command that runs a program of Python in the sandbox.
+
+        Args:
+            program: Arguments of the interpreter, with the path of `CHILD` inside.
+        """
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise ToolError("the Python sandbox failed: there is no program bwrap")
+        places = ["--ro-bind", "/usr", "/usr"]
+        for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+            if os.path.islink(path):
+                places += ["--symlink", os.readlink(path), path]
+            elif os.path.isdir(path):
+                places += ["--ro-bind", path, path]
+        for path in dict.fromkeys((sys.base_prefix, sys.prefix)):
+            if not path.startswith("/usr"):
+                # Folders on the way to a bind would be open to root alone.
+                places += ["--dir", os.path.dirname(path), "--ro-bind", path, path]
+        places += ["--dir", "/dev"]
+        for path in _DEVICES:
+            places += ["--dev-bind", path, path]
+        if _owns_devices():
+            # The child makes the devices read-only, since bwrap's own read-only binds hold none
+            # that can be opened, and becomes another user.
+            user = ["--userns", str(_root_namespace())]
+            for right in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):
+                user += ["--cap-add", right]
+            program = [*program, json.dumps({"user": NOBODY, "devices": _DEVICES})]
+        else:
+            user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+        return [
+            *(bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
+            *("--unshare-cgroup-try", "--die-with-parent", "--new-session"),
+            *("--hostname", "sandbox", "--cap-drop", "ALL", *user),
+            *("--clearenv", *(x for item in _ENVIRONMENT.items() for x in ("--setenv", *item))),
+            *places,
+            *("--ro-bind", str(CHILD), self.child),
+            *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
+            *("--perms", "1777", "--size", str(self._max_memory), "--tmpfs", "/tmp"),
+            *("--remount-ro", "/"),
+            *("--chdir", "/tmp", "--", sys.executable, *program),
+        ]
 
     def run(self, code: str, /) -> str:
         """Runs code; returns what it printed, or the type and text of its error.
@@ -131,26 +176,20 @@ class ProcessTool(Tool):
             **{"AS": self._max_memory, "FSIZE": self._max_memory, "CORE": 0, "NPROC": 0},
             **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
         }
-        scratch = tempfile.mkdtemp(prefix="jaxrl-sandbox-")
-        try:
-            with tempfile.TemporaryFile() as source:
-                source.write(code.encode("utf-8", "surrogatepass"))
-                source.seek(0)
-                program = ["-I", self.child, json.dumps(limits)]
-                child = Child(
-                    self.command(program, scratch),
-                    what="the process",
-                    most=self._max_output,
-                    stdin=source,
-                    stderr=subprocess.PIPE,
-                    env=_ENVIRONMENT,
-                    cwd=scratch,
-                    pass_fds=self.files(),
-                )
-            with child:
-                return self._answer(child, ends, is_second)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with tempfile.TemporaryFile() as source:
+            source.write(code.encode("utf-8", "surrogatepass"))
+            source.seek(0)
+            child = Child(
+                self.command(["-I", self.child, json.dumps(limits)]),
+                what="the process",
+                most=self._max_output,
+                stdin=source,
+                stderr=subprocess.PIPE,
+                env=_ENVIRONMENT,
+                pass_fds=self.files(),
+            )
+        with child:
+            return self._answer(child, ends, is_second)
 
     def _answer(self, child: Child, ends: float, is_second: bool) -> str | None:
         ended = self._await_end(child, ends)
@@ -232,89 +271,3 @@ def _root_namespace() -> int:
         except OSError as error:
             raise OSError(f"root may not map users into a namespace: {error.strerror}") from error
         return os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY)
-
-
-class BubblewrapTool(ProcessTool):
-    """Python inside bubblewrap (https://github.com/containers/bubblewrap).
-
-    Code sees the system's programs and libraries and this interpreter with its packages, all of
-    them read-only, and a scratch folder in memory that ends with it. It has no network, no other
-    processes, and no rights. Root's code runs as `NOBODY`, outside as well as inside: root sets the
-    sandbox up, makes its devices read-only, and is given up before the code is read.
-    """
-
-    child = "/sandbox_child.py"
-    _remedy = (
-        "bubblewrap needs its program bwrap and user namespaces (a container may forbid them, and "
-        "so may the sysctls kernel.unprivileged_userns_clone and "
-        "kernel.apparmor_restrict_unprivileged_userns); allow them, or set "
-        "config.env.search.python.sandbox='monty'"
-    )
-    _remedy_of_root = (
-        ". As root it also needs the capabilities CAP_SETUID, CAP_SETGID and CAP_SETFCAP, the user "
-        f"{NOBODY}, and libraries that this user may read; or start the run as another user"
-    )
-
-    @property
-    def remedy(self) -> str:
-        """See `ProcessTool`."""
-        return self._remedy + self._remedy_of_root * _owns_devices()
-
-    def files(self) -> tuple[int, ...]:
-        """See `ProcessTool`."""
-        return (_root_namespace(),) if _owns_devices() else ()
-
-    def command(self, program: list[str], scratch: str) -> list[str]:
-        """See `ProcessTool`."""
-        bwrap = shutil.which("bwrap")
-        if bwrap is None:
-            raise ToolError("the Python sandbox failed: there is no program bwrap")
-        places = ["--ro-bind", "/usr", "/usr"]
-        for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
-            if os.path.islink(path):
-                places += ["--symlink", os.readlink(path), path]
-            elif os.path.isdir(path):
-                places += ["--ro-bind", path, path]
-        for path in dict.fromkeys((sys.base_prefix, sys.prefix)):
-            if not path.startswith("/usr"):
-                # Folders on the way to a bind would be open to root alone.
-                places += ["--dir", os.path.dirname(path), "--ro-bind", path, path]
-        places += ["--dir", "/dev"]
-        for path in _DEVICES:
-            places += ["--dev-bind", path, path]
-        if _owns_devices():
-            # The child makes the devices read-only, since bwrap's own read-only binds hold none
-            # that can be opened, and becomes another user.
-            user = ["--userns", str(_root_namespace())]
-            for right in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):
-                user += ["--cap-add", right]
-            program = [*program, json.dumps({"user": NOBODY, "devices": _DEVICES})]
-        else:
-            user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-        return [
-            *(bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
-            *("--unshare-cgroup-try", "--die-with-parent", "--new-session"),
-            *("--hostname", "sandbox", "--cap-drop", "ALL", *user),
-            *("--clearenv", *(x for item in _ENVIRONMENT.items() for x in ("--setenv", *item))),
-            *places,
-            *("--ro-bind", str(CHILD), self.child),
-            *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
-            *("--perms", "1777", "--size", str(self._max_memory), "--tmpfs", "/tmp"),
-            *("--remount-ro", "/"),
-            *("--chdir", "/tmp", "--", sys.executable, *program),
-        ]
-
-
-class SubprocessTool(ProcessTool):
-    """Python as a plain process: for code that is trusted not to mean harm.
-
-    It reads, and writes, whatever the user of this process may; as root, the whole machine. The
-    limits stand, which root may raise again, and the filter of system calls.
-    """
-
-    child = str(CHILD)
-    remedy = "it needs Linux on x86_64 or aarch64; set config.env.search.python.sandbox='monty'"
-
-    def command(self, program: list[str], scratch: str) -> list[str]:
-        """See `ProcessTool`."""
-        return [sys.executable, *program]
