@@ -10,6 +10,6 @@ setup(
     package_data={
         "jaxrl.bundled.configs": ["models/*/*.json"],
         "jaxrl.extras.view": ["page.html", "page.css", "page.js"],
-        "jaxrl.report": ["page.html", "page.css"],
+        "jaxrl.extras.report": ["page.html", "page.css"],
     },
 )

@@ -32,10 +32,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common, rollout, update
+from jaxrl.builders.method import method_of
 from jaxrl.config import default_config
 from jaxrl.extras.experts import choice as experts_choice
 from jaxrl.extras.experts.products import Product
-from jaxrl.method import method_of
 from jaxrl.models.attention import choice as attention_choice
 from jaxrl.models.attention import trials
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, find_reads

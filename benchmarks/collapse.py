@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from benchmarks.common import table
 from benchmarks.jobs import Job, run_jobs
 from configs import collapse, collapse_stable
-from jaxrl.components import assemble, settings_of
-from jaxrl.config_checks import validate
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 

@@ -30,10 +30,10 @@ from jaxrl.models.attention.choice import choose
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.decoder import init_params
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.runtime.files import written_whole
 from jaxrl.runtime.sharding import make_mesh, param_shardings
-from jaxrl.sampling.protocol import Counts
+from jaxrl.sampling.interfaces import Counts
 from jaxrl.types import Params
+from jaxrl.utils.files import written_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,18 +34,18 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import common
 from benchmarks.rollout import turns_of
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Episode, Message, Observation, Outcome, Reward, StepResult, Task
 from jaxrl.extras.serve.engine import ServedEngine
 from jaxrl.extras.serve.server import LOOPBACK, Endpoint, Server, Settings, take_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling import next_token
+from jaxrl.sampling.blocks import pages_for
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.episodes import Limits
-from jaxrl.sampling.pages import pages_for
-from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Trajectory, members
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table
-from jaxrl.runtime.files import written_whole
+from jaxrl.utils.files import written_whole
 
 TINY = (
     "--num_layers=1 --width=32 --num_heads=2 --num_kv_heads=1 --head_dim=16 --mlp_width=48 "

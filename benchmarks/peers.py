@@ -42,8 +42,8 @@ import jax
 import numpy as np
 
 from benchmarks import common, rollout, update
+from jaxrl.builders.method import method_of
 from jaxrl.config import default_config
-from jaxrl.method import method_of
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.training.minibatches import put_minibatches
 from jaxrl.training.optimizer import make_optimizer

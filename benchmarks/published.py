@@ -39,14 +39,14 @@ from ml_collections import ConfigDict
 
 from benchmarks import common, floors
 from benchmarks.common import table
-from jaxrl.capacity import GIB, check_rows
+from jaxrl.builders.capacity import GIB, check_rows
+from jaxrl.builders.method import batch_shape
 from jaxrl.extras.plan.memory import Target, cache_pages, rollout_phase, target_mesh
-from jaxrl.method import batch_shape
 from jaxrl.models.attention.choice import decide
 from jaxrl.models.attention.kernels import SHARES_PROMPTS
 from jaxrl.runtime.sharding import num_batch_shards, num_pieces
-from jaxrl.sampling.sizes import append_sizes
-from jaxrl.training.settings import has_kl_loss, takes_own_logprobs
+from jaxrl.sampling.buckets import append_sizes
+from jaxrl.training.method import has_kl_loss, takes_own_logprobs
 from tests import compiled_memory as memory
 
 

@@ -43,9 +43,9 @@ from jaxrl.runtime.sharding import local_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine, Request
 from jaxrl.sampling.episodes import Limits, Schedule
-from jaxrl.sampling.keys import sample_keys
-from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout
+from jaxrl.sampling.sample_keys import sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.types import Draw, Group, Trajectory, members
 

@@ -19,9 +19,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Episode, Message, Observation, Outcome, Reward, StepResult, Task
-from jaxrl.envs.local_search import LocalSearch
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.types import Draw
 
 NUM_DOCUMENTS = 2_000

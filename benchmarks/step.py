@@ -41,8 +41,8 @@ from ml_collections import ConfigDict
 from benchmarks import common
 from benchmarks.rollout import Episodes, Search, make_episodes
 from benchmarks.update import make_model
+from jaxrl.builders.method import batch_shape, method_of
 from jaxrl.config import default_config
-from jaxrl.method import batch_shape, method_of
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches, put_minibatches

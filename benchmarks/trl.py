@@ -50,14 +50,14 @@ from benchmarks.trl_worker import Turns, read_jsonl
 from examples.real_world import MODEL_FOLDER, body, good_query, write_jsonl
 from jaxrl import api
 from jaxrl.config import default_config
-from jaxrl.envs.answers import exact_match, f1
+from jaxrl.data.stream import Stream
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Episode, Message, Outcome, Reward, StepResult, Task
-from jaxrl.envs.local_search import LocalSearch
+from jaxrl.envs.rewards.qa import exact_match, f1
+from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.logs.statistics import bootstrap_means, percentile_interval
 from jaxrl.logs.steps import Clock
 from jaxrl.models.hf_weights import copy_side_files
-from jaxrl.stream import Stream
-from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Trajectory
 
 SYSTEM = "Answer the question in a few words from the text. Write the answer alone."

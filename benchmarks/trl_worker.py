@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.answers import f1
+from jaxrl.envs.rewards.qa import f1
 
 
 class Turns:

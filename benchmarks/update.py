@@ -30,12 +30,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks import common
+from jaxrl.builders.method import method_of
 from jaxrl.config import default_config
-from jaxrl.demonstrations import Demonstration
-from jaxrl.method import method_of
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
+from jaxrl.sampling.demonstrations import Demonstration
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, Packed, pack
 from jaxrl.training.policy_loss import make_policy_loss

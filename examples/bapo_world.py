@@ -32,11 +32,11 @@ import tokenizers
 
 from examples import quickstart_world as quickstart
 from examples.claims_world import UNTOLD as UNTOLD_WORDS
-from jaxrl.envs.local_search import LocalSearch
-from jaxrl.envs.monty import MontyTool
 from jaxrl.envs.protocol import BAPO
-from jaxrl.envs.retrieval import Document, render_documents
-from jaxrl.envs.tools import Tool
+from jaxrl.envs.search.base import Document, render_documents
+from jaxrl.envs.search.bm25 import LocalSearch
+from jaxrl.envs.tools.base import Tool
+from jaxrl.envs.tools.monty import MontyTool
 
 WORDS = frozenset((*quickstart.FIRST_NAMES, *quickstart.LAST_NAMES, *quickstart.CITIES))
 BIRTHS = range(1900, 1930)

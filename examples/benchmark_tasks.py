@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.data import parse_task
+from jaxrl.data.readers.base import Listed, Reader, blocks
+from jaxrl.data.records import parse_task
+from jaxrl.data.tasks import TaskSource, normalized_question, open_reader
 from jaxrl.envs.base import Task
-from jaxrl.readers.base import Listed, Reader, blocks
-from jaxrl.runtime.files import written_whole
-from jaxrl.tasks import TaskSource, normalized_question, open_reader
+from jaxrl.utils.files import written_whole
 
 Row = Mapping[str, Any]
 Fields = dict[str, Any]

@@ -21,7 +21,7 @@ from typing import Any
 
 from examples import quickstart_world as quickstart
 from jaxrl.envs.protocol import qwen
-from jaxrl.envs.retrieval import SearchEngine
+from jaxrl.envs.search.base import SearchEngine
 
 SYSTEM = "Search, then give the answer alone as <answer> answer </answer>."
 CALLS = qwen(("search",))

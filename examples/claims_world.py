@@ -35,8 +35,8 @@ from typing import Any
 import numpy as np
 
 from examples import quickstart_world as quickstart
-from jaxrl.envs.local_search import LocalSearch
-from jaxrl.envs.retrieval import Document, render_documents
+from jaxrl.envs.search.base import Document, render_documents
+from jaxrl.envs.search.bm25 import LocalSearch
 
 SIDES = ("train", "dev", "eval")
 HELD_OUT = SIDES[1:]

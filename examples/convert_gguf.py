@@ -18,8 +18,8 @@ from tokenizers import pre_tokenizers as pre
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import check_hf, hf_places, write_json, write_tensors
-from jaxrl.models.reading import find_architecture
-from jaxrl.runtime.files import folder_taking_place
+from jaxrl.models.registry import find_architecture
+from jaxrl.utils.files import folder_taking_place
 
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 FIELDS = {

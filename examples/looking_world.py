@@ -36,7 +36,7 @@ import tokenizers
 
 from examples import quickstart_world as quickstart
 from jaxrl.envs.protocol import SEARCH_R1
-from jaxrl.envs.retrieval import Document, render_documents
+from jaxrl.envs.search.base import Document, render_documents
 
 COLORS = {
     "red": (220, 40, 40),

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.json_http import Bounds, JsonClient, Request, check_url, key_of, plain_text
-from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, batches
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit, batches
+from jaxrl.utils.http_client import Bounds, JsonClient, Request, check_url, key_of, plain_text
 
 MAX_WORDS = 500  # of a query; a cluster refuses one of too many clauses
 PERMANENT = (400, 401, 403, 404)  # statuses that another try would get again

@@ -38,9 +38,9 @@ import safetensors.numpy
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxrl.envs.local_search import LocalSearch
 from jaxrl.envs.protocol import SEARCH_R1, Protocol
-from jaxrl.envs.retrieval import Document, render_documents
+from jaxrl.envs.search.base import Document, render_documents
+from jaxrl.envs.search.bm25 import LocalSearch
 
 FIRST_NAMES = """
     Lena Omar Mira Tobin Ada Kaspar Selma Ivo Nadia Bram Juno Rafi Petra Anselm Oriel Dario Hanne

@@ -49,9 +49,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.answers import normalize_answer
-from jaxrl.envs.local_search import LocalSearch
-from jaxrl.runtime.files import full_disk, system_message, taking_place
+from jaxrl.envs.rewards.qa import normalize_answer
+from jaxrl.envs.search.bm25 import LocalSearch
+from jaxrl.utils.files import full_disk, system_message, taking_place
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.json_text import parse_json
-from jaxrl.envs.local_search import LocalSearch
-from jaxrl.envs.retrieval import DocumentSearch, Hit
+from jaxrl.envs.search.base import DocumentSearch, Hit
+from jaxrl.envs.search.bm25 import LocalSearch
+from jaxrl.utils.json_io import parse_json
 
 
 def search(engine: DocumentSearch, queries: Any, topk: Any) -> list[list[Hit]]:

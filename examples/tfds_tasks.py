@@ -20,8 +20,8 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
+from jaxrl.data.tasks import read_tasks
 from jaxrl.envs.base import Task
-from jaxrl.tasks import read_tasks
 
 
 def features() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from examples import quickstart_world as quickstart
-from jaxrl.envs.local_search import LocalSearch
+from jaxrl.envs.search.bm25 import LocalSearch
 
 OMITTED = "…"  # stands for results that were left out, and is one token
 QUESTION = "Which word ends the trail of {name}?"

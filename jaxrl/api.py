@@ -26,14 +26,15 @@ from typing import Any
 import pyarrow as pa
 from ml_collections import ConfigDict
 
-from jaxrl import config_checks, launch
-from jaxrl.installed import name_installed
+from jaxrl import launch
+from jaxrl.builders import validation
+from jaxrl.config.entry_points import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import parse_record
 from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
 from jaxrl.runtime.history import find_code
-from jaxrl.runtime.stalls import told_of_stalls
-from jaxrl.runtime.stopping import Interrupted
+from jaxrl.runtime.preemption import Interrupted
+from jaxrl.runtime.watchdog import told_of_stalls
 from jaxrl.utils.secrets import redacted_output
 
 
@@ -143,7 +144,7 @@ def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
     config = config.copy_and_resolve_references()
     find_code(workdir)
     name_installed(config)
-    config_checks.validate(config)
+    validation.validate(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(redacted_output())
         stack.enter_context(raises_once())

@@ -10,19 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.json_text import read_object
-from jaxrl.logs.metrics import plain_number
-from jaxrl.logs.records import question_record
-from jaxrl.logs.steps import memory_metrics
-from jaxrl.logs.writers import write_images
-from jaxrl.runtime import distributed
-from jaxrl.runtime.compilation import stopped_by
-from jaxrl.runtime.files import written_whole
-from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.sampling.weights import given_up
-from jaxrl.session import OF_CODE, Session
-from jaxrl.settings import STAGES
-from jaxrl.summaries import (
+from jaxrl.config.settings import STAGES
+from jaxrl.logs.eval_summary import (
     CONTROLS,
     Summary,
     as_metrics,
@@ -32,9 +21,20 @@ from jaxrl.summaries import (
     one_line,
     summarize,
 )
-from jaxrl.training.health import first_error
-from jaxrl.training.ledger import Ledger
+from jaxrl.logs.metrics import plain_number
+from jaxrl.logs.records import question_record
+from jaxrl.logs.steps import memory_metrics
+from jaxrl.logs.writers import write_images
+from jaxrl.runtime import distributed
+from jaxrl.runtime.compilation import stopped_by
+from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.weights import given_up
+from jaxrl.training.failures import first_error
+from jaxrl.training.run_state import OF_CODE, Session
+from jaxrl.training.usage import Ledger
 from jaxrl.types import Draw, Group, Params, members
+from jaxrl.utils.files import written_whole
+from jaxrl.utils.json_io import read_object
 
 
 def as_record(

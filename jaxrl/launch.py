@@ -10,15 +10,15 @@ model's config.json alone, and ends with 0 if it fits and 1 if it does not.
 
 from __future__ import annotations
 
-from jaxrl.envs.text import printable, replace_unencodable
-from jaxrl.runtime.stalls import tell_on_signal
-from jaxrl.runtime.stopping import (
+from jaxrl.runtime.preemption import (
     EXIT_BUDGET_SPENT,
     EXIT_NOTHING_WORKS,
     EXIT_TRY_AGAIN,
     EXIT_UNSOUND,
     end_on_signals,
 )
+from jaxrl.runtime.watchdog import tell_on_signal
+from jaxrl.utils.text import printable, replace_unencodable
 
 if __name__ == "__main__":
     end_on_signals()  # a moment passes until all below is imported
@@ -42,12 +42,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from jaxrl import config as configuration
-from jaxrl import config_checks, values
+from jaxrl.builders import validation
+from jaxrl.config import loading
+from jaxrl.config import schema as configuration
+from jaxrl.config.entry_points import name_installed
+from jaxrl.config.keys import optional
 from jaxrl.envs.paths import similar_path
-from jaxrl.installed import name_installed
-from jaxrl.keys import optional
-from jaxrl.runtime.files import (
+from jaxrl.runtime.preemption import stop_on_signals
+from jaxrl.utils.files import (
     REMEDIES,
     MovedError,
     check_held,
@@ -55,7 +57,6 @@ from jaxrl.runtime.files import (
     held,
     system_message,
 )
-from jaxrl.runtime.stopping import stop_on_signals
 from jaxrl.utils.secrets import redact, redacted_output
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
     try:
         config, workdir = _read(argv)
         name_installed(config)
-        config_checks.validate(config, needs_data=not _PLAN.value)
+        validation.validate(config, needs_data=not _PLAN.value)
         # JAX would tell on a host without accelerators that it found none.
         for name in ("absl", "jax._src.xla_bridge", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -214,15 +215,15 @@ def _run(
     from jaxrl.envs.base import OutageError
     from jaxrl.envs.images import UnreadableError
     from jaxrl.logs.display import Display
-    from jaxrl.own_code import OwnCodeError
     from jaxrl.runtime import distributed
     from jaxrl.runtime.checkpoint import CheckpointError
-    from jaxrl.runtime.stalls import told_of_stalls
-    from jaxrl.runtime.stopping import Interrupted
+    from jaxrl.runtime.preemption import Interrupted
+    from jaxrl.runtime.watchdog import told_of_stalls
     from jaxrl.training.collect import NotEnoughGroupsError
-    from jaxrl.training.health import NothingWorksError
-    from jaxrl.training.ledger import BudgetSpentError
+    from jaxrl.training.failures import NothingWorksError
+    from jaxrl.training.usage import BudgetSpentError
     from jaxrl.training.watch import UnsoundError
+    from jaxrl.utils.callables import OwnCodeError
 
     with contextlib.ExitStack() as stack:
         display = Display(is_shown=distributed.is_main())
@@ -303,11 +304,11 @@ def make_ready(
         OutageError: what the environment asks has not answered a first time.
     """
     # Imported late: a mistake in the configuration is told at once, without loading JAX.
-    from jaxrl.components import assemble, settings_of
-    from jaxrl.logs.mirrors import check_mirrors
+    from jaxrl.builders.components import assemble, settings_of
+    from jaxrl.logs.trackers import check_mirrors
     from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, history
-    from jaxrl.runtime.heap import give_back_after_compiling
+    from jaxrl.runtime.host_memory import give_back_after_compiling
     from jaxrl.runtime.program_cache import keep_programs
     from jaxrl.runtime.versions import check_alike, fingerprints
 
@@ -323,7 +324,7 @@ def make_ready(
     contents = fingerprints(config)
     check_alike(config, workdir, contents)
     begun, changes = _compare(config, workdir, contents, is_accepted=accept_changes)
-    notes = config_checks.warnings(config)
+    notes = validation.warnings(config)
     if begun is not None:
         # The checkpoint of a step is evaluated alone, which changes nothing of the run.
         place = f"changed after step {begun.step}" if step is None else "differs from the run"
@@ -378,8 +379,8 @@ def _fit_memory(
         return []
     fit = optional(FIT)
     if fit is None:
-        from jaxrl.capacity import MICRO_ROWS
-        from jaxrl.method import stage_steps
+        from jaxrl.builders.capacity import MICRO_ROWS
+        from jaxrl.builders.method import stage_steps
 
         for stage in stage_steps(config):
             if not config[MICRO_ROWS[stage]]:
@@ -481,7 +482,7 @@ def _check_config_flags(argv: Sequence[str]) -> None:
     overrides = [match[1] for name in names if (match := _OVERRIDE.fullmatch(name))]
     if file is None and overrides:
         raise ValueError(_NO_CONFIG)
-    values.check_keys(overrides)
+    loading.check_keys(overrides)
 
 
 class _MappingParser(flags.ArgumentParser):
@@ -520,7 +521,7 @@ def _plain(argument: str) -> str:
     default = configuration.KEYS[match[1]].default
     if type(default) is int and value.isdecimal():
         return argument
-    read = values.as_default(value, default)
+    read = loading.as_default(value, default)
     wanted = bool if default is None else type(default)
     for kind, expected in ((bool, "true or false"), (int, "a whole number"), (float, "a number")):
         if wanted is kind and type(read) is not kind:
@@ -558,7 +559,7 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
             "--workdir is missing; name the folder of the run, such as --workdir=runs/quickstart."
         )
     if _VALUES.value is not None:
-        values.load_values(config, _VALUES.value)
+        loading.load_values(config, _VALUES.value)
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
         config.update_from_flattened_dict(overrides)
     workdir = Path(_WORKDIR.value or "")

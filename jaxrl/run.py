@@ -12,30 +12,30 @@ from typing import Any
 
 import jax
 
-from jaxrl.components import Assembled
-from jaxrl.config import flat_pairs
+from jaxrl.builders.components import Assembled
+from jaxrl.config.schema import flat_pairs
+from jaxrl.config.settings import Settings
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
-from jaxrl.logs.mirrors import open_log
 from jaxrl.logs.tokens import make_notes
+from jaxrl.logs.trackers import open_log
 from jaxrl.logs.writers import write_samples
-from jaxrl.models.starting import load_base, load_trained
-from jaxrl.own_code import OwnCodeError
-from jaxrl.runtime import distributed, rolling_back
+from jaxrl.models.initial_weights import load_base, load_trained
+from jaxrl.runtime import distributed, rollback
 from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, by_value, optimizer_items
+from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.sharding import abstract, param_shardings
-from jaxrl.runtime.stopping import Interrupted
 from jaxrl.runtime.versions import verdicts_of, write_environment
-from jaxrl.session import Components, Progress, Session
-from jaxrl.settings import Settings
 from jaxrl.sft import sft
 from jaxrl.train import train
 from jaxrl.training.collect import ENDING, NotEnoughGroupsError
-from jaxrl.training.health import Failures
-from jaxrl.training.ledger import BudgetSpentError, Ledger
+from jaxrl.training.failures import Failures
+from jaxrl.training.run_state import Components, Progress, Session
 from jaxrl.training.update import init_state, state_shardings
+from jaxrl.training.usage import BudgetSpentError, Ledger
 from jaxrl.training.watch import RollBack, UnsoundError
 from jaxrl.types import Params
+from jaxrl.utils.callables import OwnCodeError
 
 STAGE_FUNCTIONS: dict[str, Callable[[Session, Params], Params]] = {
     "sft": sft,
@@ -252,11 +252,11 @@ def roll_back(session: Session, decision: RollBack) -> None:
     progress.give_up_pending()
     line |= {"ledger": progress.ledger.to_json(), "num_broken_off": progress.num_broken_off}
     if distributed.is_main():
-        rolling_back.write_down(session.workdir, line)
+        rollback.write_down(session.workdir, line)
     distributed.meet()
     session.components.engine.release()
     session.state = session.ref_params = None  # the devices have no room for two
-    aside = session.workdir / rolling_back.ASIDE / str(number)
+    aside = session.workdir / rollback.ASIDE / str(number)
     session.display.log(
         f"going back from step {decision.from_step} to the checkpoint of step {decision.to_step}, "
         f"with other draws and {decision.lr_scale:g} of the learning rate ({decision.sign}); "
@@ -288,7 +288,7 @@ def open_session(
     if adopt is not None:
         adopt()
     if is_main and (checkpoint or set(settings.stages) != {"evaluate"}):
-        rolling_back.remove_later_files(workdir, progress.step)
+        rollback.remove_later_files(workdir, progress.step)
     metrics_log = open_log(
         workdir,
         progress.num_records,
@@ -335,7 +335,7 @@ def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict
     error = None
     if distributed.is_main():
         try:
-            lines = rolling_back.read(workdir)
+            lines = rollback.read(workdir)
         except (ValueError, OSError) as failure:
             error = str(failure)
     lines, error = distributed.from_main((lines, error))
@@ -344,7 +344,7 @@ def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict
     newest = checkpointer.newest_position() if lines else None
     if newest is None:
         if lines and distributed.is_main():  # of a run whose checkpoints were removed
-            (workdir / rolling_back.FILE).unlink()
+            (workdir / rollback.FILE).unlink()
         return []
     step, position = newest
     num_done = position.get("watched", {}).get("num_roll_backs", 0)
@@ -352,7 +352,7 @@ def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict
         if step > line["to_step"]:
             checkpointer.forget_after(line["to_step"])
         if distributed.is_main():
-            rolling_back.set_aside_after(workdir, line["to_step"], line["number"])
+            rollback.set_aside_after(workdir, line["to_step"], line["number"])
     return lines if lines[-1]["number"] > num_done else []
 
 
@@ -421,7 +421,7 @@ def write_report(session: Session, log: Callable[[str], None]) -> None:
             write(session.workdir, log)
 
 
-REPORT = "jaxrl.report:write_or_warn"
+REPORT = "jaxrl.extras.report:write_or_warn"
 """Function that draws a run."""
 
 

@@ -7,17 +7,17 @@ import time
 import jax
 import numpy as np
 
+from jaxrl.data.stream import Stream
 from jaxrl.logs.steps import SHOWN, memory_metrics
 from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.objectives.losses import negative_log_likelihood
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import stopped_by
+from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.sharding import num_batch_shards
-from jaxrl.runtime.stopping import Interrupted
-from jaxrl.session import Session
-from jaxrl.stream import Stream
 from jaxrl.training.packing import pack
+from jaxrl.training.run_state import Session
 from jaxrl.training.update import put_batch
 from jaxrl.types import Batch, Params
 

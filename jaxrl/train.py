@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl.config.settings import STAGES, Settings
+from jaxrl.data.stream import Stream
 from jaxrl.envs.base import Task
 from jaxrl.logs.metrics import num_unscored_suites, plain_number, rollout_metrics
 from jaxrl.logs.steps import (
@@ -30,12 +32,9 @@ from jaxrl.logs.steps import (
 )
 from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import stopped_by
+from jaxrl.runtime.preemption import Interrupted, update_best
 from jaxrl.runtime.sharding import abstract, num_batch_shards
-from jaxrl.runtime.stopping import Interrupted, update_best
-from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.session import Progress, Session
-from jaxrl.settings import STAGES, Settings
-from jaxrl.stream import Stream
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.training import rewards
 from jaxrl.training.collect import (
     ENDING,
@@ -47,12 +46,13 @@ from jaxrl.training.collect import (
 )
 from jaxrl.training.controllers import Controllers, advance, advance_gate
 from jaxrl.training.estimators import Estimator
-from jaxrl.training.health import has_learned, why_nothing
-from jaxrl.training.ledger import Ledger
-from jaxrl.training.measure import make_measure
+from jaxrl.training.failures import has_learned, why_nothing
+from jaxrl.training.method import is_measured
 from jaxrl.training.minibatches import make_minibatches, put_minibatches, trained_share
-from jaxrl.training.settings import is_measured
+from jaxrl.training.reference_kl import make_measure
+from jaxrl.training.run_state import Progress, Session
 from jaxrl.training.update import ScoreStep
+from jaxrl.training.usage import Ledger
 from jaxrl.training.watch import ACTIONS, RollBack, UnsoundError, action_on, goal_of, look
 from jaxrl.types import Draw, Group, Params, TrainState, Trajectory, members
 

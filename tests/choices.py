@@ -7,8 +7,8 @@ from functools import cache
 import jax
 import numpy as np
 
+from jaxrl.builders.method import method_of
 from jaxrl.config import default_config
-from jaxrl.method import method_of
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.policy import Model
 from jaxrl.objectives.kl import KL_ESTIMATORS

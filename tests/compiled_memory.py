@@ -28,24 +28,24 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
-from jaxrl.capacity import GIB
+from jaxrl.builders.capacity import GIB
+from jaxrl.builders.method import batch_shape, method_of, optimizer_of
+from jaxrl.builders.method import policy_of as architecture_of
 from jaxrl.config import default_config
 from jaxrl.extras.plan import advice, memory
-from jaxrl.method import batch_shape, method_of, optimizer_of
-from jaxrl.method import policy_of as architecture_of
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from jaxrl.runtime import sharding
+from jaxrl.sampling.buckets import append_sizes
 from jaxrl.sampling.decode import Blocks, Programs, Rows, StopTables, scans
 from jaxrl.sampling.next_token import PLAIN
-from jaxrl.sampling.sizes import append_sizes
+from jaxrl.training.method import token_fields
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.settings import token_fields
 from jaxrl.training.update import (
     ScoreStep,
     UpdateStep,

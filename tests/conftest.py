@@ -79,12 +79,12 @@ def keeps_freed_memory():
 
     Processes that tests start do give it back.
     """
-    from jaxrl import session  # after the hook
-    from jaxrl.runtime import heap
+    from jaxrl.runtime import host_memory
     from jaxrl.sampling import weights
+    from jaxrl.training import run_state  # after the hook
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (session, weights, heap):
+        for module in (run_state, weights, host_memory):
             patch.setattr(module, "give_back", lambda: None)
         yield
 
@@ -165,7 +165,7 @@ def no_pictures():
 
     Yields what would draw them.
     """
-    from jaxrl import report  # after the hook
+    from jaxrl.extras import report  # after the hook
 
     drawing = report.write_or_warn
     with pytest.MonkeyPatch.context() as patch:

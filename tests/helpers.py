@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config import BROUGHT, KEYS, default_config
+from jaxrl.builders.method import method_of
+from jaxrl.config.keys import Brought
+from jaxrl.config.schema import BROUGHT, KEYS, default_config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
-from jaxrl.keys import Brought
-from jaxrl.method import method_of
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA, attend_pages
 from jaxrl.models.layers import SamplerThrough, Through, for_sampler

@@ -1,4 +1,4 @@
-"""Write the tables of docs/configuration.md from the entries of jaxrl/config.py.
+"""Write the tables of docs/configuration.md from the entries of jaxrl/config/schema.py.
 
     python -m tests.key_tables
 
@@ -8,8 +8,8 @@ A comment before a table says of which keys or sections it is: `<!-- keys: model
 import re
 from pathlib import Path
 
-from jaxrl.config import KEYS
-from jaxrl.keys import RESULTS, Key
+from jaxrl.config.keys import RESULTS, Key
+from jaxrl.config.schema import KEYS
 
 PAGE = Path(__file__).parents[1] / "docs/configuration.md"
 HEAD = "| key | default | range | restart | meaning |\n|---|---|---|---|---|\n"

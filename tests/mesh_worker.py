@@ -25,7 +25,7 @@ from jaxrl.models.attention import reference
 from jaxrl.models.attention.choice import choose, on_mesh
 from jaxrl.models.attention.kernels import find_reads
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.beside import Beside
+from jaxrl.models.aux_arrays import Beside
 from jaxrl.models.layers import Through
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import (
@@ -38,7 +38,7 @@ from jaxrl.runtime.sharding import (
 )
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import MOVED_PAGES, Engine, Request
-from jaxrl.sampling.keys import sample_keys
+from jaxrl.sampling.sample_keys import sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights
 from jaxrl.training.packing import BatchShape, loss_quarters

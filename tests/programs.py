@@ -11,10 +11,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import libtpu_environment
+from jaxrl.builders.method import method_of
 from jaxrl.config import default_config
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
-from jaxrl.method import method_of
 from jaxrl.models.attention.choice import on_mesh
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels
 from jaxrl.models.attention.reference import XLA

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble, make_stages, settings_of
+from jaxrl.builders.components import assemble, make_stages, settings_of
+from jaxrl.builders.method import method_of
+from jaxrl.builders.toolbox import reward_weights
 from jaxrl.envs.base import Prompt, ToolError
-from jaxrl.envs.payment import Payment
 from jaxrl.envs.protocol import PROTOCOLS
-from jaxrl.envs.retrieval import EmptySearch, SearchEngine
-from jaxrl.envs.search import SearchEnv
+from jaxrl.envs.rewards.combiner import Payment
+from jaxrl.envs.search.base import EmptySearch, SearchEngine
+from jaxrl.envs.search_env import SearchEnv
 from jaxrl.logs.display import Display
-from jaxrl.method import method_of
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import restore_targets, run
 from jaxrl.runtime.checkpoint import Checkpointer
@@ -30,8 +31,7 @@ from jaxrl.sampling.episodes import Limits, Schedule
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.sharing import shared
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.session import Progress
-from jaxrl.toolbox import reward_weights
+from jaxrl.training.run_state import Progress
 
 # As small as they can be and still search: the sampler compiles a program for each of its shapes.
 SIZES = {

@@ -13,18 +13,19 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl import codecs, run
-from jaxrl.components import assemble, settings_of
+from jaxrl import run
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.config.settings import STAGES
+from jaxrl.data import serialization
+from jaxrl.data.stream import Stream
 from jaxrl.extras.lora.files import load_base
 from jaxrl.logs.display import Display
-from jaxrl.own_code import OwnCodeError
 from jaxrl.runtime.checkpoint import steps_in
-from jaxrl.runtime.stopping import Interrupted
-from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.settings import STAGES
-from jaxrl.stream import Stream
+from jaxrl.runtime.preemption import Interrupted
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.training.collect import draw
 from jaxrl.types import members
+from jaxrl.utils.callables import OwnCodeError
 from tests.helpers import with_devices
 from tests.runs import (
     SIZES,
@@ -123,7 +124,7 @@ def test_the_weights_before_an_update_sample_what_the_next_one_learns_from(
             sft = run_settings(tiny_world, **{**SETTINGS, "stages": ("sft",)})
             _, params = saved_progress(made_for(sft, parts), workdir)
         saved = position(base, NUM_SFT + done)
-        ahead = codecs.groups_from_json(saved["pending"]["groups"])
+        ahead = serialization.groups_from_json(saved["pending"]["groups"])
         parts.engine.set_weights(params)
         size = config.rollout.tasks_per_step
         draws, _ = draw(Stream(parts.tasks, seed=config.seed), saved["items_taken"], size)
@@ -184,7 +185,7 @@ def test_an_adapter_of_before_the_update_samples_ahead_and_goes_on(tiny_world, t
     )
     wanted = parts.rollout(draws, sampling)
     parts.engine.clear()
-    ahead = codecs.groups_from_json(saved["pending"]["groups"])
+    ahead = serialization.groups_from_json(saved["pending"]["groups"])
     for one, other in zip(members(ahead), members(wanted), strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)

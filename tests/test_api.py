@@ -11,8 +11,9 @@ import time
 import pytest
 from matplotlib import pyplot
 
-from jaxrl import api, report
+from jaxrl import api
 from jaxrl.config import default_config
+from jaxrl.extras import report
 from tests.helpers import ROOT
 from tests.runs import lasting, records
 

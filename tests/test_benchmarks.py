@@ -22,10 +22,10 @@ from benchmarks import (
     step,
     update,
 )
-from jaxrl.demonstrations import Demonstration
 from jaxrl.extras.experts import choice, products
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.reference import XLA
+from jaxrl.sampling.demonstrations import Demonstration
 from tests.helpers import ROOT
 
 MODEL = [

@@ -15,10 +15,10 @@ from configs import (
     search_r1_brief,
     search_r1_small,
 )
-from jaxrl import report
-from jaxrl.components import assemble, settings_of
-from jaxrl.config import KL_CONTROLLERS, flatten
-from jaxrl.config_checks import check_rules, validate
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.validation import check_rules, validate
+from jaxrl.config.schema import KL_CONTROLLERS, flatten
+from jaxrl.extras import report
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.advantages import ESTIMATORS
@@ -26,8 +26,8 @@ from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.kl import KL_ESTIMATORS
 from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
+from jaxrl.training.method import has_kl_loss
 from jaxrl.training.optimizer import learning_rate
-from jaxrl.training.settings import has_kl_loss
 from tests.helpers import UPDATE_PROGRAMS
 from tests.runs import (
     METHOD_SIZES,

@@ -15,8 +15,8 @@ import pytest
 from absl.testing import flagsaver
 
 from jaxrl import launch
-from jaxrl.command import PROGRAMS
-from jaxrl.config_checks import validate
+from jaxrl.builders.validation import validate
+from jaxrl.cli import PROGRAMS
 from tests.helpers import ROOT, blocks, shown_config, text
 from tests.published import CASES, parquet
 
@@ -27,7 +27,7 @@ RUN = (
     "python -m examples.looking_world ",
     "python -m examples.math_world ",
     "python -m examples.tfds_tasks ",
-    "python -m jaxrl.report ",
+    "python -m jaxrl.extras.report ",
     "jaxrl report ",
     "cat data/nq/train.jsonl ",
 )
@@ -194,7 +194,7 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
         validate(config, needs_data=False)
         return
     extras = ("chat", "serve", "view")
-    is_package = module in ("jaxrl.report", *(f"jaxrl.extras.{name}" for name in extras))
+    is_package = module in ("jaxrl.extras.report", *(f"jaxrl.extras.{name}" for name in extras))
     program = importlib.import_module(f"{module}.__main__" if is_package else module)
     takes_keys = {
         "jaxrl.extras.chat": "answer",

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import debug_tiny
-from jaxrl.codecs import from_json, to_json
-from jaxrl.config_checks import validate
-from jaxrl.demonstrations import encode_demonstration
+from jaxrl.builders.validation import validate
+from jaxrl.data.serialization import from_json, to_json
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.logs.records import trajectory_record
@@ -21,11 +20,12 @@ from jaxrl.models.attention.kernels import find_reads
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.sampling.contexts import Contexts, PlayedTurn, drop_observations, last_turns
+from jaxrl.sampling.demonstrations import encode_demonstration
 from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.observations import encode_observation
-from jaxrl.training.measure import unpack
 from jaxrl.training.minibatches import as_trained
 from jaxrl.training.packing import BatchShape, computed, make_items, pack
+from jaxrl.training.reference_kl import unpack
 from jaxrl.types import Columns
 from tests.choices import (
     LOSSES,

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from configs import ares, bapo, debug_tiny, passk
-from jaxrl.codecs import to_json
-from jaxrl.components import assemble, settings_of
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.method import method_of
+from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
-from jaxrl.config_checks import validate
+from jaxrl.data.serialization import to_json
 from jaxrl.logs.display import Display
-from jaxrl.method import method_of
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
-from jaxrl.runtime.stopping import Interrupted
+from jaxrl.runtime.preemption import Interrupted
 from jaxrl.training.collect import Left, NotEnoughGroupsError, collect
 from jaxrl.training.controllers import BUCKETS, Controllers, advance
-from jaxrl.training.health import Failures
+from jaxrl.training.failures import Failures
 from jaxrl.training.rewards import pay_entropy
 from jaxrl.types import Group, members
 from tests.episodes import NumberedTasks, make_trajectory

@@ -12,15 +12,15 @@ import sys
 import pytest
 
 from jaxrl import evaluate, train
-from jaxrl.components import assemble, check_prices, settings_of
-from jaxrl.config_checks import validate
-from jaxrl.envs.local_search import LocalSearch
-from jaxrl.envs.random_search import RandomSearch
+from jaxrl.builders.components import assemble, check_prices, settings_of
+from jaxrl.builders.validation import validate
+from jaxrl.envs.search.bm25 import LocalSearch
+from jaxrl.envs.search.random_search import RandomSearch
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.runtime.checkpoint import steps_in
-from jaxrl.runtime.stopping import EXIT_BUDGET_SPENT, Interrupted
-from jaxrl.training.ledger import BudgetSpentError, Ledger
+from jaxrl.runtime.preemption import EXIT_BUDGET_SPENT, Interrupted
+from jaxrl.training.usage import BudgetSpentError, Ledger
 from tests.runs import (
     SIZES,
     base_config,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config import default_config, flatten
-from jaxrl.config_checks import validate
+from jaxrl.builders.validation import validate
+from jaxrl.config.schema import default_config, flatten
 from tests import key_tables
 from tests.helpers import BLOCK, blocks, readme_config, text
 

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
+from jaxrl.data.tasks import check_data_sources
 from jaxrl.envs.base import Outcome, Task, Turn
 from jaxrl.evaluate import as_record, read_ledger, read_metrics, write
+from jaxrl.logs.eval_summary import as_metrics, as_text, one_line, subset_sizes, summarize
 from jaxrl.logs.metrics import num_unscored_suites
-from jaxrl.summaries import as_metrics, as_text, one_line, subset_sizes, summarize
-from jaxrl.tasks import check_data_sources
-from jaxrl.training.ledger import Ledger
+from jaxrl.training.usage import Ledger
 from jaxrl.types import Group
 from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
 

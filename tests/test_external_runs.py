@@ -7,16 +7,16 @@ import urllib.parse
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble, settings_of
-from jaxrl.config_checks import validate
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.validation import validate
 from jaxrl.envs.base import Outcome
+from jaxrl.extras.report import write_report
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.report import write_report
 from jaxrl.run import run
-from jaxrl.runtime.stopping import Interrupted
-from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.training.ledger import BudgetSpentError
+from jaxrl.runtime.preemption import Interrupted
+from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.training.usage import BudgetSpentError
 from jaxrl.types import Draw, members
 from tests.runs import evaluation, records, warm_start
 from tests.servers import Reply, served

@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from jaxrl import components
-from jaxrl.components import assemble, settings_of
-from jaxrl.config_checks import validate
+from jaxrl.builders import components
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.validation import validate
 from jaxrl.envs.base import OutageError
-from jaxrl.envs.resilient import PROBE
+from jaxrl.envs.search.resilient import PROBE
 from jaxrl.logs.display import Display
 from jaxrl.run import run
-from jaxrl.runtime.stopping import EXIT_NOTHING_WORKS
+from jaxrl.runtime.preemption import EXIT_NOTHING_WORKS
 from tests.envs.fault_server import MIX, FaultServer
 from tests.runs import (
     assert_same_weights,

@@ -20,11 +20,12 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl import codecs, tasks
-from jaxrl.components import _make_processor
+from jaxrl.builders.components import _make_processor
 from jaxrl.config import default_config
-from jaxrl.data import parse_task
-from jaxrl.demonstrations import read_demonstrations
+from jaxrl.data import serialization, tasks
+from jaxrl.data.records import parse_task
+from jaxrl.data.tasks import Tasks, TaskSource, overlap_note, read_tasks
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import (
     Episode,
     Observation,
@@ -37,16 +38,15 @@ from jaxrl.envs.base import (
 )
 from jaxrl.envs.images import Picture, Pictured, UnreadableError, images_behind
 from jaxrl.envs.protocol import qwen, search_r1
-from jaxrl.envs.retrieval import EmptySearch
-from jaxrl.envs.search import SearchEnv
-from jaxrl.envs.tools import Tool, run_one
+from jaxrl.envs.search.base import EmptySearch
+from jaxrl.envs.search_env import SearchEnv
+from jaxrl.envs.tools.base import Tool, run_one
 from jaxrl.extras.endpoints.sent_images import sent_image
 from jaxrl.extras.vision.processor import BlankProcessor, Processor
 from jaxrl.logs.records import trajectory_record
 from jaxrl.logs.writers import write_images
+from jaxrl.sampling.demonstrations import read_demonstrations
 from jaxrl.sampling.episodes import EpisodePlayer, Limits, StartError
-from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
-from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group
 from tests.episodes import ANSWER, make_trajectory
 from tests.images import PAD, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor
@@ -387,7 +387,7 @@ class TestProcessor:
             raise AssertionError("it is decoded")
 
         fitting, larger = encoded(drawn(40, 25), kind), encoded(drawn(77, 13), kind)
-        monkeypatch.setattr("jaxrl.envs.opening.MAX_PIXELS", 1000)
+        monkeypatch.setattr("jaxrl.envs.image_decoding.MAX_PIXELS", 1000)
         assert processor(Picture(data=fitting)).patches.size
         for place in ("ImageFile.ImageFile", "GifImagePlugin.GifImageFile", "Image.Image"):
             monkeypatch.setattr(f"PIL.{place}.load", decode)
@@ -650,8 +650,8 @@ class TestCodecs:
         task = dataclasses.replace(plain.task, images=pictures[:1])
         seen = tuple(map(processor, pictures))
         before = dataclasses.replace(plain, task=task, attachments=seen)
-        travelled = json.loads(json.dumps(codecs.to_json(before)))
-        [group] = processor.with_images([Group(trajectories=(codecs.from_json(travelled),))])
+        travelled = json.loads(json.dumps(serialization.to_json(before)))
+        [group] = processor.with_images([Group(trajectories=(serialization.from_json(travelled),))])
         [after] = group.trajectories
         assert after.attachments == seen  # the very same: they were kept
         assert (after.task, after.turns) == (before.task, before.turns)
@@ -665,12 +665,12 @@ class TestCodecs:
         assert len(list((tmp_path / "run" / "images").iterdir())) == 1
         saved(file, seed=9)
         with pytest.raises(UnreadableError, match=r"a.png was changed since the run sampled with"):
-            codecs.from_json(travelled)
+            serialization.from_json(travelled)
         file.unlink()
         with pytest.raises(
             UnreadableError, match=r"a.png, .* cannot be read \(No such file or dir"
         ):
-            codecs.from_json(travelled)
+            serialization.from_json(travelled)
 
 
 class Zoom(Tool):

@@ -17,8 +17,8 @@ import jax  # which sets variables of its own
 before = dict(os.environ)
 
 import jaxrl.launch
-from jaxrl.models.reading import read_model
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.models.registry import read_model
+from jaxrl.data.tokenizer import Tokenizer
 
 folder = sys.argv[1]
 started = time.process_time()

@@ -4,16 +4,16 @@ import shutil
 
 import pytest
 
-from jaxrl.config import flat_json
-from jaxrl.envs.recording import recorded_engines
+from jaxrl.config.schema import flat_json
+from jaxrl.envs.search.recording import recorded_engines
 from jaxrl.extras.dense.encoder import read_tokenizer
 from jaxrl.extras.dense.encoders import read_embedding_model
 from jaxrl.extras.lora.adapter import Adapter
 from jaxrl.extras.lora.files import check_adapter
 from jaxrl.extras.readers.tfds import tfds
+from jaxrl.extras.report.reading import read_run
 from jaxrl.models.hf_weights import open_tensors, tensor_dtypes
-from jaxrl.models.reading import read_model
-from jaxrl.report.reading import read_run
+from jaxrl.models.registry import read_model
 from jaxrl.runtime.checkpoint import find_damage, read_newest_position, read_value
 from jaxrl.runtime.history import read_history
 from tests.damage import JSON_BOMBS

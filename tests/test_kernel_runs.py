@@ -6,11 +6,11 @@ import jax
 import pytest
 
 from jaxrl import run
-from jaxrl.components import assemble, settings_of
+from jaxrl.builders.components import assemble, settings_of
 from jaxrl.extras.experts import choice as choice_of_experts
+from jaxrl.extras.report import write_report
 from jaxrl.logs.display import Display
 from jaxrl.models.attention import choice
-from jaxrl.report import write_report
 from jaxrl.runtime.sharding import make_mesh
 from tests.runs import base_config, lasting
 

@@ -15,15 +15,15 @@ from absl.testing import flagsaver
 
 from configs import debug_tiny
 from jaxrl import launch
-from jaxrl.config import to_json
+from jaxrl.config.schema import to_json
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import OutageError
 from jaxrl.models.hf_weights import open_tensors
-from jaxrl.models.reading import read_model
-from jaxrl.own_code import OwnCodeError
-from jaxrl.runtime.stopping import Interrupted
-from jaxrl.tokenizer import Tokenizer
-from jaxrl.training.health import NothingWorksError
-from jaxrl.training.ledger import BudgetSpentError
+from jaxrl.models.registry import read_model
+from jaxrl.runtime.preemption import Interrupted
+from jaxrl.training.failures import NothingWorksError
+from jaxrl.training.usage import BudgetSpentError
+from jaxrl.utils.callables import OwnCodeError
 from tests.helpers import as_nobody
 
 CONFIG = "configs/debug_tiny.py"
@@ -396,7 +396,7 @@ class TestFiles:
         def write(*_):
             raise ValueError(f"{name}: No space left on device")
 
-        monkeypatch.setattr("jaxrl.envs.local_search._write_index", write)
+        monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", write)
         message = refusal(f"--config.search.local.index={tmp_path / 'index'}")
         assert f"could not be written to {tmp_path / 'index'}, where" in message
         assert "name another folder for it by config.search.local.index" in message
@@ -458,7 +458,7 @@ class TestFiles:
         assert message.startswith(f"the corpus {corpus} has no documents")
 
     def test_data_are_checked_before_an_index_is_built(self, refusal, tmp_path, monkeypatch):
-        monkeypatch.setattr("jaxrl.envs.local_search._write_index", None)
+        monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", None)
         corpus = write(tmp_path / "corpus.jsonl", '{"id": 1, "title": "a", "text": "b"}')
         arguments = [
             f"--config.search.local.corpus={corpus}",
@@ -611,7 +611,7 @@ def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_wor
 
     argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr("jaxrl.components.assemble", assemble)
+    monkeypatch.setattr("jaxrl.builders.components.assemble", assemble)
     monkeypatch.setattr("os._exit", end)
     with flagsaver.flagsaver(), pytest.raises(SystemExit, match="75"):
         launch.main(launch.parse_flags(argv))
@@ -634,7 +634,7 @@ class TestFaultsOfTheWorkdir:
             ):
                 monkeypatch.setattr(launch, flag, SimpleNamespace(value=value))
             monkeypatch.setattr(
-                "jaxrl.components.assemble", lambda *_, **__: SimpleNamespace(notes=[])
+                "jaxrl.builders.components.assemble", lambda *_, **__: SimpleNamespace(notes=[])
             )
             config = debug_tiny.get_config(str(tiny_world))
             with pytest.raises(SystemExit) as raised:
@@ -716,7 +716,7 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr("jaxrl.run.run", run)
     monkeypatch.setattr(
-        "jaxrl.components.assemble", lambda *_, **__: SimpleNamespace(notes=("a note",))
+        "jaxrl.builders.components.assemble", lambda *_, **__: SimpleNamespace(notes=("a note",))
     )
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
         launch.main(launch.parse_flags(argv))
@@ -750,7 +750,9 @@ def test_a_run_that_ends_early_says_how(error, code, monkeypatch, tmp_path, tiny
     argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'workdir'}"]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr("jaxrl.run.run", run)
-    monkeypatch.setattr("jaxrl.components.assemble", lambda *_, **__: SimpleNamespace(notes=()))
+    monkeypatch.setattr(
+        "jaxrl.builders.components.assemble", lambda *_, **__: SimpleNamespace(notes=())
+    )
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
         launch.main(launch.parse_flags(argv))
     assert ended.value.code == code

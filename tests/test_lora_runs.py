@@ -14,13 +14,13 @@ from absl.testing import flagsaver
 
 from configs import search_r1, search_r1_lora
 from jaxrl import launch
-from jaxrl.components import assemble, settings_of
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.saved_run import open_run
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.lora.files import load_adapter, load_base
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, open_tensors
-from jaxrl.models.parts import join
-from jaxrl.opening import open_run
+from jaxrl.models.params import join
 from jaxrl.run import run
 from jaxrl.runtime.history import write_config
 from jaxrl.runtime.versions import fingerprints

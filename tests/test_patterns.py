@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl.envs import math_answers
+from jaxrl.envs.rewards import math_answers
 from jaxrl.extras.endpoints import judges
 from tests.helpers import ROOT
 

@@ -18,19 +18,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.builders.method import method_of
+from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
-from jaxrl.config_checks import validate
 from jaxrl.envs.base import Outcome
-from jaxrl.method import method_of
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.controllers import Controllers
+from jaxrl.training.method import takes_own_logprobs
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, Item, balance_rows
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.settings import takes_own_logprobs
 from jaxrl.training.update import Gradient, put_batch
 from jaxrl.types import Batch, with_fields
 from tests.choices import (

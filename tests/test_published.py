@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import common, floors, published
-from jaxrl.capacity import GIB
+from jaxrl.builders.capacity import GIB
 from tests.compiled_memory import MODELS
 from tests.helpers import ROOT
 

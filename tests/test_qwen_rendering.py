@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.protocol import Asked, qwen
-from jaxrl.tokenizer import Tokenizer
 from tests.qwen import MARKERS, SPECIAL, oracle, qwen3
 from tests.toys import toy_tokenizer
 

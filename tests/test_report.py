@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from jaxrl.config import default_config, to_json
-from jaxrl.report import write_or_warn, write_report
-from jaxrl.report.__main__ import main
-from jaxrl.report.curves import (
+from jaxrl.config.schema import default_config, to_json
+from jaxrl.extras.report import write_or_warn, write_report
+from jaxrl.extras.report.__main__ import main
+from jaxrl.extras.report.curves import (
     MAX_POINTS,
     NUM_COLORS,
     Series,
@@ -23,11 +23,11 @@ from jaxrl.report.curves import (
     running_mean,
     thin,
 )
-from jaxrl.report.drawing import COLORS, DASHES, _draw
-from jaxrl.report.facts import Segment, facts_of, failure_kind, segments, wilson
-from jaxrl.report.page import duration, page, searched, visible
-from jaxrl.report.reading import read_run
-from jaxrl.report.table import table
+from jaxrl.extras.report.drawing import COLORS, DASHES, _draw
+from jaxrl.extras.report.facts import Segment, facts_of, failure_kind, segments, wilson
+from jaxrl.extras.report.page import duration, page, searched, visible
+from jaxrl.extras.report.reading import read_run
+from jaxrl.extras.report.table import table
 
 CORPUS = {"search.local.corpus": "/a/b/c.jsonl", "search.local.topk": 3}
 
@@ -980,7 +980,7 @@ class TestCommand:
         assert not list(run.rglob(".*"))
 
     def test_what_nobody_thought_of_is_one_line(self, run, monkeypatch):
-        monkeypatch.setattr("jaxrl.report.reading.read_run", lambda _: 1 / 0)
+        monkeypatch.setattr("jaxrl.extras.report.reading.read_run", lambda _: 1 / 0)
         with pytest.raises(SystemExit, match=r"^error: no report of .*run: ZeroDivisionError"):
             main([str(run)])
 
@@ -1022,7 +1022,7 @@ class TestCommand:
         write_or_warn(tmp_path / "none", said.append)
         [line] = said
         assert line.startswith("warning: no report: FileNotFoundError")
-        assert f"python -m jaxrl.report {tmp_path / 'none'} tries again" in line
+        assert f"python -m jaxrl.extras.report {tmp_path / 'none'} tries again" in line
 
 
 TOTALS = {

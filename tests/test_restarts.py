@@ -20,15 +20,16 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl import components as assemble
-from jaxrl import report, run
+from jaxrl import run
+from jaxrl.builders import components as assemble
+from jaxrl.extras import report
+from jaxrl.extras.report.facts import facts_of
+from jaxrl.extras.report.reading import read_run
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.report.facts import facts_of
-from jaxrl.report.reading import read_run
-from jaxrl.runtime import rolling_back
+from jaxrl.runtime import rollback
 from jaxrl.runtime.checkpoint import MANIFEST, steps_in
-from jaxrl.runtime.stopping import EXIT_TRY_AGAIN, Interrupted
+from jaxrl.runtime.preemption import EXIT_TRY_AGAIN, Interrupted
 from jaxrl.runtime.versions import fingerprints
 from tests.helpers import with_devices
 from tests.runs import (
@@ -186,7 +187,7 @@ def test_a_run_stopped_again_and_again_is_as_if_it_had_not_been(base, tiny_world
     assert_same_run(workdir, base)
 
 
-@pytest.mark.slow(instead="test_session.py::test_which_records_come_after_a_checkpoint")
+@pytest.mark.slow(instead="training/test_run_state.py::test_which_records_come_after_a_checkpoint")
 def test_a_stop_in_the_last_evaluation(base, tiny_world, tmp_path):
     # Its step is saved, its record is not written: all of that is made up for, export included.
     workdir = as_of(base, tmp_path / "run", LAST - 2)
@@ -355,7 +356,7 @@ def test_files_beyond_the_checkpoint_are_removed(tmp_path):
     for name in [*kept, *gone]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    rolling_back.remove_later_files(tmp_path, 4)
+    rollback.remove_later_files(tmp_path, 4)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == set(kept)
 
 
@@ -502,7 +503,7 @@ def test_early_stopping_ends_with_the_best(
     assert steps_in(other / "checkpoints") == [3, 5]
 
 
-@pytest.mark.slow(instead="runtime/test_stopping.py::test_best_and_patience_by_hand")
+@pytest.mark.slow(instead="runtime/test_preemption.py::test_best_and_patience_by_hand")
 def test_the_evaluation_that_ends_patience_may_be_the_best(
     base, tiny_world, tmp_path, scripted_scores
 ):

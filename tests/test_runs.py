@@ -16,21 +16,22 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl import components as assemble
-from jaxrl import report, run
+from jaxrl import run
+from jaxrl.builders import components as assemble
 from jaxrl.envs.base import Outcome, Turn
-from jaxrl.envs.retrieval import SearchEngine
+from jaxrl.envs.search.base import SearchEngine
+from jaxrl.extras import report
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_mean
-from jaxrl.own_code import OwnCodeError
 from jaxrl.runtime.checkpoint import restore_params
 from jaxrl.runtime.versions import fingerprints
-from jaxrl.session import Session
-from jaxrl.training.health import NothingWorksError
+from jaxrl.training.failures import NothingWorksError
+from jaxrl.training.run_state import Session
 from jaxrl.training.update import put_batch
 from jaxrl.types import members, with_fields
+from jaxrl.utils.callables import OwnCodeError
 from tests.helpers import UPDATE_PROGRAMS
 from tests.runs import (
     SIZES,

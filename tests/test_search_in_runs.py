@@ -5,14 +5,14 @@ import time
 import pytest
 
 from configs import debug_tiny
-from jaxrl.choices import made
-from jaxrl.components import assemble, settings_of
-from jaxrl.config_checks import validate
-from jaxrl.envs.local_search import LocalSearch
-from jaxrl.envs.retrieval import EmptySearch
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.toolbox import engine
+from jaxrl.builders.validation import validate
+from jaxrl.config.registry import made
+from jaxrl.envs.search.base import EmptySearch
+from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.logs.display import Display
 from jaxrl.run import run
-from jaxrl.toolbox import engine
 from tests.helpers import ROOT, blocks
 from tests.runs import base_config, lasting, records, trajectories, warm_start, without_usage
 from tests.servers import Reply, retriever_command, served

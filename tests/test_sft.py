@@ -6,21 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.codecs import from_json, to_json
-from jaxrl.demonstrations import encode_demonstration, read_demonstrations
+from jaxrl.data.serialization import from_json, to_json
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import NO_INFORMATION, Prompt, Task
 from jaxrl.envs.protocol import BAPO, bapo, qwen, search_r1
-from jaxrl.envs.retrieval import KeywordSearch
-from jaxrl.envs.search import SearchEnv
-from jaxrl.envs.tools import Tool
+from jaxrl.envs.search.base import KeywordSearch
+from jaxrl.envs.search_env import SearchEnv
+from jaxrl.envs.tools.base import Tool
 from jaxrl.sampling import decode
+from jaxrl.sampling.demonstrations import encode_demonstration, read_demonstrations
 from jaxrl.sampling.engine import Event
 from jaxrl.sampling.episodes import Limits
-from jaxrl.sampling.protocol import Counts, Sampling, Seeds
+from jaxrl.sampling.interfaces import Counts, Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import supervised_loss
-from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Batch, Draw, members
 from tests.qwen import qwen3
 from tests.toys import chain, showing, toy_tokenizer

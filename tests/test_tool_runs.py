@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.envs.functions import FunctionTool
 from jaxrl.envs.protocol import read_tool_calls
-from jaxrl.envs.tools import chat_schema
+from jaxrl.envs.tools.base import chat_schema
+from jaxrl.envs.tools.functions import FunctionTool
 from jaxrl.models.hf_weights import load_hf
 from tests import tool_world
 from tests.runs import records, trajectories

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import settings_of
+from jaxrl.builders.components import settings_of
+from jaxrl.builders.method import batch_shape, method_of
 from jaxrl.logs.display import Display
-from jaxrl.method import batch_shape, method_of
-from jaxrl.runtime.stopping import Interrupted
-from jaxrl.sampling.protocol import Counts
-from jaxrl.session import Progress, Session
+from jaxrl.runtime.preemption import Interrupted
+from jaxrl.sampling.interfaces import Counts
 from jaxrl.train import Collector, show_step, update_gate
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
-from jaxrl.training.health import Failures
-from jaxrl.training.ledger import Ledger
+from jaxrl.training.failures import Failures
 from jaxrl.training.minibatches import make_minibatches
+from jaxrl.training.run_state import Progress, Session
+from jaxrl.training.usage import Ledger
 from jaxrl.types import Group, members
 from tests.episodes import ANSWER, SEARCH, NumberedTasks, grouped, make_failure, make_trajectory
 from tests.helpers import method_with, settings

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import trl, trl_worker
 from benchmarks.trl import Reading, Work, Worker
+from jaxrl.data.stream import Stream
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Episode, Task, Turn
-from jaxrl.stream import Stream
-from jaxrl.tokenizer import Tokenizer
 
 QUESTION = {"id": "q", "question": "Who won?", "answers": ["Denver Broncos"], "data_source": "s"}
 TRAINER = """

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from jaxrl import run
-from jaxrl.components import assemble, settings_of
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.data.stream import Stream
 from jaxrl.logs.display import Display
-from jaxrl.stream import Stream
 from tests.runs import killed, lasting, run_settings, saved_progress, trajectories, without_usage
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")

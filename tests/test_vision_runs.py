@@ -19,11 +19,11 @@ import pytest
 from flax.traverse_util import flatten_dict
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.components import assemble, settings_of
-from jaxrl.config import default_config, to_json
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.config.schema import default_config, to_json
 from jaxrl.envs.base import Observation, StepResult
 from jaxrl.envs.images import Picture
-from jaxrl.envs.math import MathEnv
+from jaxrl.envs.math_env import MathEnv
 from jaxrl.extras.chat import __main__ as chat
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig

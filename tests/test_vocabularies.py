@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 
 from examples.convert_gguf import convert_config, convert_tokenizer
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Outcome, Prompt, Task
 from jaxrl.envs.protocol import SEARCH_R1, Asked, qwen
-from jaxrl.envs.retrieval import KeywordSearch
-from jaxrl.envs.search import SearchEnv
+from jaxrl.envs.search.base import KeywordSearch
+from jaxrl.envs.search_env import SearchEnv
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event
 from jaxrl.sampling.episodes import Limits
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.sampling.observations import encode_observation
 from jaxrl.sampling.observations import encode_results as encode_tool_results
-from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, members
 from tests.helpers import ROOT
 from tests.vocabularies import needed, whole_gguf
@@ -360,7 +360,7 @@ def test_special_tokens_in_documents_and_questions(name, request):
 
 TEXTS = [
     (ROOT / "README.md").read_text(encoding="utf-8"),
-    (ROOT / "jaxrl" / "tokenizer.py").read_text(encoding="utf-8"),
+    (ROOT / "jaxrl" / "data" / "tokenizer.py").read_text(encoding="utf-8"),
     FOUND,
     "in 1871, 12345678 of 9.99 and ٣٤٥ and ²³ they'VE   \n\n\t \r\n x\u00a0y  ",
     "Größe naïve Łódź Ελλάδα Москва שלום العربية हिन्दी 한국어 \u1100\u1161 ﬁ 👩‍👩‍👧 \ufeff\x00\x7f",

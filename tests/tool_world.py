@@ -8,8 +8,8 @@ import safetensors.numpy
 
 from configs import debug_tiny
 from examples.quickstart_world import generation_config, model_config, random_weights
-from jaxrl.components import assemble, settings_of
-from jaxrl.config_checks import validate
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.qwen import qwen3

@@ -10,15 +10,15 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Reward, Task
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.episodes import Limits
-from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, members
 from tests.helpers import full_pass
 

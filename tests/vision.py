@@ -10,10 +10,10 @@ import numpy as np
 from jaxrl.extras.vision.processor import Image
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.beside import Beside
+from jaxrl.models.aux_arrays import Beside
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import Through
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 
 FOLDERS = Path(__file__).parent / "golden"
 NAMES = ("qwen2_5_vl", "qwen3_vl")

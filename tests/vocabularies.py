@@ -21,7 +21,7 @@ import pytest
 from filelock import FileLock
 
 from examples.real_world import CODER, MODEL, FetchError, Package, fetch
-from jaxrl.runtime.files import taking_place
+from jaxrl.utils.files import taking_place
 
 # Not below XDG_CACHE_HOME, which is another one in the tests.
 FOLDER = Path(

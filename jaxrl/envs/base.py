@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxrl.envs.images import Picture
+from jaxrl.utils.errors import ToolError
 
 Message = Mapping[str, Any]
 """One chat message: texts as `role` and `content`, and fields such as `tool_calls`."""
@@ -25,29 +26,6 @@ class Outcome(enum.StrEnum):
     MALFORMED = "malformed"
     OUT_OF_BUDGET = "out_of_budget"
     ENVIRONMENT_ERROR = "environment_error"  # ours, not the policy's: never a reward of 0
-
-
-class ToolError(Exception):
-    """The tool failed, not the model's call of it. It never becomes a reward.
-
-    Attributes:
-        retry_after_s: seconds that the server asked to wait; None where it did not ask.
-        is_permanent: True where another try would fail alike, as with a wrong key or address.
-        status: of an HTTP server's answer; None where there was none.
-    """
-
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        retry_after_s: float | None = None,
-        is_permanent: bool = False,
-        status: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry_after_s = retry_after_s
-        self.is_permanent = is_permanent
 
 
 class OutageError(ToolError):
@@ -315,8 +293,8 @@ class Env(Protocol):
 
 
 ENVS: Mapping[str, str] = {
-    "search": "jaxrl.envs.search.SearchEnv",
-    "math": "jaxrl.envs.math.MathEnv",
+    "search": "jaxrl.envs.search_env.SearchEnv",
+    "math": "jaxrl.envs.math_env.MathEnv",
     "agents": "jaxrl.extras.serve.agents.environment.AgentEnv",
 }
 """Environments that a configuration can name, by where they are."""

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxrl.envs import rewards
-from jaxrl.envs.answers import exact_match
 from jaxrl.envs.base import Observation, ToolResults
 from jaxrl.envs.images import images_behind
-from jaxrl.envs.rewards import (
+from jaxrl.envs.rewards import rules
+from jaxrl.envs.rewards.qa import exact_match
+from jaxrl.envs.rewards.rules import (
     answer_reward,
     bapo_correctness,
     bapo_format,
@@ -319,7 +319,7 @@ def search_r1(
         final_answer=last_answer,
         is_well_formed=partial(search_r1_format, tools=tools),
         format_reward=partial(
-            rewards.format_reward, tools=tools, reward=format_reward, failure=format_failure
+            rules.format_reward, tools=tools, reward=format_reward, failure=format_failure
         ),
         reward_parts=("format", "answer", "exact_match", "f1"),
         correctness_name="answer",

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.spinner import Spinner
 from rich.table import Column
 
-from jaxrl.envs.text import printable
+from jaxrl.utils.text import printable
 
 
 class Display:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.codecs import calls_to_json, turn_to_json
+from jaxrl.data.serialization import calls_to_json, turn_to_json
 from jaxrl.envs.images import Picture
 from jaxrl.types import Trajectory
 

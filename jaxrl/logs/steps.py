@@ -17,11 +17,11 @@ import numpy as np
 
 from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean
 from jaxrl.runtime import distributed
-from jaxrl.sampling.protocol import WAITS, Counts, Sampler
+from jaxrl.sampling.interfaces import WAITS, Counts, Sampler
 from jaxrl.training.controllers import BUCKETS, Controllers, mean_divergences
-from jaxrl.training.ledger import Ledger
+from jaxrl.training.method import KL
 from jaxrl.training.packing import Packed
-from jaxrl.training.settings import KL
+from jaxrl.training.usage import Ledger
 from jaxrl.types import Group, Trajectory, members
 
 SHOWN = {

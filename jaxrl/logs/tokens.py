@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxrl.outlets import Notes, TakeNotes
 from jaxrl.runtime.sharding import replicated
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.measure import by_token
+from jaxrl.training.interfaces import Notes, TakeNotes
+from jaxrl.training.method import Method, has_kl_loss
 from jaxrl.training.minibatches import divide, token_kl_weights
 from jaxrl.training.packing import BatchShape, Packed
-from jaxrl.training.settings import Method, has_kl_loss
+from jaxrl.training.reference_kl import by_token
 from jaxrl.training.update import ScoreStep
 from jaxrl.types import Batch, Group, Params, Trajectory, members
 

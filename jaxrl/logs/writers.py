@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.envs.json_text import parse_json
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.logs.records import token_record, trajectory_record
-from jaxrl.outlets import Record
-from jaxrl.runtime.files import append_line, set_aside, taking_place, written_whole
+from jaxrl.training.interfaces import Record
 from jaxrl.types import Trajectory
+from jaxrl.utils.files import append_line, set_aside, taking_place, written_whole
+from jaxrl.utils.json_io import parse_json
 
 
 class Mirror(Protocol):

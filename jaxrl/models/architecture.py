@@ -18,11 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.attachments import Tower
-from jaxrl.models.beside import Statistics, TokenArray
+from jaxrl.models.aux_arrays import Statistics, TokenArray
 from jaxrl.models.layers import Attend, SamplerThrough, Stacks, Through
-from jaxrl.models.parts import Declared, divide
-from jaxrl.own_code import own_module
+from jaxrl.models.params import Declared, divide
 from jaxrl.types import Params
+from jaxrl.utils.callables import own_module
 
 
 @dataclass(frozen=True, kw_only=True)

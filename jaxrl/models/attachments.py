@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.beside import TokenArray
+from jaxrl.models.aux_arrays import TokenArray
 from jaxrl.models.layers import Through
 from jaxrl.types import Params
 

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.models.architecture import Architecture, Attend
 from jaxrl.models.attention import reference
-from jaxrl.models.beside import Beside
+from jaxrl.models.aux_arrays import Beside
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.types import Params
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any
 
-from jaxrl.envs.quiet import quiet_transformers
+from jaxrl.utils.quiet_transformers import quiet_transformers
 
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),

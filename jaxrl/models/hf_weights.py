@@ -24,13 +24,13 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxrl.envs.json_text import read_object
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.layers import Stacks
-from jaxrl.models.reading import read_fields, read_model
+from jaxrl.models.registry import read_fields, read_model
 from jaxrl.runtime import sharding
-from jaxrl.runtime.files import folder_taking_place
 from jaxrl.types import Params
+from jaxrl.utils.files import folder_taking_place
+from jaxrl.utils.json_io import read_object
 
 Progress = Callable[[int, int], None]
 """Told how many are done, of how many."""

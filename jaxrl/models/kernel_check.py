@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Verdict
 from jaxrl.runtime import distributed
-from jaxrl.runtime.stopping import Interrupted
+from jaxrl.runtime.preemption import Interrupted
 
 LEAST_ERROR = {2: 0.005, 4: 0.001}
 """Relative errors that pass in any case, by bytes of a value: rounding of bfloat16, of TF32."""

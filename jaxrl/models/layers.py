@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.models.beside import Beside
+from jaxrl.models.aux_arrays import Beside
 from jaxrl.types import Params
 
 Layer = Callable[[Any, Params], Any]

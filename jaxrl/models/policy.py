@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import Kernels
-from jaxrl.models.beside import Beside
+from jaxrl.models.aux_arrays import Beside
 from jaxrl.models.layers import Through
 from jaxrl.models.output import OutputLayer, block_tokens, find_places, put, take
-from jaxrl.models.parts import join, split
+from jaxrl.models.params import join, split
 from jaxrl.runtime.compilation import joined
 from jaxrl.runtime.sharding import (
     CONTEXT,

@@ -10,11 +10,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.config import KEYS, flatten, missing_folder
-from jaxrl.environment import ADAPTERS, adapter_key
-from jaxrl.keys import EVALUATION, FREE, RESULTS
+from jaxrl.builders.environment import ADAPTERS, adapter_key
+from jaxrl.config.keys import EVALUATION, FREE, RESULTS
+from jaxrl.config.schema import KEYS, flatten, missing_folder
 from jaxrl.runtime.history import Begun, plain
-from jaxrl.training.settings import has_gate
+from jaxrl.training.method import has_gate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,10 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from jaxrl.envs.json_text import read_object
 from jaxrl.runtime import distributed
-from jaxrl.runtime.files import begin_replacing, free_name, remove_whole, settle, written_whole
 from jaxrl.types import Params, TrainState
+from jaxrl.utils.files import begin_replacing, free_name, remove_whole, settle, written_whole
+from jaxrl.utils.json_io import read_object
 
 MANIFEST = "manifest.json"
 

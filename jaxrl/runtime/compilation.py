@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 from cachetools import LRUCache
 
-from jaxrl.runtime.stopping import Interrupted
+from jaxrl.runtime.preemption import Interrupted
 
 MULTIPLIES_BFLOAT16 = jax.__version_info__ >= (0, 12)
 """True where a CPU multiplies bfloat16 as it is, except for a single row of activations.

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.config import KEYS, flat_json, missing_folder, to_json
-from jaxrl.envs.json_text import parse_json
-from jaxrl.runtime.files import append_line, set_aside, written_whole
+from jaxrl.config.schema import KEYS, flat_json, missing_folder, to_json
+from jaxrl.utils.files import append_line, set_aside, written_whole
+from jaxrl.utils.json_io import parse_json
 
 if TYPE_CHECKING:
     from jaxrl.runtime.changes import Change

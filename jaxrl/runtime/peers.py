@@ -16,13 +16,13 @@ from typing import Any
 
 import jax
 
-from jaxrl.envs.child_process import Child, EndedError
-from jaxrl.envs.text import printable
 from jaxrl.runtime import monitor
 from jaxrl.runtime.distributed import from_main, gather
 from jaxrl.runtime.job import Job
-from jaxrl.runtime.stopping import EXIT_LOST
+from jaxrl.runtime.preemption import EXIT_LOST
+from jaxrl.utils.child_process import Child, EndedError
 from jaxrl.utils.secrets import redact
+from jaxrl.utils.text import printable
 
 JOIN_S = 300.0
 """Seconds in which all processes of a job must have come."""

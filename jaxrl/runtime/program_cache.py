@@ -24,7 +24,7 @@ from jax._src import compilation_cache  # the public module does not have `get_f
 from jax._src.lru_cache import LRUCache
 
 from jaxrl.runtime.distributed import from_main, gather, is_main
-from jaxrl.runtime.files import system_message, users_cache
+from jaxrl.utils.files import system_message, users_cache
 
 OFF = "off"
 """The value of `config.compilation_cache` without a cache."""

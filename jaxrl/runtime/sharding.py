@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.architecture import Architecture, is_axes
 from jaxrl.models.layers import for_sampler
-from jaxrl.models.parts import Declared
+from jaxrl.models.params import Declared
 from jaxrl.types import Params
 
 BATCH = ("data", "fsdp", "expert")

@@ -21,18 +21,18 @@ import jax
 from ml_collections import ConfigDict
 
 import jaxrl
-from jaxrl.config import KEYS, flatten
-from jaxrl.environment import CORPORA, corpus_section
-from jaxrl.envs.corpus import corpus_digest, index_folder
-from jaxrl.envs.json_text import parse_json
-from jaxrl.keys import CORPUS, MODEL
+from jaxrl.builders.environment import CORPORA, corpus_section
+from jaxrl.config.keys import CORPUS, MODEL
+from jaxrl.config.schema import KEYS, flatten
+from jaxrl.data.tasks import sources_of, task_files
+from jaxrl.envs.search.corpus import corpus_digest, index_folder
 from jaxrl.models.architecture import Verdict
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
-from jaxrl.own_code import code_folders, is_own
 from jaxrl.runtime.distributed import gather
-from jaxrl.runtime.files import set_aside, written_whole
-from jaxrl.session import OF_CODE, Components
-from jaxrl.tasks import sources_of, task_files
+from jaxrl.training.run_state import OF_CODE, Components
+from jaxrl.utils.callables import code_folders, is_own
+from jaxrl.utils.files import set_aside, written_whole
+from jaxrl.utils.json_io import parse_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 

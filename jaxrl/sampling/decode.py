@@ -27,7 +27,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import append_block
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import attend_chunk, merge
-from jaxrl.models.beside import Beside, TokenArray
+from jaxrl.models.aux_arrays import Beside, TokenArray
 from jaxrl.models.kv_cache import Cache, Pages
 from jaxrl.models.layers import SamplerThrough, Through, for_sampler
 from jaxrl.runtime.sharding import PIECES, cache_sharding, num_pieces, piece_sharding

@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import XLA, past_ends
-from jaxrl.models.beside import TokenArray
+from jaxrl.models.aux_arrays import TokenArray
 from jaxrl.models.kv_cache import Cache
 from jaxrl.runtime.compilation import CompiledFunction, compile_all, jitted, joined
 from jaxrl.runtime.sharding import (
@@ -44,12 +44,12 @@ from jaxrl.runtime.sharding import (
     replicated,
 )
 from jaxrl.sampling import decode, next_token
+from jaxrl.sampling.blocks import pages_for
+from jaxrl.sampling.buckets import append_sizes, patch_sizes, row_sizes
 from jaxrl.sampling.decode import Programs, Rows, State, StopTables
-from jaxrl.sampling.feed import Feed, Piece
-from jaxrl.sampling.pages import pages_for
-from jaxrl.sampling.protocol import Counts
-from jaxrl.sampling.shard import Prompt, Read, Recorded, Row, Shard
-from jaxrl.sampling.sizes import append_sizes, patch_sizes, row_sizes
+from jaxrl.sampling.interfaces import Counts
+from jaxrl.sampling.prefill import Feed, Piece
+from jaxrl.sampling.scheduler import Prompt, Read, Recorded, Row, Shard
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights, delete
 from jaxrl.types import Attachment, Params

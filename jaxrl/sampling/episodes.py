@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import (
     Env,
     Episode,
@@ -28,13 +29,12 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.calls import error_text, side_by_side
 from jaxrl.envs.images import MARK, Picture, UnreadableError
-from jaxrl.models.beside import TokenArray
+from jaxrl.models.aux_arrays import TokenArray
 from jaxrl.sampling.contexts import Contexts, PlayedTurn
+from jaxrl.sampling.interfaces import Processor, Sampling
 from jaxrl.sampling.observations import encode_observation, encode_results, omitted
-from jaxrl.sampling.protocol import Processor, Sampling
-from jaxrl.sampling.replies import (
+from jaxrl.sampling.step_results import (
     check_chat,
     checked_reply,
     checked_reward,
@@ -43,9 +43,9 @@ from jaxrl.sampling.replies import (
     told_of,
     writable_record,
 )
-from jaxrl.sampling.samples import Sample, trajectory_of
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.sampling.trajectory import Sample, trajectory_of
 from jaxrl.types import Attachment, Draw, Group
+from jaxrl.utils.concurrency import error_text, side_by_side
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Observation, ToolResults
 from jaxrl.sampling.contexts import OMITTED
-from jaxrl.tokenizer import Tokenizer
 
 
 def encode_observation(

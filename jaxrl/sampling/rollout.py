@@ -20,20 +20,20 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Outcome, StepResult, Turn
-from jaxrl.envs.calls import Threads
-from jaxrl.models.beside import TokenArray
+from jaxrl.models.aux_arrays import TokenArray
 from jaxrl.runtime.compilation import stopped_by
-from jaxrl.runtime.stopping import Interrupted
+from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request
 from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule
-from jaxrl.sampling.keys import context_key, sample_keys
-from jaxrl.sampling.protocol import Processor, Sampling
-from jaxrl.sampling.samples import Sample
+from jaxrl.sampling.interfaces import Processor, Sampling
+from jaxrl.sampling.sample_keys import context_key, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
+from jaxrl.utils.concurrency import Threads
 
 _PATIENCE_S = 5.0
 """Seconds in which calls under way may end when a rollout is broken off."""

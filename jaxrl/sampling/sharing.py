@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from jaxrl import codecs
+from jaxrl.data import serialization
 from jaxrl.envs.base import OutageError
 from jaxrl.runtime.distributed import gather, share
-from jaxrl.runtime.stopping import Interrupted
-from jaxrl.sampling.protocol import RolloutFunction, Sampling
+from jaxrl.runtime.preemption import Interrupted
+from jaxrl.sampling.interfaces import RolloutFunction, Sampling
 from jaxrl.types import Draw, Group
 
 
@@ -42,7 +42,7 @@ def shared(
         own: Any = None
         try:
             sampled = rollout(draws[mine], sampling, **settings)
-            own = codecs.groups_to_json(filter(None, sampled))  # none is unfinished
+            own = serialization.groups_to_json(filter(None, sampled))  # none is unfinished
         except Interrupted:
             own = None
         except OutageError as error:
@@ -53,6 +53,8 @@ def shared(
             raise OutageError(outage)
         if any(part is None for part in parts):
             raise Interrupted("a rollout was asked to stop")
-        return restored([group for part in parts for group in codecs.groups_from_json(part or ())])
+        return restored(
+            [group for part in parts for group in serialization.groups_from_json(part or ())]
+        )
 
     return everywhere

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.compilation import compile_all, jitted, joined
-from jaxrl.runtime.heap import give_back
+from jaxrl.runtime.host_memory import give_back
 from jaxrl.runtime.sharding import decode_shardings, on_local_mesh, param_shardings
 from jaxrl.types import Params
 

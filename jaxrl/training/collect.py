@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl import codecs
+from jaxrl.data import serialization
+from jaxrl.data.stream import Stream
 from jaxrl.envs.base import CallRecord, OutageError, Task
 from jaxrl.logs.metrics import search_metrics
 from jaxrl.objectives.filters import needs_resampling
-from jaxrl.own_code import Chosen, OwnCodeError, named
-from jaxrl.stream import Stream
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
 from jaxrl.training.estimators import returns_of
-from jaxrl.training.health import Failures, NothingWorksError, short
-from jaxrl.training.ledger import BudgetSpentError, Ledger
-from jaxrl.training.settings import Filter, Method
+from jaxrl.training.failures import Failures, NothingWorksError, short
+from jaxrl.training.method import Filter, Method
+from jaxrl.training.usage import BudgetSpentError, Ledger
 from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members, with_fields
+from jaxrl.utils.callables import Chosen, OwnCodeError, named
 
 RollOut = Callable[[Sequence[Draw]], Sequence[Group | None]]
 """Samples and scores a group of every draw, in their order; None for one that is not finished."""
@@ -58,13 +58,13 @@ class Collected:
     def to_json(self) -> dict[str, Any]:
         """Converts to plain JSON values, exactly; before anything of it was measured."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], leftover=[]))
-        groups = {name: codecs.groups_to_json(getattr(self, name)) for name in _GROUPS}
+        groups = {name: serialization.groups_to_json(getattr(self, name)) for name in _GROUPS}
         return {**plain, **groups}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Collected:
         """The inverse of `to_json`."""
-        made: dict[str, Any] = {n: codecs.groups_from_json(saved[n]) for n in _GROUPS}
+        made: dict[str, Any] = {n: serialization.groups_from_json(saved[n]) for n in _GROUPS}
         made["tried"] = [GroupStats(**s) for s in saved["tried"]]
         made["ledger"] = Ledger.from_json(saved["ledger"]) if "ledger" in saved else Ledger()
         return cls(**{**saved, **made})

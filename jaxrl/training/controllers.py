@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl.objectives.entropy import high_window_entropy_mask, window_entropy
 from jaxrl.objectives.metrics import mean
-from jaxrl.training.settings import (
+from jaxrl.training.method import (
     KL,
     Method,
     Shaping,

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.objectives.turns import by_turn, turn_returns
-from jaxrl.own_code import OwnCodeError, failure_text, named
 from jaxrl.runtime.compilation import jitted
-from jaxrl.training.settings import Advantage
+from jaxrl.training.method import Advantage
 from jaxrl.types import Columns, Group, Trajectory, members, with_fields
+from jaxrl.utils.callables import OwnCodeError, failure_text, named
 
 
 class Estimator:

@@ -11,10 +11,8 @@ from jax.sharding import Mesh
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.entropy import kl_weights
 from jaxrl.objectives.shaping import relaxed_kl
-from jaxrl.own_code import named
 from jaxrl.training.controllers import Controllers, KLBudget
-from jaxrl.training.packing import BatchShape, Packed, pack
-from jaxrl.training.settings import (
+from jaxrl.training.method import (
     KL,
     Filter,
     Loss,
@@ -24,8 +22,10 @@ from jaxrl.training.settings import (
     is_measured,
     takes_own_logprobs,
 )
+from jaxrl.training.packing import BatchShape, Packed, pack
 from jaxrl.training.update import ScoreStep, put_batch
 from jaxrl.types import Batch, Group, Params, Trajectory, members
+from jaxrl.utils.callables import named
 
 
 def make_minibatches(

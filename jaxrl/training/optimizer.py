@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl.own_code import named
 from jaxrl.runtime.compilation import jitted, kept
-from jaxrl.training.settings import OptimizerSettings
+from jaxrl.training.method import OptimizerSettings
+from jaxrl.utils.callables import named
 
 
 def learning_rate(settings: OptimizerSettings) -> optax.Schedule:

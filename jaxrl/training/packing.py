@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl.models.attachments import UNITS, Tower
-from jaxrl.models.beside import TokenArray
+from jaxrl.models.aux_arrays import TokenArray
 from jaxrl.models.output import QUARTERS
 from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Attachment, Batch

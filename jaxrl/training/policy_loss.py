@@ -13,12 +13,12 @@ from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.objectives.metrics import Metric
-from jaxrl.own_code import Chosen, failure_text
 from jaxrl.runtime.compilation import kept
+from jaxrl.training.method import KL, Loss, Method, token_fields
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.settings import KL, Loss, Method, token_fields
 from jaxrl.training.update import TokenLoss, UpdateStep
 from jaxrl.types import Batch
+from jaxrl.utils.callables import Chosen, failure_text
 
 
 class LossError(ValueError):

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.envs.answers import normalize_answer
+from jaxrl.envs.rewards.qa import normalize_answer
 from jaxrl.objectives.shaping import boundary_aware_rewards, entropy_reward, overlong_penalty
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.settings import Method, Shaping
+from jaxrl.training.method import Method, Shaping
 from jaxrl.types import Columns, Group, members, with_fields
 
 

@@ -15,10 +15,10 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxrl.models.beside import Statistics
+from jaxrl.models.aux_arrays import Statistics
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.output import QUARTERS
-from jaxrl.models.parts import Declared, join
+from jaxrl.models.params import Declared, join
 from jaxrl.models.policy import Model
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime.compilation import CompiledFunction, jitted, joined

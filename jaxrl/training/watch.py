@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from jaxrl.envs.json_text import parse_json
-from jaxrl.own_code import named
-from jaxrl.training.settings import Method, Watch
+from jaxrl.training.method import Method, Watch
 from jaxrl.types import Group
+from jaxrl.utils.callables import named
+from jaxrl.utils.json_io import parse_json
 
 WATCHES: dict[str, str] = {"sentinel": "jaxrl.extras.sentinel.signs:judge"}
 """Functions by `watch.name`: from a step, and a state of its own, to its next state and signs."""

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 
 from jaxrl.envs.base import Outcome, Prompt, StepResult, Task, ToolError
-from jaxrl.envs.math import MathEnv
+from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.protocol import bapo, qwen, search_r1
-from jaxrl.envs.retrieval import KeywordSearch
-from jaxrl.envs.search import SearchEnv
-from jaxrl.envs.tools import Tool
+from jaxrl.envs.search.base import KeywordSearch
+from jaxrl.envs.search_env import SearchEnv
+from jaxrl.envs.tools.base import Tool
 from tests.envs.contract import check_env
 
 PROMPT = Prompt(system="", template="{question}")

@@ -9,7 +9,6 @@ import time
 import pydantic_core
 import pytest
 
-from jaxrl.envs.math_answers import math_answer
 from jaxrl.envs.protocol import (
     BAPO,
     SEARCH_R1,
@@ -23,7 +22,8 @@ from jaxrl.envs.protocol import (
     read_tags,
     read_tool_calls,
 )
-from jaxrl.envs.rewards import bapo_format, is_abstention, last_boxed, search_r1_format
+from jaxrl.envs.rewards.math_answers import math_answer
+from jaxrl.envs.rewards.rules import bapo_format, is_abstention, last_boxed, search_r1_format
 
 TOOLS = ("search", "python")
 QWEN = qwen(TOOLS)

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
-from jaxrl.envs.costs import Budget
 from jaxrl.envs.protocol import (
     Asked,
     Reading,
@@ -14,9 +13,10 @@ from jaxrl.envs.protocol import (
     qwen_format,
     read_tool_calls,
 )
-from jaxrl.envs.retrieval import KeywordSearch
-from jaxrl.envs.search import SearchEnv
-from jaxrl.envs.tools import Tool
+from jaxrl.envs.search.base import KeywordSearch
+from jaxrl.envs.search_env import SearchEnv
+from jaxrl.envs.tools.base import Tool
+from jaxrl.envs.tools.budget import Budget
 from tests.envs.contract import after
 
 TASK = Task(id="t", question="Where was Ada born?", answers=("Avington",))

@@ -11,7 +11,7 @@ from benchmarks import worlds
 from examples import bapo_world as world
 from examples import quickstart_world as quickstart
 from jaxrl.envs.protocol import BAPO
-from jaxrl.envs.rewards import boxed_answer, is_abstention
+from jaxrl.envs.rewards.rules import boxed_answer, is_abstention
 
 SMALL = ["--num_people=60", "--num_held_out=12", "--num_demonstrations=600", "--num_worlds=3"]
 FILES = ("corpus", "questions_train", "questions_eval", "demonstrations")

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from examples import benchmark_tasks
-from jaxrl.tasks import read_tasks
+from jaxrl.data.tasks import read_tasks
 from tests.helpers import ROOT
 from tests.published import CASES, DAPO, MUSIQUE, lines, parquet
 

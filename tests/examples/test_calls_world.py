@@ -7,10 +7,10 @@ from transformers import AutoTokenizer
 
 from configs import quickstart_calls
 from examples import calls_world, framework_agent, quickstart_world
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.protocol import Asked, read_tool_calls
-from jaxrl.envs.retrieval import EmptySearch
-from jaxrl.envs.tools import chat_schema
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.envs.search.base import EmptySearch
+from jaxrl.envs.tools.base import chat_schema
 
 SIZES = ["--num_people=60", "--num_held_out=12", "--num_demonstrations=40", "--num_worlds=1"]
 TOOLS = [chat_schema(EmptySearch())]  # the schema of any search engine

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from examples import claims_world as world
-from jaxrl.envs.local_search import LocalSearch
+from jaxrl.envs.search.bm25 import LocalSearch
 
 SMALL = [
     *("--num_people=240", "--num_held_out=60", "--num_questions=24"),

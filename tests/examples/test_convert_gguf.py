@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from examples.convert_gguf import main
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.hf_weights import load_hf, open_tensors, save_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.reading import read_model
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.models.registry import read_model
 from tests.examples.gguf_files import make_tokenizer, permuted, tensors_of, write_gguf
 
 SIZES = {

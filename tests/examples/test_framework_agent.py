@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from examples import framework_agent, quickstart_world
-from jaxrl.envs.local_search import LocalSearch
+from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.extras.serve.chats import read_messages
 
 PYTHON = os.environ.get("JAXRL_PYDANTIC_AI_PYTHON", "")

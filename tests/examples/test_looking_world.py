@@ -12,12 +12,12 @@ import pytest
 
 from configs import looking, seeking
 from examples import looking_world, quickstart_world
-from jaxrl.components import assemble, settings_of
-from jaxrl.envs.local_search import LocalSearch
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.data.tasks import read_tasks
+from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.run import run
-from jaxrl.tasks import read_tasks
 
 SIZES = ["--num_train=24", "--num_held_out=6", "--num_demonstrations=60"]
 

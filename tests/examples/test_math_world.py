@@ -8,9 +8,9 @@ import pytest
 from benchmarks import worlds
 from examples import math_world as world
 from examples import quickstart_world as quickstart
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task
-from jaxrl.envs.math import MathEnv
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.envs.math_env import MathEnv
 
 SMALL = ("--num_train=200", "--num_held_out=25", "--num_demonstrations=300")
 FILES = ("questions_train", "questions_dev", "questions_eval", "demonstrations")

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from configs import debug_tiny
-from jaxrl.choices import made
-from jaxrl.config_checks import validate
+from jaxrl.builders.toolbox import engine
+from jaxrl.builders.validation import validate
+from jaxrl.config.registry import made
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.retrieval import Document, Hit
-from jaxrl.toolbox import engine
+from jaxrl.envs.search.base import Document, Hit
 from tests.servers import Reply, served, words
 
 DOCUMENTS = [

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import worlds
 from examples import puzzle_world as world
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Episode, Prompt, Task, Turn
-from jaxrl.envs.math import MathEnv
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.envs.math_env import MathEnv
 
 SMALL = ["--num_train=60", "--num_held_out=20", "--num_demonstrations=400"]
 FILES = ("questions_train", "questions_eval", "demonstrations")

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from examples.convert_gguf import convert
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import kv_cache
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.models.reading import read_model
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.models.registry import read_model
 from tests.helpers import full_pass, read_tokens
 
 torch = pytest.importorskip("torch")

@@ -19,12 +19,12 @@ import pytest
 from configs import real_8x80gb, real_24gb, real_coder, real_coder_lora
 from configs.real import get_config
 from examples import real_world as world
-from jaxrl.config_checks import validate
-from jaxrl.envs.answers import exact_match
+from jaxrl.builders.validation import validate
 from jaxrl.envs.protocol import SEARCH_R1
+from jaxrl.envs.rewards.qa import exact_match
 from jaxrl.models.hf_weights import save_hf
 from jaxrl.models.llama import LlamaConfig
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from tests.examples.gguf_files import write_gguf
 
 PLACES = (

@@ -6,8 +6,8 @@ import urllib.request
 
 import pytest
 
-from jaxrl.envs.http_retriever import HttpRetriever
-from jaxrl.envs.local_search import LocalSearch
+from jaxrl.envs.search.bm25 import LocalSearch
+from jaxrl.envs.search.http_retriever import HttpRetriever
 from tests.servers import retriever_command
 
 DOCUMENTS = [

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from examples import tiny_model
-from jaxrl.components import assemble
+from jaxrl.builders.components import assemble
+from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
-from jaxrl.config_checks import validate
-from jaxrl.envs.functions import FunctionTool
-from jaxrl.envs.tools import chat_schema
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.envs.tools.base import chat_schema
+from jaxrl.envs.tools.functions import FunctionTool
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.tokenizer import Tokenizer
 
 
 def test_texts_of_records_become_whole_tokens(tmp_path, capsys):

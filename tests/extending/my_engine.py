@@ -1,7 +1,7 @@
 import urllib.parse
 import urllib.request
 
-from jaxrl.envs.retrieval import SearchEngine
+from jaxrl.envs.search.base import SearchEngine
 
 
 class Engine(SearchEngine):

@@ -1,8 +1,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxrl.envs.answers import exact_match
 from jaxrl.envs.protocol import Protocol, search_r1
+from jaxrl.envs.rewards.qa import exact_match
 
 
 def last_line(response: str) -> str:

@@ -1,4 +1,4 @@
-from jaxrl.envs.tools import Tool
+from jaxrl.envs.tools.base import Tool
 
 
 class Clock(Tool):

@@ -1,4 +1,4 @@
-from jaxrl.envs.attribution import shows_answer
+from jaxrl.envs.rewards.attribution import shows_answer
 
 
 def progress(turns, answers, *, cost=0.1):

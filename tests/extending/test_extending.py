@@ -13,23 +13,23 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble, settings_of
-from jaxrl.config_checks import validate
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.method import kl_estimator_of
+from jaxrl.builders.validation import validate
 from jaxrl.envs.base import CallRecord, Episode, Outcome, Prompt, Task, Turn
-from jaxrl.envs.functions import FunctionTool
 from jaxrl.envs.protocol import qwen
-from jaxrl.envs.search import SearchEnv
+from jaxrl.envs.search_env import SearchEnv
+from jaxrl.envs.tools.functions import FunctionTool
 from jaxrl.extras.mcp.servers import McpServer
 from jaxrl.logs.display import Display
-from jaxrl.method import kl_estimator_of
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.filters import FILTERS
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
-from jaxrl.own_code import Chosen
 from jaxrl.run import run
 from jaxrl.training.collect import NotEnoughGroupsError, _filter_groups
 from jaxrl.training.policy_loss import check_loss
+from jaxrl.utils.callables import Chosen
 from tests.envs.contract import check_env
 from tests.episodes import grouped, make_trajectory
 from tests.helpers import blocks, estimator, method_with, text

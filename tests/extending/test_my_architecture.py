@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble, settings_of
+from jaxrl.builders.components import assemble, settings_of
 from jaxrl.extras.plan import memory
 from jaxrl.logs.display import Display
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.policy import Model
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from jaxrl.run import run
 from jaxrl.training.packing import BatchShape
 from tests.extending.my_architecture import Pocket

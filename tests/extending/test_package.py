@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble, settings_of
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
-from jaxrl.config_checks import validate
-from jaxrl.installed import name_installed
+from jaxrl.config.entry_points import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.runs import METHOD_SIZES, records

@@ -8,17 +8,17 @@ import optax
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble, make_stages
-from jaxrl.config_checks import validate
+from jaxrl.builders.components import assemble, make_stages
+from jaxrl.builders.method import batch_shape, method_of, optimizer_of
+from jaxrl.builders.validation import validate
 from jaxrl.envs.base import Reward
-from jaxrl.method import batch_shape, method_of, optimizer_of
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import COLUMNS, ESTIMATORS
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.filters import FILTERS
 from jaxrl.objectives.losses import LOSSES
-from jaxrl.sampling.replies import checked_reward
+from jaxrl.sampling.step_results import checked_reward
 from jaxrl.training.collect import check_filter
 from jaxrl.training.minibatches import check_aggregation
 from jaxrl.training.optimizer import SCHEDULES, check_schedule
@@ -34,9 +34,9 @@ import dataclasses
 import jax, jax.numpy as jnp, numpy as np
 from jaxrl.envs.base import Env
 from jaxrl.envs.protocol import search_r1
-from jaxrl.envs.retrieval import SearchEngine
-from jaxrl.envs.search import SearchEnv
-from jaxrl.envs.tools import Tool
+from jaxrl.envs.search.base import SearchEngine
+from jaxrl.envs.search_env import SearchEnv
+from jaxrl.envs.tools.base import Tool
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.objectives.losses import PolicyLoss

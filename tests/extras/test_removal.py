@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxrl.config import BROUGHT, flat_json
+from jaxrl.config.schema import BROUGHT, flat_json
 from tests.helpers import ROOT
 from tests.runs import METHOD_SIZES, records
 
@@ -70,7 +70,7 @@ def trains_two_steps(folder, world, compilation):
 
 def test_without_any_extra_a_text_run_trains(tiny_world, tmp_path, quick_compilation):
     told = trains_two_steps(without(tmp_path, *EXTRAS), tiny_world, quick_compilation)
-    assert "no report: No module named 'jaxrl.report'" in told
+    assert "no report: No module named 'jaxrl.extras.report'" in told
     assert "no plan of memory: jaxrl/extras/plan is not there" in told
     # Their keys went with them.
     written = flat_json(tmp_path / "run" / "config.json")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl.envs.base import Episode, Finished, Reward, Task
-from jaxrl.envs.worker_pool import WorkerLostError, WorkerPool
 from jaxrl.extras.symbolic_math.part import MAX_CHARACTERS, MathVerify
+from jaxrl.utils.worker_pool import WorkerLostError, WorkerPool
 
 EQUAL = [
     (r"\sqrt{4}", "2"),

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.config import to_json
+from jaxrl.config.schema import to_json
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.retrieval import Document, Hit, SkippedHits
+from jaxrl.envs.search.base import Document, Hit, SkippedHits
 from jaxrl.extras.web_search.engine import PROVIDERS, WebSearch
 from tests.servers import Reply, served
 

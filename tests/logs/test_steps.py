@@ -18,7 +18,7 @@ from jaxrl.logs.steps import (
     window_metrics,
 )
 from jaxrl.objectives.metrics import Metric
-from jaxrl.sampling.protocol import Counts
+from jaxrl.sampling.interfaces import Counts
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,

@@ -10,8 +10,8 @@ from absl import app
 from jaxrl import launch
 from jaxrl.utils.secrets import redacted_output
 from jaxrl.logs.display import Display
-from jaxrl.runtime.stalls import told_of_stalls
-from jaxrl.runtime.stopping import stop_on_signals
+from jaxrl.runtime.watchdog import told_of_stalls
+from jaxrl.runtime.preemption import stop_on_signals
 
 NUMBERS = {"reward": 0.123456, "exact match": 0.25, "searches": 1.5, "tokens/s": 16_759.3}
 

@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.components import assemble, settings_of
+from jaxrl.builders.components import assemble, settings_of
 from jaxrl.logs.display import Display
 from jaxrl.logs.tokens import make_notes
 from jaxrl.run import run
 from jaxrl.training.controllers import AdaptiveKL, Controllers
-from jaxrl.training.measure import make_measure
-from jaxrl.training.settings import is_measured
+from jaxrl.training.method import is_measured
+from jaxrl.training.reference_kl import make_measure
 from jaxrl.types import members, with_fields
 from tests.episodes import grouped
 from tests.helpers import method_with

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config import KEYS
+from jaxrl.config.schema import KEYS
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.reading import ARCHITECTURES, find_architecture, read_model
+from jaxrl.models.registry import ARCHITECTURES, find_architecture, read_model
 
 PACKAGE = Path(__file__).parents[2] / "jaxrl"
 

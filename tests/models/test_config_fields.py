@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.extras.dense.encoders import read_encoder
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = (

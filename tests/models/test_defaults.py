@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING
 
 from jaxrl.extras.dense.bert import BertConfig
 from jaxrl.models.defaults import SIZES
-from jaxrl.models.reading import find_architecture
+from jaxrl.models.registry import find_architecture
 
 TEXT = {
     "vocab_size": 300, "hidden_size": 768, "intermediate_size": 80, "num_hidden_layers": 30,

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.builders.method import policy_of
 from jaxrl.extras.lora.adapter import Adapter, find_targets
-from jaxrl.method import policy_of
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.parts import join
+from jaxrl.models.params import join
 from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
 from tests.extending.my_architecture import Pocket

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import hf_weights
-from jaxrl.models.conversion import main
+from jaxrl.models.convert import main
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import check_hf, hf_places, load_hf, save_hf
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from tests.helpers import with_devices
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -460,7 +460,7 @@ ON_EIGHT_DEVICES = """
 import sys
 import jax, numpy as np
 from jaxrl.runtime import sharding
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from jaxrl.models.hf_weights import load_hf, save_hf
 
 source, path = sys.argv[1:]
@@ -495,7 +495,7 @@ import jax, numpy as np
 port, index, source, path = sys.argv[1:]
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
 from jaxrl.runtime import sharding
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from jaxrl.models.hf_weights import load_hf, save_hf
 
 mesh = sharding.make_mesh(data=1, fsdp=2, tensor=1)

@@ -14,7 +14,7 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from jaxrl.models.rope_scaling import Linear, Llama3, Yarn
 from tests.helpers import full_pass, read_tokens
 

@@ -13,7 +13,7 @@ from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.reading import find_architecture, read_model
+from jaxrl.models.registry import find_architecture, read_model
 from tests.helpers import full_pass, read_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

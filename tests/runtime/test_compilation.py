@@ -19,7 +19,7 @@ from jaxrl.runtime.compilation import (
     joined,
     stopped_by,
 )
-from jaxrl.runtime.stopping import Interrupted
+from jaxrl.runtime.preemption import Interrupted
 
 
 def double(x):
@@ -113,7 +113,7 @@ def test_what_was_kept_is_forgotten_where_code_of_jaxrl_is_replaced(monkeypatch)
         return len(traced)
 
     assert (play(), play()) == (1, 1)
-    monkeypatch.setattr("jaxrl.runtime.stopping.EXIT_TRY_AGAIN", 99)
+    monkeypatch.setattr("jaxrl.runtime.preemption.EXIT_TRY_AGAIN", 99)
     assert (play(), play()) == (2, 2)
     importlib.reload(importlib.import_module("jaxrl.objectives.turns"))
     assert (play(), play()) == (3, 3)
@@ -202,7 +202,7 @@ def test_a_compilation_is_left_to_itself_when_it_is_asked_to_stop():
 DEEP = """
 import os, jax, jax.numpy as jnp
 from jaxrl.runtime.compilation import CompiledFunction, is_under_way, stopped_by
-from jaxrl.runtime.stopping import EXIT_TRY_AGAIN, Interrupted, stop_on_signals
+from jaxrl.runtime.preemption import EXIT_TRY_AGAIN, Interrupted, stop_on_signals
 
 @jax.jit
 def layer(x):

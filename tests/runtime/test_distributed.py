@@ -15,10 +15,10 @@ import safetensors.numpy
 
 from jaxrl.envs.base import OutageError, Task, Turn
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.runtime import distributed, stopping
-from jaxrl.runtime.stopping import EXIT_LOST
+from jaxrl.runtime import distributed, preemption
+from jaxrl.runtime.preemption import EXIT_LOST
 from jaxrl.sampling import sharing
-from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
@@ -265,7 +265,7 @@ def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
     job = Processes(tiny_world, workdir, environment)
     wait_for(lambda: len(list(trajectories.glob("*.jsonl"))) >= 1, job.all[0])
     job.all[lost].terminate()
-    assert job.wait(60)[0] == [stopping.EXIT_TRY_AGAIN] * 2
+    assert job.wait(60)[0] == [preemption.EXIT_TRY_AGAIN] * 2
     job = Processes(tiny_world, workdir, environment)
     wait_for(lambda: len(list(trajectories.glob("*.jsonl"))) >= 3, job.all[0])
     job.all[lost].send_signal(getattr(signal, sent))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxrl.config import default_config, flatten, to_json
+from jaxrl.config.schema import default_config, flatten, to_json
 from jaxrl.runtime import history as resuming
 from jaxrl.runtime.changes import changes_since, check_changes, check_fixed
 from jaxrl.runtime.history import read_begun, read_history, write_history

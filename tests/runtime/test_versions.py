@@ -13,8 +13,8 @@ import jax
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble
-from jaxrl.config import flatten
+from jaxrl.builders.components import assemble
+from jaxrl.config.schema import flatten
 from jaxrl.launch import make_ready
 from jaxrl.logs.display import Display
 from jaxrl.runtime import versions
@@ -261,7 +261,7 @@ def test_a_run_keeps_the_time_of_its_first_prompts(world, tmp_path, monkeypatch)
         made.append(assemble(*arguments, **settings))
         return made[-1]
 
-    monkeypatch.setattr("jaxrl.components.assemble", spy)
+    monkeypatch.setattr("jaxrl.builders.components.assemble", spy)
     display = Display()
     display.log = said.append
     with contextlib.ExitStack() as stack:

@@ -11,7 +11,7 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request
-from jaxrl.sampling.keys import sample_keys
+from jaxrl.sampling.sample_keys import sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.packing import BatchShape, pack
 from tests.helpers import tiny_params

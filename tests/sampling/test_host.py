@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Observation, Outcome, StepResult
-from jaxrl.envs.calls import Threads
 from jaxrl.sampling import decode
 from jaxrl.sampling.episodes import Schedule
 from jaxrl.sampling.observations import encode_observation
-from jaxrl.sampling.samples import Sample, Span, trajectory_of
+from jaxrl.sampling.trajectory import Sample, Span, trajectory_of
+from jaxrl.utils.concurrency import Threads
 from tests.helpers import tiny_params
 from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from jaxrl.extras.vision.processor import Image
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request
-from jaxrl.sampling.keys import sample_keys
+from jaxrl.sampling.sample_keys import sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import tiny_params
 from tests.toys import SMALL, count_compilations, one_device_mesh

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl.sampling.engine import Request
-from jaxrl.sampling.keys import sample_keys
 from jaxrl.sampling.next_token import GREEDY, KINDS, PLAIN, nucleus
+from jaxrl.sampling.sample_keys import sample_keys
 from tests.helpers import dense_table, tiny_params
 from tests.toys import SMALL, Player, chain, toy_tokenizer
 

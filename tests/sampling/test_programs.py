@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.components import draw_kinds
-from jaxrl.environment import max_image_tokens
+from jaxrl.builders.components import draw_kinds
+from jaxrl.builders.environment import max_image_tokens
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels.attention_gpu import num_live
 from jaxrl.extras.kernels.attention_tpu import Steps
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.sampling import engine, next_token
+from jaxrl.sampling.buckets import append_sizes, row_sizes
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.sizes import append_sizes, row_sizes
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import ROOT
 from tests.programs import equations
@@ -53,7 +53,7 @@ def platform(request, monkeypatch):
 def test_a_cpu_decodes_two_rows_at_least_in_bfloat16(
     platform, dtype, is_multiplied, sizes, monkeypatch
 ):
-    monkeypatch.setattr("jaxrl.sampling.sizes.MULTIPLIES_BFLOAT16", is_multiplied)
+    monkeypatch.setattr("jaxrl.sampling.buckets.MULTIPLIES_BFLOAT16", is_multiplied)
     assert row_sizes(platform, 16, dtype) == sizes
     assert row_sizes(platform, 1, dtype) == [1]
 

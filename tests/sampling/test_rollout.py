@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.codecs import from_json, to_json
+from jaxrl.data.serialization import from_json, to_json
 from jaxrl.envs.base import (
     CallRecord,
     Observation,
@@ -17,13 +17,13 @@ from jaxrl.envs.base import (
     Task,
     ToolError,
 )
-from jaxrl.envs.payment import Payment
 from jaxrl.envs.protocol import SEARCH_R1
-from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine
-from jaxrl.envs.reward_functions import RewardFunction, kind_of
-from jaxrl.envs.search import SearchEnv
+from jaxrl.envs.rewards.combiner import Payment
+from jaxrl.envs.rewards.functions import RewardFunction, kind_of
+from jaxrl.envs.search.base import EmptySearch, KeywordSearch, SearchEngine
+from jaxrl.envs.search_env import SearchEnv
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.sampling.observations import encode_observation
-from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.types import Draw
 from tests.helpers import tiny_params

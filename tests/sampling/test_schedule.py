@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Observation, Outcome, StepResult
-from jaxrl.runtime.stopping import Interrupted
+from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling import rollout
 from jaxrl.sampling.engine import Request
 from jaxrl.sampling.episodes import Schedule
-from jaxrl.sampling.keys import sample_keys
+from jaxrl.sampling.sample_keys import sample_keys
 from tests.helpers import tiny_params
 from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
 

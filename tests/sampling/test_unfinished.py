@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.envs.base import Observation, Outcome, StepResult, Task
 from jaxrl.sampling.episodes import Schedule
-from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.types import Draw, members
 from tests.helpers import tiny_params

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
+from jaxrl.data.stream import Stream
 from jaxrl.envs.base import Task
-from jaxrl.stream import Stream
 from jaxrl.training.collect import (
     Collected,
     Left,
@@ -19,7 +19,7 @@ from jaxrl.training.collect import (
     some_failed,
 )
 from jaxrl.training.controllers import Controllers, SkipSet, StageGate
-from jaxrl.training.health import Failures, NothingWorksError
+from jaxrl.training.failures import Failures, NothingWorksError
 from jaxrl.types import Group, GroupStats, members, with_fields
 from tests import helpers
 from tests.episodes import NumberedTasks, in_turns, make_failure, make_trajectory, strayed

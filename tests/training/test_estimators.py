@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl.objectives.advantages import ESTIMATORS
-from jaxrl.own_code import OwnCodeError
 from jaxrl.types import members
+from jaxrl.utils.callables import OwnCodeError
 from tests.episodes import grouped, in_turns, is_same, make_failure, make_trajectory
 from tests.helpers import estimator
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.builders.method import frozen_of, optimizer_of
 from jaxrl.config import default_config
-from jaxrl.method import frozen_of, optimizer_of
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model

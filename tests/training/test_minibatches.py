@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxrl.own_code import Chosen, OwnCodeError
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,
@@ -14,6 +13,7 @@ from jaxrl.training.controllers import (
     EntropyThreshold,
     KLBudget,
 )
+from jaxrl.training.method import has_kl_loss, takes_own_logprobs
 from jaxrl.training.minibatches import (
     as_trained,
     keeper,
@@ -22,8 +22,8 @@ from jaxrl.training.minibatches import (
     token_kl_weights,
     trained_share,
 )
-from jaxrl.training.settings import has_kl_loss, takes_own_logprobs
 from jaxrl.types import Divergence, with_fields
+from jaxrl.utils.callables import Chosen, OwnCodeError
 from tests import helpers
 from tests.episodes import grouped, in_turns, make_failure, make_trajectory, wavering
 from tests.helpers import gather

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.method import optimizer_of
+from jaxrl.builders.method import optimizer_of
 from jaxrl.runtime.compilation import forget_if_edited
 from jaxrl.training.optimizer import learning_rate, make_optimizer
 from tests.helpers import settings, tiny_params

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from configs import dapo, dapo_small, search_r1_small
-from jaxrl.environment import overlong_limit
+from jaxrl.builders.environment import overlong_limit
+from jaxrl.builders.method import method_of
 from jaxrl.envs.base import Outcome
-from jaxrl.method import method_of
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,

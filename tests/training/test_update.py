@@ -19,10 +19,10 @@ from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.measure import unpack
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, loss_quarters, pack
 from jaxrl.training.policy_loss import make_policy_loss
+from jaxrl.training.reference_kl import unpack
 from jaxrl.training.update import (
     ScoreStep,
     UpdateStep,

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from jaxrl.own_code import OwnCodeError
 from jaxrl.training.watch import (
     FORGOTTEN_AFTER,
     Sign,
@@ -14,6 +13,7 @@ from jaxrl.training.watch import (
     goal_of,
     look,
 )
+from jaxrl.utils.callables import OwnCodeError
 from tests.helpers import method_with
 
 

@@ -9,16 +9,16 @@ import urllib.parse
 import pytest
 
 from jaxrl.envs.base import OutageError, ToolError
-from jaxrl.envs.calls import failure_report
-from jaxrl.envs.http_retriever import HttpRetriever
 from jaxrl.envs.images import Picture, Pictured, images_behind
-from jaxrl.envs.recording import Recording
-from jaxrl.envs.resilient import Policy, ResilientSearch
-from jaxrl.envs.tools import Tool, run_one, run_together
+from jaxrl.envs.search.http_retriever import HttpRetriever
+from jaxrl.envs.search.recording import Recording
+from jaxrl.envs.search.resilient import Policy, ResilientSearch
+from jaxrl.envs.tools.base import Tool, run_one, run_together
 from jaxrl.extras.endpoints.completions import Completions
 from jaxrl.extras.endpoints.judges import Endpoint as JudgeEndpoint
 from jaxrl.extras.endpoints.judges import JudgeSettings
 from jaxrl.utils import secrets
+from jaxrl.utils.concurrency import failure_report
 from jaxrl.utils.secrets import redact, redacted_output, register_secret
 from tests.servers import Reply, served
 

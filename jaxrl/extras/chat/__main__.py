@@ -10,8 +10,8 @@ the run was started; those of RUN, --model and --image are of this one.
 
 from __future__ import annotations
 
-from jaxrl.envs.text import printable, replace_unencodable
-from jaxrl.runtime.stopping import end_on_signals
+from jaxrl.runtime.preemption import end_on_signals
+from jaxrl.utils.text import printable, replace_unencodable
 
 if __name__ == "__main__":
     end_on_signals("ended", code=None)  # a moment passes until all below is imported
@@ -30,14 +30,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxrl.components import Assembled
+from jaxrl.builders.components import Assembled
+from jaxrl.builders.saved_run import line, open_run, read_keys
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.logs.display import Display
-from jaxrl.opening import line, open_run, read_keys
 from jaxrl.runtime.history import folder_of
-from jaxrl.training.health import first_error
+from jaxrl.training.failures import first_error
 from jaxrl.types import Trajectory
 
 

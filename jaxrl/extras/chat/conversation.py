@@ -9,13 +9,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.components import Assembled
-from jaxrl.data import parse_task
+from jaxrl.builders.components import Assembled
+from jaxrl.builders.toolbox import protocol
+from jaxrl.data.records import parse_task
 from jaxrl.envs.base import Message, Prompt
-from jaxrl.envs.text import writable
-from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.toolbox import protocol
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.types import Draw, Trajectory
+from jaxrl.utils.text import writable
 
 
 class Conversation:

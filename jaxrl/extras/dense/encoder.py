@@ -14,8 +14,8 @@ import tokenizers
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.envs.json_text import read_object
 from jaxrl.extras.dense.encoders import EmbeddingModel, encode_rows, load_encoder
+from jaxrl.utils.json_io import read_object
 
 SHORTEST = 16
 """Tokens of the narrowest batch; each wider one has twice as many."""

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.envs.json_text import parse_json, read_object
 from jaxrl.extras.dense.bert import BertConfig
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.reference import XLA
@@ -37,8 +36,9 @@ from jaxrl.models.hf_weights import (
     open_tensors,
 )
 from jaxrl.models.layers import Through
-from jaxrl.models.reading import read_fields, read_model, suggest_model
+from jaxrl.models.registry import read_fields, read_model, suggest_model
 from jaxrl.types import Params
+from jaxrl.utils.json_io import parse_json, read_object
 
 POOLINGS = ("mean", "first", "last")
 """Poolings of hidden states: their mean, that of the first token, that of the last one."""

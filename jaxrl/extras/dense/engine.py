@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.envs.corpus import corpus_digest, index_folder
-from jaxrl.envs.retrieval import DocumentSearch, Hit, Progress
-from jaxrl.envs.text import writable
+from jaxrl.envs.search.base import DocumentSearch, Hit, Progress
+from jaxrl.envs.search.corpus import corpus_digest, index_folder
 from jaxrl.extras.dense.encoder import Encoder, folder_digest
 from jaxrl.extras.dense.encoders import EmbeddingModel, read_embedding_model
 from jaxrl.extras.dense.files import Documents, Rows, Source, open_built, read_prebuilt
 from jaxrl.extras.dense.passages import Passages
+from jaxrl.utils.text import writable
 
 NUM_SAMPLED = 8
 """Documents that are encoded to see whether prebuilt vectors are of this encoder."""
@@ -27,7 +27,7 @@ LEAST_COSINE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a `DenseSearch`; `jaxrl/config.py` says more of each.
+    """Settings of a `DenseSearch`; `jaxrl/config/schema.py` says more of each.
 
     Attributes:
         corpus: a JSONL file of documents.

@@ -30,7 +30,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl.envs.corpus import (
+from jaxrl.envs.paths import similar_path
+from jaxrl.envs.search.base import Progress
+from jaxrl.envs.search.corpus import (
     CorpusDocuments,
     check_corpus,
     check_unchanged,
@@ -41,9 +43,7 @@ from jaxrl.envs.corpus import (
     make_once,
     read_corpus,
 )
-from jaxrl.envs.json_text import parse_json
-from jaxrl.envs.paths import similar_path
-from jaxrl.envs.retrieval import Progress
+from jaxrl.utils.json_io import parse_json
 
 FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 """Dtypes of `vectors.bin`, by `search.dense.file_dtype`."""

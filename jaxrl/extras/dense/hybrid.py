@@ -7,8 +7,8 @@ from fractions import Fraction
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.local_search import LocalSearch
-from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, Progress
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit, Progress
+from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.extras.dense.engine import DenseSearch
 
 

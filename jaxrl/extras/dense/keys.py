@@ -1,6 +1,6 @@
 """Keys of dense retrieval."""
 
-from jaxrl.keys import CORPUS, DTYPES, MODEL, Key
+from jaxrl.config.keys import CORPUS, DTYPES, MODEL, Key
 
 # fmt: off
 KEYS = {

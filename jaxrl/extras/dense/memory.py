@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from jaxrl.environment import corpus_section
+from jaxrl.builders.environment import corpus_section
 from jaxrl.extras.dense.encoders import encoder_bytes, read_encoder
 from jaxrl.extras.dense.passages import device_bytes
 

@@ -7,8 +7,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.json_http import Bounds, JsonClient, Request, key_of
-from jaxrl.envs.resilient import Policy
+from jaxrl.envs.search.resilient import Policy
+from jaxrl.utils.http_client import Bounds, JsonClient, Request, key_of
 
 MAX_REPLY_MIB = 4.0
 _MAX_SHOWN = 200  # characters of a reply that an error shows

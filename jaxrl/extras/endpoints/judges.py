@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.base import CallRecord, Finished, Task, ToolError
-from jaxrl.envs.calls import MAX_S
-from jaxrl.envs.json_http import check_url, plain_text
-from jaxrl.envs.payment import Call, Measured
-from jaxrl.envs.recording import Recording
-from jaxrl.envs.resilient import Nobody, ResilientSearch
-from jaxrl.envs.tools import Answer, Tool
-from jaxrl.envs.worker_pool import WorkerPool
+from jaxrl.envs.rewards.combiner import Call, Measured
+from jaxrl.envs.search.recording import Recording
+from jaxrl.envs.search.resilient import Nobody, ResilientSearch
+from jaxrl.envs.tools.base import Answer, Tool
 from jaxrl.extras.endpoints.completions import Completions, content_of, first_choice, policy_of
+from jaxrl.utils.concurrency import MAX_S
+from jaxrl.utils.http_client import check_url, plain_text
+from jaxrl.utils.worker_pool import WorkerPool
 
 PLACES = ("question", "response", "answers")
 _PLACE = re.compile(rf"\{{({'|'.join(PLACES)})\}}")

@@ -1,6 +1,6 @@
 """Keys of a model behind an endpoint that plays."""
 
-from jaxrl.keys import REPLAY, Key
+from jaxrl.config.keys import REPLAY, Key
 
 # fmt: off
 KEYS = {

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.chat import parts_of
+from jaxrl.data.chat_template import parts_of
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import (
     Env,
     OutageError,
@@ -32,22 +33,21 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.calls import MAX_ERROR, in_thread, started
 from jaxrl.envs.images import Picture, Pictured, UnreadableError, images_behind
-from jaxrl.envs.json_http import check_url, plain_text, shown_url
-from jaxrl.envs.recording import Recording
-from jaxrl.envs.resilient import Nobody, ResilientSearch
-from jaxrl.envs.text import writable
-from jaxrl.envs.tools import Tool
+from jaxrl.envs.search.recording import Recording
+from jaxrl.envs.search.resilient import Nobody, ResilientSearch
+from jaxrl.envs.tools.base import Tool
 from jaxrl.extras.endpoints.completions import Completions, first_choice, policy_of
 from jaxrl.extras.endpoints.sent_images import sent_image, url_of
 from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule, StartError
-from jaxrl.sampling.protocol import Processor, Sampling
-from jaxrl.sampling.replies import failed_step, images_of
+from jaxrl.sampling.interfaces import Processor, Sampling
 from jaxrl.sampling.rollout import LOOK_S, check_stop
-from jaxrl.sampling.samples import Sample
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.sampling.step_results import failed_step, images_of
+from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
+from jaxrl.utils.concurrency import MAX_ERROR, in_thread, started
+from jaxrl.utils.http_client import check_url, plain_text, shown_url
+from jaxrl.utils.text import writable
 
 GO_ON = "Continue."
 """The user's message where the environment says nothing and the model is to go on."""

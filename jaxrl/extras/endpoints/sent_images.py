@@ -7,8 +7,8 @@ import io
 
 import PIL.Image
 
+from jaxrl.envs.image_decoding import opened, orientation, reading, upright
 from jaxrl.envs.images import Picture
-from jaxrl.envs.opening import opened, orientation, reading, upright
 
 _TAKEN = ("PNG", "JPEG")
 _GREY = (128, 128, 128)

@@ -31,7 +31,7 @@ from jaxrl.extras.experts.choice import choose, decide
 from jaxrl.extras.experts.dispatch import XLA, Experts
 from jaxrl.extras.experts.routing import ROUTED, Found
 from jaxrl.models.architecture import Fused, MemoryTerms, Verdict
-from jaxrl.models.beside import Beside, TokenArray
+from jaxrl.models.aux_arrays import Beside, TokenArray
 from jaxrl.models.decoder import (
     KINDS,
     LAYER_LIST,

@@ -11,7 +11,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Integer
 
-from jaxrl.models.beside import Beside
+from jaxrl.models.aux_arrays import Beside
 
 ROUTED = "routed_experts"
 """Name of an array by token: the numbers of the experts chosen in each layer, `[layers, k]`."""

@@ -32,9 +32,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.around import Around
 from jaxrl.models.hf_weights import Progress
-from jaxrl.models.parts import Declared, divide, join, only
+from jaxrl.models.params import Declared, divide, join, only
+from jaxrl.models.wrapper import Around
 from jaxrl.runtime.sharding import param_shardings
 from jaxrl.types import Params
 

@@ -17,7 +17,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding
 from safetensors.numpy import save_file
 
-from jaxrl.envs.json_text import read_object
 from jaxrl.extras.lora.adapter import Adapter, module_of, modules_of, quantise
 from jaxrl.extras.lora.keys import TENSORS_FILE
 from jaxrl.models.architecture import Architecture
@@ -34,8 +33,9 @@ from jaxrl.models.hf_weights import (
     write_json,
 )
 from jaxrl.runtime import sharding
-from jaxrl.runtime.files import folder_taking_place
 from jaxrl.types import Params
+from jaxrl.utils.files import folder_taking_place
+from jaxrl.utils.json_io import read_object
 
 CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."

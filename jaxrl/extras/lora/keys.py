@@ -1,6 +1,6 @@
 """Keys of an adapter."""
 
-from jaxrl.keys import DTYPES, Key, Rule, are_texts
+from jaxrl.config.keys import DTYPES, Key, Rule, are_texts
 
 TENSORS_FILE = "adapter_model.safetensors"
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl.extras.lora.adapter import QUANTISED, TRAINED, Adapter
 from jaxrl.models.policy import entries_with_layers
 from jaxrl.runtime.sharding import param_shardings
-from jaxrl.runtime.weights import PolicyWeights, cast_leaves, leaves, num_values
+from jaxrl.runtime.weight_memory import PolicyWeights, cast_leaves, leaves, num_values
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Keys of MCP servers."""
 
-from jaxrl.keys import Key
+from jaxrl.config.keys import Key
 
 # fmt: off
 KEYS = {

@@ -15,16 +15,16 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrl.config.keys import refuse
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.calls import MAX_ERROR, LateError, error_text, event_loop, within
 from jaxrl.envs.images import Picture, Pictured
-from jaxrl.envs.json_http import check_url
-from jaxrl.envs.json_text import is_too_deep
-from jaxrl.envs.tools import CallError, JsonTool, Tool, check_names
-from jaxrl.envs.worker_pool import WorkerLostError, WorkerPool
+from jaxrl.envs.tools.base import CallError, JsonTool, Tool, check_names
 from jaxrl.extras.mcp.transport import MAX_ANSWER_MIB, MAX_TOLD, StdioServer, bounded_client
-from jaxrl.keys import refuse
+from jaxrl.utils.concurrency import MAX_ERROR, LateError, error_text, event_loop, within
+from jaxrl.utils.http_client import check_url
+from jaxrl.utils.json_io import is_too_deep
 from jaxrl.utils.secrets import redact, register_secret
+from jaxrl.utils.worker_pool import WorkerLostError, WorkerPool
 
 _INVALID_PARAMS = -32602  # of JSON-RPC: the arguments are wrong
 _CLOSING_S = 5.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 
-from jaxrl.envs.child_process import signal_group
+from jaxrl.utils.child_process import signal_group
 
 MAX_ANSWER_MIB = 16
 """Limit of an answer to one request, with all events before it."""

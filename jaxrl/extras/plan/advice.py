@@ -11,9 +11,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.capacity import MICRO_ROWS, gib
-from jaxrl.config import flatten
-from jaxrl.environment import has_contexts
+from jaxrl.builders.capacity import MICRO_ROWS, gib
+from jaxrl.builders.environment import has_contexts
+from jaxrl.builders.method import batch_shape, optimizer_section
+from jaxrl.config.schema import flatten
 from jaxrl.extras.plan.memory import (
     GO_ON,
     Target,
@@ -21,7 +22,6 @@ from jaxrl.extras.plan.memory import (
     target_mesh,
     update_phase,
 )
-from jaxrl.method import batch_shape, optimizer_section
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.sharding import BATCH, num_batch_shards
 

@@ -10,10 +10,10 @@ from typing import Any
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from jaxrl.capacity import GIB
-from jaxrl.envs.text import printable
+from jaxrl.builders.capacity import GIB
 from jaxrl.extras.plan import advice, display, memory
-from jaxrl.models.reading import read_model, suggest_model
+from jaxrl.models.registry import read_model, suggest_model
+from jaxrl.utils.text import printable
 
 
 def show_plan(

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.capacity import gib, unit_of
+from jaxrl.builders.capacity import gib, unit_of
 from jaxrl.extras.plan.advice import Advice
 from jaxrl.extras.plan.memory import USABLE, Plan
 

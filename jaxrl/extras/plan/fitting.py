@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from jaxrl.capacity import gib
+from jaxrl.builders.capacity import gib
+from jaxrl.builders.method import optimizer_section, stage_steps
 from jaxrl.extras.plan import memory
-from jaxrl.method import optimizer_section, stage_steps
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from jaxrl.runtime import distributed
 from jaxrl.runtime.history import read_begun
 

@@ -23,11 +23,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
-from jaxrl.capacity import CacheSizes, check_length, check_rows, samples_beside, sampling_shards
-from jaxrl.config import default_config
-from jaxrl.environment import context_tokens, max_image_tokens
-from jaxrl.extras.plan.host import host_memory
-from jaxrl.method import (
+from jaxrl.builders.capacity import (
+    CacheSizes,
+    check_length,
+    check_rows,
+    samples_beside,
+    sampling_shards,
+)
+from jaxrl.builders.environment import context_tokens, max_image_tokens
+from jaxrl.builders.method import (
     batch_shape,
     frozen_of,
     optimizer_of,
@@ -35,13 +39,16 @@ from jaxrl.method import (
     policy_of,
     records_arrays,
 )
+from jaxrl.config import default_config
+from jaxrl.data.tasks import sources_of
+from jaxrl.extras.plan.host import host_memory
 from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.attention.choice import append_block, copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
-from jaxrl.models.beside import TokenArray
+from jaxrl.models.aux_arrays import TokenArray
 from jaxrl.models.output import block_tokens, chunks_of
-from jaxrl.models.parts import Declared
+from jaxrl.models.params import Declared
 from jaxrl.models.policy import entries_with_layers
 from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16
 from jaxrl.runtime.sharding import (
@@ -53,12 +60,11 @@ from jaxrl.runtime.sharding import (
     param_shardings,
     spans_processes,
 )
-from jaxrl.runtime.weights import PolicyWeights, cast_leaves, leaves, num_values
-from jaxrl.sampling.sizes import append_sizes, row_sizes
-from jaxrl.tasks import sources_of
+from jaxrl.runtime.weight_memory import PolicyWeights, cast_leaves, leaves, num_values
+from jaxrl.sampling.buckets import append_sizes, row_sizes
+from jaxrl.training.method import has_kl_loss, is_measured, takes_own_logprobs, token_fields
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.settings import has_kl_loss, is_measured, takes_own_logprobs, token_fields
 from jaxrl.training.update import state_shardings
 
 USABLE = 0.9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.readers.base import Reader, Record, one_line, present
+from jaxrl.data.readers.base import Reader, Record, one_line, present
 
 
 def reasoning_gym(

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl.data.readers.base import Reader, Record, one_line, present
 from jaxrl.envs.paths import similar_path
-from jaxrl.readers.base import Reader, Record, one_line, present
 
 
 def hugging_face(

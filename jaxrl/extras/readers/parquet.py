@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrl.readers.base import Held, Reader, Record, one_line, open_files, present
+from jaxrl.data.readers.base import Held, Reader, Record, one_line, open_files, present
 
 HELD_BYTES = 2**25
 """Bytes of decoded row groups that are held; the last one read is, however large."""

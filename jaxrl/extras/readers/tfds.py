@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.json_text import parse_json, read_object
-from jaxrl.readers.base import Reader, Record, one_line, present
+from jaxrl.data.readers.base import Reader, Record, one_line, present
+from jaxrl.utils.json_io import parse_json, read_object
 
 
 def tfds(source: str, split: str, config_key: str) -> Reader:

@@ -1,6 +1,6 @@
 """Keys of the tool `python`."""
 
-from jaxrl.keys import Key
+from jaxrl.config.keys import Key
 
 # fmt: off
 KEYS = {

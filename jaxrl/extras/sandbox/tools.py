@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.child_process import Child, SilentError
-from jaxrl.envs.tools import MAX_ERROR, PYTHON_DESCRIPTION, Tool
+from jaxrl.envs.tools.base import MAX_ERROR, PYTHON_DESCRIPTION, Tool
 from jaxrl.extras.sandbox.child import FAILED, READY
+from jaxrl.utils.child_process import Child, SilentError
 
 CHILD = Path(__file__).with_name("child.py")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.attribution import shows_answer
 from jaxrl.envs.base import Outcome
-from jaxrl.training.settings import Method
+from jaxrl.envs.rewards.attribution import shows_answer
+from jaxrl.training.method import Method
 from jaxrl.types import Group, Trajectory, members
 
 SUMS_TO_ZERO = ("grpo", "rloo", "pass_at_k")

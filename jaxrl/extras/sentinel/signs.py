@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from jaxrl.extras.sentinel.evidence import Evidence, evidence_of
-from jaxrl.training.settings import Method
+from jaxrl.training.method import Method
 from jaxrl.training.watch import Sign
 from jaxrl.types import Group
 

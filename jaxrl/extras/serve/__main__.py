@@ -7,8 +7,8 @@ the run was started.
 
 from __future__ import annotations
 
-from jaxrl.envs.text import replace_unencodable
-from jaxrl.runtime.stopping import end_on_signals
+from jaxrl.runtime.preemption import end_on_signals
+from jaxrl.utils.text import replace_unencodable
 
 if __name__ == "__main__":
     end_on_signals("ended", code=None)  # a moment passes until all below is imported
@@ -26,12 +26,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl.builders.saved_run import line, read_keys
 from jaxrl.extras.serve.opening import is_run, open_served
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.logs.display import Display
-from jaxrl.opening import line, read_keys
 from jaxrl.runtime.history import folder_of
-from jaxrl.runtime.stopping import stop_on_signals
+from jaxrl.runtime.preemption import stop_on_signals
 
 PORT = 8790
 

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.chat import check_result_order
-from jaxrl.envs.json_text import is_too_deep, number_of, parse_json
+from jaxrl.data.chat_template import check_result_order
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.protocol import Asked, Unreadable, mask_calls, read_tool_calls
-from jaxrl.envs.text import writable
 from jaxrl.extras.serve.fields import (
     Fields,
     RefusedError,
@@ -31,7 +30,8 @@ from jaxrl.extras.serve.fields import (
     shown,
     writable_json,
 )
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.utils.json_io import is_too_deep, number_of, parse_json
+from jaxrl.utils.text import writable
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CALL = "<tool_call>"

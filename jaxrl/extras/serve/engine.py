@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.sampling import next_token
+from jaxrl.sampling.blocks import pages_for
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.pages import pages_for
-from jaxrl.sampling.shard import Prompt, Row, Shard
+from jaxrl.sampling.scheduler import Prompt, Row, Shard
 
 
 class Way(NamedTuple):

@@ -7,8 +7,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.envs.json_text import parse_json
-from jaxrl.envs.text import writable
+from jaxrl.utils.json_io import parse_json
+from jaxrl.utils.text import writable
 
 BAD = "invalid_request_error"
 

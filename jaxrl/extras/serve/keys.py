@@ -1,6 +1,6 @@
 """Keys of agents, programs that ask the model over HTTP."""
 
-from jaxrl.keys import FREE, Key
+from jaxrl.config.keys import FREE, Key
 
 # fmt: off
 KEYS = {

@@ -11,19 +11,10 @@ from typing import Any
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.components import make_engine, make_model, model_and_tokenizer, template_notes
-from jaxrl.config import OWN_MODEL, default_config
-from jaxrl.config_checks import validate
-from jaxrl.environment import leave_out_adapter
-from jaxrl.envs.json_text import read_object
-from jaxrl.extras.serve.engine import ServedEngine
-from jaxrl.installed import name_installed
-from jaxrl.logs.display import Display
-from jaxrl.method import policy_of
-from jaxrl.models.around import Around
-from jaxrl.models.policy import Model
-from jaxrl.models.reading import read_model
-from jaxrl.opening import (
+from jaxrl.builders.components import make_engine, make_model, model_and_tokenizer, template_notes
+from jaxrl.builders.environment import leave_out_adapter
+from jaxrl.builders.method import policy_of
+from jaxrl.builders.saved_run import (
     chosen_model,
     fit_mesh,
     leave_out_method,
@@ -31,14 +22,23 @@ from jaxrl.opening import (
     load_weights,
     read_config,
 )
-from jaxrl.runtime.heap import give_back_after_compiling
+from jaxrl.builders.toolbox import stop_strings
+from jaxrl.builders.validation import validate
+from jaxrl.config.entry_points import name_installed
+from jaxrl.config.schema import OWN_MODEL, default_config
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.extras.serve.engine import ServedEngine
+from jaxrl.logs.display import Display
+from jaxrl.models.policy import Model
+from jaxrl.models.registry import read_model
+from jaxrl.models.wrapper import Around
 from jaxrl.runtime.history import prompt_time
+from jaxrl.runtime.host_memory import give_back_after_compiling
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import given_up
-from jaxrl.tokenizer import Tokenizer
-from jaxrl.toolbox import stop_strings
+from jaxrl.utils.json_io import read_object
 
 LENGTH = "rollout.max_total_tokens"
 

@@ -28,13 +28,13 @@ import numpy as np
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxrl.envs.text import printable
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.serve import completions, generate, messages
 from jaxrl.extras.serve.answers import Answer, Answers, Limits, Question
 from jaxrl.extras.serve.chats import Chats
 from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError, read_body
 from jaxrl.extras.serve.worker import Worker
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.utils.text import printable
 
 LOOPBACK = "127.0.0.1"
 LOCAL = ("localhost", "127.0.0.1", "::1")

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl.envs.calls import failure_report
 from jaxrl.extras.serve.engine import ServedEngine, Way
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event, Request
+from jaxrl.utils.concurrency import failure_report
 
 STOP, LENGTH, LATE, LEFT, FAILED = "stop", "length", "late", "left", "failed"
 """Ends of an answer: by an id or a string that stops it; no room or budget left; its deadline; its

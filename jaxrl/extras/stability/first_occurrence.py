@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from jaxrl.envs.attribution import shows_answer
 from jaxrl.envs.base import Turn
+from jaxrl.envs.rewards.attribution import shows_answer
 
 
 def first_occurrence(turns: Sequence[Turn], answers: Sequence[str]) -> list[float]:

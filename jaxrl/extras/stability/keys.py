@@ -1,6 +1,6 @@
 """Keys of losses, terms and masks against collapse."""
 
-from jaxrl.keys import TRAINING, Key, Rule
+from jaxrl.config.keys import TRAINING, Key, Rule
 
 # fmt: off
 KEYS = {

@@ -1,6 +1,6 @@
 """Keys of the reward part `math_verify`."""
 
-from jaxrl.keys import FREE, Key
+from jaxrl.config.keys import FREE, Key
 
 # fmt: off
 KEYS = {

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from jaxrl.envs.base import Finished, Task
-from jaxrl.envs.math_answers import join_thousands, value_equal
-from jaxrl.envs.payment import Call, Measured
-from jaxrl.envs.rewards import last_boxed
-from jaxrl.envs.worker_pool import WorkerPool
+from jaxrl.envs.rewards.combiner import Call, Measured
+from jaxrl.envs.rewards.math_answers import join_thousands, value_equal
+from jaxrl.envs.rewards.rules import last_boxed
+from jaxrl.utils.worker_pool import WorkerPool
 
 MAX_CHARACTERS = 2000
 """A longer answer equals only what it equals by value; it is not sent to a worker."""

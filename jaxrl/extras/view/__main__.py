@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxrl.envs.text import printable, replace_unencodable
-from jaxrl.runtime.stopping import end_on_signals
+from jaxrl.runtime.preemption import end_on_signals
+from jaxrl.utils.text import printable, replace_unencodable
 
 if __name__ == "__main__":
     end_on_signals("ended", code=None)
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxrl.extras.view.pages import Pages, open_runs
 from jaxrl.extras.view.server import Server
-from jaxrl.runtime.files import system_message
+from jaxrl.utils.files import system_message
 
 PORT = 8780
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.json_text import number_of, parse_json
 from jaxrl.extras.view.values import damaged_text
+from jaxrl.utils.json_io import number_of, parse_json
 
 CHUNK = 2**20
 """Bytes that are read at a time."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.json_text import number_of, read_object
+from jaxrl.config.settings import STAGES
 from jaxrl.extras.view.index import MAX_ANSWER, is_text
-from jaxrl.settings import STAGES
+from jaxrl.utils.json_io import number_of, read_object
 
 _FILE = re.compile(r"([a-z]{1,20})_(\d{1,9})\.json")
 

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxrl.envs.json_text import number_of, parse_json
 from jaxrl.extras.view.values import count_of
-from jaxrl.runtime.files import taking_place, users_cache
+from jaxrl.utils.files import taking_place, users_cache
+from jaxrl.utils.json_io import number_of, parse_json
 
 COLUMNS: Mapping[str, type] = {
     "offset": np.int64,  # of the line in its file, bytes

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config import flat_json
-from jaxrl.envs.json_text import number_of
+from jaxrl.config.schema import flat_json
 from jaxrl.extras.view.curves import DEFAULTS, Curves
 from jaxrl.extras.view.evaluations import Evaluations
 from jaxrl.extras.view.index import COLUMNS, CORRECT, Filter, Table, TrajectoryIndex, cache_of
 from jaxrl.extras.view.tokens import Tokens, Vocabulary, quantities
 from jaxrl.extras.view.values import damaged_text
+from jaxrl.utils.json_io import number_of
 
 POLL_S = 1.0
 """Seconds between two looks at the files of the runs."""

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from jaxrl.envs.text import printable
 from jaxrl.extras.view.index import CORRECT, Filter
 from jaxrl.extras.view.pages import SORTS, Pages
 from jaxrl.extras.view.values import plain
+from jaxrl.utils.text import printable
 
 ADDRESS = "127.0.0.1"
 NAMES = ("localhost", "127.0.0.1", "[::1]")

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from jaxrl.envs.json_text import number_of, parse_json
-from jaxrl.envs.text import printable
+from jaxrl.data.tokenizer import bytes_of_ids
 from jaxrl.runtime.history import folder_of
-from jaxrl.tokenizer import bytes_of_ids
+from jaxrl.utils.json_io import number_of, parse_json
+from jaxrl.utils.text import printable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.text import printable
+from jaxrl.utils.text import printable
 
 
 def count_of(value: Any) -> int:

@@ -1,6 +1,6 @@
 """Keys of images."""
 
-from jaxrl.keys import FREE, Key, Rule
+from jaxrl.config.keys import FREE, Key, Rule
 
 # fmt: off
 KEYS = {

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.envs.image_decoding import TURNED, opened, orientation, reading, upright
 from jaxrl.envs.images import Picture, UnreadableError
-from jaxrl.envs.opening import TURNED, opened, orientation, reading, upright
-from jaxrl.envs.quiet import quiet_transformers
 from jaxrl.types import Group
+from jaxrl.utils.quiet_transformers import quiet_transformers
 
 FILE = "preprocessor_config.json"
 

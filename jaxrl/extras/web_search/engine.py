@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.json_http import (
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit, SkippedHits
+from jaxrl.utils.http_client import (
     Bounds,
     JsonClient,
     Request,
@@ -18,8 +19,7 @@ from jaxrl.envs.json_http import (
     plain_text,
     shown_url,
 )
-from jaxrl.envs.json_text import number_of
-from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, SkippedHits
+from jaxrl.utils.json_io import number_of
 
 MAX_TEXT = 10_000
 """Characters of a result that are kept."""

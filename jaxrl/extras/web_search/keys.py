@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl.keys import FREE, Key, Rule
+from jaxrl.config.keys import FREE, Key, Rule
 
 # fmt: off
 KEYS = {
@@ -23,7 +23,7 @@ KEYS = {
 
 
 def _lacks_url(config: Any) -> bool:
-    from jaxrl.environment import searches  # late: it imports this module
+    from jaxrl.builders.environment import searches  # late: it imports this module
 
     web = config.search.web
     is_own = config.search.engine == "web" and web.provider == "searxng"

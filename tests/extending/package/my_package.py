@@ -6,10 +6,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.envs.retrieval import SearchEngine
-from jaxrl.envs.search import SearchEnv
-from jaxrl.envs.tools import Tool
-from jaxrl.models.beside import TokenArray
+from jaxrl.envs.search.base import SearchEngine
+from jaxrl.envs.search_env import SearchEnv
+from jaxrl.envs.tools.base import Tool
+from jaxrl.models.aux_arrays import TokenArray
 from jaxrl.models.qwen import QwenConfig
 
 

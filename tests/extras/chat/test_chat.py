@@ -16,15 +16,15 @@ import pytest
 from rich.console import Console
 
 from configs import debug_tiny
-from jaxrl import opening
-from jaxrl.config import default_config, to_json
+from jaxrl.builders import saved_run
+from jaxrl.config.schema import default_config, to_json
 from jaxrl.envs.base import OutageError, Outcome, Turn
 from jaxrl.extras.chat import __main__ as chat
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import Checkpointer
-from jaxrl.session import Progress
+from jaxrl.training.run_state import Progress
 from jaxrl.types import Group, TrainState
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import as_nobody
@@ -105,9 +105,9 @@ def test_a_run_under_way_answers_with_its_newest_checkpoint(run, tiny_world):
     checkpointer.close()
     display = Display()
     display.console = Console(file=io.StringIO(), width=200)
-    parts, config = opening.open_run(run, None, display)
+    parts, config = saved_run.open_run(run, None, display)
     assert "weights: checkpoint of step 61, in the middle" in display.console.file.getvalue()
-    got, _ = opening.load_weights(parts, config, run, None, display)
+    got, _ = saved_run.load_weights(parts, config, run, None, display)
     jax.tree.map(lambda one, other: (one == other).all() or pytest.fail("differs"), got, params)
 
 
@@ -127,12 +127,12 @@ def test_a_step_and_keys_are_chosen(run, tiny_world):
     display = Display()
     display.console = Console(file=io.StringIO(), width=200)
     given = ("eval.top_p=0.5", "env.search.tools=()", "search.local.topk=2", "seed=1e3")
-    keys = opening.read_keys([f"--config.{key}" for key in given])
+    keys = saved_run.read_keys([f"--config.{key}" for key in given])
     assert (keys["search.local.topk"], keys["seed"]) == (2, 1000)
-    parts, config = opening.open_run(run, None, display, step=20, keys=keys)
+    parts, config = saved_run.open_run(run, None, display, step=20, keys=keys)
     assert (config.eval.top_p, config.env.search.tools) == (0.5, ())
     assert "weights: checkpoint of step 20" in display.console.file.getvalue()
-    got, _ = opening.load_weights(parts, config, run, None, display, step=20)
+    got, _ = saved_run.load_weights(parts, config, run, None, display, step=20)
     jax.tree.map(lambda one, two: (one == two).all() or pytest.fail("differs"), got, trees[20])
     assert refused(run, "?", "--step=30") == (
         f"error: --step=30: {run / 'checkpoints'} has no such checkpoint; it holds 20, 40."
@@ -260,7 +260,7 @@ def test_a_run_with_keys_that_this_version_does_not_have_is_refused(tmp_path):
     config["search"]["tokp"] = 5
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"config.json: there is no key config.search.tokp"):
-        opening.read_config(tmp_path)
+        saved_run.read_config(tmp_path)
 
 
 def test_a_search_engine_that_is_not_there_is_told(monkeypatch, capsys):

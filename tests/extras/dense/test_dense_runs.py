@@ -5,9 +5,9 @@ import json
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble, settings_of
-from jaxrl.config_checks import validate
-from jaxrl.envs.local_search import LocalSearch
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.validation import validate
+from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.extras.dense.engine import DenseSearch
 from jaxrl.extras.dense.hybrid import HybridSearch
 from jaxrl.logs.display import Display

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl import components
-from jaxrl.choices import chosen
+from jaxrl.builders import components
+from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
-from jaxrl.config_checks import validate
-from jaxrl.envs.corpus import read_corpus
-from jaxrl.envs.local_search import LocalSearch
-from jaxrl.envs.random_search import RandomSearch
-from jaxrl.envs.retrieval import ENGINES, Document, Hit
+from jaxrl.config.registry import chosen
+from jaxrl.envs.search.base import ENGINES, Document, Hit
+from jaxrl.envs.search.bm25 import LocalSearch
+from jaxrl.envs.search.corpus import read_corpus
+from jaxrl.envs.search.random_search import RandomSearch
 from jaxrl.extras.dense.engine import DenseSearch, Settings
 from jaxrl.extras.dense.hybrid import HybridSearch, fuse
 from jaxrl.runtime.versions import fingerprints

@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 
 from jaxrl.envs.base import Episode, Finished, Reward, Task, ToolError, Turn
-from jaxrl.envs.calls import LateError
-from jaxrl.envs.payment import MAX_THREADS, Payment
+from jaxrl.envs.rewards.combiner import MAX_THREADS, Payment
 from jaxrl.extras.endpoints.completions import Completions
 from jaxrl.extras.endpoints.judges import Judge, JudgeSettings, read_number
-from jaxrl.training.ledger import Ledger
+from jaxrl.training.usage import Ledger
+from jaxrl.utils.concurrency import LateError
 from tests.episodes import ANSWER, make_trajectory
 from tests.servers import served
 

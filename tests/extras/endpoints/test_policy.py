@@ -23,16 +23,16 @@ from jaxrl.envs.base import (
     ToolError,
 )
 from jaxrl.envs.images import Picture, UnreadableError
-from jaxrl.envs.math import MathEnv
+from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
-from jaxrl.envs.retrieval import Document, DocumentSearch, Hit
-from jaxrl.envs.search import SearchEnv
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit
+from jaxrl.envs.search_env import SearchEnv
 from jaxrl.extras.endpoints.policy import GO_ON, ChatModel, ChatRollout, read_turn
 from jaxrl.extras.vision.processor import BlankProcessor, Processor
-from jaxrl.runtime.stopping import Interrupted
+from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.episodes import Limits, Schedule
-from jaxrl.sampling.protocol import Sampling, Seeds
-from jaxrl.training.ledger import Ledger
+from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.training.usage import Ledger
 from jaxrl.types import Draw, members
 from tests.images import drawn, encoded, looking_tokenizer, save_processor
 from tests.servers import Reply, served

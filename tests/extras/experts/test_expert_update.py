@@ -18,7 +18,7 @@ from jaxrl.extras.experts.routing import (
     usage_metrics,
 )
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.beside import Beside
+from jaxrl.models.aux_arrays import Beside
 from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state

@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.extras.experts.routing import balance_loss
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.beside import Beside
+from jaxrl.models.aux_arrays import Beside
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.layers import Through
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from tests.helpers import full_pass, read_tokens, relative_distance
 from tests.toys import one_device_mesh
 

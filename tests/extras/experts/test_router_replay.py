@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.codecs import from_json, to_json
+from jaxrl.data.serialization import from_json, to_json
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.extras.experts.routing import ROUTED, recorded_dtype
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.beside import Beside
+from jaxrl.models.aux_arrays import Beside
 from jaxrl.models.layers import Through
 from jaxrl.models.policy import Model
 from jaxrl.training.minibatches import put_minibatches

@@ -9,10 +9,10 @@ import tokenizers
 from configs import search_moe_small
 from examples import quickstart_world
 from jaxrl import run
-from jaxrl.components import assemble, settings_of
-from jaxrl.config_checks import validate
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from tests.runs import assert_same_weights, killed, lasting, run_settings
 
 pytestmark = [

@@ -18,9 +18,9 @@ from jaxrl.extras.lora.files import (
     save_merged,
 )
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.parts import join
+from jaxrl.models.params import join
 from jaxrl.models.policy import Model
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from jaxrl.types import Batch
 from tests.extras.lora.adapters import GOLDEN, MESH, logits_of
 from tests.helpers import relative_distance

@@ -22,9 +22,9 @@ from jaxrl.extras.lora.files import (
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.decoder import linear
 from jaxrl.models.hf_weights import load_hf, open_tensors
-from jaxrl.models.parts import join, split
+from jaxrl.models.params import join, split
 from jaxrl.models.policy import Model
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from jaxrl.types import Batch
 from tests.extras.lora.adapters import GOLDEN, MESH, logits_of, plain_logits
 from tests.helpers import TINY, relative_distance

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.parts import join
+from jaxrl.models.params import join
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.packing import BatchShape

@@ -22,8 +22,8 @@ import pytest
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError
 from jaxrl.envs.images import Picture, images_behind
 from jaxrl.envs.protocol import qwen
-from jaxrl.envs.search import SearchEnv
-from jaxrl.envs.tools import CallError, run_one
+from jaxrl.envs.search_env import SearchEnv
+from jaxrl.envs.tools.base import CallError, run_one
 from jaxrl.extras.mcp.servers import McpServer, McpTool
 from jaxrl.extras.mcp.transport import MAX_TOLD, StdioServer
 from tests.helpers import cancelled, processes_with

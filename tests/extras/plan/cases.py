@@ -1,10 +1,10 @@
 """A run of a 7B model on a node of eight GPUs, for the tests of the plan."""
 
-from jaxrl.capacity import GIB
+from jaxrl.builders.capacity import GIB
+from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
-from jaxrl.config_checks import validate
 from jaxrl.extras.plan import memory
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from tests.helpers import ROOT
 
 QWEN_7B = read_model(ROOT / "configs/models/qwen2.5-7b")

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jaxrl.capacity import GIB
-from jaxrl.config_checks import validate
+from jaxrl.builders.capacity import GIB
+from jaxrl.builders.validation import validate
 from jaxrl.extras.plan import advice, memory
 from tests.extras.plan.cases import AHEAD, NODE, QWEN_7B, QWEN_32B, large_run, train_phase
 

@@ -14,10 +14,11 @@ from absl.testing import flagsaver
 from rich.console import Console
 
 from configs import debug_tiny
-from jaxrl import components, launch
-from jaxrl.capacity import GIB, CacheSizes, gib
+from jaxrl import launch
+from jaxrl.builders import components
+from jaxrl.builders.capacity import GIB, CacheSizes, gib
 from jaxrl.extras.plan import advice, display, memory
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from tests.extras.plan.cases import NODE, QWEN_7B, ROOT, large_run
 from tests.helpers import readme_config
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.plan.host import host_memory
-from jaxrl.runtime.heap import give_back
+from jaxrl.runtime.host_memory import give_back
 
 MIB = 2**20
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from benchmarks.common import libtpu_environment
-from jaxrl.capacity import GIB
+from jaxrl.builders.capacity import GIB
+from jaxrl.builders.method import batch_shape, policy_of
 from jaxrl.config import default_config
 from jaxrl.extras.plan import memory
-from jaxrl.method import batch_shape, policy_of
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.decoder import init_params
 from jaxrl.models.policy import Model

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import save_hf
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from tests.extras.plan.cases import ROOT
 
 

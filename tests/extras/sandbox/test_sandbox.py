@@ -20,10 +20,10 @@ import time
 import pytest
 
 from configs import debug_tiny
-from jaxrl import toolbox
+from jaxrl.builders import toolbox
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.monty import MontyTool
-from jaxrl.envs.tools import run_one
+from jaxrl.envs.tools.base import run_one
+from jaxrl.envs.tools.monty import MontyTool
 from jaxrl.extras.sandbox import child as sandbox_child
 from jaxrl.extras.sandbox import tools as sandbox
 from jaxrl.extras.sandbox.tools import BubblewrapTool

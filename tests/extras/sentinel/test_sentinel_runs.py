@@ -10,17 +10,17 @@ import pytest
 
 from jaxrl import run as runs
 from jaxrl import train
-from jaxrl.components import assemble, settings_of
-from jaxrl.config_checks import validate
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.method import method_of
+from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
-from jaxrl.method import method_of
 from jaxrl.run import run
-from jaxrl.runtime import rolling_back
+from jaxrl.runtime import rollback
 from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, steps_in
-from jaxrl.runtime.stopping import Best
-from jaxrl.session import Progress
+from jaxrl.runtime.preemption import Best
 from jaxrl.training.collect import Collected
-from jaxrl.training.ledger import Ledger
+from jaxrl.training.run_state import Progress
+from jaxrl.training.usage import Ledger
 from jaxrl.training.watch import RollBack, Sign, UnsoundError
 from tests.runs import (
     assert_same_weights,
@@ -185,7 +185,7 @@ def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
     )
     runs.roll_back(session, RollBack(sign="bad", from_step=7, to_step=5, lr_scale=0.5))
     progress = Progress(ledger=Ledger(num_trajectories=6), pending=ahead)  # of a checkpoint
-    [decision] = rolling_back.read(tmp_path)
+    [decision] = rollback.read(tmp_path)
     runs.gone_back(progress, decision, Values({5: 0.5}))
     assert progress.ledger == Ledger(num_trajectories=10, num_calls={"search": 7})
     assert progress.pending is None
@@ -208,7 +208,7 @@ def damage(workdir, step):
 
 def decided(workdir, to_step):
     line = {"number": 1, "sign": "bad", "from_step": 7, "to_step": to_step, "lr_scale": 0.5}
-    rolling_back.write_down(workdir, line | {"ledger": {}, "num_broken_off": 0})
+    rollback.write_down(workdir, line | {"ledger": {}, "num_broken_off": 0})
 
 
 def carried_out(workdir):

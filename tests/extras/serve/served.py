@@ -6,11 +6,11 @@ import http.client
 import json
 import time
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.serve.engine import ServedEngine
 from jaxrl.extras.serve.server import Endpoint, Server, Settings, take_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.tokenizer import Tokenizer
 from tests.helpers import tiny_params
 from tests.qwen import qwen3
 from tests.toys import SMALL, one_device_mesh

@@ -13,13 +13,13 @@ import threading
 import pytest
 
 from configs import debug_tiny
-from jaxrl.config import to_json
+from jaxrl.builders.saved_run import open_run
+from jaxrl.builders.toolbox import stop_strings
+from jaxrl.config.schema import to_json
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.serve import __main__ as command
 from jaxrl.extras.serve.opening import is_run, open_served
 from jaxrl.logs.display import Display
-from jaxrl.opening import open_run
-from jaxrl.toolbox import stop_strings
 from tests.extras.serve.served import Client
 from tests.helpers import ROOT, without_keys_of
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxrl.components import assemble, settings_of
-from jaxrl.config_checks import validate
-from jaxrl.envs.attribution import occurs
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.validation import validate
+from jaxrl.envs.rewards.attribution import occurs
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.runs import base_config, records, trajectories, warm_start

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 
-from jaxrl.config import default_config, to_json
+from jaxrl.config.schema import default_config, to_json
 from jaxrl.extras.view.pages import Pages, open_runs
 from jaxrl.extras.view.server import Server
 from tests.qwen import qwen3

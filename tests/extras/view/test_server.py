@@ -396,7 +396,7 @@ class TestCommand:
             main([str(runs[0]), "--port=70000"])
 
     def test_it_serves_until_a_signal(self, runs, tmp_path):
-        code = "from jaxrl.command import main; main()"
+        code = "from jaxrl.cli import main; main()"
         command = [sys.executable, "-c", code, "view", str(runs[0]), "--port=0"]
         env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.config import default_config, to_json
-from jaxrl.envs.text import printable
+from jaxrl.config.schema import default_config, to_json
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.view.tokens import Tokens, Vocabulary, quantities
 from jaxrl.objectives.losses import cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.utils.text import printable
 from tests.extras.view.made import LISTS, drawn_record
 from tests.qwen import qwen3
 

@@ -13,7 +13,7 @@ from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.layers import Through
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from tests.vision import logits_of
 
 torch = pytest.importorskip("torch")

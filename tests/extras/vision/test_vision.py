@@ -21,7 +21,7 @@ from jaxrl.models.attention.reference import LOWEST, XLA
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.reading import read_model
+from jaxrl.models.registry import read_model
 from tests.helpers import ROOT
 from tests.vision import FOLDERS, NAMES, golden, logits_of
 

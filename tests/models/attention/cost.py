@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl.extras.kernels.attention_tpu import PagesCall, pages_call
 from jaxrl.models.attention.kernels import PAGE_TOKENS
-from jaxrl.sampling.sizes import append_sizes
+from jaxrl.sampling.buckets import append_sizes
 
 NUM_ROWS = 256
 

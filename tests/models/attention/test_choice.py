@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.config import ATTENTION
+from jaxrl.config.schema import ATTENTION
 from jaxrl.models.attention.choice import PAGES, TRAIN, choose, decide
 from jaxrl.models.attention.reference import XLA
 from jaxrl.runtime.sharding import make_mesh

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.text import writable
 from jaxrl.extras.serve.answers import Answer, Question, joined
 from jaxrl.extras.serve.engine import Way
 from jaxrl.extras.serve.fields import Fields, RefusedError, TooLongError, read_body
 from jaxrl.sampling.episodes import Limits
-from jaxrl.sampling.keys import context_key
+from jaxrl.sampling.sample_keys import context_key
+from jaxrl.utils.text import writable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.calls import side_by_side
-from jaxrl.envs.child_process import Child, EndedError, SilentError
 from jaxrl.extras.serve.agents.runner import FOLDER, kill_marked
+from jaxrl.utils.child_process import Child, EndedError, SilentError
+from jaxrl.utils.concurrency import side_by_side
 
 START_S = 120.0
 """Seconds in which an agent's process has to have loaded it."""

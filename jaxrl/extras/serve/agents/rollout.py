@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Outcome, Task, Turn
-from jaxrl.envs.calls import MAX_ERROR
-from jaxrl.envs.text import writable
 from jaxrl.extras.serve.agents.environment import AgentEnv, AgentEpisode
 from jaxrl.extras.serve.agents.plays import (
     RolloutPlay,
@@ -38,11 +37,12 @@ from jaxrl.extras.serve.fields import RefusedError
 from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, Settings, take_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule
-from jaxrl.sampling.protocol import Processor, Sampling
+from jaxrl.sampling.interfaces import Processor, Sampling
 from jaxrl.sampling.rollout import LOOK_S, check_stop, keys_of, places_of
-from jaxrl.sampling.samples import Sample
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
+from jaxrl.utils.concurrency import MAX_ERROR
+from jaxrl.utils.text import writable
 
 MODEL = "policy"
 """Name of the model for agents."""

@@ -10,7 +10,7 @@ from jaxrl.config import default_config
 from jaxrl.envs.base import Task
 from jaxrl.extras.serve.agents.environment import AgentEnv, PlayedEngine
 from jaxrl.sampling.episodes import Limits, Schedule
-from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.types import Draw
 from tests.extras.serve.served import MAX_TOTAL, PARAMS, TOKENIZER, make_engine
 

@@ -5,7 +5,7 @@ import http.server
 import json
 import threading
 
-from jaxrl.tokenizer import Tokenizer
+from jaxrl.data.tokenizer import Tokenizer
 from tests.qwen import qwen3
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from jaxrl import run
-from jaxrl.components import assemble, settings_of
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.data.stream import Stream
 from jaxrl.logs.display import Display
-from jaxrl.stream import Stream
 from tests.extras.serve.agents.played import TO_PLAY, noted
 from tests.runs import killed, records, run_settings, saved_progress, trajectories
 

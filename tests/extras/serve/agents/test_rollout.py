@@ -15,8 +15,8 @@ import pytest
 from jaxrl.envs.base import Outcome
 from jaxrl.extras.serve.agents import rollout as agent_rollout
 from jaxrl.extras.serve.agents.environment import PlayedEngine
-from jaxrl.runtime.stopping import Interrupted
-from jaxrl.sampling.protocol import Seeds
+from jaxrl.runtime.preemption import Interrupted
+from jaxrl.sampling.interfaces import Seeds
 from jaxrl.types import members
 from tests.extras.serve.agents.played import (
     TO_PLAY,

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl.data import parse_task
+from jaxrl.data.records import parse_task
 from jaxrl.extras.serve.agents import verifiers
 from tests.extras.serve.agents.scripted import Scripted, serving
 from tests.extras.serve.served import CONFIG, make_engine

@@ -1,0 +1,277 @@
+"""A run opened again: its configuration, and the weights that it has trained."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxrl.builders.components import Assembled, assemble
+from jaxrl.builders.environment import context_tokens, has_contexts, leave_out_adapter
+from jaxrl.builders.method import stage_steps
+from jaxrl.builders.toolbox import correct_by, environment_parts
+from jaxrl.builders.validation import validate
+from jaxrl.config.entry_points import name_installed
+from jaxrl.config.loading import as_default, check_keys, load_values
+from jaxrl.config.schema import KEYS, OWN_MODEL, default_config, with_tuples
+from jaxrl.logs.display import Display
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.initial_weights import load_base
+from jaxrl.models.policy import Model
+from jaxrl.runtime.checkpoint import read_newest_position, restore_params
+from jaxrl.runtime.history import check_step, find_code, prompt_time
+from jaxrl.runtime.host_memory import give_back_after_compiling
+from jaxrl.runtime.program_cache import keep_programs
+from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
+from jaxrl.sampling.weights import given_up
+from jaxrl.training.run_state import Progress
+from jaxrl.types import Params
+from jaxrl.utils.callables import is_own
+from jaxrl.utils.files import system_message
+from jaxrl.utils.json_io import read_object
+from jaxrl.utils.text import printable
+
+
+def read_keys(arguments: Sequence[str], flag: str = "config") -> dict[str, Any]:
+    """Keys and values of `--config.key=value`, as `jaxrl.launch` reads them.
+
+    `flag` is another beginning than `config`.
+
+    Raises:
+        ValueError: an argument is no such, or a key or value is wrong.
+    """
+    keys: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not name.startswith(f"--{flag}."):
+            raise ValueError(f"unexpected argument {argument}; settings are --{flag}.key=value.")
+        if not equals:
+            raise ValueError(f"{argument}: expected --{flag}.key=value.")
+        key = name.removeprefix(f"--{flag}.")
+        check_keys([key])
+        default = KEYS[key].default
+        value: Any = as_default(text, default)
+        if type(default) is int and text.isdecimal():
+            value = int(text)
+        if isinstance(default, tuple | dict):
+            try:
+                value = ast.literal_eval(text)
+            except (ValueError, SyntaxError) as error:
+                kind = type(default).__name__
+                raise ValueError(f"{argument}: expected a {kind} as Python writes it.") from error
+        value = with_tuples(value)
+        KEYS[key].check(key, value)
+        keys[key] = value
+    return keys
+
+
+def line(error: Exception) -> str:
+    """The line that tells a user of an error."""
+    known = system_message(error) if isinstance(error, OSError) else None
+    return printable(f"error: {' '.join((known or str(error)).split())}")
+
+
+def open_run(
+    run: Path,
+    model: Path | None,
+    display: Display,
+    *,
+    step: int | None = None,
+    keys: Mapping[str, Any] = MappingProxyType({}),
+    is_talk: bool = False,
+) -> tuple[Assembled, ConfigDict]:
+    """Assembles what plays a run's episodes, its engine with the weights, and the configuration.
+
+    Args:
+        run: its workdir.
+        model: as `config.model.path`, in place of what the run has trained.
+        display: progress.
+        step: whose checkpoint answers; by default what the run has come to.
+        keys: that are set to other values than the run's.
+        is_talk: prompts hold a conversation, and may take all but the tokens of an answer.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such run, model or step, or nothing is trained
+            yet.
+    """
+    config = read_config(run)
+    if keys:
+        config.update_from_flattened_dict(keys)
+        name_installed(config)
+    model = chosen_model(config, run, model, step)
+    if model is not None:
+        config.model.path = str(model)
+        leave_out_adapter(config)  # it is merged into what a run exports
+    config.policy.name = OWN_MODEL  # whose weights these are
+    if is_talk:
+        rollout = config.rollout
+        answer = rollout.context.turn_tokens if has_contexts(config) else 1
+        longest = context_tokens(config) - max(min(rollout.max_response_tokens, 64), answer)
+        rollout.max_prompt_tokens = max(rollout.max_prompt_tokens, longest)
+    leave_out_scores(config)
+    leave_out_method(config)
+    if keys:
+        validate(config, needs_data=False)
+    config.stages = ()  # no data are read
+    config.search.replay = "off"  # a question of now is in no recording, and the run stays as it is
+    fit_host(config)
+    keep_programs(config.compilation_cache, display.log)
+    give_back_after_compiling()
+    components = assemble(config, display.activity, now=prompt_time(run))
+    for note in components.notes:
+        display.log(note)
+    params, weights = load_weights(components, config, run, model, display, step=step)
+    display.log(f"weights: {weights}")
+    components.engine.set_weights(given_up(components.model.whole(params)))
+    return components, config
+
+
+def chosen_model(
+    config: ConfigDict, run: Path, model: Path | None, step: int | None
+) -> Path | None:
+    """The folder of the weights that answer for a run; None: they are in a checkpoint.
+
+    Args:
+        config: of the run.
+        run: its workdir.
+        model: a folder that is to answer in place of what the run has trained.
+        step: whose checkpoint is to answer.
+
+    Raises:
+        FileNotFoundError: there is no such step, or nothing is trained yet.
+    """
+    if step is not None:
+        check_step(run / "checkpoints", step)
+    _, saved = read_newest_position(run / "checkpoints")
+    # Of the progress no more is read: the rest is of a method, whose functions may be elsewhere.
+    names = ("stage", "stage_step", "stopped_early", "record")
+    position = Progress(**{name: saved[name] for name in names if name in (saved or ())})
+    is_training = position.is_under_way(stage_steps(config))
+    export = run / "export"
+    if model is None and step is None and not is_training and (export / "config.json").is_file():
+        model = export
+    if model is None and not saved:
+        raise FileNotFoundError(
+            f"{run} holds neither export/ nor a checkpoint: no weights are trained yet. Name a "
+            "model with --model=DIR."
+        )
+    return model
+
+
+def read_config(run: Path) -> ConfigDict:
+    """Return the configuration that a run began with; its modules are found from here on.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or one with keys that no version had.
+    """
+    file = run / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
+    if "architectures" in read_object(file):
+        raise ValueError(f"{run} is a model, no run; name the run's workdir, and --model={run}.")
+    find_code(run)
+    config = default_config()
+    load_values(config, str(file), drops_missing=True)
+    return config
+
+
+def leave_out_scores(config: ConfigDict) -> None:
+    """Removes the reward parts that the environment measures: nobody scores a question of now."""
+    judges, prices = config.reward.judges, config.ledger.prices
+    config.ledger.prices = {name: prices[name] for name in prices if name not in judges}
+    config.reward.settings, config.reward.judges = {}, {}
+    config.reward.weights = {environment_parts(config)[0]: 1.0}
+    config.reward.correct = correct_by(config)
+
+
+def leave_out_method(config: ConfigDict) -> None:
+    """Takes functions of the user's own that only training calls out of the configuration."""
+    loss = config.loss
+    for section in (config.advantage, loss, loss.term, loss.gate, config.filter, config.watch):
+        if is_own(section.name):
+            section.settings = {}
+    if is_own(config.advantage.name):
+        config.advantage.name = "reinforce_plus_plus"  # which compares no group, as one's own may
+    for key in (
+        *("loss.name", "loss.term.name", "loss.gate.name", "loss.aggregation", "kl.estimator"),
+        *("filter.name", "filter.trajectories", "optimizer.schedule", "sft.optimizer.schedule"),
+        "watch.name",
+    ):
+        if is_own(attrgetter(key)(config)):
+            config.update_from_flattened_dict({key: KEYS[key].default})
+
+
+def fit_host(config: ConfigDict) -> None:
+    """Changes the run's mesh and rows to those that play one episode on this host."""
+    shards = fit_mesh(config)
+    config.rollout.group_size = 1
+    config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
+
+
+def fit_mesh(config: ConfigDict) -> int:
+    """Changes the mesh and the sampler's rows to those of this host's devices.
+
+    Returns:
+        Devices over which rows of training are split.
+    """
+    num_devices = jax.device_count()
+    config.mesh.rollout_devices = 0
+    try:
+        sizes = mesh_sizes(num_devices, **config.mesh)
+    except ValueError:
+        config.mesh.update(data=1, fsdp=-1, context=1, expert=1, tensor=1)
+        sizes = mesh_sizes(num_devices, **config.mesh)
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    config.rollout.num_rows = shards * sizes["context"]
+    return shards
+
+
+class Holder(Protocol):
+    """A model on a mesh, whatever else there is around it."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Over which its parameters are split."""
+        ...
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        ...
+
+
+def load_weights(
+    components: Holder,
+    config: ConfigDict,
+    run: Path,
+    model: Path | None,
+    display: Display,
+    *,
+    step: int | None = None,
+) -> tuple[Params, str]:
+    """The parameters of `model`, or of the run's checkpoint of a step or its newest, and whose."""
+    if model is not None:
+        progress = display.counter("loading weights, MiB")
+        named = config.model.architecture
+        params = load_hf(
+            model,
+            components.mesh,
+            architecture=named,
+            progress=progress,
+            is_late=True,
+            log=display.log,
+        )
+        return params, str(model)
+    policy, mesh = components.model, components.mesh
+    named = config.model.path, config.model.architecture
+    policy.base = load_base(policy, *named, lambda done, total: None)
+    target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
+    at, params = restore_params(run / "checkpoints", target, step)
+    return params, f"checkpoint of step {at}" + ", in the middle of its stage" * (step is None)

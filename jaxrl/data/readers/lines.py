@@ -1,0 +1,256 @@
+"""JSONL and CSV by byte offsets: a pass over the file finds where each record begins."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl.data.readers.base import ANSWER_KEYS, Held, Reader, Record, open_files
+from jaxrl.utils.json_io import is_too_deep, parse_json
+from jaxrl.utils.jsonl import parse_line, refuse_other_formats
+
+
+def jsonl(source: str, config_key: str) -> Reader:
+    """JSONL: one JSON object a line; blank lines are skipped."""
+    return open_files(
+        lambda path: _JsonLines(path, config_key),
+        source,
+        config_key,
+        what="a JSONL file, one object a line",
+        suffixes=(".jsonl",),
+    )
+
+
+class _JsonLines(Reader):
+    """One file of JSONL."""
+
+    def __init__(self, path: Path, key: str):
+        """Finds where each line begins; parses none."""
+        self._held = Held(path)
+        file = self._held.file
+        refuse_other_formats(path, file.read(4096))
+        file.seek(0)
+        self._offsets, self._numbers = array("Q"), array("Q")
+        at = 0
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                self._offsets.append(at)
+                self._numbers.append(number)
+            at += len(line)
+        if not self._offsets:
+            raise ValueError(f"{path} holds no line; {key} must name a file with at least one.")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def read(self, indices: Sequence[int]) -> list[Record]:
+        self._held.check()
+        file, records = self._held.file, []
+        for index in indices:
+            if file.tell() != self._offsets[index]:
+                file.seek(self._offsets[index])
+            records.append(parse_line(file.readline(), self.place(index)))
+        return records
+
+    def place(self, index: int) -> str:
+        return f"{self._held.path}:{self._numbers[index]}"
+
+
+def csv_table(
+    source: str,
+    config_key: str,
+    columns: Mapping[str, str] | None = None,
+    *,
+    delimiter: str = "",
+) -> Reader:
+    """CSV or TSV with a line of column names.
+
+    A cell that holds a JSON list of texts is such a list. `messages`, `prompt`, `metadata`,
+    `reward_model` and `extra_info` may hold any JSON, or what pandas writes for it; of answers see
+    `_answers`. An empty cell is no value, and a column without a name, such as pandas writes for
+    row numbers, is not read.
+
+    Args:
+        source: a file, a pattern, or a folder of .csv and .tsv files.
+        config_key: that names it.
+        columns: Fields of the columns that have other names.
+        delimiter: of cells, one character; "": a tab in .tsv files, and else a comma.
+    """
+    if not isinstance(delimiter, str) or len(delimiter) > 1:
+        raise ValueError(f"{config_key}: the delimiter is {delimiter!r}; expected one character.")
+    return open_files(
+        lambda path: _Csv(
+            path, config_key, delimiter or ("\t" if path.suffix == ".tsv" else ","), columns or {}
+        ),
+        source,
+        config_key,
+        what="a CSV file with a line of column names",
+        suffixes=(".csv", ".tsv"),
+    )
+
+
+OBJECTS = ("messages", "prompt", "metadata", "reward_model", "extra_info")
+"""Columns whose cells may hold any JSON."""
+
+csv.field_size_limit(2**30)  # a cell may hold a whole document
+
+
+class _Csv(Reader):
+    """One file of CSV; a cell in quotes may hold line ends."""
+
+    def __init__(self, path: Path, key: str, delimiter: str, columns: Mapping[str, str]):
+        """Finds where each row begins, and checks that each has as many cells as the header."""
+        self._held, self._delimiter, self._columns = Held(path), delimiter, columns
+        self._offsets, self._numbers = array("Q"), array("Q")
+        self._at = self._number = 0
+        rows = self._rows(0, 0)
+        self._names = next(rows, [])
+        if self._names:
+            self._names[0] = self._names[0].removeprefix("\ufeff")
+        named = [name for name in self._names if name.strip()]
+        if not named or len(set(named)) < len(named):
+            raise ValueError(
+                f"{path} begins with the columns {self._names!r}, of {key}; expected a line of "
+                "names, each once."
+            )
+        begin = self._at, self._number + 1
+        for row in rows:
+            if row:  # blank lines are skipped
+                if len(row) != len(self._names):
+                    raise ValueError(
+                        f"{path}:{begin[1]} has {len(row)} cells, and {len(self._names)} columns "
+                        f"have names ({', '.join(self._names)}); is {delimiter!r} the delimiter?"
+                    )
+                self._offsets.append(begin[0])
+                self._numbers.append(begin[1])
+            begin = self._at, self._number + 1
+        if not self._offsets:
+            raise ValueError(f"{path} holds no row; {key} must name a file with at least one.")
+
+    def _rows(self, offset: int, number: int) -> Iterator[list[str]]:
+        """The rows from an offset on; a row is read with as many lines as it has, and no more."""
+        self._at, self._number = offset, number
+        self._held.file.seek(offset)
+        try:
+            yield from csv.reader(self._lines(), delimiter=self._delimiter, strict=True)
+        except csv.Error as error:
+            place = f"{self._held.path}:{self._number}"
+            raise ValueError(f"{place} is no CSV: {error}; is a quote unpaired?") from error
+
+    def _lines(self) -> Iterator[str]:
+        while line := self._held.file.readline():
+            self._at += len(line)
+            self._number += 1
+            try:
+                yield line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                place = f"{self._held.path}:{self._number}"
+                raise ValueError(f"{place} is not valid UTF-8: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def read(self, indices: Sequence[int]) -> list[Record]:
+        self._held.check()
+        records = []
+        for index in indices:
+            cells = next(self._rows(self._offsets[index], self._numbers[index] - 1))
+            named = zip(self._names, cells, strict=True)
+            place = self.place(index)
+            filled = ((name, cell) for name, cell in named if name.strip() and cell.strip())
+            fields = self._columns
+            records.append(
+                {name: _value(fields.get(name, name), cell, place) for name, cell in filled}
+            )
+        return records
+
+    def place(self, index: int) -> str:
+        return f"{self._held.path}:{self._numbers[index]}"
+
+
+def _value(field: str, cell: str, place: str) -> object:
+    """Reads a cell: JSON in the fields that may hold it, lists of texts, text."""
+    if field in OBJECTS and cell.lstrip()[:1] in ("{", "["):
+        return _literal(cell, f"{place}: {field!r}")
+    if field in ANSWER_KEYS:
+        return _answers(field, cell, f"{place}: {field!r}")
+    if cell.startswith("["):
+        try:
+            value = parse_json(cell, place)
+        except ValueError:
+            return cell
+        if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+            return value
+    return cell
+
+
+def _literal(cell: str, place: str) -> Any:
+    """Parse a cell that holds JSON, or lists and dicts as pandas writes them.
+
+    Python's own literals must be written as Python writes them. Of other ones the meaning is
+    uncertain: Python reads `['x' 'y']`, NumPy's array of two texts, as a list of one.
+
+    Raises:
+        ValueError: It holds neither.
+    """
+    text = cell.strip()
+    try:
+        return parse_json(text, place)
+    except ValueError as error:
+        try:
+            value = ast.literal_eval(text)
+            is_exact = repr(value) == text and not is_too_deep(text, value)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            is_exact = False
+        if not is_exact:
+            raise error from None
+        return value
+
+
+_QUOTED = re.compile(r"array\(|[\[{]\s*(?:['\"]|nan\b)")
+"""Beginning of a list or dict of texts, as Python and NumPy write them."""
+
+
+def _answers(field: str, cell: str, place: str) -> Any:
+    """Read a cell of answers: a list as JSON or as pandas writes it, or one answer.
+
+    Numbers alone in brackets are one answer, such as the interval `[1, 2]`, but for a list in
+    `answers` and `golden_answers`.
+
+    Raises:
+        ValueError: It looks like a list, and cannot be read as one.
+    """
+    text = cell.strip()
+    is_list_field = field != "answer"
+    value: Any = cell
+    if text.startswith(("[", "(", "{", "array(")):
+        try:
+            value = _literal(text, place)
+        except ValueError:
+            is_list = is_list_field and text.startswith("[") and text.endswith("]")
+            if is_list or _QUOTED.match(text):
+                raise _no_list(cell, place) from None
+    if isinstance(value, list | tuple):
+        is_one = _is_of_numbers(value) and not (is_list_field and isinstance(value, list))
+        return cell if is_one else list(value)
+    if isinstance(value, dict | set) and value and not _is_of_numbers(value):
+        raise _no_list(cell, place)
+    return cell
+
+
+def _is_of_numbers(value: Any) -> bool:
+    """Return True for a number, and for a collection of such that is not empty."""
+    if isinstance(value, list | tuple | set):
+        return len(value) > 0 and all(map(_is_of_numbers, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _no_list(cell: str, place: str) -> ValueError:
+    return ValueError(
+        f'{place} is {cell!r:.100}; expected one answer, or a list as JSON such as ["x", "y"].'
+    )

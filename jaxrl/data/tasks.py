@@ -1,0 +1,467 @@
+"""The tasks that a configuration names: sources opened, checked, mixed; held where they are few.
+
+A large source is read whole once, for what is wrong in it, and then a task at a time, as it is
+drawn. In memory stay some tens of bytes a task: where it stands, and hashes of its id and question.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import math
+import unicodedata
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxrl.config.keys import refuse
+from jaxrl.config.registry import chosen, made
+from jaxrl.data.readers.base import (
+    READERS,
+    Listed,
+    Reader,
+    Record,
+    blocks,
+    find_files,
+    refuse_bytes,
+)
+from jaxrl.data.records import parse_task
+from jaxrl.data.stream import Mixture, Source
+from jaxrl.envs.base import Task
+from jaxrl.utils.callables import OwnCodeError, failure_text, is_own
+
+HELD = 100_000
+"""Tasks up to which those of a source are held parsed."""
+
+HELD_BYTES = 2**28
+"""Bytes of images in the records themselves, up to which a source's tasks are held."""
+
+_BLOCK = 1000  # records read at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSource:
+    """Source of tasks, as it is configured."""
+
+    key: str  # of the section, or of the entry of `sources`
+    source: str = ""
+    format: str = ""  # "": by the path
+    split: str = "train"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    data_source: str = ""
+    weight: float = 1.0
+
+    @property
+    def format_name(self) -> str:
+        """Name of the format, by the path if none is configured."""
+        return self.format or format_of(self.source)
+
+    @property
+    def name(self) -> str:
+        """Name in metrics and messages."""
+        return self.data_source or Path(self.source).stem or self.format
+
+
+FIELDS = tuple(one.name for one in dataclasses.fields(TaskSource) if one.name != "key")
+"""Keys that an entry of `sources` may hold."""
+
+
+def sources_of(config: ConfigDict, kind: str) -> list[TaskSource]:
+    """The sources of `tasks.train` or `tasks.eval`, at least one.
+
+    Args:
+        config: checked by `check_sources`.
+        kind: train or eval.
+    """
+    section, key = config.tasks[kind].to_dict(), f"tasks.{kind}"
+    entries = section.pop("sources")
+    if not entries:
+        return [TaskSource(key=key, **section)]
+    split = section["split"]
+    return [
+        TaskSource(key=f"{key}.sources[{i}]", **{"split": split, **entry})
+        for i, entry in enumerate(entries)
+    ]
+
+
+def check_sources(config: ConfigDict, kind: str) -> None:
+    """Refuses sources that stand for nothing, without opening them.
+
+    Raises:
+        ValueError: names the key, what it holds and what is expected.
+    """
+    section, key = config.tasks[kind], f"tasks.{kind}"
+    entries = section.sources
+    if entries:
+        beside = [name for name in FIELDS if name in section and name != "split" and section[name]]
+        if beside:
+            expected = f"nothing beside {key}.sources, whose entries have keys of their own"
+            refuse(f"{key}.{beside[0]}", section[beside[0]], expected)
+    for entry in entries:
+        unknown = [name for name in entry if name not in FIELDS] if isinstance(entry, dict) else [0]
+        if unknown:
+            refuse(f"{key}.sources", entry, f"mappings with some of the keys {', '.join(FIELDS)}")
+    for source in sources_of(config, kind):
+        texts = (source.source, source.format, source.split, source.data_source)
+        if not all(isinstance(text, str) for text in texts):
+            refuse(source.key, texts, "texts as source, format, split and data_source")
+        if not (source.source or is_own(source.format)):
+            expected = "a path" if kind == "train" else "a path, to tasks that each run is tried on"
+            refuse(f"{source.key}.source", source.source, expected)
+        weight = source.weight
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (is_number and math.isfinite(weight) and weight > 0):
+            refuse(f"{source.key}.weight", weight, "a number above 0")
+        if weight != 1 and kind != "train":
+            refuse(f"{source.key}.weight", weight, "no weight: held-out tasks are all played")
+        if not isinstance(source.settings, Mapping) or not isinstance(source.columns, Mapping):
+            mappings = (source.settings, source.columns)
+            refuse(source.key, mappings, "mappings as settings and columns")
+        names = [*source.columns, *source.columns.values()]
+        if not all(isinstance(name, str) for name in names):
+            refuse(f"{source.key}.columns", dict(source.columns), "names of columns and fields")
+        maker_of(source)
+
+
+def maker_of(source: TaskSource) -> Callable[..., Any]:
+    """Finds what makes the reader of a source.
+
+    Raises:
+        ValueError: its format stands for nothing.
+    """
+    key, name = f"{source.key}.format", source.format_name
+    maker: Any = chosen(key, name, READERS, wanted="my_tasks.Sums")
+    if not callable(maker):
+        raise ValueError(
+            f"config.{key} names {name!r}, a {type(maker).__name__}; expected a class or a "
+            "function that makes a sequence of records."
+        )
+    return maker
+
+
+SUFFIXES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl"}
+"""Formats by the ends of names; any other file is JSONL."""
+
+
+def format_of(source: str) -> str:
+    """The format of a file, a pattern or a folder, by its name and by what a folder holds."""
+    path = Path(source)
+    if path.is_dir():
+        if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            return "hf"
+        formats = {SUFFIXES[file.suffix] for file in path.iterdir() if file.suffix in SUFFIXES}
+        is_files = len(formats) == 1 and not (path / "dataset_info.json").is_file()
+        return formats.pop() if is_files else "tfds"
+    return SUFFIXES.get(path.suffix, "jsonl")
+
+
+def open_reader(source: TaskSource) -> Reader:
+    """The records of a source.
+
+    Raises:
+        FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
+    """
+    key = f"config.{source.key}.source"
+    offered = {"source": source.source, "split": source.split, "config_key": key}
+    records = made(
+        f"{source.key}.settings",
+        maker_of(source),
+        source.settings,
+        columns=source.columns,
+        **offered,
+    )
+    if isinstance(records, Reader):
+        return records
+    return Listed(records, source.format_name, f"config.{source.key}.format")
+
+
+class Tasks(Sequence[Task]):
+    """The tasks of one source, each checked once; parsed anew when asked for, if there are many.
+
+    Attributes:
+        key: of its section of the configuration.
+        ids: uint64 [N], hashes of the ids.
+        questions: uint64 [N, 2], hashes of what is asked; see `question_hashes`.
+    """
+
+    def __init__(self, source: TaskSource, show: Callable[[str], None] = lambda _: None):
+        """Opens and checks a source.
+
+        Args:
+            source: as it is configured.
+            show: told how far a large one is.
+
+        Raises:
+            FileNotFoundError, ValueError: it cannot be read, or a record is malformed; file and
+                row are named.
+        """
+        self.key, self._source = f"config.{source.key}", source
+        self._reader = open_reader(source)
+        self._indices = np.arange(len(self._reader))
+        self._held: list[Task] | None = [] if len(self._reader) <= HELD else None
+        self._unseen = {column for column, name in source.columns.items() if name}
+        ids, questions, num_bytes = array("Q"), array("Q"), 0
+        for block in blocks(len(self._reader), _BLOCK):
+            for task in self._read(block):
+                num_bytes += sum(len(image.data) for image in task.images)
+                if num_bytes > HELD_BYTES:
+                    self._held = None
+                ids.append(_hash(task.id))
+                try:
+                    questions.extend(_hashes_of(task))
+                except OSError as error:
+                    raise ValueError(
+                        f"{self.key}.source: an image of task {task.id!r} cannot be read: {error}"
+                    ) from error
+                if self._held is not None:
+                    self._held.append(task)
+            if self._held is None:
+                show(f"checking {source.name}, tasks {block.stop:,} of {len(self):,}")
+        if self._unseen:
+            missing = ", ".join(map(repr, sorted(self._unseen)))
+            expected = f"columns that a record has; none has {missing}"
+            refuse(f"{source.key}.columns", dict(source.columns), expected)
+        self.ids = np.frombuffer(ids, np.uint64)
+        self.questions = np.frombuffer(questions, np.uint64).reshape(-1, 2)
+
+    def _read(self, indices: Sequence[int]) -> list[Task]:
+        """The tasks of these records.
+
+        Raises:
+            OwnCodeError: one cannot be read; names the key, and its place.
+        """
+        try:
+            records = self._reader.read(indices)
+            return [self._parse(r, i) for r, i in zip(records, indices, strict=True)]
+        except (ValueError, OSError) as error:
+            raise OwnCodeError(str(error)) from error
+        except Exception as error:  # of a reader of one's own
+            raise OwnCodeError(f"{self.key}: {failure_text(error)}.") from error
+
+    def _parse(self, record: Record, index: int) -> Task:
+        source, place = self._source, self._reader.place(index)
+        if source.columns:
+            self._unseen -= record.keys()
+            kept = {name: value for name, value in record.items() if name not in source.columns}
+            named = {new: record[old] for old, new in source.columns.items() if old in record}
+            record = kept | {name: value for name, value in named.items() if name}
+        refuse_bytes(record, place)
+        task = parse_task(record, place, folder=self._reader.folder(index))
+        if source.data_source:
+            id = f"{source.data_source}/{task.id}"
+            task = dataclasses.replace(task, id=id, data_source=source.data_source)
+        return task
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if self._held is not None:
+            return self._held[index]
+        return self._read([int(self._indices[index])])[0]
+
+    def __iter__(self) -> Iterator[Task]:
+        if self._held is not None:
+            yield from self._held
+            return
+        for block in blocks(len(self), _BLOCK):
+            yield from self._read(self._indices[block.start : block.stop].tolist())
+
+    def place(self, index: int) -> str:
+        """Place of a task in its source."""
+        return self._reader.place(int(self._indices[index]))
+
+    def only(self, kept: np.ndarray) -> Tasks:
+        """Selects the tasks for which `kept`, bool [N], is True; the reader is shared."""
+        tasks = copy.copy(self)
+        tasks._indices, tasks.ids = self._indices[kept], self.ids[kept]
+        tasks.questions = self.questions[kept]
+        if self._held is not None:
+            tasks._held = [t for t, k in zip(self._held, kept, strict=True) if k]
+        return tasks
+
+
+def open_tasks(
+    sources: Sequence[TaskSource], show: Callable[[str], None] = lambda _: None
+) -> Mixture[Task]:
+    """The tasks of all sources, each checked, with ids that differ.
+
+    Raises:
+        FileNotFoundError, ValueError: see `Tasks` and `check_ids`.
+    """
+    opened = [Tasks(source, show) for source in sources]
+    check_ids(opened)
+    names = [source.name for source in sources]
+    unique = [f"{n}_{i}" if names.count(n) > 1 else n for i, n in enumerate(names)]
+    if len(set(unique)) < len(unique):  # one is called as two others are numbered
+        unique = [f"{n}_{i}" for i, n in enumerate(names)]
+    parts = zip(opened, sources, unique, strict=True)
+    return Mixture([Source(items=t, weight=s.weight, name=n) for t, s, n in parts])
+
+
+def read_tasks(source: str | Path, key: str, *, split: str = "train") -> list[Task]:
+    """All tasks of a file or a folder of any format, without a configuration.
+
+    Args:
+        source: of the file or folder.
+        key: what named it, for errors, as `tasks.train`.
+        split: of a data set that has some.
+    """
+    return list(open_tasks([TaskSource(key=key, source=str(source), split=split)]))
+
+
+def check_ids(sources: Sequence[Tasks]) -> None:
+    """Refuses two tasks with one id: trajectories, evaluations and difficulties go by it.
+
+    Raises:
+        ValueError: names the second, and where the first is.
+    """
+    everything = Mixture([Source(items=tasks) for tasks in sources])
+    ids = np.concatenate([tasks.ids for tasks in sources])
+    order = np.argsort(ids, kind="stable")
+    again = np.flatnonzero(ids[order][1:] == ids[order][:-1])
+    pairs = sorted((int(order[i + 1]), int(order[i])) for i in again)
+    for second, first in pairs:
+        task = everything[second]
+        if task.id == everything[first].id:  # else only their hashes are the same
+            place, other = _place(sources, second), _place(sources, first)
+            is_same_file = place.rpartition(":")[0] == other.rpartition(":")[0]
+            where = f"line {other.rpartition(':')[2]}" if is_same_file else other
+            raise ValueError(
+                f"{place}: the id {task.id!r} is that of {where} already; make ids unique, for "
+                "instance by the data set's name before them (data_source of each of several "
+                "sources), or leave out 'id' everywhere."
+            )
+
+
+def _place(sources: Sequence[Tasks], index: int) -> str:
+    for tasks in sources:
+        if index < len(tasks):
+            return tasks.place(index)
+        index -= len(tasks)
+    raise IndexError(index)
+
+
+def check_data_sources(tasks: Sequence[Task], key: str) -> None:
+    """Refuses a data set with the name of a summary over data sets.
+
+    Raises:
+        ValueError: names the task and the configuration key of its file.
+    """
+    for task in tasks:
+        if task.data_source in RESERVED:
+            raise ValueError(
+                f"{key}: the data_source of task {task.id!r} is {task.data_source!r}, which is "
+                "what the evaluation calls its summary over data sets; rename it in that file."
+            )
+
+
+RESERVED = ("all", "mean")
+"""Names of summaries over data sets, which no data set may have."""
+
+
+def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
+    """A warning where held-out questions are among the tasks that are trained on; else "".
+
+    Case, blanks and how a question ends make no other question of it; the rest does, since in
+    arithmetic every sign counts. Chats are the same when their messages are, or when they tell the
+    same question in verl's `extra_info`. The same question of another image is another one.
+    """
+    asked = question_hashes(held_out)
+    known, first = np.unique(question_hashes(tasks), return_index=True)
+    if not (known.size and asked.size):
+        return ""
+    at = np.searchsorted(known, asked).clip(max=len(known) - 1)
+    is_known = known[at] == asked
+    # Of each held-out task the first one that is trained on, of two hashes each.
+    others = np.where(is_known, first[at] // 2, len(tasks)).min(axis=1)
+    both = [
+        (held_out[index], tasks[int(others[index])])
+        for index in np.flatnonzero(is_known.any(axis=1)).tolist()
+    ]
+    # Of equal hashes the texts may differ still.
+    both = [pair for pair in both if set(_identities(pair[0])) & set(_identities(pair[1]))]
+    if not both:
+        return ""
+    task, other = both[0]
+    text = task.question or (task.messages or [{"content": ""}])[-1]["content"]
+    return (
+        f"warning: {len(both)} of {len(held_out)} held-out questions are among the tasks trained "
+        f"on, so their scores say little; the first: {text[:100]!r}, {task.id!r} of "
+        f"config.tasks.eval and {other.id!r} of config.tasks.train"
+    )
+
+
+def question_hashes(tasks: Sequence[Task]) -> np.ndarray:
+    """Hashes of what each task asks, uint64 [N, 2], by which equal questions are found.
+
+    A chat that tells its question has two: that of its messages and that of the question. Any
+    other task has one, twice.
+    """
+    if isinstance(tasks, Tasks):
+        return tasks.questions
+    if isinstance(tasks, Mixture) and tasks.sources:
+        return np.concatenate([question_hashes(source.items) for source in tasks.sources])
+    hashes = array("Q")
+    for task in tasks:
+        hashes.extend(_hashes_of(task))
+    return np.frombuffer(hashes, np.uint64).reshape(-1, 2)
+
+
+def _hashes_of(task: Task) -> tuple[int, int]:
+    first, *others = map(_hash, _identities(task))
+    return first, others[0] if others else first
+
+
+def _identities(task: Task) -> list[str]:
+    """Texts, one of which two tasks share that ask the same, of the same images."""
+    if task.question is not None:
+        texts = ["question " + normalized_question(task.question)]
+    else:
+        texts = ["chat " + json.dumps([*(task.messages or ())], sort_keys=True, default=str)]
+        info = task.metadata.get("extra_info")
+        asked = task.metadata.get("question") or (isinstance(info, dict) and info.get("question"))
+        if isinstance(asked, str) and asked.strip():
+            texts.append("question " + normalized_question(asked))
+    shown = [image.digest for image in task.images]
+    return [" ".join([text, *shown]) for text in texts]
+
+
+def normalized_question(text: str) -> str:
+    """A question without what makes no other of it: case, blanks, how it ends."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" ?.")
+
+
+def _hash(text: str) -> int:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def task_files(config: ConfigDict, kind: str) -> dict[str, tuple[list[Path], str]]:
+    """The files of `tasks.train` or `tasks.eval`, and how else their source is configured.
+
+    By the key that names them; of several sources `tasks.train.sources/0` and so on. How an entry
+    is configured belongs to its content, since only its path may change without consent.
+    """
+    sources = sources_of(config, kind)
+    by_key = {}
+    for index, source in enumerate(sources):
+        is_entry = bool(config.tasks[kind].sources)
+        name = f"tasks.{kind}.sources/{index}" if is_entry else f"tasks.{kind}.source"
+        path = Path(source.source)
+        files = [path] if path.exists() else find_files(source.source, ())
+        rest = dataclasses.replace(source, key="", source="" if files else source.source)
+        fields = json.dumps(dataclasses.asdict(rest), sort_keys=True, default=str)
+        if source.source and (files or is_entry):
+            by_key[name] = files, fields if is_entry else ""
+    return by_key

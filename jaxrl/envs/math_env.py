@@ -1,0 +1,56 @@
+"""The mathematics environment: one turn of reasoning, and an answer that is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxrl.envs.base import Env, Episode, Message, Outcome, Prompt, Reward, StepResult, Task
+from jaxrl.envs.rewards.math_answers import math_answer, math_correctness
+from jaxrl.envs.rewards.rules import says_unknown
+
+
+class MathEnv(Env):
+    """Questions answered in one turn, whose last `Answer:` line counts.
+
+    There are no tools and no stop strings: the model ends its turn by itself. Without an
+    `Answer:` line the episode is malformed.
+    """
+
+    stop_strings = ()
+    reward_parts = ("exact_match", "math")
+
+    def __init__(self, *, prompt: Prompt) -> None:
+        """`prompt` puts the question; it should ask for a last line `Answer: ..`."""
+        self._prompt = prompt
+
+    def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
+        """System message, examples and question; a task that brings messages keeps just those."""
+        return [self._prompt.messages(task) for task in tasks]
+
+    def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
+        """Ends every episode."""
+        return [StepResult(outcome=_outcome(math_answer(text))) for text in texts]
+
+    def score(self, group: Sequence[Episode]) -> list[Reward]:
+        """`math` is 1 for a right answer and -1 otherwise, `exact_match` 1 or 0."""
+        rewards = []
+        for episode in group:
+            task, answer = episode.task, math_answer(episode.response)
+            if not task.answers:
+                raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
+            correctness = math_correctness(episode.response, task.answers)
+            reward = Reward(
+                parts={"math": correctness, "exact_match": float(correctness > 0)},
+                final_answer=answer or "",
+                is_correct=correctness > 0,
+                is_abstention=_outcome(answer) == Outcome.ABSTAINED,
+                is_well_formed=_outcome(answer) != Outcome.MALFORMED,
+            )
+            rewards.append(reward)
+        return rewards
+
+
+def _outcome(answer: str | None) -> Outcome:
+    if not answer:
+        return Outcome.MALFORMED
+    return Outcome.ABSTAINED if says_unknown(answer) else Outcome.ANSWERED

@@ -1,0 +1,301 @@
+"""Reward functions as people write them: recognised by their parameters, called, and read.
+
+A function is one of four kinds, which the name of a parameter tells: of a response and the accepted
+answers; of the turns of an episode; as verl calls it; as TRL calls it. It is called by keyword with
+those of the kind's arguments that it takes, and with settings of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from typing import Any
+
+from jaxrl.envs.base import Episode, Finished, Message, Reward, Task
+from jaxrl.envs.rewards.combiner import Call, Measured, number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A way in which reward functions are called.
+
+    Attributes:
+        shown: how such a function is written.
+        arguments: from a group to its calls: for each the members, and arguments it may take.
+        read: from the part's name, what the function gave and the members' episodes to what is
+            measured in each.
+    """
+
+    shown: str
+    arguments: Callable[[Sequence[Finished], bool], list[tuple[tuple[int, ...], dict[str, Any]]]]
+    read: Callable[[str, Any, Sequence[Finished]], list[Measured]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunction:
+    """A reward part that is a function of the user's.
+
+    Attributes:
+        name: of the part, for messages.
+        function: sync or async.
+        kind: how it is called.
+        settings: keyword arguments of its own.
+        answer_is_text: the ground truth of a task that brings none is its first answer, as a
+            text, and not `{"target": [all answers]}`.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    kind: Kind
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    answer_is_text: bool = False
+
+    @property
+    def is_async(self) -> bool:
+        """True if calls give coroutines."""
+        inner = getattr(self.function, "__call__", None)  # noqa: B004, of an object
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inner)
+
+    def calls(self, group: Sequence[Finished]) -> list[Call]:
+        """A call for each episode, or one for the group, as its kind has it."""
+        parameters = inspect.signature(self.function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        calls = []
+        for members, offered in self.kind.arguments(group, self.answer_is_text):
+            taken = {
+                name: value
+                for name, value in offered.items()
+                if (takes_all or name in parameters) and name not in self.settings
+            }
+            make = partial(self.function, **taken, **self.settings)
+            read = partial(self._read, [group[i] for i in members])
+            calls.append(Call(members=members, make=make, read=read))
+        return calls
+
+    def lacks(self, task: Task) -> list[str]:
+        """Names of what it asks for and a task does not offer."""
+        blank = Finished(episode=Episode(task=task), reward=Reward(parts={}, final_answer=""))
+        [(_, offered)] = self.kind.arguments([blank], self.answer_is_text)
+        known = {**offered, **self.settings}
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return [
+            p.name
+            for p in inspect.signature(self.function).parameters.values()
+            if p.kind in kinds and p.default is p.empty and p.name not in known
+        ]
+
+    def _read(self, episodes: Sequence[Finished], result: Any) -> list[Measured]:
+        return self.kind.read(self.name, result, episodes)
+
+
+def part_of(
+    name: str, function: Any, *, part: str, settings: Mapping[str, Any], answer_is_text: bool
+) -> RewardFunction:
+    """Makes a reward part of a function that `config.reward.weights` names.
+
+    Args:
+        name: a dotted name.
+        function: the object of that name.
+        part: what the part is called.
+        settings: of `config.reward.settings`, keyword arguments.
+        answer_is_text: see `RewardFunction`.
+
+    Raises:
+        ValueError: it is no function of a known kind, or does not take one of the settings.
+    """
+    key = "reward.weights"
+    expected = "; or ".join(kind.shown for kind in reversed(KINDS.values()))
+    if not callable(function) or isinstance(function, type):
+        type_name = "class" if isinstance(function, type) else type(function).__name__
+        raise ValueError(
+            f"config.{key} names {name!r}, a {type_name}; expected a function {expected}."
+        )
+    try:
+        kind = kind_of(function)
+    except (TypeError, ValueError) as error:  # it does not tell its parameters
+        raise ValueError(
+            f"config.{key} names {name!r}: {error}; expected a function {expected}."
+        ) from error
+    is_generator, parameters = inspect.isgeneratorfunction(function), inspect.signature(function)
+    if kind is None or is_generator:
+        shown = f"{'a generator' if is_generator else 'a function'} of {parameters}"
+        raise ValueError(f"config.{key} names {name!r}, {shown}; expected a function {expected}.")
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.parameters.values())
+    unknown = next((one for one in settings if one not in parameters.parameters), None)
+    if unknown is not None and not takes_all:
+        raise ValueError(
+            f"config.reward.settings gives {name!r} a {unknown!r}, which it does not take; it "
+            f"takes {', '.join(parameters.parameters)}."
+        )
+    return RewardFunction(
+        name=part,
+        function=function,
+        kind=kind,
+        settings=settings,
+        answer_is_text=answer_is_text,
+    )
+
+
+def kind_of(function: Callable[..., Any]) -> Kind | None:
+    """The kind of a reward function, by the names of its parameters; None for none of them."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
+        return None
+    names = {p.name for p in parameters}
+    return next((kind for name, kind in KINDS.items() if name in names), None)
+
+
+Arguments = list[tuple[tuple[int, ...], dict[str, Any]]]
+
+
+def _of_each(
+    group: Sequence[Finished], arguments: Callable[[Finished], dict[str, Any]]
+) -> Arguments:
+    return [((index,), arguments(one)) for index, one in enumerate(group)]
+
+
+def _listed(name: str, result: Any, count: int, what: str) -> list[Any]:
+    """The values that a part gave, in their order.
+
+    Args:
+        name: of the part.
+        result: what it gave; may be a generator, which is asked for one value too many at most.
+        count: of the values that are expected.
+        what: of which there are so many.
+
+    Raises:
+        ValueError: they are more or fewer, have no order, as the keys of a dict, or are no numbers,
+            as bytes.
+    """
+    if not isinstance(result, Iterable) or isinstance(result, Mapping | Set | str | bytes):
+        raise ValueError(f"the reward part {name!r} gave {result!r:.200}; expected a list")
+    values = list(itertools.islice(result, count + 1))
+    if len(values) != count:
+        many = f"more than {count}" if len(values) > count else str(len(values))
+        raise ValueError(
+            f"the reward part {name!r} gave {many} values for {count} {what}; expected one for each"
+        )
+    return values
+
+
+def _read_turns(name: str, result: Any, episodes: Sequence[Finished]) -> list[Measured]:
+    [one] = episodes
+    values = _listed(name, result, len(one.episode.turns), "turns")
+    amounts = tuple(number(name, value) for value in values)
+    return [Measured(score=math.fsum(amounts), turns=amounts)]
+
+
+def ground_truth(task: Task, answer_is_text: bool) -> Any:
+    """The truth for verl's functions: the task's `reward_model.ground_truth`, or its answers.
+
+    Those are `{"target": [..]}`, as in verl's sets of questions, or the first of them as a text, as
+    in its sets of mathematics.
+    """
+    model = task.metadata.get("reward_model")
+    if isinstance(model, Mapping) and "ground_truth" in model:
+        return copy.deepcopy(model["ground_truth"])
+    if answer_is_text:
+        return task.answers[0] if task.answers else ""
+    return {"target": list(task.answers)}
+
+
+def _verl_arguments(group: Sequence[Finished], answer_is_text: bool) -> Arguments:
+    def arguments(one: Finished) -> dict[str, Any]:
+        task = one.episode.task
+        return {
+            "data_source": task.data_source,
+            "solution_str": one.episode.response,
+            "ground_truth": ground_truth(task, answer_is_text),
+            "extra_info": copy.deepcopy(task.metadata.get("extra_info", dict(task.metadata))),
+        }
+
+    return _of_each(group, arguments)
+
+
+def _read_verl(name: str, result: Any, _: Sequence[Finished]) -> list[Measured]:
+    if not isinstance(result, Mapping):
+        return [Measured(score=number(name, result))]
+    if "score" not in result:
+        raise ValueError(
+            f"the reward part {name!r} gave a dict of {', '.join(map(repr, result)) or 'nothing'}; "
+            "expected 'score' in it"
+        )
+    others = {}
+    for key, value in result.items():
+        # Texts, lists and None among verl's further keys are for people, and not measured.
+        is_scalar = getattr(value, "shape", ()) == () and callable(getattr(value, "item", None))
+        if key != "score" and isinstance(value.item() if is_scalar else value, Real):
+            others[str(key)] = number(f"{name}/{key}", value)
+    return [Measured(score=number(name, result["score"]), others=others)]
+
+
+def _trl_arguments(group: Sequence[Finished], _: bool) -> Arguments:
+    task = group[0].episode.task
+    is_chat = task.messages is not None
+    columns = {
+        **{"id": task.id, "data_source": task.data_source, "answers": list(task.answers)},
+        **({"answer": task.answers[0]} if task.answers else {}),
+        **({} if is_chat else {"question": task.question}),
+        **task.metadata,
+    }
+    offered = {name: [copy.deepcopy(value) for _ in group] for name, value in columns.items()}
+    prompt = [dict(m) for m in task.messages or ()] if is_chat else task.question
+    offered |= {
+        "prompts": [copy.deepcopy(prompt) for _ in group],
+        "completions": [
+            completion_messages(one) if is_chat else one.episode.response for one in group
+        ],
+        "completion_ids": [list(one.completion_ids) for one in group],
+    }
+    return [(tuple(range(len(group))), offered)]
+
+
+def completion_messages(one: Finished) -> list[Message]:
+    """The turns of an episode as messages: the assistant's, and of a tool where one answered."""
+    messages: list[Message] = []
+    for index, turn in enumerate(one.episode.turns):
+        opener = one.episode.opener if index == 0 else ""
+        messages.append({"role": "assistant", "content": opener + turn.text})
+        if turn.observation is not None:
+            messages.append({"role": "tool", "content": turn.observation})
+    return messages
+
+
+def _read_trl(name: str, result: Any, episodes: Sequence[Finished]) -> list[Measured]:
+    values = _listed(name, result, len(episodes), "completions")
+    return [Measured(score=None if one is None else number(name, one)) for one in values]
+
+
+KINDS: dict[str, Kind] = {
+    "completions": Kind(
+        shown="f(prompts, completions, completion_ids, **columns) as TRL calls it",
+        arguments=_trl_arguments,
+        read=_read_trl,
+    ),
+    "solution_str": Kind(
+        shown="compute_score(data_source, solution_str, ground_truth, extra_info) as verl calls it",
+        arguments=_verl_arguments,
+        read=_read_verl,
+    ),
+    "turns": Kind(
+        shown="f(turns, answers), which gives a list with an amount for each turn",
+        arguments=lambda group, _: _of_each(
+            group, lambda x: {"turns": tuple(x.episode.turns), "answers": x.episode.task.answers}
+        ),
+        read=_read_turns,
+    ),
+    "response": Kind(
+        shown="f(response, answers)",
+        arguments=lambda group, _: _of_each(
+            group, lambda x: {"response": x.episode.response, "answers": x.episode.task.answers}
+        ),
+        read=lambda name, result, _: [Measured(score=number(name, result))],
+    ),
+}
+"""Kinds of functions by the parameter that tells them."""

@@ -1,0 +1,196 @@
+"""Answers to mathematical questions: found in a response, and compared by what they mean."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from fractions import Fraction
+
+from jaxrl.envs.rewards.rules import last_boxed, says_unknown
+
+_ANSWER_LINE = re.compile(r"\banswer[*_]*\s*:[*_]*\s*([^\n]*)", re.IGNORECASE)
+_COMMA = r"(?:\\!)*(?:\{,\}|,)(?:\s?\\!)*(?:(?<=[!}])\s)?"  # `, ` alone parts the items of a list
+_SPACE = r"(?:\{\\[,;:]\}|\\(?:[,;:!]|thinspace(?![A-Za-z]))\s?|\\ |[~ \u00a0\u2009\u202f])"
+_THOUSANDS = re.compile(
+    rf"(?<![\d.^_])([1-9]\d{{0,2}})(?:((?:{_COMMA}\d{{3}})+)|((?:{_SPACE}\d{{3}})+))(?!\d)"
+    r"(\s*/\s*\d+)?"
+)
+_LATEX_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle|degree|circ)(?![A-Za-z])|\\[()\[\]!,;: $]|[~$°*]"
+)
+_LATEX_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|rm)|mbox|operatorname)\s*\{([^{}]*)\}")
+_LATEX_DEGREE = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_ASSIGNMENT = re.compile(r"[A-Za-z]\w?\s*=\s*([^=]+)")
+_UNIT_POWER = re.compile(r"\^(?:\d|\{\d\})$")
+_UNITS = """
+    cm mm km kg cm² m² km² inch inches foot feet ft yard yards mile miles meter meters metre metres
+    centimeter centimeters kilometer kilometers square cubic sq unit units gram grams kilogram
+    kilograms pound pounds second seconds minute minutes hour hours day days week weeks month months
+    year years mph dollar dollars cent cents percent degree degrees point points way ways
+""".split()  # noqa: SIM905 - a list literal would fill a page
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
+_SIGNED = rf"[+-]?\s*{_DECIMAL}|\(\s*[+-]?\s*{_DECIMAL}\s*\)"
+_NUMBER = re.compile(
+    rf"([+-]?)\s*(?:({_DECIMAL})|(?:(\d+)\s+)?({_SIGNED})\s*/\s*({_SIGNED})"
+    rf"|(\d+)?\s*\\frac\{{\s*({_SIGNED})\s*\}}\{{\s*({_SIGNED})\s*\}})"
+)
+_MAX_MATH = 200  # characters; longer answers are text, so that nobody can nest brackets for long
+
+
+def math_answer(response: str) -> str | None:
+    """The text after the last `Answer:` up to the end of its line; None without one.
+
+    Case and the asterisks of bold type do not matter, and the answer may stand on the next line.
+    """
+    lines = _ANSWER_LINE.findall(response)
+    return lines[-1].strip() if lines else None
+
+
+def math_correctness(response: str, answers: str | Sequence[str]) -> float:
+    """1.0 if the last `Answer:` line gives an accepted answer, else -1.0.
+
+    The reward of DAPO (https://arxiv.org/abs/2503.14476); what counts as the same answer is
+    `same_math`. An abstention is never right.
+    """
+    answer = math_answer(response)
+    answers = (answers,) if isinstance(answers, str) else answers
+    if not answer or says_unknown(answer):
+        return -1.0
+    return 1.0 if any(same_math(answer, truth) for truth in answers) else -1.0
+
+
+def same_math(answer: str, truth: str) -> bool:
+    r"""Return True if two answers are the same number, the same list of answers, or read alike.
+
+    Numbers are whole, decimal, fractions (`1/2`, `\frac{1}{-2}`, `1\frac12`), with leading zeros
+    and with thousands parted (see `join_thousands`), and compared exactly. Around an answer, dollar
+    signs, `\boxed`, a final period, `x =`, degrees, percent signs and common units do not matter:
+    `50\%` is 50. Other answers are compared as text without blanks, its characters composed (NFC);
+    `2x` is not `x2`, nor `\sqrt{4}` 2.
+    """
+    return value_equal(answer, truth) is True
+
+
+def value_equal(answer: str, truth: str) -> bool | None:
+    """Compares two answers as `same_math` does; None where only their text differs.
+
+    Two numbers that differ are not the same. Of anything else that differs, other notation may be
+    the reason.
+    """
+    answer, truth = (unicodedata.normalize("NFC", text) for text in (answer, truth))
+    given, wanted = _canonical_math(answer), _canonical_math(truth)
+    if "" in (given, wanted):  # all of it is ignored around an answer; it may be the answer itself
+        return answer.strip() == truth.strip() != ""
+    if given == wanted:
+        return True
+    are_numbers = isinstance(given, Fraction) and isinstance(wanted, Fraction)
+    return False if are_numbers else None
+
+
+def join_thousands(text: str) -> str:
+    r"""Removes separators of thousands from numbers: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
+
+    A plain comma stays, as `(1,234)` is a list, and so does the blank of a mixed number,
+    `2 100/300`.
+    """
+    return _THOUSANDS.sub(_joined, text)
+
+
+def _joined(number: re.Match[str]) -> str:
+    first, by_commas, by_spaces, under = number.groups("")
+    groups = re.findall(r"\d+", by_commas or by_spaces)
+    if by_spaces and under and len(groups) == 1 and groups[0][0] != "0":
+        [divisor] = re.findall(r"\d+", under)
+        if groups[0].zfill(len(divisor)) < divisor.zfill(3):  # a proper fraction: a mixed number
+            return number[0]
+    if by_commas and by_commas == "".join(f",{group}" for group in groups):
+        return number[0]
+    return first + "".join(groups) + under
+
+
+def _canonical_math(text: str) -> Fraction | str | tuple:
+    """Canonical form of an answer, equal for answers that mean the same; "" for none."""
+    text = text.strip().rstrip(".")
+    boxed = last_boxed(text)
+    text = (text if boxed is None else boxed).replace("−", "-")
+    if len(text) > _MAX_MATH:
+        return "".join(text.split())
+    text = join_thousands(text).replace("{,}", ",")
+    text = _LATEX_DEGREE.sub("", text)
+    text = _LATEX_NOISE.sub(" ", _LATEX_TEXT.sub(r" \1 ", text))
+    text = _LATEX_FRACTION.sub(
+        lambda m: f"\\frac{{{m[1] or m[2] or ''}}}{{{m[3] or m[4] or ''}}}", text
+    ).strip()
+    if assignment := _ASSIGNMENT.fullmatch(text):
+        text = assignment[1]
+    text = text.strip().rstrip(".").removesuffix("%").removesuffix("\\").strip()
+    words = re.sub(r"(?<=\d)(?=[A-Za-z]{2})", " ", text).split(" ")
+    while len(words) > 1 and _UNIT_POWER.sub("", words[-1].lower().rstrip(".")) in ("", *_UNITS):
+        words.pop()
+    return _read_math(" ".join(words))
+
+
+def _read_math(text: str) -> Fraction | str | tuple:
+    text = text.strip()
+    number = _read_number(text)
+    if number is not None:
+        return number
+    if text[:1] in ("+", "-") and text[1:].lstrip()[:1] == "(":
+        size = _read_math(text[1:])
+        if isinstance(size, Fraction):
+            return -size if text[0] == "-" else size
+    opening, inner, closing = "", text, ""
+    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _is_one_bracket(text):
+        opening, inner, closing = text[0], text[1:-1], text[-1]
+    # The commas between items stand outside all brackets.
+    items, depth = [""], 0
+    for character in inner:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    if len(items) == 1:
+        if opening == "(" and closing == ")":
+            return _read_math(inner)
+        compact = "".join(text.split())
+        return compact.casefold() if compact.isalpha() and len(compact) > 1 else compact
+    return (opening, *(_read_math(item) for item in items), closing)
+
+
+def _read_number(text: str) -> Fraction | None:
+    """The value of a number, which may be a fraction or a mixed number; None for other text."""
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    sign, plain, whole, over, under, latex_whole, latex_over, latex_under = match.groups()
+    whole, over, under = whole or latex_whole, over or latex_over, under or latex_under
+    if plain:
+        value = _fraction(plain)
+    elif (divisor := _fraction(under)) == 0:
+        return None
+    elif whole is None:
+        value = _fraction(over) / divisor
+    elif {*"+-("} & {*over, *under}:
+        return None  # a sum or a product, and no mixed number
+    else:
+        value = _fraction(whole) + _fraction(over) / divisor
+    return -value if sign == "-" else value
+
+
+def _fraction(number: str) -> Fraction:
+    """Return the value of a decimal number, which may have a sign and brackets around it."""
+    digits = number.replace(",", "").strip("()+- ").removesuffix(".")
+    return -Fraction(digits) if "-" in number else Fraction(digits)
+
+
+def _is_one_bracket(text: str) -> bool:
+    """Return True if the first bracket of a text is closed by its last one."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return i == len(text) - 1
+    return False

@@ -1,0 +1,307 @@
+"""The search environment: the model asks, reads what a search engine found, and answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxrl.envs.base import (
+    CallRecord,
+    Env,
+    Episode,
+    Message,
+    OutageError,
+    Outcome,
+    Prompt,
+    Reward,
+    StepResult,
+    Task,
+    ToolError,
+)
+from jaxrl.envs.protocol import Asked, Protocol, Unreadable, search_r1
+from jaxrl.envs.rewards.qa import exact_match, f1
+from jaxrl.envs.tools.base import CallError, Tool, chat_schema
+from jaxrl.envs.tools.budget import Budget, calls_of
+from jaxrl.utils.concurrency import side_by_side
+
+
+class SearchEnv(Env):
+    """Questions answered with a search engine and other tools, in a protocol.
+
+    With Search-R1's or BAPO's, a turn ends with `</answer>`, which ends the episode, or with
+    `</search>`, which inserts what the engine found. A turn that the model ends by itself is
+    malformed. One that closes a search it never opened earns nothing, and the model goes on. Tools
+    beside the engine are called by tags of their names; the closing one ends a turn as `</search>`
+    does.
+
+    With Qwen's, the model ends its turns by itself. All calls in a turn are answered, in their
+    order; a wrong one is told what is wrong with it. A turn without calls is the last one, and
+    malformed if it holds no answer.
+
+    An answer that says "I don't know" ends the episode as abstained.
+    """
+
+    stop_strings: tuple[str, ...] = ("</search>", "</answer>")
+    reward_parts: tuple[str, ...] = ()  # those of its protocol
+
+    def __init__(
+        self,
+        engine: Tool | None,
+        *,
+        tools: Sequence[Tool] = (),
+        prompt: Prompt,
+        max_turns: int,
+        max_calls: int = 0,
+        protocol: Callable[[Sequence[str]], Protocol] = search_r1,
+        correct_by: str = "exact_match",
+        budget: Budget | None = None,
+    ) -> None:
+        """Checks the settings.
+
+        Args:
+            engine: answers the queries; its name is `search`. None: there is none, which only a
+                protocol of the chat template allows.
+            tools: answer other calls.
+            prompt: puts the question.
+            max_turns: turns allowed that call a tool, blank calls included. One more
+                generation follows them; if that calls again, the episode is out of budget.
+            max_calls: calls of tools allowed over the turns of an episode; blank and wrong calls
+                reach none and do not count. Those beyond are not made, and are told so. 0: no
+                limit.
+            protocol: the tags, and how format and answers are judged, for the names of `tools`.
+            correct_by: the part by which an episode is correct: where it is above 0, or for the
+                protocol's own part where its `is_correct` says so.
+            budget: what the calls of an episode may cost; one that would cost more is not made and
+                ends it, out of budget. None: no limit.
+        """
+        for name, limit in (("max_turns", max_turns), ("max_calls", max_calls)):
+            if limit < 0:
+                raise ValueError(f"{name} is {limit}; expected 0 or more.")
+        offered = [*([] if engine is None else [engine]), *tools]
+        names = [tool.name for tool in offered]
+        self._protocol = spoken = with_tools(protocol, names)
+        check_spoken(spoken)
+        self.reward_parts = spoken.reward_parts
+        measures = [part for part in spoken.reward_parts if part != "format"]
+        if correct_by not in measures:
+            raise ValueError(
+                f"correct_by is {correct_by!r}; expected one of {', '.join(measures)} in the "
+                f"protocol {spoken.name!r}."
+            )
+        if spoken.in_template:
+            self.stop_strings = ()
+            self.chat_tools = tuple(chat_schema(tool) for tool in offered)
+        else:
+            for tool in tools:
+                if not tool.takes_text:
+                    raise ValueError(
+                        f"the tool {tool.name!r} takes {', '.join(tool.parameters['properties'])}; "
+                        "expected one that takes a text, as tags can hold, or "
+                        "config.env.search.protocol='qwen'."
+                    )
+            self.stop_strings = turn_ends(spoken, [tool.name for tool in tools])
+        self._tools = dict(zip(names, offered, strict=True))
+        self._prompt = prompt
+        self._max_turns, self._max_calls = max_turns, max_calls
+        self._correct_by = correct_by
+        self._budget = budget or Budget()
+
+    def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
+        """System message, examples and question; a task that brings messages keeps just those."""
+        return [self._prompt.messages(task) for task in tasks]
+
+    def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
+        """Replies to one turn of each episode; all calls of a tool go to it at once."""
+        plans = [self._plan(e, text) for e, text in zip(episodes, texts, strict=True)]
+        calls: dict[str, list[_Call]] = {}
+        for plan in plans:
+            for call in plan if isinstance(plan, list) else ():
+                if call.tool is not None:
+                    calls.setdefault(call.tool.name, []).append(call)
+        side_by_side(_answer, list(calls.values()), max_threads=len(self._tools))
+        return [plan if isinstance(plan, StepResult) else self._reply(plan) for plan in plans]
+
+    def _plan(self, episode: Episode, text: str) -> StepResult | list[_Call]:
+        """Reads one turn: the reply where no tool is called, else the calls of tools."""
+        reading = self._protocol.read(text, tuple(self._tools))
+        if reading.is_answer:
+            abstains = self._protocol.is_abstention(episode.response + text)
+            return StepResult(outcome=Outcome.ABSTAINED if abstains else Outcome.ANSWERED)
+        if reading.is_malformed:
+            return StepResult(outcome=Outcome.MALFORMED)
+        if not reading.calls:
+            return StepResult()
+        # Blank calls reach no tool, but are answered like the others, so they count.
+        num_turns = sum(turn.observation is not None for turn in episode.turns)
+        if num_turns >= self._max_turns:
+            return StepResult(outcome=Outcome.OUT_OF_BUDGET)
+        calls = [self._resolve(asked) for asked in reading.calls]
+        if self._max_calls:
+            left = self._max_calls - sum(len(calls_of(turn)) for turn in episode.turns)
+            for call in [call for call in calls if call.tool is not None][max(left, 0) :]:
+                call.tool = None
+                call.found = (
+                    f"error: this call was not made: no call is left of the {self._max_calls} "
+                    "allowed; answer now"
+                )
+        if not self._budget.allows(episode, [call.tool.name for call in calls if call.tool]):
+            return StepResult(outcome=Outcome.OUT_OF_BUDGET)
+        return calls
+
+    def _resolve(self, asked: Asked | Unreadable) -> _Call:
+        """Finds the tool of a call, or the answer where there is none."""
+        if isinstance(asked, Unreadable):
+            return _Call(found=f"error: {asked.reason}")
+        tool = self._tools.get(asked.tool)
+        if tool is None:
+            names = ", ".join(self._tools)
+            return _Call(found=f"error: there is no tool '{asked.tool[:100]}', only {names}")
+        try:
+            text = tool.call_of(asked.arguments)
+        except CallError as error:
+            return _Call(found=f"error: {error}")
+        except ToolError as error:  # it could not tell whether they fit
+            return _Call(found=error)
+        except RecursionError:  # JSON that can be read may be too deep to be compared or written
+            return _Call(found="error: the call is nested too deeply")
+        return _Call(tool=tool, text=text) if text.strip() else _Call(found=tool.blank)
+
+    def _reply(self, calls: list[_Call]) -> StepResult:
+        """The reply to a turn whose calls are answered: their results, or the failure of one."""
+        shown, errors = [], []
+        for result in [call.found for call in calls]:
+            if isinstance(result, OutageError) and result.fallback is None:
+                raise result
+            is_failure = isinstance(result, ToolError)
+            shown.append(getattr(result, "fallback", None) if is_failure else result)
+            errors += [str(result) or type(result).__name__] if is_failure else []
+        results = [text for text in shown if isinstance(text, str)]
+        is_whole = len(results) == len(calls)
+        records = tuple(
+            dataclasses.replace(call.record, result_index=index)
+            for index, call in enumerate(calls)
+            if call.record is not None
+        )
+        return StepResult(
+            observation=self._protocol.render_results(results) if is_whole else None,
+            outcome=None if is_whole else Outcome.ENVIRONMENT_ERROR,
+            tool_call=records[0].call if records else None,
+            tool=records[0].tool if records else None,
+            latency_s=max((record.waited_s for record in records), default=0.0),
+            error=errors[0] if errors else None,
+            records=records,
+        )
+
+    def score(self, group: Sequence[Episode]) -> list[Reward]:
+        """Format of the whole response and correctness of its final answer.
+
+        An abstention is never correct, whatever else its answer says.
+        """
+        rewards, protocol = [], self._protocol
+        for episode in group:
+            task, response = episode.task, episode.response
+            if not task.answers:
+                raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
+            answer, abstains = protocol.final_answer(response), protocol.is_abstention(response)
+            judged = "" if abstains else answer
+            parts = {
+                "format": protocol.format_reward(response),
+                protocol.correctness_name: protocol.correctness(response, task.answers),
+                "exact_match": exact_match(judged, task.answers),
+                "f1": f1(judged, task.answers),
+            }
+            is_correct = parts[self._correct_by] > 0
+            # A protocol's own part pays what a setting says, also above 0 for what is not right.
+            if self._correct_by == protocol.correctness_name:
+                is_correct = protocol.is_correct(response, task.answers)
+            reward = Reward(
+                parts=parts,
+                final_answer=answer,
+                is_correct=is_correct,
+                is_abstention=abstains,
+                is_well_formed=protocol.is_well_formed(response),
+            )
+            rewards.append(reward)
+        return rewards
+
+
+@dataclass
+class _Call:
+    """A call of a tool, until and after it is answered."""
+
+    tool: Tool | None = None  # None where the call reaches none
+    text: str = ""
+    found: str | ToolError = ""  # what it is answered, or how the tool failed
+    record: CallRecord | None = None  # where a tool was asked
+
+
+def _answer(calls: list[_Call]) -> None:
+    """Runs the calls of one tool."""
+    tool = calls[0].tool
+    assert tool is not None
+    answers = tool.answer_all([call.text for call in calls])
+    for call, answer in zip(calls, answers, strict=True):
+        call.found, call.record = answer.found, answer.record
+
+
+def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
+    """The protocol for these tools, the search engine first where there is one.
+
+    Raises:
+        ValueError: a name is no tag, another tool's, or a tag of the protocol with a meaning; or
+            there is no tool that the protocol needs.
+    """
+    bare = protocol(())
+    if bare.in_template:
+        if not names:
+            raise ValueError(
+                "there is no tool to call; name one in config.env.search.tools or "
+                "config.env.search.mcp, or set config.search.engine."
+            )
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z_][\w.-]*", name, re.ASCII) or names.count(name) > 1:
+                raise ValueError(
+                    f"a tool is called {name!r}; expected names of letters, digits, '_', '-' and "
+                    "'.', each of one tool."
+                )
+        return protocol(names)
+    if names[:1] != ["search"]:
+        problem = f"the search engine is called {names[0]!r}" if names else "there is no tool"
+        raise ValueError(f"{problem}; expected 'search'.")
+    taken = {"search", *bare.tags} - set(bare.tools[1:])
+    for name in names[1:]:
+        if not re.fullmatch(r"[a-z]\w*", name) or name in taken:
+            raise ValueError(
+                f"a tool is called {name!r}; expected a name that can be a tag and is none of "
+                f"{', '.join(sorted(taken))}."
+            )
+        taken.add(name)
+    return protocol(names[1:])
+
+
+def turn_ends(protocol: Protocol, names: Sequence[str]) -> tuple[str, ...]:
+    """Strings that end a turn where tools of these names stand beside the search engine."""
+    if protocol.in_template:
+        return ()
+    return (*protocol.stop_strings, *(f"</{name}>" for name in names))
+
+
+def check_spoken(protocol: Protocol) -> None:
+    """Refuses a protocol that `SearchEnv` cannot play.
+
+    Raises:
+        ValueError: a turn would not end where it is read, or a reward part is never measured.
+    """
+    for end in () if protocol.in_template else ("</search>", "</answer>"):
+        if end not in protocol.stop_strings:
+            raise ValueError(
+                f"its stop_strings lack {end!r}; expected both </search> and </answer>"
+            )
+    measured = ("format", protocol.correctness_name, "exact_match", "f1")
+    for part in protocol.reward_parts:
+        if part not in measured:
+            raise ValueError(
+                f"it has the reward part {part!r}; expected some of {', '.join(measured)}"
+            )

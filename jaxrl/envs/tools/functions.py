@@ -1,0 +1,131 @@
+"""Python functions as tools: their type hints and docstrings tell the model how to call them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl.envs.base import ToolError
+from jaxrl.envs.tools.base import CallError, JsonTool, check_names
+from jaxrl.utils.concurrency import LateError, in_time, within
+from jaxrl.utils.quiet_transformers import quiet_transformers
+
+
+class FunctionTool(JsonTool):
+    """Calls a function, sync or async, with the arguments that the model gives.
+
+    Arguments have to be of the types that the hints name, as JSON has them. What the function
+    raises is its failure, but a `CallError`, whose text is the answer. A text is the result as it
+    is, anything else as JSON.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, deadline_s: float = 60.0) -> None:
+        """Reads the function's signature.
+
+        Args:
+            function: with a type hint for each parameter, and a docstring in Google's style that
+                describes each.
+            deadline_s: seconds after which a call has failed. A coroutine is cancelled then; a
+                thread in which a plain function runs is left to itself.
+
+        Raises:
+            ImportError: the package pydantic is not installed.
+            ValueError: the function does not say how it is called.
+        """
+        try:
+            self._pydantic: Any = importlib.import_module("pydantic")
+        except ImportError as error:
+            raise ImportError(
+                "functions as tools need pydantic; pip install 'jaxrl[tools]'."
+            ) from error
+        self.name = function.__name__
+        self._function, self._deadline_s = function, deadline_s
+        try:
+            self._schema = _schema(function)
+            hints = typing.get_type_hints(function, include_extras=True)
+            self._types = {
+                name: self._pydantic.TypeAdapter(hints[name]) for name in self._schema["properties"]
+            }
+        except Exception as error:  # transformers and pydantic have their own
+            raise ValueError(
+                f"the function {self.name!r} cannot be a tool: {error}. Expected a type hint for "
+                "each parameter, and a docstring that describes each below 'Args:'."
+            ) from error
+
+    @property
+    def description(self) -> str:
+        """The docstring without its sections."""
+        return str(self._schema["description"])
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON schema of its arguments."""
+        return {name: value for name, value in self._schema.items() if name != "description"}
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Refuses arguments of other types than the hints name.
+
+        Raises:
+            CallError: says what is wrong.
+        """
+        self._values(arguments)
+
+    def _values(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        check_names(arguments, list(self._types), self._schema["required"])
+        values = {}
+        for name, value in arguments.items():
+            try:
+                # As JSON: it has no tuples or dates, which strict checks of objects would ask for.
+                text = json.dumps(value)
+                values[name] = self._types[name].validate_json(text, strict=True)
+            except self._pydantic.ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                where = "".join(f"[{key!r}]" for key in first["loc"])
+                raise CallError(f"argument '{name}'{where}: {first['msg']}") from error
+        return values
+
+    def run(self, call: str, /) -> str:
+        """Calls the function; gives its text, its text with images, or else its result as JSON.
+
+        Raises:
+            ToolError: it took too long, or returned what JSON does not have.
+        """
+        try:
+            values = self._values(json.loads(call))
+            if inspect.iscoroutinefunction(self._function):
+                result = within(self._deadline_s, self._function(**values))
+            else:
+                result = in_time(self._deadline_s, lambda: self._function(**values))
+        except CallError as error:
+            return f"error: {error}"
+        except LateError as error:
+            raise ToolError(
+                f"{self.name}: no answer within {self._deadline_s:g} s "
+                "(config.env.search.tool_deadline_s)"
+            ) from error
+        if isinstance(result, str):  # or `Pictured`
+            return result
+        try:
+            return json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise ToolError(
+                f"{self.name} returned {type(result).__name__}; expected text, or what JSON has"
+            ) from error
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """Description, properties and required names, in the form that chat templates know."""
+    with quiet_transformers():
+        from transformers.utils import get_json_schema
+    kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        raise TypeError("it takes * or **")
+    if inspect.Parameter.POSITIONAL_ONLY in kinds:
+        raise TypeError("it has parameters before a /")
+    schema = get_json_schema(function)["function"]
+    parameters = {"type": "object", "properties": {}, "required": [], **schema["parameters"]}
+    return {"description": schema["description"], **parameters}

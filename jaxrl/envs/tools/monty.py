@@ -1,0 +1,103 @@
+"""Python code of a model in Monty, an interpreter without files, network or other programs."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import weakref
+from typing import Any
+
+from jaxrl.envs.base import ToolError
+from jaxrl.envs.tools.base import MAX_ERROR, PYTHON_DESCRIPTION, Tool
+
+
+class MontyTool(Tool):
+    """Monty (https://github.com/pydantic/monty), an interpreter of much of Python in Rust.
+
+    Code runs in worker processes without files, network, environment or other programs, and under
+    limits of time and memory. Every snippet starts afresh. Clock, sleep and random numbers are
+    fixed, so that a snippet prints the same each time; only one close to its time limit may not.
+    Some of the standard library is there (math, re, json, datetime, itertools, ..), no packages.
+    """
+
+    name = "python"
+    blank = "No output"
+    argument = "code"
+    description = PYTHON_DESCRIPTION
+    max_threads = 8
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 5.0,
+        max_memory: int = 64 * 2**20,
+        max_output: int = 100_000,
+        max_workers: int = max_threads,
+    ) -> None:
+        """Starts a worker.
+
+        Args:
+            timeout_s: of one snippet.
+            max_memory: bytes that a snippet may hold. An error's text is cut where it arrives, so
+                for a moment this process may hold as much of it.
+            max_output: bytes that a snippet may print.
+            max_workers: processes at most.
+
+        Raises:
+            ImportError: the package pydantic-monty is not installed.
+        """
+        try:
+            self._monty: Any = importlib.import_module("pydantic_monty")
+        except ImportError as error:
+            raise ImportError(
+                "the Python tool needs pydantic-monty; pip install 'jaxrl[python-tool]'."
+            ) from error
+        self._max_output = max_output
+        self._limits = {"max_feed_duration_secs": timeout_s, "max_memory": max_memory}
+        self._policy = {
+            "datetime": datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC),
+            "sleep": "zero",
+            "random_start": {"seed": 0},
+        }
+        # The limits are the interpreter's own; a worker that ignores them is killed.
+        self._pool = self._monty.Monty(
+            min_processes=1,
+            max_processes=max_workers,
+            request_timeout=timeout_s + 5.0,
+        )
+        self._pool.__enter__()
+        weakref.finalize(self, self._pool.__exit__, None, None, None)
+
+    def run(self, code: str, /) -> str:
+        """Runs code; returns what it printed, or the type and text of its error.
+
+        A worker that dies may have been killed from outside, as the system does when memory runs
+        out, so its code runs again in another one. Where that dies too, it is the code's doing.
+        """
+        try:
+            for _ in range(2):
+                with self._pool.checkout(limits=self._limits, os_policy=self._policy) as session:
+                    printed = self._monty.CollectString(self._max_output)
+                    try:
+                        session.feed_run(code, print_callback=printed)
+                    except self._monty.MontyCrashedError as error:
+                        if error.timed_out:
+                            return _TIMEOUT
+                    except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
+                        # Without the traceback, which repeats long lines of code.
+                        message = _shortened(error.display("type-msg")).rstrip()
+                        # As they come, these say what was measured, each time something else.
+                        fixed = {"TimeoutError": _TIMEOUT, "MemoryError": _MEMORY}
+                        return fixed.get(message.partition(":")[0], message)
+                    else:
+                        return printed.output.strip("\n") or self.blank
+        except (self._monty.MontyError, RuntimeError, OSError) as error:
+            raise ToolError(f"the Python sandbox failed: {_shortened(str(error))}") from error
+        return "SystemError: the interpreter crashed"
+
+
+def _shortened(error: str) -> str:
+    return error if len(error) <= MAX_ERROR else error[:MAX_ERROR] + " .."
+
+
+_TIMEOUT, _MEMORY = "TimeoutError: time limit exceeded", "MemoryError: limit exceeded"

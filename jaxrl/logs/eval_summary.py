@@ -1,0 +1,381 @@
+"""Measures of answers to held-out tasks, with intervals, as metrics and as text.
+
+`docs/evaluation.md` says what every number is. Trajectories may come from anywhere, as long as they
+are in the order of the tasks.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl.envs.base import Outcome
+from jaxrl.envs.rewards.attribution import Attribution, attribute
+from jaxrl.envs.rewards.qa import normalize_answer
+from jaxrl.logs.statistics import (
+    bootstrap_means,
+    column_means,
+    majority_at_k,
+    pass_at_k,
+    percentile_interval,
+)
+from jaxrl.objectives.metrics import mean
+from jaxrl.types import Group, Trajectory, members
+from jaxrl.utils.text import printable
+
+COUNTS = ("num_questions", "unscored_questions", "environment_errors")
+"""Measures that are counted rather than averaged, and have no interval."""
+
+OUTCOMES = tuple(outcome for outcome in Outcome if outcome != Outcome.ENVIRONMENT_ERROR)
+
+RELIABILITY = ("precision", "reliability")
+"""Measures that follow from the shares of right answers and of abstentions."""
+
+CONTROLS = ("empty_search", "random_search")
+"""Suites in which something else answers in place of the search engine."""
+
+ATTRIBUTED = (
+    "answer_in_results",
+    "retrieved_but_ignored",
+    "right_without_evidence",
+    "redundant_searches",
+)
+"""Measures that `attribution` takes of the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Measures of one suite, by data set and measure.
+
+    The data set `all` is every question; `mean`, there with several data sets, is the mean of
+    their means.
+
+    Attributes:
+        num_samples: of each question.
+        means: means over questions; NaN where there is nothing to average.
+        intervals: 95% bootstrap intervals of the means; None in place of NaN.
+        weights: of every part of the reward, those with weight first.
+    """
+
+    num_samples: int
+    means: dict[str, dict[str, float]]
+    intervals: dict[str, dict[str, tuple[float, float] | None]]
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+def summarize(
+    questions: Sequence[Group],
+    *,
+    has_python: bool = False,
+    has_results: bool = False,
+    ks: Sequence[int] = (),
+    num_resamples: int,
+    seed: int,
+    weights: Mapping[str, float] = MappingProxyType({}),
+) -> Summary:
+    """Means over questions with their intervals, by data set.
+
+    Environment errors are left out and counted: a sample that had one out of its question, a
+    question without any other sample out of the means, and one with fewer than k others out of
+    pass@k and maj@k.
+
+    Args:
+        questions: the samples of each question, as many of every one.
+        has_python: count calls of Python as well.
+        has_results: tell what the results of tools were to the answers.
+        ks: see `subset_sizes`.
+        num_resamples: of the bootstrap.
+        seed: of the bootstrap.
+        weights: of parts of the reward; others have none.
+    """
+    sizes = sorted({len(question.trajectories) for question in questions})
+    if len(sizes) != 1:
+        raise ValueError(
+            f"questions have {' and '.join(map(str, sizes)) or 'no'} samples; expected as many of "
+            "each one."
+        )
+    [num_samples] = sizes
+    ks = subset_sizes(num_samples, ks)
+    measured = []
+    for question in questions:
+        measures = _measures(question, ks, has_python)
+        if has_results:
+            samples = [attribution(t) for t in question.scored]
+            measures |= {name: mean([s[name] for s in samples if name in s]) for name in ATTRIBUTED}
+        measured.append(measures)
+    names = list(dict.fromkeys(name for measures in measured for name in measures))
+    values = np.array([[m.get(name, math.nan) for name in names] for m in measured])
+    sources = [question.trajectories[0].task.data_source for question in questions]
+    sets = {
+        source: [row for row, name in enumerate(sources) if name == source]
+        for source in dict.fromkeys(sources)
+    }
+    everything = {"all": list(range(len(questions)))} | sets
+    rng = np.random.default_rng(seed)
+    means = {
+        name: _with_reliability(column_means(values[rows]), names)
+        for name, rows in everything.items()
+    }
+    resampled = {
+        name: _with_reliability(
+            bootstrap_means(values[rows], num_resamples=num_resamples, rng=rng), names
+        )
+        for name, rows in everything.items()
+    }
+    names += RELIABILITY if "exact_match" in names else ()
+    counts = {name: _counts([questions[row] for row in rows]) for name, rows in everything.items()}
+    if len(sets) > 1:
+        means["mean"] = np.mean([means[name] for name in sets], axis=0)
+        resampled["mean"] = np.mean([resampled[name] for name in sets], axis=0)
+        counts["mean"] = counts["all"]
+    # All parts that the samples have: first those with weight, as they were given.
+    parts = sorted({part for t in members(questions) if t.is_scored for part in t.reward_parts})
+    weighed = [part for part, weight in weights.items() if weight and part in parts]
+    return Summary(
+        num_samples=num_samples,
+        means={
+            name: dict(zip(names, map(float, row), strict=True)) | counts[name]
+            for name, row in means.items()
+        },
+        intervals={
+            name: dict(zip(names, map(percentile_interval, columns.T), strict=True))
+            for name, columns in resampled.items()
+        },
+        weights={part: weights.get(part, 0.0) for part in dict.fromkeys((*weighed, *parts))},
+    )
+
+
+def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
+    """The k of pass@k and maj@k; of one sample none.
+
+    Without `ks` they are verl's: the powers of two below the number of samples, and that number.
+    """
+    if num_samples == 1:
+        return ()
+    powers = (2**exponent for exponent in range(1, num_samples.bit_length()))
+    return tuple(ks) or (*(power for power in powers if power < num_samples), num_samples)
+
+
+def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
+    """Measures of one question's samples; NaN where there are too few of them."""
+    scored = question.scored
+    parts = sorted({name for t in scored for name in t.reward_parts})
+    formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
+    right = [t.reward_parts.get("exact_match") == 1.0 for t in scored]
+    answers = [normalize_answer(t.final_answer) for t in scored]
+    possible = [k for k in ks if k <= len(scored)] if "exact_match" in parts else []
+    return {
+        **{
+            name: mean([t.reward_parts[name] for t in scored if name in t.reward_parts])
+            for name in parts
+        },
+        **({"format_rate": mean(formats)} if formats else {}),
+        "searches": mean([len(t.searches) for t in scored]),
+        "searched": mean([bool(t.searches) for t in scored]),
+        **({"python_calls": mean([len(t.python_calls) for t in scored])} if has_python else {}),
+        "sampled_tokens": mean([t.num_sampled for t in scored]),
+        **{str(name): mean([t.outcome == name for t in scored]) for name in OUTCOMES},
+        **dict.fromkeys((f"{name}@{k}" for name in ("pass", "maj") for k in ks), math.nan),
+        **{f"pass@{k}": pass_at_k(len(right), sum(right), k) for k in possible},
+        **{f"maj@{k}": majority_at_k(answers, right, k) for k in possible},
+    }
+
+
+def attribution(trajectory: Trajectory) -> dict[str, float]:
+    """Relates results to a sample's answer: whether they held it, and what became of that.
+
+    The latter where there is an exact match, by which samples are right.
+    """
+    origin: Attribution = attribute(trajectory.turns, trajectory.task.answers)
+    measures: dict[str, float] = {"answer_in_results": origin.has_evidence}
+    if (score := trajectory.reward_parts.get("exact_match")) is not None:
+        is_right = score == 1.0
+        measures["retrieved_but_ignored"] = origin.has_evidence and not is_right
+        measures["right_without_evidence"] = is_right and not origin.has_evidence
+    return measures | {"redundant_searches": origin.num_redundant}
+
+
+def _with_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """Means `[.., M]` with those of `RELIABILITY` after them, where there is an exact match.
+
+    With accuracy a and the share r of abstentions, precision is a / (1 - r), NaN where nothing was
+    answered, and reliability (1 - r) * precision + r * a, that is a + r * a.
+    BAPO (https://arxiv.org/abs/2601.11037).
+    """
+    if "exact_match" not in names:
+        return values
+    accuracy = values[..., names.index("exact_match")]
+    abstained = values[..., names.index("abstained")]
+    answered = np.where(abstained < 1, 1 - abstained, math.nan)
+    more = (accuracy / answered, accuracy + abstained * accuracy)
+    return np.concatenate([values, np.stack(more, axis=-1)], axis=-1)
+
+
+def _counts(questions: Sequence[Group]) -> dict[str, int]:
+    num_scored = [len(question.scored) for question in questions]
+    num_samples = len(members(questions))
+    counts = (len(questions), num_scored.count(0), num_samples - sum(num_scored))
+    return dict(zip(COUNTS, counts, strict=True))
+
+
+def as_metrics(suite: str, summary: Summary) -> dict[str, float]:
+    """The means under verl's validation names: `mean@N`, `best@K/mean`, `maj@K/mean`."""
+    is_sampled = suite == "sampled"
+    core = "exact_match" if is_sampled else f"exact_match/{suite}"
+    metrics = {}
+    for data_set, means in summary.means.items():
+        for name, value in means.items():
+            if name == "exact_match":
+                key = f"val-core/{data_set}/{core}"
+                key += f"/mean@{summary.num_samples}" if is_sampled else ""
+            elif name.startswith(("pass@", "maj@")):
+                key = f"val-core/{data_set}/{core}/{name.replace('pass@', 'best@')}/mean"
+            else:
+                key = f"val-aux/{data_set}/{name}/{suite}"
+            metrics[key] = value
+    return metrics
+
+
+def is_unscored(summary: Summary) -> bool:
+    """Returns True if not a single question could be scored."""
+    counts = summary.means["all"]
+    return counts["unscored_questions"] == counts["num_questions"]
+
+
+def one_line(suite: str, summary: Summary) -> str:
+    """The scores of a suite in one line."""
+    if is_unscored(summary):
+        count = summary.means["all"]["environment_errors"]
+        return f"{suite}: nothing could be scored ({count} environment errors)"
+    scores = {name: m.get("exact_match", math.nan) for name, m in summary.means.items()}
+    by_set = ", ".join(
+        f"{name} {'-' if math.isnan(score) else f'{score:.3f}'}" for name, score in scores.items()
+    )
+    paid = [part for part, weight in summary.weights.items() if weight and part != "exact_match"]
+    parts = "".join(f"; {part} {summary.means['all'][part]:.3f}" for part in paid)
+    return f"{suite}: exact match {by_set}{parts}; searches {summary.means['all']['searches']:.2f}"
+
+
+def as_text(
+    step: int, stage: str, summaries: Mapping[str, Summary], *, weights_step: int | None = None
+) -> str:
+    """Tables of all suites for people, 80 columns wide."""
+    title = f"{stage}, step {step}: means over questions [95% bootstrap interval]"
+    if weights_step not in (None, step):
+        title += f"\nstopped early: the weights are those of step {weights_step}"
+    text = "\n\n".join([title, *(_suite_text(*item) for item in summaries.items())])
+    return printable(text)  # data sets have names of the user's
+
+
+SCORES = {"exact_match": "exact match", "f1": "F1", "format_rate": "format"}
+BEHAVIOUR = {
+    **{str(name): str(name).replace("out_of_", "out of\n") for name in OUTCOMES},
+    "searches": "searches",
+    "sampled_tokens": "tokens",
+    "environment_errors": "errors",
+}
+"""Measures in the tables, and their heads."""
+
+MORE = {
+    "searched": "searched",
+    "python_calls": "Python calls",
+    "precision": "precision",
+    "reliability": "reliability",
+}
+"""Measures in a table of their own, each where it tells something."""
+
+EVIDENCE = {
+    "answer_in_results": "in results",
+    "retrieved_but_ignored": "in results, wrong",
+    "right_without_evidence": "right without",
+    "redundant_searches": "redundant searches",
+}
+"""Measures of where answers come from, in a table of their own."""
+
+DIGITS = {
+    "searches": 2,
+    "redundant_searches": 2,
+    "python_calls": 2,
+    "sampled_tokens": 1,
+    **dict.fromkeys(COUNTS, 0),
+}
+"""Decimals of measures that are no shares."""
+
+
+def _suite_text(suite: str, summary: Summary) -> str:
+    # Of a single data set, `all` says everything.
+    names = list(summary.means) if "mean" in summary.means else ["all"]
+    measured = summary.means["all"]
+
+    def table(first: str, columns: Mapping[str, str]) -> str:
+        rows = [(name, *(_cell(summary, name, measure) for measure in columns)) for name in names]
+        return _table((first, *columns.values()), rows)
+
+    scores = {measure: head for measure, head in SCORES.items() if measure in measured}
+    tables = [table("", {"num_questions": "questions", **scores})]
+    if not summary.weights.keys() <= scores.keys():
+        rows = [
+            (name, part, f"{weight:.3g}", _cell(summary, name, part))
+            for name in names
+            for part, weight in summary.weights.items()
+        ]
+        tables.append(_table(("", "reward part", "weight", "mean"), rows))
+    tables.append(table("", BEHAVIOUR))
+    # Without any abstention, precision and reliability are the exact match.
+    depends_on = dict.fromkeys(RELIABILITY, "abstained")
+    more = {
+        name: head
+        for name, head in MORE.items()
+        if name in measured and measured[depends_on.get(name, name)] > 0
+    }
+    if more:
+        tables.append(table("", more))
+    if "answer_in_results" in measured:
+        tables.append(table("answer", EVIDENCE))
+    ks = [measure.removeprefix("pass@") for measure in measured if measure.startswith("pass@")]
+    if ks:
+        rows = [
+            (name, k, *(_cell(summary, name, f"{measure}@{k}") for measure in ("pass", "maj")))
+            for name in names
+            for k in ks
+        ]
+        tables.append(_table(("", "k", "pass@k", "maj@k"), rows))
+    samples = f"{summary.num_samples} sample{'s' * (summary.num_samples > 1)} a question"
+    return f"{suite}, {samples}\n" + "\n\n".join(tables)
+
+
+def _cell(summary: Summary, name: str, measure: str) -> str:
+    """A number, with its interval where the tables have room for one."""
+    value = summary.means[name][measure]
+    if math.isnan(value):
+        return "-"
+    text = f"{value:.{DIGITS.get(measure, 3)}f}"
+    interval = summary.intervals[name].get(measure)
+    if interval and (
+        measure in summary.weights or measure.startswith(("pass@", *RELIABILITY, "maj@"))
+    ):
+        text += f" [{interval[0]:.3f}, {interval[1]:.3f}]"
+    return text
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    table.add_column(heads[0], overflow="fold")
+    for head in heads[1:]:
+        is_name = head == "reward part"
+        table.add_column(
+            Text(head), justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -1,0 +1,178 @@
+"""Mirrors of `metrics.jsonl`: event files of TensorBoard, and Weights & Biases."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.summary_pb2 import Summary
+
+from jaxrl.config.settings import Settings
+from jaxrl.logs.writers import MetricsLog
+from jaxrl.training.interfaces import Record
+
+
+def missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
+    """A list with a warning of missing files that records mention; empty where none is missing."""
+    names = []
+    for record in records:
+        stage, step = record.get("stage", "train"), record["step"]
+        if any(name.startswith("val-") for name in record):
+            names.append(f"eval/{stage}_{step}.json")
+        if stage == "train" and "timing_s/step" in record:
+            names.append(f"trajectories/step_{step:06d}.jsonl")
+    missing = [name for name in names if not (workdir / name).exists()]
+    if not missing:
+        return []
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return [f"warning: missing in {workdir}: {', '.join(missing[:3])}{more}"]
+
+
+def open_log(
+    workdir: Path,
+    num_records: int,
+    settings: Settings,
+    log: Callable[[str], None],
+    *,
+    is_written: bool,
+    is_later: Callable[[Record], bool] = lambda _: False,
+) -> MetricsLog:
+    """The workdir's `metrics.jsonl`, cut back to `num_records` records, with its mirrors.
+
+    Warns of records that are lost or damaged, and of files that they mention and that are missing.
+    """
+    if not is_written:
+        return MetricsLog(None, num_records)
+    metrics_log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, log=log)
+    for warning in missing_files(workdir, metrics_log.records()):
+        log(warning)
+    metrics_log.mirrors.append(TensorBoard(workdir / "tensorboard", metrics_log.records(), log))
+    if settings.wandb_project:
+        mirror = WandB(workdir, settings.wandb_project, settings.values, log)
+        metrics_log.mirrors.append(mirror)
+    return metrics_log
+
+
+class _Fallible:
+    """Mirror whose failure ends it, and not the run."""
+
+    name: str
+
+    def __init__(self, log: Callable[[str], None]):
+        self._log = log
+        self._is_alive = True
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if not self._is_alive:
+            return
+        try:
+            action()
+        except Exception as error:  # training goes on, whatever fails here
+            self._is_alive = False
+            self._log(f"warning: {self.name} failed and is left out from here on: {error!r}")
+
+
+class TensorBoard(_Fallible):
+    """Event files, made afresh from the kept records, so that no step beyond them lingers.
+
+    Written at once: the thread of tensorboardX's own writer ends with a full disk, and who writes
+    then waits for it for ever.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, records: Iterable[Record], log: Callable[[str], None]):
+        """Replaces the folder by one that shows `records`."""
+        super().__init__(log)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self._writer = EventsWriter(str(folder / "events"))
+        for record in records:
+            self._try(functools.partial(self._write, record))
+        self._try(self._writer.flush)
+
+    def write(self, index: int, record: Record) -> None:
+        """Appends one event that holds the record's numbers."""
+        self._try(functools.partial(self._write, record))
+        self._try(self._writer.flush)
+
+    def _write(self, record: Record) -> None:
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in record.items()
+            if name not in ("step", "stage") and value is not None
+        ]
+        event = Event(wall_time=time.time(), step=record["step"], summary=Summary(value=values))
+        self._writer.write_event(event)
+
+    def close(self) -> None:
+        """Writes what is still in memory."""
+        self._try(self._writer.close)
+
+
+class WandB(_Fallible):
+    """A run on Weights & Biases; started again on the same workdir, it is the same run.
+
+    Its step is the record's number, since stages meet at a global step; `step` is the charts'
+    axis. W&B keeps what it has: records repeated after a restart are the same ones and not sent.
+    """
+
+    name = "W&B"
+
+    def __init__(
+        self, workdir: Path, project: str, config: Mapping[str, Any], log: Callable[[str], None]
+    ):
+        """Starts or continues the run whose id the workdir keeps.
+
+        Raises:
+            RuntimeError: W&B refuses, for instance without a key.
+        """
+        super().__init__(log)
+        import wandb  # an extra: only who asks for it has it
+
+        id_file = workdir / "wandb" / "run_id"
+        if not id_file.exists():
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        try:
+            self._run = wandb.init(
+                project=project,
+                id=id_file.read_text(encoding="utf-8"),
+                resume="allow",
+                name=workdir.name,
+                dir=str(workdir),
+                config=dict(config),
+            )
+            self._run.define_metric("*", step_metric="step")
+        except Exception as error:
+            raise RuntimeError(
+                f"W&B did not start: {error}. Set WANDB_API_KEY, or WANDB_MODE=offline, in the "
+                "environment, or config.log.wandb_project='' to do without."
+            ) from error
+        self._sent = self._run.step
+
+    def write(self, index: int, record: Record) -> None:
+        """Sends a record, unless W&B has it; a failure ends the mirror, not the run."""
+        if index >= self._sent:
+            self._try(lambda: self._run.log(dict(record), step=index))
+
+    def close(self) -> None:
+        """Waits until what was logged is sent or, offline, written."""
+        self._try(self._run.finish)
+
+
+def check_mirrors(project: str) -> None:
+    """Refuses a W&B project where there is no package to write to it."""
+    if project and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"config.log.wandb_project is {project!r}, but wandb is not installed; "
+            "run pip install -e '.[wandb]', or set it to ''."
+        )

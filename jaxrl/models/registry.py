@@ -1,0 +1,119 @@
+"""A model's architecture, from the `config.json` of its folder."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxrl.config.registry import chosen
+from jaxrl.envs.paths import similar_path
+from jaxrl.models.architecture import Architecture
+from jaxrl.utils.callables import failure_text, own_module
+from jaxrl.utils.json_io import read_object
+
+
+def read_model(path: str | Path, architecture: str = "") -> Architecture:
+    """The model of an HF folder, from its `config.json` alone.
+
+    Args:
+        path: the folder.
+        architecture: a name in `ARCHITECTURES`, or a dotted name; "" goes by the `model_type` that
+            `config.json` gives.
+
+    Raises:
+        FileNotFoundError: there is no such folder or no `config.json` in it.
+        ValueError: the path is a GGUF file, or the file or the name is of no known architecture,
+            or of one with a feature that is not computed here.
+    """
+    fields, source = read_fields(path)
+    family = find_architecture(fields, architecture, source)
+    try:
+        model = family.from_dict(fields, source=source)
+    except Exception as error:
+        if not own_module(family):
+            raise  # ours say what is wrong with the file
+        raise ValueError(
+            f"config.model.architecture is {architecture!r}, which could not be made of {source}: "
+            f"{failure_text(error)}."
+        ) from error
+    if not isinstance(model, Architecture):
+        raise ValueError(
+            f"config.model.architecture is {architecture!r}, whose from_dict returned "
+            f"{type(model).__name__}; expected an {Architecture.__name__}."
+        )
+    return model
+
+
+def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
+    """The content of an HF folder's `config.json`, and the file's name for errors."""
+    file = Path(path) / "config.json"
+    if Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir():
+        raise ValueError(
+            f"config.model.path is {str(path)!r}, a GGUF file; expected a folder in Hugging Face "
+            "format. Convert the file: python -m examples.convert_gguf --file=FILE --out=FOLDER."
+        )
+    if not Path(path).is_dir():
+        raise FileNotFoundError(
+            f"model folder {str(path)!r} does not exist; set config.model.path to a local "
+            "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json)."
+            f"{suggest_model(path)}"
+        )
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{str(path)!r} holds no config.json; config.model.path must be a folder in "
+            "Hugging Face format."
+        )
+    return read_object(file), str(file)
+
+
+def suggest_model(path: str | Path) -> str:
+    """Return a sentence on a model folder that does not exist, or ""; one that exists gets none.
+
+    A path that may be a name on the Hugging Face Hub gets the command that downloads it.
+    """
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not Path(path).parent.exists()
+    if not is_name:
+        return similar_path(path)
+    folder = f"models/{Path(path).name}"
+    return (
+        f" If it is a name on the Hugging Face Hub, download it: hf download {path} --local-dir "
+        f"{folder}; then set the key to {folder!r}."
+    )
+
+
+def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Architecture]:
+    """The architecture of that name, or without one of the `model_type` in `fields`."""
+    if not name:
+        name = str(fields.get("model_type"))
+        if name not in ARCHITECTURES:
+            raise ValueError(
+                f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
+                f"{' or '.join(map(repr, ARCHITECTURES))}, or an architecture "
+                "of your own in config.model.architecture."
+            )
+    family = chosen("model.architecture", name, ARCHITECTURES, wanted="my_architecture.Pocket")
+    if not (isinstance(family, type) and issubclass(family, Architecture)):
+        raise ValueError(
+            f"config.model.architecture is {name!r}, which is no subclass of "
+            f"{Architecture.__module__}.{Architecture.__name__}."
+        )
+    if inspect.isabstract(family):
+        raise ValueError(
+            f"config.model.architecture is {name!r}, which does not define "
+            f"{', '.join(sorted(family.__abstractmethods__))}."
+        )
+    return family
+
+
+ARCHITECTURES = {
+    "qwen2": "jaxrl.models.qwen.QwenConfig",
+    "qwen3": "jaxrl.models.qwen.QwenConfig",
+    "llama": "jaxrl.models.llama.LlamaConfig",
+    "mistral": "jaxrl.models.llama.LlamaConfig",
+    "qwen2_5_vl": "jaxrl.extras.vision.qwen_vl.QwenVLConfig",
+    "qwen3_vl": "jaxrl.extras.vision.qwen3_vl.Qwen3VLConfig",
+    "qwen3_moe": "jaxrl.extras.experts.qwen_moe.QwenMoeConfig",
+}
+"""The `model_type` of `config.json` to the class that computes it, which is imported when asked."""

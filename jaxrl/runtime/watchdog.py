@@ -1,0 +1,107 @@
+"""Runs that do not move: they say what they wait for and where their threads are, and then end."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from jaxrl.runtime.preemption import EXIT_LOST
+
+
+class Moving(Protocol):
+    """Progress as `logs.display.Display` knows it."""
+
+    moved_at: float
+    """Time at which it was last told of any, by `time.monotonic`."""
+
+    doing: str
+    """The text that it was told then."""
+
+    def log(self, text: str) -> None:
+        """Prints a line."""
+        ...
+
+
+@contextlib.contextmanager
+def told_of_stalls(
+    display: Moving,
+    seconds: float,
+    deadline_s: float = 0.0,
+    *,
+    end: Callable[[int], None] = os._exit,
+) -> Iterator[None]:
+    """Watches progress from a thread while the body runs.
+
+    Args:
+        display: is told of all progress.
+        seconds: without any after which a warning says so, with the stack of every thread; again
+            after twice as long. 0: never.
+        deadline_s: without any after which the process ends with `EXIT_LOST`, since what it waits
+            for has no deadline of its own, or one that does not hold. 0: never.
+        end: the process, with an exit code. Nothing is saved: what hangs may hold what would be.
+    """
+    limits = [one for one in (seconds, deadline_s) if one]
+    if not limits:
+        yield
+        return
+    over = threading.Event()
+
+    def tell(silent_s: float, key: str, then: str) -> None:
+        what = display.doing or "nothing yet"
+        display.log(
+            f"warning: nothing has moved for {silent_s:.0f} s (config.watch.{key}); the last was: "
+            f"{what}. {then}Where the threads are:\n{_stacks()}"
+        )
+        display.doing = what  # the warning itself is no progress
+
+    def watch() -> None:
+        seen, since, limit = display.moved_at, display.moved_at, seconds or math.inf
+        while not over.wait(min(min(limits) / 4, 1.0)):
+            if display.moved_at != seen:
+                seen = since = display.moved_at
+                limit = seconds or math.inf
+            silent_s = time.monotonic() - since
+            if deadline_s and silent_s >= deadline_s:
+                tell(
+                    silent_s,
+                    "deadline_s",
+                    "The run ends, and the same command goes on from its newest checkpoint; where "
+                    "this only takes long, raise the key. ",
+                )
+                end(EXIT_LOST)
+                return
+            if silent_s >= limit:
+                tell(silent_s, "stall_s", "")
+                seen, limit = display.moved_at, 2 * limit
+
+    thread = threading.Thread(target=watch, daemon=True, name="stalls")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def tell_on_signal() -> None:
+    """Prints the stacks whenever SIGUSR1 arrives."""
+    if sys.__stderr__ is not None:
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+
+
+def _stacks() -> str:
+    """Return the stack of every thread of Python, under the thread's name."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

@@ -1,0 +1,347 @@
+"""Demonstrations: worked episodes, encoded exactly as a rollout would have written them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxrl.data.chat_template import check_result_order
+from jaxrl.data.records import read_demonstration, read_jsonl
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.envs.base import ToolResults
+from jaxrl.envs.images import Picture, UnreadableError
+from jaxrl.envs.protocol import SEARCH_R1, Protocol, mask_calls
+from jaxrl.sampling.contexts import Contexts, PlayedTurn
+from jaxrl.sampling.episodes import Limits
+from jaxrl.sampling.interfaces import Processor
+from jaxrl.sampling.observations import encode_observation, encode_results, omitted
+from jaxrl.types import Attachment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """A worked episode; the tokens of its assistant messages are trained on."""
+
+    token_ids: np.ndarray  # int32 [L]
+    loss_mask: np.ndarray  # bool [L]
+    rollout_logprobs: np.ndarray  # float32 [L], zeros: nothing was sampled
+    contexts: tuple[tuple[int, int], ...] = ()  # see `Trajectory.contexts`
+    pictures: tuple[Picture, ...] = ()  # of its prompt
+    processor: Processor | None = None  # reads them
+    token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # nothing is recorded
+
+    @property
+    def attachments(self) -> tuple[Attachment, ...]:
+        """The images of `pictures` as the model reads them, made on demand.
+
+        Raises:
+            UnreadableError: one is damaged.
+        """
+        if self.processor is None:
+            return ()
+        try:
+            return tuple(map(self.processor, self.pictures))
+        except UnreadableError as error:
+            raise UnreadableError(
+                f"config.sft.source has an image that is damaged: {error}; mend it, or take the "
+                "demonstration out."
+            ) from error
+
+
+def read_demonstrations(
+    path: str,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    *,
+    protocol: Protocol = SEARCH_R1,
+    tools: Sequence[str] = ("search",),
+    chat_tools: Sequence[Mapping[str, Any]] = (),
+    processor: Processor | None = None,
+) -> list[Demonstration]:
+    """Encodes a JSONL of chats exactly as a rollout would have written them.
+
+    The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
+    results, rendered by the protocol and cut as the environment's observations are. `tools` are the
+    names of those that can be called in this run, `chat_tools` what the chat template says of them.
+    Images are as in tasks, in the prompt; `processor` reads them, None where the model reads none.
+    Of `limits` count those of all tokens, of observations and of images (0: as many as there are).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is malformed or too long (file and line are named).
+    """
+
+    def parse(fields: dict[str, Any], place: str) -> Demonstration:
+        messages, pictures = read_demonstration(fields, place)
+        image_tokens = _image_tokens(pictures, processor, place)
+        if 0 < limits.max_image_tokens < sum(image_tokens):
+            raise ValueError(
+                f"{place}: the demonstration's images take {sum(image_tokens)} tokens; expected at "
+                f"most config.rollout.max_image_tokens={limits.max_image_tokens}. Raise it, or "
+                "lower config.images.max_pixels."
+            )
+        demonstration = encode_demonstration(
+            messages,
+            tokenizer,
+            limits,
+            image_tokens=image_tokens,
+            protocol=protocol,
+            tools=tools,
+            chat_tools=chat_tools,
+            place=place,
+        )
+        if len(demonstration.token_ids) > limits.max_total_tokens:
+            raise ValueError(
+                f"{place}: the demonstration has {len(demonstration.token_ids)} tokens; expected "
+                f"at most config.rollout.max_total_tokens={limits.max_total_tokens}."
+            )
+        if not pictures:
+            return demonstration
+        return dataclasses.replace(demonstration, pictures=pictures, processor=processor)
+
+    return read_jsonl(path, parse, "config.sft.source")
+
+
+def encode_demonstration(
+    messages: list[dict[str, Any]],
+    tokenizer: Tokenizer,
+    limits: Limits,
+    *,
+    protocol: Protocol = SEARCH_R1,
+    tools: Sequence[str] = ("search",),
+    chat_tools: Sequence[Mapping[str, Any]] = (),
+    image_tokens: Sequence[int] = (),
+    place: str = "demonstration",
+) -> Demonstration:
+    """Prompt, then assistant turns (trained on) and observations (masked) in order.
+
+    Where the chat template shows results, the model also learns to end its turns. `image_tokens`
+    are those of each image that has a mark in the prompt. Of `limits` count that of observations
+    and the contexts, of which it goes through as many as a rollout would.
+
+    Raises:
+        ValueError: it is no such chat, or holds what no rollout could write; `place` is named.
+    """
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles or roles[0] == "assistant":
+        raise ValueError(
+            f"{place}: expected a prompt and then an assistant message, found {roles}."
+        )
+    start = roles.index("assistant")
+    try:
+        prompt = tokenizer.render_prompt(messages[:start], chat_tools, image_tokens)
+        check_result_order(messages)
+        turns = [_as_text(m, tokenizer, protocol, chat_tools) for m in messages[start:]]
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    pieces: list[Piece] = []
+    num_sampled = 0  # tokens of the turn that an observation answers
+    first = _continue(tokenizer.opener_with(chat_tools), turns[0], place)
+    messages = [*messages[:start], first, *turns[1:]]
+    later = sorted({*roles[start:]} - {"assistant", "tool"})
+    if later:
+        raise ValueError(
+            f"{place}: role {later[0]!r} after the first assistant message; expected "
+            "'assistant' or 'tool'."
+        )
+    for role, run in itertools.groupby(messages[start:], key=lambda message: message["role"]):
+        contents = [message["content"] for message in run]
+        if role == "assistant":
+            end = tokenizer.eos_ids[:1] if protocol.in_template else ()
+            pieces += [([*tokenizer.encode(content), *end], None) for content in contents]
+            num_sampled = sum(len(ids) for ids, _ in pieces[-len(contents) :])
+        elif protocol.in_template:
+            results = ToolResults(bodies=tuple(map(protocol.sanitize, contents)))
+            room = limits.room_in_context(len(prompt), num_sampled)
+            ids, *_ = encode_results(
+                tokenizer,
+                results,
+                tools=chat_tools,
+                max_result_tokens=limits.max_observation_tokens,
+                room=room,
+            )
+            pieces.append((ids, omitted(tokenizer, results, chat_tools)))
+        else:
+            for content in contents:
+                observation = protocol.render_observation(content)
+                limit = limits.max_observation_tokens
+                if (room := limits.room_in_context(len(prompt), num_sampled)) is not None:
+                    tags = dataclasses.replace(observation, body="")
+                    bare, _ = encode_observation(tokenizer, tags, max_body_tokens=0)
+                    limit = max(min(limit, room - len(bare)), 0)
+                ids, _ = encode_observation(tokenizer, observation, max_body_tokens=limit)
+                pieces.append((ids, omitted(tokenizer, observation)))
+    if protocol.in_template:
+        _check_calls(messages[start:], protocol, tools, place)
+    else:
+        _check_turns(messages[start:], tools, place)
+    return _of_pieces(prompt, pieces, limits.context, tokenizer, place)
+
+
+Piece = tuple[Sequence[int], Sequence[int] | None]
+"""Token ids, and of an observation those of it without its body; None where the assistant wrote."""
+
+
+def _of_pieces(
+    prompt: Sequence[int],
+    pieces: Sequence[Piece],
+    contexts: Contexts | None,
+    tokenizer: Tokenizer,
+    place: str,
+) -> Demonstration:
+    """Joins prompt and pieces, in as many contexts as they take.
+
+    Raises:
+        ValueError: there is nothing to learn, or what is never written, or no room for a turn.
+    """
+    written, starts, length = [(prompt, False)], [], len(prompt)  # the length is of the context
+    played: list[PlayedTurn] = []
+    sampled: list[int] = []
+    for ids, without_body in pieces:
+        added, num_repeated = ids, 0
+        if without_body is None:
+            sampled += ids
+        elif contexts is not None:
+            played.append(PlayedTurn(sampled=sampled, observation=ids, omitted=without_body))
+            sampled = []
+            if not contexts.has_room(length + len(ids)):
+                # -1: not even the next context has room; refused below.
+                added, num_repeated = contexts.following(prompt, played) or ([], -1)
+        if num_repeated:
+            starts.append((sum(len(one) for one, _ in written), num_repeated))
+            length = 0
+        written.append((added, without_body is None))
+        length += len(added)
+        if contexts is not None and (num_repeated < 0 or length > contexts.max_tokens):
+            raise ValueError(
+                f"{place}: the demonstration has a turn without room in a context of "
+                f"config.rollout.context.max_tokens={contexts.max_tokens}; raise it, or lower "
+                "config.rollout.context.keep, turn_tokens or config.rollout.max_observation_tokens."
+            )
+    token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in written])
+    loss_mask = np.concatenate([np.full(len(ids), is_sampled) for ids, is_sampled in written])
+    for id in (tokenizer.image_id, tokenizer.video_id):
+        if id is not None and id in token_ids[loss_mask]:
+            raise ValueError(
+                f"{place}: a message of the assistant has {tokenizer.decode([id])!r}, which stands "
+                "for an image or a video and is never written; take it out."
+            )
+    if not loss_mask.any():
+        raise ValueError(f"{place}: the assistant's messages are all empty; there is no example.")
+    return Demonstration(
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        rollout_logprobs=np.zeros(len(token_ids), np.float32),
+        contexts=tuple(starts),
+    )
+
+
+def _image_tokens(
+    pictures: Sequence[Picture], processor: Processor | None, place: str
+) -> list[int]:
+    """Tokens of each image.
+
+    Raises:
+        ValueError: one cannot be read; the place is named.
+    """
+    if pictures and processor is None:
+        raise ValueError(
+            f"{place} has images, and the model reads none: its config.json has no image_token_id. "
+            "Set config.model.path to a model that does, as Qwen2.5-VL."
+        )
+    try:
+        return [processor.num_tokens(picture) for picture in pictures] if processor else []
+    except UnreadableError as error:
+        raise ValueError(f"{place}, of config.sft.source: {error}.") from error
+
+
+def _as_text(
+    message: dict[str, Any],
+    tokenizer: Tokenizer,
+    protocol: Protocol,
+    chat_tools: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A message behind the prompt with all that it says in its content.
+
+    Raises:
+        ValueError: it has fields that the protocol has no text for.
+    """
+    links = ("tool_call_id", "name") if message["role"] == "tool" else ()
+    fields = [
+        name
+        for name, value in message.items()
+        if name not in ("role", "content", *links) and value not in ("", [], {})
+    ]
+    if not fields:
+        return message
+    if message["role"] != "assistant" or not protocol.in_template:
+        raise ValueError(
+            f"a message of the role {message['role']!r} has the field {fields[0]!r}, for which the "
+            f"protocol {protocol.name!r} has no text; expected all of it in the content, as the "
+            "model is to write it. Put it there, or leave it out."
+        )
+    opener, text = tokenizer.opener_with(chat_tools), tokenizer.render_turn(message, chat_tools)
+    return {"role": message["role"], "content": text.removeprefix(opener)}
+
+
+def _continue(opener: str, message: dict[str, Any], place: str) -> dict[str, Any]:
+    """The first assistant message from where the chat template's opener ends.
+
+    Raises:
+        ValueError: it is no continuation of a thought that the opener begins.
+    """
+    content, begun = message["content"], opener.strip()
+    if not begun:
+        return message
+    if content.lstrip().startswith(begun):
+        return {**message, "content": content.lstrip().removeprefix(begun).lstrip()}
+    if begun.endswith("<think>") and "</think>" not in mask_calls(content).partition("<think>")[0]:
+        raise ValueError(
+            f"{place}: the model's chat template begins every answer with {opener!r}, and "
+            f"{content[:40]!r} neither begins so nor ends that thought. Begin the first assistant "
+            "message with it, or see whether config.prompt.chat_template_kwargs can turn it off "
+            "(enable_thinking)."
+        )
+    return message
+
+
+def _check_calls(
+    messages: list[dict[str, Any]], protocol: Protocol, tools: Sequence[str], place: str
+) -> None:
+    """Refuses what no rollout could have written: a turn without a result for each of its calls."""
+    asked = None  # calls of the turn before
+    for role, run in itertools.groupby(messages, key=lambda message: message["role"]):
+        contents = [message["content"] for message in run]
+        if role == "tool" and len(contents) != asked:
+            raise ValueError(
+                f"{place}: {len(contents)} messages of the role 'tool' follow {asked} calls; "
+                "expected a result for each <tool_call> of the assistant's message."
+            )
+        if role == "assistant":
+            asked = len(protocol.read(contents[-1], tools).calls)
+            if len(contents) > 1:
+                raise ValueError(
+                    f"{place}: two messages of the assistant follow each other; expected one turn, "
+                    "or results of the role 'tool' between them."
+                )
+
+
+def _check_turns(messages: list[dict[str, Any]], tools: Sequence[str], place: str) -> None:
+    """Refuses what no rollout could have written: a result that nobody asked for."""
+    closings = tuple(f"</{tool}>" for tool in tools)
+    for before, message in itertools.pairwise(messages):
+        is_called = before["role"] == "assistant" and before["content"].endswith(closings)
+        if message["role"] == "tool" and not is_called:
+            hint = ""
+            if before["content"].endswith("</python>"):
+                hint = " Name 'python' in config.env.search.tools to offer Python."
+            raise ValueError(
+                f"{place}: a message of the role 'tool' follows {before['content'][-40:]!r}; "
+                f"expected an assistant message that ends with {' or '.join(map(repr, closings))}."
+                + hint
+            )

@@ -1,0 +1,183 @@
+"""What rows have to read, on the host: attachments that are seen together, tokens in blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.models.attachments import POSITIONS, UNITS, Tower
+from jaxrl.sampling.decode import Blocks
+from jaxrl.sampling.scheduler import Row
+from jaxrl.types import Attachment
+
+
+class Piece(NamedTuple):
+    """Up to `Programs.block` tokens that a row has to read."""
+
+    row: Row
+    start: int  # position of the first one
+    num_tokens: int  # n
+    token_ids: list[int]  # n
+    token_arrays: dict[str, np.ndarray]  # [n, ...] of `Tower.arrays`; {} without a tower
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feed:
+    """Makes the arrays of the programs that read, of rows and what they have to read.
+
+    Attributes:
+        tower: reads attachments; None in a model of text alone.
+        num_shards: of the mesh.
+        block: tokens of a block, see `Programs.block`.
+        max_units: tokens of attachments of a shard that are seen together.
+    """
+
+    tower: Tower | None
+    num_shards: int
+    block: int
+    max_units: int
+
+    def check(self, token_ids: Sequence[int], attachments: Sequence[Attachment]) -> None:
+        """Refuses attachments that are not those of the tokens, or without text to go on from.
+
+        Raises:
+            ValueError: says what is wrong with them.
+        """
+        if self.tower is None:
+            if attachments:
+                raise ValueError(
+                    f"a request has {len(attachments)} images, but the model of config.model.path "
+                    "reads text alone; take one with a vision tower."
+                )
+            return
+        # Raises where tokens and attachments disagree.
+        self.tower.positions(np.asarray(token_ids), attachments)
+        count = sum(map(self.tower.num_tokens, attachments))
+        if attachments and token_ids[-1] == self.tower.token_id:
+            raise ValueError("a request ends with an image; expected text behind it.")
+        if count > self.max_units:
+            raise ValueError(
+                f"the images of a request take {count} tokens; expected at most "
+                f"config.rollout.max_image_tokens, {self.max_units}. Raise it or lower "
+                "config.images.max_pixels."
+            )
+
+    def place(
+        self,
+        row: Row,
+        token_ids: Sequence[int],
+        attachments: tuple[Attachment, ...],
+        start: int,
+    ) -> None:
+        """Sets attachments and arrays of the tokens to read, and the offset of later positions.
+
+        `start` other tokens precede them.
+        """
+        if self.tower is None:
+            return
+        arrays = self.tower.token_arrays(
+            np.asarray(token_ids), attachments, start=start + row.offset
+        )
+        row.unread_attachments = attachments
+        row.unread_arrays = {name: array[:-1] for name, array in arrays.items()}
+        row.offset = int(arrays[POSITIONS][-1, 0]) - (start + len(token_ids) - 1)
+
+    def next_rows(self, rows: deque[Row]) -> list[Row]:
+        """The next rows of a shard, taken away, whose attachments can be seen together."""
+        taken: list[Row] = []
+        room = self.max_units
+        while rows:
+            if self.tower is not None:
+                room -= sum(map(self.tower.num_tokens, rows[0].unread_attachments))
+            if taken and room < 0:
+                break
+            taken.append(rows.popleft())
+        return taken
+
+    def patches(
+        self, attached: Sequence[tuple[Attachment, ...]], size: int
+    ) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]]]:
+        """Attachments of each shard for the devices, padded to `size` patches.
+
+        Returns:
+            float32 `[S, size, values]`, int32 `[S, size, W]`, and of each shard the places of each
+            attachment's tokens among what is seen; see `Tower.arrange`.
+        """
+        assert self.tower is not None
+        patches = np.zeros((len(attached), size, self.tower.patch_values), np.float32)
+        places = np.zeros((len(attached), size, self.tower.place_values), np.int32)
+        units = []
+        for index, of_shard in enumerate(attached):
+            arranged = self.tower.arrange(of_shard)
+            patches[index, : len(arranged.patches)] = arranged.patches
+            places[index, : len(arranged.places)] = arranged.places
+            units.append(arranged.units)
+        return patches, places, units
+
+    def pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[Piece]:
+        """Cuts up what a row has to read, and counts it as read; `units` are of its attachments."""
+        count, arrays, block = len(row.unread), {}, self.block
+        if self.tower is not None:
+            arrays = {n: one.filled(count) for n, one in self.tower.arrays.items()}
+            arrays |= row.unread_arrays
+            if row.unread_attachments:
+                places = np.concatenate([next(units) for _ in row.unread_attachments])
+                arrays[UNITS][np.equal(row.unread, self.tower.token_id)] = places
+        pieces = [
+            Piece(
+                row,
+                row.length + start,
+                min(count - start, block),
+                row.unread[start : start + block],
+                {n: x[start : start + block] for n, x in arrays.items()} if arrays else {},
+            )
+            for start in range(0, count, block)
+        ]
+        row.length += count
+        row.unread, row.unread_attachments, row.unread_arrays = [], (), {}
+        return pieces
+
+    def blocks(
+        self, pieces: Sequence[deque[Piece]], num_tokens: int, tables: np.ndarray
+    ) -> tuple[Blocks, list[tuple[Piece, int]]]:
+        """The next pieces of each shard for the devices, which are taken away, and their blocks.
+
+        Args:
+            pieces: of each shard; none at all for padding alone.
+            num_tokens: of a shard, padding included.
+            tables: of pages of all rows, by their slots.
+        """
+        num_blocks, block = num_tokens // self.block, self.block
+        total = self.num_shards * num_blocks
+        token_ids = np.zeros((total, block), np.int32)
+        start, counts, slots = np.zeros((3, total), np.int32)
+        declared = self.tower.arrays if self.tower is not None else {}
+        token_arrays = {name: one.filled(total, block) for name, one in declared.items()}
+        members: list[tuple[Piece, int]] = []
+        for shard, of_shard in enumerate(pieces):
+            taken = [of_shard.popleft() for _ in range(min(num_blocks, len(of_shard)))]
+            if not taken:
+                continue
+            first = shard * num_blocks
+            here = slice(first, first + len(taken))
+            start[here] = [piece.start for piece in taken]
+            counts[here] = [piece.num_tokens for piece in taken]
+            slots[here] = [piece.row.slot for piece in taken]
+            is_read = np.arange(block) < counts[here, None]
+            token_ids[here][is_read] = [id for piece in taken for id in piece.token_ids]
+            members += zip(taken, range(first, first + len(taken)), strict=True)
+            for index, piece in enumerate(taken, start=first):
+                for name, values in piece.token_arrays.items():
+                    token_arrays[name][index, : piece.num_tokens] = values
+        blocks = Blocks(
+            token_ids=token_ids,
+            start=start,
+            counts=counts,
+            tables=tables[slots],
+            token_arrays=token_arrays,
+        )
+        return blocks, members

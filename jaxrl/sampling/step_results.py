@@ -1,0 +1,162 @@
+"""Checks of what an environment returns: types, and texts and numbers that JSON can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from jaxrl.envs.base import CallRecord, Observation, Outcome, Reward, StepResult, ToolResults
+from jaxrl.envs.images import Picture
+from jaxrl.utils.concurrency import MAX_ERROR
+from jaxrl.utils.text import writable
+
+
+def failed_step(why: str) -> StepResult:
+    """Makes the reply that ends an episode as an environment error."""
+    return StepResult(outcome=Outcome.ENVIRONMENT_ERROR, error=writable(why)[:MAX_ERROR])
+
+
+_TEXT = str | None
+_REPLY_TYPES: Mapping[str, Any] = {
+    "observation": Observation | ToolResults | None,
+    "outcome": Outcome | None,
+    "tool_call": _TEXT,
+    "tool": _TEXT,
+    "latency_s": Real,
+    "error": _TEXT,
+    "records": tuple,
+}
+_OBSERVATION_TYPES = {"prefix": str, "body": str, "suffix": str, "images": tuple}
+_RECORD_TYPES = {"call": str, "error": _TEXT, "result_index": int}
+_REWARD_TYPES = {"parts": Mapping, "turn_parts": Mapping, "final_answer": str}
+
+
+def checked_reply(reply: Any) -> StepResult:
+    """A reply that can be worked with: of the right types, all of it such as JSON can hold."""
+    try:
+        _check_types("step", reply, StepResult, _REPLY_TYPES)
+        _check_inserted(reply.observation)
+        if not math.isfinite(latency_s := float(reply.latency_s)):
+            raise ValueError(f"StepResult.latency_s is {latency_s}; expected a finite number")
+        for record in reply.records:
+            _check_types("step", record, CallRecord, _RECORD_TYPES)
+    except (TypeError, ValueError, OverflowError) as error:
+        return failed_step(str(error))
+    error = reply.error
+    if reply.outcome == Outcome.ENVIRONMENT_ERROR:
+        error = error or "the environment gives no reason"
+    return _changed(
+        reply,
+        observation=reply.observation and _writable_fields(reply.observation),
+        tool_call=reply.tool_call and writable(reply.tool_call),
+        tool=reply.tool and writable(reply.tool),
+        latency_s=latency_s,
+        error=error and writable(error)[:MAX_ERROR],
+        records=reply.records and tuple(map(writable_record, reply.records)),
+    )
+
+
+def _changed(one: Any, **values: Any) -> Any:
+    """A dataclass with other values; itself where they are its own, as nearly always."""
+    for name, value in values.items():
+        if getattr(one, name) is not value:
+            return dataclasses.replace(one, **values)
+    return one
+
+
+def writable_record(record: CallRecord) -> CallRecord:
+    """A record whose texts JSON can hold."""
+    error = record.error and writable(record.error)[:MAX_ERROR]
+    return _changed(record, call=writable(record.call), error=error)
+
+
+def _check_inserted(observation: Observation | ToolResults | None) -> None:
+    if isinstance(observation, Observation):
+        _check_types("step", observation, Observation, _OBSERVATION_TYPES)
+    elif observation is not None:
+        _check_types("step", observation, ToolResults, {"bodies": tuple})
+        if not observation.bodies or not all(isinstance(body, str) for body in observation.bodies):
+            raise TypeError(f"ToolResults.bodies is {observation.bodies!r:.100}; expected texts")
+        if len(observation.images_of_each) != len(observation.bodies):
+            raise TypeError("ToolResults.images has not as many entries as bodies")
+    if not all(isinstance(picture, Picture) for picture in images_of(observation)):
+        raise TypeError("an observation's images are no Pictures (jaxrl.envs.images)")
+
+
+def images_of(observation: Observation | ToolResults | None) -> list[Picture]:
+    """Images of an observation, in its order."""
+    if isinstance(observation, ToolResults):
+        return [picture for some in observation.images for picture in some]
+    return [] if observation is None else list(observation.images)
+
+
+def told_of(observation: Observation | ToolResults | None) -> Observation | ToolResults | None:
+    """An observation that names its images in place of showing them."""
+
+    def body(text: str, images: Sequence[Picture]) -> str:
+        return "\n".join([*([text] if text else []), *["[image]"] * len(images)])
+
+    if isinstance(observation, ToolResults):
+        each = zip(observation.bodies, observation.images_of_each, strict=True)
+        return ToolResults(bodies=tuple(body(text, images) for text, images in each))
+    if observation is None:
+        return None
+    told = body(observation.body, observation.images)
+    return dataclasses.replace(observation, body=told, images=())
+
+
+def _writable_fields(observation: Observation | ToolResults) -> Observation | ToolResults:
+    if isinstance(observation, ToolResults):
+        bodies = tuple(map(writable, observation.bodies))
+        return dataclasses.replace(observation, bodies=bodies)
+    return _changed(
+        observation,
+        prefix=writable(observation.prefix),
+        body=writable(observation.body),
+        suffix=writable(observation.suffix),
+    )
+
+
+def checked_reward(reward: Any) -> Reward:
+    """A reward that can be worked with, its numbers finite.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    _check_types("score", reward, Reward, _REWARD_TYPES)
+    numbers = {**reward.parts, "total": reward.total}  # a part is told before the sum it spoils
+    for name, value in numbers.items():
+        if not (isinstance(name, str) and isinstance(value, Real) and math.isfinite(value)):
+            raise ValueError(f"the reward's {name!r} is {value!r}; expected a finite number")
+    return dataclasses.replace(
+        reward,
+        total=float(reward.total),
+        parts={name: float(value) for name, value in reward.parts.items()},
+        final_answer=writable(reward.final_answer),
+        is_correct=bool(reward.is_correct),
+        is_abstention=bool(reward.is_abstention),
+        is_well_formed=bool(reward.is_well_formed),
+    )
+
+
+def _check_types(method: str, result: Any, wanted: type, fields: Mapping[str, Any]) -> None:
+    """Refuses what is no `wanted`, or has a field of another type."""
+    name = wanted.__name__
+    if not isinstance(result, wanted):
+        raise TypeError(f"{method} gave {type(result).__name__}; expected {name}")
+    for field_name, kind in fields.items():
+        value = getattr(result, field_name)
+        if not isinstance(value, kind):
+            shown = getattr(kind, "__name__", kind)
+            raise TypeError(f"{name}.{field_name} is {value!r:.100}; expected {shown}")
+
+
+def check_chat(messages: Iterable[Any]) -> None:
+    """Refuses messages without text as role and content; errors as of a mapping without them."""
+    for message in messages:
+        texts = [message["role"], message["content"]]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"a message is {message!r:.100}; expected text for role and content")

@@ -1,0 +1,120 @@
+"""Checks whether a step has taught anything, and says so where it has not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from jaxrl.objectives.metrics import Metric
+from jaxrl.types import Trajectory
+from jaxrl.utils.text import printable
+
+_LONGEST_ERROR = 200  # characters of an error's text that a warning shows
+
+
+_WHAT_TO_DO = (
+    "Neither the policy nor the tasks are at fault: mend what the error names, then run the same "
+    "command again. What was finished is saved."
+)
+
+
+class NothingWorksError(RuntimeError):
+    """Every episode of several batches in a row, or of an evaluation, failed."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Failures:
+    """Batches in a row of which every episode failed.
+
+    A restart goes on counting: where nothing was mended, it stops at its first batch again, and
+    no task is lost to it.
+    """
+
+    limit: int  # at which to give up; 0: never
+    log: Callable[[str], None]
+    num_batches: int
+
+    def count(self, batch: Sequence[Trajectory]) -> None:
+        """Counts a batch of which every episode failed; another one ends the row.
+
+        Raises:
+            NothingWorksError: the limit is reached.
+        """
+        if any(trajectory.is_scored for trajectory in batch):
+            self.num_batches = 0
+            return
+        self.num_batches += 1
+        error = first_error(batch)
+        self.log(
+            f"warning: each of the {len(batch)} episodes of this batch ended in an environment "
+            f"error; the first: {error}"
+        )
+        if 0 < self.limit <= self.num_batches:
+            raise NothingWorksError(
+                f"every episode of {self.num_batches} batches in a row "
+                f"(config.rollout.max_failed_steps) ended in an environment error; the last "
+                f"batch's first: {error}. {_WHAT_TO_DO}"
+            )
+
+    def check_suites(self, errors: Mapping[str, str]) -> None:
+        """Gives up where a final evaluation has a suite without any score.
+
+        Args:
+            errors: the first error of each suite of which every episode failed.
+
+        Raises:
+            NothingWorksError: there is one, and the limit is not 0.
+        """
+        if errors and self.limit:
+            raise NothingWorksError(
+                f"every episode of the evaluation ({', '.join(errors)}) ended in an environment "
+                f"error; the first: {next(iter(errors.values()))}. {_WHAT_TO_DO}"
+            )
+
+
+def first_error(trajectories: Iterable[Trajectory]) -> str:
+    """The text of the first environment error, in one short line; "" where there is none."""
+    return next((short(t.error) for t in trajectories if not t.is_scored), "")
+
+
+def short(text: str) -> str:
+    """Foreign text in one line of bounded length."""
+    line = " ".join(printable(text).split())
+    return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]} …"
+
+
+def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
+    """Returns True if one of a step's updates had a gradient, and was taken."""
+    return any(
+        0 < float(m["grad_norm"].value) < math.inf and not m["skipped"].value
+        for m in update_metrics
+    )
+
+
+def why_nothing(
+    trajectories: Sequence[Trajectory], update_metrics: Sequence[Mapping[str, Metric]]
+) -> str | None:
+    """Tells why a step had nothing to learn from; None where it had, or all answers are right.
+
+    That every episode failed is told where the batch is sampled; see `Failures`.
+
+    Args:
+        trajectories: of the step, with their advantages.
+        update_metrics: of each of its updates.
+    """
+    scored = [t for t in trajectories if t.is_scored]
+    if not scored:
+        return None
+    if not any(t.has_signal for t in scored):
+        if all(t.is_correct for t in scored):
+            return None  # nothing is amiss
+        rewards = [t.reward for t in scored]
+        spread = f"{min(rewards):.3g}"
+        spread += f" to {max(rewards):.3g}" if min(rewards) != max(rewards) else ""
+        return f"no trajectory had a signal: what is compared was equal (rewards {spread})"
+    if not update_metrics:
+        return "no trajectory has a loss (config.filter.trajectories leaves all of them out)"
+    if all(m["skipped"].value for m in update_metrics):
+        return "its update was skipped, since the gradient was not finite"
+    return None

@@ -1,0 +1,276 @@
+"""The method of a run, as frozen settings and functions; `builders.method` builds it.
+
+A field that has the name of a key holds what docs/configuration.md says of that key. Functions
+below that take a section take that of the configuration too, so that its rules ask the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl.utils.callables import Chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage:
+    """The section `advantage`.
+
+    Attributes:
+        estimator: of `objectives.advantages.ESTIMATORS`, or one's own.
+        schedules: by a setting of the estimator, pairs of a step of the stage and the value of the
+            setting from then on.
+    """
+
+    estimator: Chosen
+    schedules: Mapping[str, Sequence[tuple[int, Any]]]
+    by_turn: bool
+    turn_discount: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The section `loss`; `correction` holds the arguments of `corrections.importance_weights`.
+
+    Attributes:
+        term: of `objectives.losses.TERMS`, or one's own, added with `term_coef`; None without one.
+        gate: of `objectives.losses.GATES`, or one's own; None where all tokens count.
+    """
+
+    policy_loss: Chosen
+    term: Chosen | None
+    term_coef: float
+    gate: Chosen | None
+    aggregation: Chosen
+    correction: Mapping[str, Any] = field(hash=False)
+    entropy_coef: float
+    mask_observations: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class KL:
+    """The section `kl`; `adaptive`, `log` and `budget` hold the arguments of their updates."""
+
+    coef: float
+    estimator: Chosen
+    anchor: str
+    place: str
+    controller: str
+    low_factor: float
+    second_chance: bool
+    adaptive: Mapping[str, Any] = field(hash=False)
+    log: Mapping[str, Any] = field(hash=False)
+    budget: Mapping[str, Any] = field(hash=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """The section `filter`.
+
+    Attributes:
+        keep: of `objectives.filters.FILTERS`, or one's own; None keeps every group.
+        trains_on: of `objectives.filters.TRAJECTORIES`, or one's own; None trains on all of them.
+        metric: by which `varied` compares, its key `filter.varied.metric`.
+    """
+
+    keep: Chosen | None
+    trains_on: Chosen | None
+    metric: str
+    tasks_per_batch: int
+    max_batches: int
+    carry_over: bool
+    unfinished_tasks: int
+    resample_attempts: int
+    resample_early: bool
+    skip_solved: bool
+    skip_entropy: float
+
+    @property
+    def sees_kl(self) -> bool:
+        """True where it compares rewards less their KL term."""
+        is_varied = self.keep is not None and self.keep.name == "varied"
+        return is_varied and self.metric == "seq_final_reward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shaping:
+    """The section `shaping`; `overlong_limit` is in tokens, see `environment.overlong_limit`."""
+
+    overlong_buffer: int
+    overlong_limit: int
+    overlong_factor: float
+    boundary_aware: bool
+    abstention_bonus: float
+    abstention_rate: float
+    stage_level: bool
+    stage_tolerance: int
+    sample_level: bool
+    entropy_reward: bool
+    centred_gain: bool
+    entropy_window: int
+    entropy_percentile: float
+    entropy_decay: float
+    alpha_init: float
+    alpha_step: float
+    alpha_max: float
+    bootstrap_tasks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """The section `watch`.
+
+    Attributes:
+        judge: of `training.watch.WATCHES`, or one's own.
+        action: of `training.watch.ACTIONS`, for the signs that `actions` does not name.
+    """
+
+    judge: Chosen
+    action: str
+    actions: Mapping[str, str]
+    lr_factor: float
+    max_roll_backs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """The section `optimizer`, or `sft.optimizer`, which leaves the last three at their defaults.
+
+    Attributes:
+        schedule: makes what follows the warm-up, of `optimizer.SCHEDULES` or one's own.
+        num_updates: optimizer steps of the stage.
+    """
+
+    lr: float
+    schedule: Chosen
+    warmup_steps: int
+    final_lr_fraction: float
+    num_updates: int
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    grad_clip: float
+    moments_dtype: str
+    offload: bool
+    num_minibatches: int = 1
+    num_epochs: int = 1
+    skip_signal_free: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A method of training, from the groups of a step to its updates.
+
+    Attributes:
+        seed: of the estimators that draw.
+        temperature: of sampling, and of the log-probabilities in training.
+        top_p: of sampling only; training scores the full distribution.
+        replays: passes of training are given the arrays by token that the sampler recorded.
+        balance_coef: of the loss that has experts used alike.
+        watch: what looks at every step for signs of collapse; None without.
+        optimizer: of the stage that trains by it.
+    """
+
+    seed: int
+    tasks_per_step: int
+    group_size: int
+    ahead: int
+    temperature: float
+    top_p: float
+    replays: bool
+    advantage: Advantage
+    loss: Loss
+    kl: KL
+    filter: Filter
+    shaping: Shaping
+    balance_coef: float
+    watch: Watch | None
+    optimizer: OptimizerSettings
+
+    @property
+    def groups_per_minibatch(self) -> int:
+        """Whole groups of which a mini-batch is made."""
+        return self.tasks_per_step // self.optimizer.num_minibatches
+
+    @property
+    def has_lag(self) -> bool:
+        """True where weights from before the newest update sample what a step trains on."""
+        return bool(self.ahead) or holds_older(self.filter)
+
+    @property
+    def learns_from_all(self) -> bool:
+        """True where a trajectory may have a gradient without an advantage.
+
+        The KL, the entropy and a further term, the balance of routers and, for all we know, a loss
+        of one's own give it one.
+        """
+        others = self.loss.entropy_coef != 0 or self.balance_coef != 0 or self.loss.term is not None
+        return has_kl_loss(self.kl) or others or self.loss.policy_loss.is_own
+
+    @property
+    def has_users_loss(self) -> bool:
+        """True where code of the user's is in the loss."""
+        parts = (self.loss.policy_loss, self.loss.term, self.loss.gate, self.kl.estimator)
+        return any(part is not None and part.is_users for part in parts)
+
+    @property
+    def has_reference(self) -> bool:
+        """True where a KL term needs the policy as it was at the start of the stage."""
+        return self.kl.coef != 0 and self.kl.anchor == "ref"
+
+
+def takes_own_logprobs(optimizer: OptimizerSettings, filter: Filter) -> bool:
+    """True where the old log-probabilities may be those of the update's own forward pass.
+
+    That takes a single optimizer step per batch, and samples of the current policy only.
+    """
+    return optimizer.num_minibatches * optimizer.num_epochs == 1 and not holds_older(filter)
+
+
+def holds_older(filter: Filter) -> bool:
+    """True where a step may train on samples that an earlier one has begun."""
+    return filter.carry_over or filter.unfinished_tasks > 0
+
+
+def is_measured(kl: KL) -> bool:
+    """True where the divergence of every trajectory is measured before the update."""
+    return kl.coef != 0 and (kl.place == "reward" or kl.controller != "fixed")
+
+
+def has_kl_loss(kl: KL) -> bool:
+    """True where the loss of every token has a KL term."""
+    return kl.coef != 0 and kl.place == "loss"
+
+
+def has_kl_weights(kl: KL) -> bool:
+    """True where tokens differ in the coefficient of their KL term, or it moves."""
+    is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
+    return has_kl_loss(kl) and not is_plain
+
+
+def token_fields(optimizer: OptimizerSettings, filter: Filter, kl: KL) -> list[str]:
+    """The float32 fields of `Batch` that the method fills, beside those that always are."""
+    has_reference = has_kl_loss(kl) and kl.anchor == "ref"
+    is_there = {
+        "old_logprobs": not takes_own_logprobs(optimizer, filter),
+        "ref_logprobs": has_reference,
+        "kl_weights": has_kl_weights(kl),
+    }
+    return [name for name, one in is_there.items() if one]
+
+
+def needs_windows(shaping: Shaping, kl: KL) -> bool:
+    """True where windows of high entropy are looked for."""
+    return shaping.entropy_reward or kl.low_factor != 1 or kl.second_chance
+
+
+def needs_buckets(shaping: Shaping, kl: KL) -> bool:
+    """True where the difficulty of tasks matters."""
+    return shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
+
+
+def has_gate(shaping: Shaping) -> bool:
+    """True where training has an early and a late stage."""
+    return shaping.boundary_aware and shaping.stage_level

@@ -1,0 +1,104 @@
+"""Divergence of the policy from its reference, measured once a step and before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.objectives.kl import kl_estimate
+from jaxrl.runtime.sharding import num_batch_shards, replicated
+from jaxrl.training.method import Method
+from jaxrl.training.minibatches import as_trained
+from jaxrl.training.packing import BatchShape, Packed, TokenSequence, contexts_of, pack
+from jaxrl.training.update import ScoreStep, put_batch
+from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, members, with_fields
+
+
+def make_measure(
+    score: ScoreStep, mesh: Mesh, shape: BatchShape, method: Method
+) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
+    """`measure(groups, params, ref_params)` puts a divergence on every scored trajectory.
+
+    A trajectory that has a divergence keeps it. The others are packed into batches of
+    `shape.num_sequences` and scored by the program that scores mini-batches. Results may differ in
+    the last bits by what a trajectory is packed with.
+
+    Args:
+        score: gives log-probabilities.
+        mesh: splits rows over data, fsdp and expert, and each row's tokens over context.
+        shape: of a mini-batch.
+        method: says how divergences are estimated and what is trained on.
+    """
+    # One micro-batch at a time, which is what objectives know.
+    estimate = jax.vmap(partial(kl_estimate, estimator=method.kl.estimator))
+
+    def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+        return old, ref, estimate(old, ref, mask)
+
+    whole = replicated(mesh)  # of several processes, each reads all
+    compare = jax.jit(compare, out_shardings=(whole, whole, whole))
+
+    def measure(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
+        def compute(batch: Batch, packed: Packed) -> tuple[jax.Array, ...]:
+            old = score(params, batch, packed)
+            ref = score(ref_params, score.model.without_recorded(batch), packed)
+            return compare(old, ref, batch.loss_mask)
+
+        trajectories = members(groups)
+        divergences = [t.divergence for t in trajectories]
+        missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
+        trained = [as_trained(trajectories[i], method.loss) for i in missing]
+        pieces = by_token(trained, mesh, shape, compute)
+        for index, trajectory, arrays in zip(missing, trained, pieces, strict=True):
+            old_logprobs, ref_logprobs, per_token = arrays
+            divergences[index] = Divergence(
+                old_logprobs=old_logprobs,
+                ref_logprobs=ref_logprobs,
+                per_token=per_token,
+                num_tokens=trajectory.num_sampled,
+            )
+        return with_fields(groups, divergence=divergences)
+
+    return measure
+
+
+def by_token(
+    trajectories: Sequence[Trajectory],
+    mesh: Mesh,
+    shape: BatchShape,
+    compute: Callable[[Batch, Packed], Sequence[jax.Array]],
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yields the arrays of each trajectory, `[L]`, out of `compute(batch, packed)` `[A, b, T]`."""
+    for start in range(0, len(trajectories), shape.num_sequences):
+        some = trajectories[start : start + shape.num_sequences]
+        nothing = np.zeros(len(some), np.float32)
+        packed = pack(some, nothing, shape, num_shards=num_batch_shards(mesh))
+        arrays = [np.asarray(x) for x in compute(put_batch(mesh, packed.batch), packed)]
+        yield from zip(*(unpack(packed, array, some) for array in arrays), strict=True)
+
+
+def unpack(
+    packed: Packed, values: np.ndarray, sequences: Sequence[TokenSequence]
+) -> list[np.ndarray]:
+    """The values `[A, b, T]` of each sequence `[L]`, in the order in which they were packed.
+
+    Tokens that a context repeats from an earlier one get 0: they have no loss.
+    """
+    segments, positions = (
+        np.asarray(x).ravel() for x in (packed.batch.segment_ids, packed.batch.positions)
+    )
+    order = np.argsort(segments, kind="stable")[np.count_nonzero(segments == 0) :]
+    counts = np.bincount(segments, minlength=len(sequences) + 1)[1:]
+    arrays = []
+    for own, sequence in zip(np.split(order, np.cumsum(counts)[:-1]), sequences, strict=True):
+        places, starts = positions[own], [context.start for context in contexts_of(sequence)]
+        # The number of each token's context: one begins where positions jump.
+        number = np.cumsum(np.diff(places, prepend=places[:1] - 1) != 1)
+        array = np.zeros(len(sequence.token_ids), values.dtype)
+        array[np.array(starts)[number] + places] = values.ravel()[own]
+        arrays.append(array)
+    return arrays

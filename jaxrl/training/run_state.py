@@ -1,0 +1,374 @@
+"""A run under way: what its stages work with, where it stands, and how that is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxrl.config.settings import STAGES, Settings
+from jaxrl.data import serialization
+from jaxrl.envs.base import Task
+from jaxrl.logs.metrics import plain_numbers
+from jaxrl.models.layers import HOST_MEMORY
+from jaxrl.models.policy import Model
+from jaxrl.runtime.compilation import stopped_by
+from jaxrl.runtime.host_memory import give_back
+from jaxrl.runtime.preemption import Best
+from jaxrl.sampling.interfaces import RolloutFunction, Sampler
+from jaxrl.training.collect import Collected
+from jaxrl.training.controllers import Controllers
+from jaxrl.training.failures import Failures
+from jaxrl.training.interfaces import Checkpoints, Record, Records, Shown, TakeNotes, WriteSamples
+from jaxrl.training.method import Method, OptimizerSettings
+from jaxrl.training.packing import BatchShape, TokenSequence
+from jaxrl.training.update import UpdateStep, init_state, with_moments_in
+from jaxrl.training.usage import Ledger, check_budget
+from jaxrl.training.watch import Watched
+from jaxrl.types import Group, Params, TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage that trains.
+
+    Attributes:
+        num_steps: of the stage.
+        batch_size: trajectories or demonstrations of a mini-batch.
+        optimizer: made of `settings`.
+        schedule: its learning rate, by the steps before.
+        settings: of the optimizer.
+        shape: of mini-batches.
+        update: compiled at its first calls.
+    """
+
+    num_steps: int
+    batch_size: int
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    settings: OptimizerSettings
+    shape: BatchShape
+    update: UpdateStep
+
+    def newest_rate(self, state: TrainState) -> float:
+        """The learning rate of the newest optimizer step, of the first one where there is none."""
+        # As the update asks: one of the user's own may want an array of JAX.
+        return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """Objects that the stages work with."""
+
+    mesh: Mesh
+    model: Model
+    method: Method
+    stages: Mapping[str, Stage]  # those that train, by name
+    tasks: Sequence[Task]  # a `Mixture`; parsed when they are asked for, where there are many
+    eval_tasks: list[Task]
+    demonstrations: Sequence[TokenSequence]
+    sampler: Sampler | None  # None where a model behind an endpoint plays
+    rollout: RolloutFunction
+    controls: Mapping[str, RolloutFunction]  # by suite, what plays in place of `rollout`
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # by part
+    is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
+    prompt_time: str = ""  # that the chat template is given; "" where it asks for none
+    notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
+    external: str = ""  # the model behind an endpoint that plays; "": the run's own
+    export: Callable[[Params, Path], None]  # writes folders below a path, one in HF's format
+
+    @property
+    def num_steps(self) -> dict[str, int]:
+        """The number of steps of each stage that trains."""
+        return {name: stage.num_steps for name, stage in self.stages.items()}
+
+    @property
+    def engine(self) -> Sampler:
+        """The sampler of the run's own model.
+
+        Raises:
+            RuntimeError: a model behind an endpoint plays.
+        """
+        if self.sampler is None:
+            raise RuntimeError(f"{self.external} plays, and nothing samples here. This is a bug.")
+        return self.sampler
+
+
+@dataclass
+class Progress:
+    """State of a run; with the weights, all that a restart needs."""
+
+    step: int = 0  # steps done, over all stages
+    stage: str = ""  # the stage under way, or the last one done
+    stage_step: int = 0  # its steps done
+    items_taken: int = 0  # of its stream of tasks or demonstrations
+    num_records: int = 0  # in metrics.jsonl
+    record: dict[str, Any] | None = None  # of the last step, while its evaluation is to be done
+    value: float | None = None  # of eval.best_metric after this very step
+    best: Best = field(default_factory=Best)  # of the stage
+    stopped_early: bool = False  # the stage ended for want of improvement
+    num_failed: int = 0  # batches in a row of which every episode failed
+    # Collections that ended the run after they cost something. It makes this progress differ from
+    # the saved one, so that `save_progress` writes the ledger.
+    num_broken_off: int = 0
+    num_learned: int = 0  # the train stage's steps whose update had a gradient
+    weights_step: int | None = None  # whose weights it ended with, where it stopped early
+    # Of the train stage: the states of its watch and controllers, and the groups left over. What
+    # holds arrays is not compared: == of arrays is no bool.
+    watched: Watched = field(default_factory=Watched)
+    controllers: Controllers = field(default_factory=Controllers)
+    leftover: list[Group] = field(default_factory=list, compare=False)
+    unfinished: list[int] = field(default_factory=list)  # places of tasks that are under way
+    # Groups of the next step: the weights that sampled them are gone, so they are not drawn again.
+    pending: Collected | None = field(default=None, compare=False)
+    # Of all that was sampled, evaluations too.
+    ledger: Ledger = field(default_factory=Ledger, compare=False)
+
+    def is_passed_by(self, record: Record) -> bool:
+        """True of a record of `metrics.jsonl` about something after this progress."""
+        here = (STAGES.index(self.stage) if self.stage else -1, self.step)
+        stage = record.get("stage", "train")
+        there = (STAGES.index(stage) if stage in STAGES else len(STAGES), record["step"])
+        return there > here or (there == here and self.record is not None)
+
+    def is_under_way(self, num_steps: Mapping[str, int]) -> bool:
+        """True in the middle of a stage that trains: its steps are not all done and recorded.
+
+        `num_steps` has those of each stage of the run that trains.
+        """
+        if self.stage not in num_steps or self.stage_step == 0 or self.stopped_early:
+            return False
+        return self.record is not None or self.stage_step < num_steps[self.stage]
+
+    def is_out_of_patience(self, patience: int) -> bool:
+        """True when so many evaluations have not improved that the stage ends; never with 0."""
+        return 0 < patience <= self.best.num_stale
+
+    @property
+    def has_learned_nothing(self) -> bool:
+        """True in or after a train stage no step of which had an update with a gradient."""
+        return self.stage == "train" and self.stage_step > 0 and self.num_learned == 0
+
+    @property
+    def whose_weights(self) -> int:
+        """The step whose weights the run holds: the last one, unless the stage stopped early."""
+        return self.step if self.weights_step is None else self.weights_step
+
+    def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
+        """Puts into the groups of a checkpoint the images that these name."""
+        self.leftover = with_images(self.leftover)
+        if (pending := self.pending) is not None:
+            groups, leftover = map(with_images, (pending.groups, pending.leftover))
+            self.pending = dataclasses.replace(pending, groups=groups, leftover=leftover)
+
+    def give_up_pending(self) -> None:
+        """Drops the groups of the next step; what they cost counts."""
+        if self.pending is not None:
+            self.ledger, self.pending = self.ledger + self.pending.ledger, None
+
+    def totals(self) -> dict[str, float]:
+        """Totals of what the run has taken so far."""
+        return self.ledger.asked("total/") | self.ledger.used("total/")
+
+    def to_json(self) -> dict[str, Any]:
+        """Converts to plain JSON values."""
+        leftover = serialization.groups_to_json(self.leftover)
+        pending = None if self.pending is None else self.pending.to_json()
+        record = None if self.record is None else plain_numbers(self.record)
+        plain = dataclasses.asdict(dataclasses.replace(self, leftover=[], pending=None))
+        return {**plain, "record": record, "leftover": leftover, "pending": pending}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
+        """The inverse of `to_json`, for a run of this method."""
+        # Checkpoints of earlier versions name leftover groups `carried` or have none; such runs may
+        # go on with --accept_changes. Groups of another size are of no use, nor is any without
+        # `filter.carry_over`, by which their old log-probabilities are computed.
+        size = method.group_size if method.filter.carry_over else None
+        saved_groups = saved.get("leftover", saved.get("carried", []))
+        leftover = serialization.groups_from_json(
+            group for group in saved_groups if len(group) == size
+        )
+        pending = Collected.from_json(saved["pending"]) if saved.get("pending") else None
+        controllers = Controllers.from_json(saved.get("controllers", {}), method)
+        best = Best(**saved["best"])
+        known = {field.name for field in dataclasses.fields(cls)}
+        saved = {"num_learned": saved["stage_step"], **saved}  # older ones did not count
+        kept = {name: value for name, value in saved.items() if name in known}
+        ledger = Ledger.from_json(saved["ledger"]) if "ledger" in saved else Ledger()
+        restored = {"best": best, "controllers": controllers, "leftover": leftover}
+        restored |= {"ledger": ledger, "watched": Watched.from_json(saved.get("watched", {}))}
+        progress = cls(**{**kept, **restored, "pending": pending})
+        shape = [method.group_size] * method.tasks_per_step
+        if pending and not (
+            method.ahead and [len(g.trajectories) for g in pending.groups] == shape
+        ):
+            progress.give_up_pending()
+        return progress
+
+
+OF_CODE = "'s file"
+"""Ends the name of a fingerprint of code that a key names, as in `advantage.name's file`."""
+
+
+RunSuites = Callable[["Session", str, Sequence[str]], tuple[dict[str, float], dict[str, str]]]
+"""See `evaluate.run_suites`."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """State and helpers that the stages of a run share."""
+
+    settings: Settings
+    workdir: Path
+    components: Components
+    checkpointer: Checkpoints
+    metrics_log: Records
+    display: Shown
+    progress: Progress
+    restored: dict[str, Any]  # from the checkpoint the run began with; each stage takes its own
+    should_stop: Callable[[], bool]
+    # These two are handed in: importing them would put their modules into the closure of train.py,
+    # whose size tests/test_dependencies.py bounds.
+    run_suites: RunSuites
+    write_samples: WriteSamples
+    origin: Mapping[str, Any]  # configuration and contents of files, for a start that goes on
+    failures: Failures  # batches in a row of which every episode failed
+    state: TrainState | None = None  # as progress says, in the middle of a stage that trains
+    ref_params: Params | None = None  # the reference of the train stage's KL term
+    saved: Progress | None = None  # where the newest checkpoint stands
+    # Of the step or evaluation under way, and of groups for the next one, until these are done.
+    uncounted: Ledger = field(default_factory=Ledger)
+    make_notes: Callable[..., TakeNotes] | None = None  # None without `log.tokens`
+
+    def begin(self, stage: str) -> bool:
+        """Moves the progress to a stage; False when the checkpoint says it is done."""
+        progress = self.progress
+        if progress.stage and STAGES.index(progress.stage) > STAGES.index(stage):
+            return False
+        if progress.stage == stage:
+            return progress.is_under_way(self.components.num_steps)
+        progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
+        progress.value, progress.best, progress.num_learned = None, Best(), 0
+        progress.controllers, progress.leftover = Controllers.init(self.components.method), []
+        progress.give_up_pending()
+        progress.unfinished = []
+        return True
+
+    def note_steps_beyond(self, num_steps: int) -> None:
+        """Tells a user that the train stage has done more steps than are asked for."""
+        progress = self.progress
+        if progress.stage == "train" and progress.stage_step > num_steps:
+            self.display.log(
+                f"train: {progress.stage_step} steps are done, and config.num_steps is "
+                f"{num_steps}: nothing is left to train"
+            )
+
+    def start_state(self, params: Params) -> TrainState:
+        """A fresh state at the start of a stage, the checkpoint's in its middle."""
+        if self.progress.stage_step > 0:
+            state = TrainState(params=params, **self.restored.pop("optimizer"))
+        else:
+            components = self.components
+            optimizer = components.stages[self.progress.stage].optimizer
+            state = init_state(params, components.mesh, components.model.trained, optimizer)
+        offloads = self.components.stages[self.progress.stage].settings.offload
+        return with_moments_in(state, HOST_MEMORY) if offloads else state
+
+    def start_reference(self, params: Params) -> Params | None:
+        """A frozen copy of the policy at the start of the stage, where a KL term needs it."""
+        if not self.components.method.has_reference:
+            return None
+        if self.progress.stage_step > 0:
+            return self.restored.pop("ref_params")
+        return jax.tree.map(jax.numpy.copy, params)
+
+    def end(self, state: TrainState) -> Params:
+        """Exports the parameters, then checkpoints: that tells a restart that the stage is done."""
+        self.display.stop()
+        self.components.engine.release()
+        self.state = state
+        self.components.export(state.params, self.workdir)
+        self.save()
+        self.state = self.ref_params = None  # the next stage needs the room
+        return state.params
+
+    def evaluate(self, suites: Sequence[str]) -> dict[str, float]:
+        """Metrics of these suites with the engine's weights, in the stage `train`."""
+        metrics, _ = self.run_suites(self, "train", suites)
+        return metrics
+
+    def check_budget(self) -> None:
+        """Ends the run where it has spent what it may, also on the groups of the next step.
+
+        Raises:
+            BudgetSpentError: see `ledger.check_budget`.
+        """
+        pending, limits = self.progress.pending, self.settings.ledger
+        spent = self.progress.ledger + self.uncounted + (pending.ledger if pending else Ledger())
+        check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
+
+    def count_lost(self, spent: Ledger) -> None:
+        """Counts what lost groups have cost: they are sampled again, and paid for twice."""
+        self.progress.ledger += Ledger(usage=spent.usage)
+        self.progress.num_broken_off += spent != Ledger()
+
+    @property
+    def is_last_step(self) -> bool:
+        """True once the steps of a stage that trains are done; its end makes a checkpoint."""
+        return self.progress.stage_step >= self.components.num_steps[self.progress.stage]
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        """True every so many steps."""
+        return self.progress.stage_step % self.settings.checkpoint.every_steps == 0
+
+    def compile_sampler(self) -> None:
+        """Compiles what samples, before the first step; the next record tells how long it took.
+
+        An accelerator's programs take minutes each, and are compiled side by side. Those of a CPU
+        keep its own cores busy, so that each waits until it is needed: few of them may be.
+        """
+        engine = self.components.engine
+        if engine.device.platform == "cpu":
+            return
+        started = time.perf_counter()
+        with stopped_by(self.should_stop):
+            engine.compile(self.display.activity)
+        self.metrics_log.carry("timing_s/compile", time.perf_counter() - started)
+
+    def save(self) -> None:
+        """Checkpoints the state at its progress."""
+        assert self.state is not None
+        started = time.perf_counter()
+        self.progress.num_records = self.metrics_log.num_records
+        self.progress.num_failed = self.failures.num_batches
+        self.saved = dataclasses.replace(self.progress)
+        self.display.activity(f"saving step {self.progress.step}")
+        give_back()  # what was freed, of an export say, makes room for the copies that are written
+        self.checkpointer.save(
+            self.progress.step,
+            self.state,
+            {**self.progress.to_json(), **self.origin},
+            self.ref_params,
+            value=self.progress.value,
+        )
+        self.metrics_log.carry("timing_s/save_checkpoint", time.perf_counter() - started)
+
+    def save_progress(self) -> None:
+        """Saves a stage that ends before its time, unless that is done."""
+        self.display.stop()
+        self.count_lost(self.uncounted)
+        self.uncounted = Ledger()
+        if self.progress.stage_step > 0 and self.progress != self.saved:
+            self.save()
+        self.display.activity("waiting for the checkpoint to be on the disk")
+        self.checkpointer.wait()

@@ -1,0 +1,531 @@
+"""Every combination that is refused, refused with its reason; and what goes together, accepted."""
+
+from functools import partial
+
+import pytest
+
+from configs import (
+    ares,
+    ares_looking,
+    ares_small,
+    bapo,
+    bapo_small,
+    dapo,
+    dapo_small,
+    passk,
+    passk_small,
+    search_moe,
+    search_moe_small,
+    search_r1,
+    search_r1_brief,
+    search_r1_lora,
+    search_r1_small,
+    search_r1_stable,
+)
+from jaxrl.builders import toolbox
+from jaxrl.builders import validation as rules
+from jaxrl.builders.validation import validate
+from jaxrl.config.schema import default_config, flatten
+from tests import helpers
+
+METHODS = (search_r1, search_r1_brief, search_r1_stable, dapo, bapo, ares, passk)
+SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, ares_looking, passk_small)
+
+
+# For each rule, in the order of rules.RULES: settings that break it and no rule before it.
+def between(low, high):
+    """A filter by accuracy, both ends out."""
+    return {
+        "filter.name": "accuracy_range",
+        "filter.accuracy_range.low": low,
+        "filter.accuracy_range.high": high,
+    }
+
+
+GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1}
+ENDPOINT = {
+    **{"policy.name": "openai", "policy.openai.url": "http://127.0.0.1:8000/v1"},
+    **{"policy.openai.model": "m", "stages": ("evaluate",)},
+}
+CORRECTED = {"loss.correction.level": "token", "loss.correction.mode": "mask"}
+BROKEN = [
+    ("policy.name", ENDPOINT | {"stages": ("sft", "evaluate")}),
+    ("rollout.overlong_prompts", ENDPOINT | {"rollout.overlong_prompts": "truncate_left"}),
+    ("model.replay", ENDPOINT | {"model.replay": True}),
+    ("ledger.max_cost", {"ledger.max_cost": 1.0}),
+    ("model.head_dtype", {"model.head_dtype": "float32"}),
+    ("mesh.rollout_devices", {"mesh.rollout_devices": 1}),
+    ("model.lora.path", {"model.lora.path": "adapter"}),
+    ("model.lora.targets", {"model.lora.rank": 8, "model.lora.targets": ()}),
+    ("images.max_pixels", {"images.min_pixels": 64, "images.max_pixels": 32}),
+    ("search.web.url", {"search.engine": "web", "search.web.provider": "searxng"}),
+    ("loss.term.name", {"loss.term.name": "llds"}),
+    ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),
+    ("eval.final_suites", {"env.name": "math"}),
+    ("env.step_deadline_s", {"env.step_deadline_s": 400.0}),
+    ("eval.suites", {"search.engine": "empty", "eval.suites": ("random_search",)}),
+    ("eval.final_suites", {"search.engine": "http", "eval.final_suites": ("random_search",)}),
+    (
+        "rollout.max_cost",
+        {
+            **{"rollout.max_cost": 1.0, "ledger.prices": {"helpful": 1.0}},
+            "reward.judges": {"helpful": {"url": "http://j", "model": "j", "prompt": "{response}"}},
+            "reward.weights": {"helpful": 1.0},
+        },
+    ),
+    (
+        "rollout.max_cost",
+        {
+            **{"env.name": "math", "eval.final_suites": ("greedy",), "reward.correct": "math"},
+            **{"rollout.max_cost": 1.0, "ledger.prices": {"search": 1.0}},
+        },
+    ),
+    (
+        "rollout.max_calls",
+        {
+            **{"env.name": "math", "eval.final_suites": ("greedy",), "reward.correct": "math"},
+            "rollout.max_calls": 3,
+        },
+    ),
+    ("rollout.group_size", {"rollout.group_size": 1}),
+    ("advantage.pass_at_k.k", {"advantage.name": "pass_at_k", "advantage.pass_at_k.k": 8}),
+    (
+        "advantage.pass_at_k.k",
+        {"advantage.name": "pass_at_k_full_sampling", "advantage.pass_at_k.k": 5},
+    ),
+    (
+        "advantage.pass_at_k.k_schedule",
+        {"advantage.name": "pass_at_k", "advantage.pass_at_k.k_schedule": ((0, 1), (60, 8))},
+    ),
+    (
+        "advantage.pass_at_k.k_schedule",
+        {"advantage.name": "pass_at_k_full_sampling", "advantage.pass_at_k.k_schedule": ((0, 5),)},
+    ),
+    ("shaping", {"advantage.name": "pass_at_k", "shaping.overlong_buffer": 8}),
+    (
+        "kl.place",
+        {"advantage.name": "pass_at_k", "kl.place": "reward", "kl.coef": 0.1, "kl.estimator": "k1"},
+    ),
+    ("advantage.by_turn", {"advantage.by_turn": True, "advantage.name": "pass_at_k"}),
+    ("advantage.turn_discount", {"advantage.turn_discount": 0.5}),
+    ("loss.aggregation", {"loss.name": "gspo"}),
+    (
+        "loss.correction.level",
+        {"loss.correction.level": "token", "loss.mask_observations": False},
+    ),
+    (
+        "loss.mask_observations",
+        {"loss.gate.name": "off_policy", "loss.mask_observations": False},
+    ),
+    (
+        "loss.correction.level",
+        {"loss.name": "dppo", "loss.dppo.anchor": "rollout", "loss.correction.level": "token"},
+    ),
+    ("loss.correction.level", {"rollout.ahead": 1}),
+    ("loss.correction.mode", {"loss.correction.level": "geometric"}),
+    ("loss.correction.low", {"loss.correction.low": 6.0}),
+    ("loss.correction.low", {**CORRECTED, "loss.correction.low": 1.5}),
+    ("loss.correction.high", {**CORRECTED, "loss.correction.high": 0.9}),
+    ("kl.coef", {"kl.low_factor": 0.5}),
+    ("kl.anchor", {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.anchor": "old"}),
+    ("kl.estimator", {"kl.coef": 0.1, "kl.place": "reward"}),
+    (
+        "kl.place",
+        {
+            "kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "budget",
+        },
+    ),
+    (
+        "kl.adaptive.horizon",
+        # Of 16 × 8 trajectories.
+        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.adaptive.horizon": 127},
+    ),
+    ("kl.coef", {"kl.coef": 1e-5, "kl.controller": "log"}),
+    ("filter.name", {"filter.carry_over": True}),
+    ("filter.accuracy_range.low", {"filter.accuracy_range.low": 0.99}),
+    (
+        "filter.accuracy_range.low",  # between 3 / 8 and 4 / 8
+        between(0.375, 0.5),
+    ),
+    ("filter.resample_early", {"filter.resample_early": True, "filter.resample_attempts": 2}),
+    ("filter.varied.metric", {"filter.name": "varied", "filter.varied.metric": "seq_final_reward"}),
+    (
+        "filter.varied.metric",
+        {
+            "filter.name": "varied", "filter.varied.metric": "seq_final_reward", "kl.coef": 0.1,
+            "kl.place": "reward", "kl.estimator": "k1", "rollout.ahead": 1,
+            "loss.correction.level": "token",
+        },
+    ),
+    (
+        "filter.max_batches",
+        {"filter.name": "varied", "filter.tasks_per_batch": 1, "filter.max_batches": 2},
+    ),
+    ("filter.varied.metric", {**GATED, "filter.name": "varied"}),
+    ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
+    (
+        "filter.unfinished_tasks",
+        {
+            **{"filter.unfinished_tasks": 1, "loss.correction.level": "token"},
+            "model.replay": True,
+        },
+    ),
+    (
+        "filter.unfinished_tasks",
+        {
+            **{"filter.unfinished_tasks": 1, "loss.correction.level": "token"},
+            "env.name": "agents",
+            "eval.final_suites": ("greedy",),
+            "reward.weights": {"reward": 1.0},
+            "filter.resample_attempts": 1,
+        },
+    ),
+    ("shaping.overlong_buffer", {"shaping.overlong_buffer": 1025}),
+    (
+        "shaping.overlong_max_tokens",
+        {"shaping.overlong_buffer": 8, "shaping.overlong_max_tokens": 100_000},
+    ),
+    (
+        "shaping.boundary_aware",
+        {**GATED, "env.name": "math", "eval.final_suites": ("sampled",)},
+    ),
+    ("reward.weights", {**GATED, "reward.weights": {"format": 0.5}}),
+    ("shaping.stage_level", {**GATED, "shaping.stage_level": False}),
+    ("eval.every_steps", {"shaping.boundary_aware": True}),
+    ("shaping.centred_gain", {"shaping.centred_gain": True}),
+    ("shaping.alpha_init", {"shaping.entropy_reward": True, "shaping.alpha_init": 2.5}),
+    ("shaping.bootstrap_tasks", {"shaping.bootstrap_tasks": 1}),
+    ("shaping.trigger_words", {"shaping.trigger_words": ("wait",)}),
+]  # fmt: skip
+
+
+PATHS = ("model.path", "tasks.train.source", "tasks.eval.source", "search.local.corpus")
+settings = partial(helpers.settings, **dict.fromkeys(PATHS, "x"))
+
+
+@pytest.mark.parametrize(("index", "broken"), list(enumerate(BROKEN)))
+def test_each_rule_refuses_with_its_reason(index, broken):
+    key, changes = broken
+    config = settings(**changes)
+    rule = rules.RULES[index]
+    first = next(rule for rule in rules.RULES if rule.is_broken(config))
+    assert first is rule
+    with pytest.raises(ValueError, match=rf"^config\.{key} is ") as refused:
+        validate(config)
+    assert str(refused.value).endswith(f"expected {rule.expected}.")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"filter.resample_attempts": 1, "reward.weights": {"format": 0.5}},  # all wrong, yet paid
+        {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1,
+         "filter.name": "accuracy_range"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_further_examples_are_refused(changes):
+    with pytest.raises(
+        ValueError, match=r"^config\.(reward\.weights|filter\.accuracy_range\.low) is "
+    ):
+        validate(settings(**changes))
+
+
+def test_the_bound_of_overlong_is_where_something_is_charged():
+    rollout = {"rollout.max_total_tokens": 64, "rollout.max_prompt_tokens": 16}
+    rollout |= {"rollout.max_response_tokens": 32, "shaping.overlong_buffer": 8}
+    validate(settings(**rollout, **{"shaping.overlong_max_tokens": 70}))  # a response of 63: 1 / 8
+    with pytest.raises(ValueError, match=r"config\.shaping\.overlong_max_tokens is 71"):
+        validate(settings(**rollout, **{"shaping.overlong_max_tokens": 71}))
+
+
+def test_a_budget_below_the_longest_prompt_is_named_before_a_penalty_that_is_off():
+    expected = r"config\.rollout\.max_prompt_tokens is 1024; expected less than "
+    with pytest.raises(ValueError, match=expected):
+        validate(settings(**{"rollout.max_total_tokens": 512}))
+
+
+def test_every_rule_has_an_example():
+    assert [rule.key for rule in rules.RULES] == [key for key, _ in BROKEN]
+
+
+def test_the_defaults_break_no_rule():
+    validate(settings())
+
+
+@pytest.mark.parametrize("module", METHODS + SMALL, ids=lambda module: module.__name__)
+def test_the_methods_are_valid(module):
+    validate(module.get_config())
+
+
+@pytest.mark.parametrize("module", SMALL, ids=lambda module: module.__name__)
+def test_a_small_sibling_keeps_the_method(module):
+    """Sizes may differ; of what the method chooses, every key it sets stays as it is published."""
+    published = default_config()
+    module.set_method(published)
+    small = flatten(module.get_config())
+    sizes = {
+        "advantage.pass_at_k.k_schedule",
+        "shaping.overlong_buffer",
+        "shaping.overlong_max_tokens",
+        "filter.tasks_per_batch",
+        "shaping.bootstrap_tasks",
+        "shaping.stage_tolerance",
+    }
+    method = ("advantage.", "loss.", "kl.", "shaping.", "filter.")
+    chosen = {key: x for key, x in flatten(published).items() if key.startswith(method)}
+    assert {key: small[key] for key in chosen.keys() - sizes} == {
+        key: chosen[key] for key in chosen.keys() - sizes
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # ARES's masks, DAPO's filter and Pass@k's advantages are one configuration.
+        {
+            "advantage.name": "pass_at_k", "filter.name": "varied", "kl.coef": 0.01,
+            "kl.low_factor": 0.5, "kl.controller": "budget", "loss.clip_high": 0.28,
+        },
+        {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
+        # k itself is not read where it has a schedule.
+        {
+            "advantage.name": "pass_at_k", "advantage.pass_at_k.k": 9,
+            "advantage.pass_at_k.k_schedule": ((0, 7), (60, 1)),
+        },
+        {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
+        {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "adaptive"},
+        {**GATED, "filter.name": "varied", "filter.varied.metric": "seq_reward"},
+        {"filter.resample_attempts": 1},
+        {**GATED, "filter.resample_attempts": 1, "filter.resample_early": True},
+        between(0.37, 0.5),
+        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.adaptive.horizon": 128},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_goes_together_is_accepted(changes):
+    validate(settings(**changes))
+
+
+CLIP = ("loss.clip_low", "loss.clip_high")
+TO_REF = {"kl.estimator": "k3", "kl.anchor": "ref", "kl.place": "loss"}
+E5 = {
+    "search.engine": "dense", "search.dense.corpus": "data/wiki18/corpus.jsonl",
+    "search.dense.encoder": "models/e5-base-v2", "search.dense.query_prefix": "query: ",
+    "search.dense.passage_prefix": "passage: ",
+}  # fmt: skip
+"""What both search methods asked: Wikipedia of 2018, by the inner products of E5-base-v2."""
+PUBLISHED = {
+    search_r1: {
+        "rollout.group_size": 5, "rollout.temperature": 1.0, "optimizer.lr": 1e-6,
+        "optimizer.warmup_steps": round(0.285 * 2 * 1005), "kl.coef": 0.001, **TO_REF,
+        **dict.fromkeys(CLIP, 0.2), "loss.entropy_coef": 0.001, "loss.aggregation": "token-mean",
+        "rollout.max_response_tokens": 500, "rollout.max_observation_tokens": 500,
+        "rollout.max_prompt_tokens": 2048, "rollout.max_total_tokens": 4096, **E5,
+        "search.dense.topk": 3,
+        "rollout.tasks_per_step": 512, "optimizer.num_minibatches": 512 // 256, "num_steps": 1005,
+        "rollout.max_turns": 2, "advantage.grpo.ddof": 0, "advantage.grpo.epsilon": 1e-8,
+    },
+    dapo: {
+        "rollout.group_size": 16, "rollout.tasks_per_step": 512, "filter.tasks_per_batch": 1536,
+        "optimizer.num_minibatches": 16, "rollout.max_prompt_tokens": 2048,
+        "rollout.max_response_tokens": 20480, "optimizer.lr": 1e-6, "optimizer.weight_decay": 0.1,
+        "optimizer.schedule": "constant", "optimizer.warmup_steps": 20 * 16,
+        "optimizer.grad_clip": 1.0, "loss.entropy_coef": 0.0, "kl.coef": 0.0,
+        "rollout.temperature": 1.0, "rollout.top_p": 1.0, "eval.top_p": 0.7, "eval.samples": 32,
+        "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.clip.dual_clip": 10.0,
+        "loss.aggregation": "token-mean", "filter.varied.metric": "acc", "filter.max_batches": 10,
+        "shaping.overlong_buffer": 4096, "shaping.overlong_factor": 1.0,
+        "rollout.overlong_prompts": "truncate_left",
+    },
+    bapo: {
+        "rollout.group_size": 8, "rollout.tasks_per_step": 64, "optimizer.num_minibatches": 4,
+        "optimizer.lr": 1e-6, "num_steps": 2 * 5000 // 64, **dict.fromkeys(CLIP, 0.1),
+        "kl.coef": 0.001, **TO_REF, "rollout.temperature": 1.0, "rollout.max_prompt_tokens": 1536,
+        "rollout.max_total_tokens": 1536 + 8192, **E5, "search.dense.topk": 5,
+        "rollout.max_turns": 3,
+        "eval.every_steps": 1, "shaping.abstention_bonus": 0.5, "shaping.abstention_rate": 0.05,
+        "shaping.stage_tolerance": 5, "filter.resample_attempts": 2, "filter.resample_early": False,
+    },
+    ares: {
+        "rollout.group_size": 8, "rollout.temperature": 1.0, "rollout.top_p": 0.99,
+        "eval.temperature": 0.5, "eval.samples": 1, "rollout.tasks_per_step": 512,
+        "optimizer.num_minibatches": 512 // 128, "rollout.max_prompt_tokens": 4096,
+        "rollout.max_response_tokens": 8192, "optimizer.lr": 1e-6, "optimizer.weight_decay": 0.01,
+        "optimizer.warmup_steps": 0, "optimizer.grad_clip": 1.0, "loss.clip_low": 0.2,
+        "loss.clip_high": 0.3, "loss.clip.dual_clip": 3.0, "loss.aggregation": "token-mean",
+        "kl.coef": 0.01, **TO_REF, "kl.low_factor": 0.5, "kl.budget.step": 0.01,
+        "kl.budget.budgets.easy": 0.05, "kl.budget.budgets.medium": 0.1,
+        "kl.budget.budgets.hard": 0.2,
+        "eval.every_steps": 5, "checkpoint.every_steps": 5, "shaping.bootstrap_tasks": -1,
+        "shaping.entropy_window": 4, "shaping.entropy_percentile": 95.0, "shaping.alpha_init": 0.5,
+        "shaping.alpha_step": 0.05,
+        "filter.accuracy_range.low": 0.01, "filter.accuracy_range.high": 0.99,
+        "filter.max_batches": 20, "num_steps": "50 epochs",
+    },
+    passk: {
+        "rollout.group_size": 32, "rollout.tasks_per_step": 128, "optimizer.lr": 1e-6,
+        "optimizer.warmup_steps": 10, "loss.clip_low": 0.2, "loss.clip_high": 0.28,
+        "loss.aggregation": "token-mean", "kl.coef": 0.0,
+    },
+}  # fmt: skip
+OTHERWISE = {
+    (search_r1, "rollout.max_response_tokens"): "share 1,500",
+    (dapo, "optimizer.warmup_steps"): "not the paper's 20",
+    (bapo, "shaping.abstention_rate"): "is 0.1, where paper and released code have 0.05",
+    (ares, "shaping.bootstrap_tasks"): "over 512 here",
+    (ares, "num_steps"): "500 steps (the paper: 50 epochs)",
+}
+"""What a configuration's docstring says where it differs."""
+DIFFERS = {
+    search_r1: (
+        "no critic", "a retry hint", "the population's deviation", "brackets of tags",
+        "a failed search", "every 50 steps",
+    ),
+    search_r1_brief: ("BM25", "replaces", "no retry hint"),
+    search_r1_lora: ("BM25", "an adapter of rank 32", "32 questions of 8", "three searching turns"),
+    search_moe: ("BM25", "GSPO", "no KL term", "no entropy bonus", "R3"),
+    dapo: ("number of steps", "compared by value", "in no mean", "64 devices", "128 H20"),
+    bapo: (
+        "twice", "no packages", "on an end-of-turn id", "cumulative", "n/2 distinct",
+        "a failed search",
+    ),
+    ares: (
+        "cold start", "moves the target first", "trigger words", "by accuracy", "Videos",
+        "one host", "window entropy",
+    ),
+    passk: ("compares rewards with 1 and 0", "division by zero", "one line", "within the run"),
+}  # fmt: skip
+"""Pieces of what differs beside hyper-parameters: of docs/algorithms.md and of the devices."""
+SEARCHERS = (search_r1, search_r1_brief, search_r1_lora, search_r1_small, bapo, bapo_small,
+             search_moe, search_moe_small)  # fmt: skip
+
+
+@pytest.mark.parametrize("module", PUBLISHED, ids=lambda module: module.__name__)
+def test_hyper_parameters_are_published_or_said_to_differ(module):
+    flat = flatten(module.get_config())
+    said = " ".join(module.__doc__.split())
+    differing = {key for key, value in PUBLISHED[module].items() if flat[key] != value}
+    assert differing == {key for owner, key in OTHERWISE if owner is module}
+    assert [key for key in differing if OTHERWISE[module, key] not in said] == []
+
+
+@pytest.mark.parametrize("module", DIFFERS, ids=lambda module: module.__name__)
+def test_what_else_differs_is_said(module):
+    said = " ".join(module.__doc__.split())
+    assert [piece for piece in DIFFERS[module] if piece not in said] == []
+
+
+@pytest.mark.parametrize("module", SEARCHERS, ids=lambda module: module.__name__)
+def test_who_searches_by_words_where_the_publication_has_vectors_says_so(module):
+    engine = module.get_config().search.engine
+    assert engine == ("local" if "BM25" in module.__doc__ else "dense")
+
+
+def test_dapo_has_the_three_published_setups():
+    full = flatten(dapo.get_config())
+    changes = {}
+    for setup in dapo.SETUPS:
+        config = dapo.get_config(setup)
+        validate(config, needs_data=False)
+        changes[setup] = {key for key, value in flatten(config).items() if value != full[key]}
+    assert changes == {
+        "full": set(),
+        "no_dynamic_sampling": {"filter.name", "filter.tasks_per_batch"},
+        "early": {"filter.name", "filter.tasks_per_batch", "loss.aggregation"},
+    }
+    with pytest.raises(ValueError, match="no setup 'late'; expected one of full, no_dynamic_sampl"):
+        dapo.get_config("late")
+
+
+UPDATES = {"optimizer.num_minibatches": 2, "optimizer.num_epochs": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({}, []),
+        ({"loss.clip_low": 0.1, "loss.clip_high": 0.3}, []),
+        ({"loss.clip_low": 0.09}, ["loss.clip_low is 0.09"]),
+        ({"loss.clip_low": 0.4, "loss.clip_high": 0.31},
+         ["loss.clip_low is 0.4", "loss.clip_high is 0.31"]),
+        # The other losses have ranges of their own; without training nothing is clipped.
+        ({"loss.name": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}, []),
+        ({"loss.name": "gspo", "loss.clip_high": 4e-4}, []),
+        ({"stages": ("evaluate",), "loss.clip_low": 0.4}, []),
+        # 100 steps of two updates, twice.
+        ({**UPDATES, "optimizer.warmup_steps": 400}, []),
+        ({**UPDATES, "optimizer.warmup_steps": 401},
+         ["optimizer.warmup_steps is 401"]),
+        ({"stages": ("evaluate",), "optimizer.warmup_steps": 1000}, []),
+        ({"stages": ("sft",), "sft.source": "x", "sft.optimizer.warmup_steps": 101},
+         ["sft.optimizer.warmup_steps is 101"]),
+        ({"sft.optimizer.warmup_steps": 101}, []),
+        ({**CORRECTED, "filter.unfinished_tasks": 16}, []),
+        ({**CORRECTED, "filter.unfinished_tasks": 17},
+         ["filter.unfinished_tasks is 17"]),
+        ({"rollout.max_response_tokens": 2048}, []),
+        ({"rollout.max_response_tokens": 2049},
+         ["rollout.max_response_tokens is 2049"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_unusual_settings_are_warned_of(changes, warned):
+    lines = rules.warnings(settings(**changes))
+    assert [line.partition("; usual is ")[0] for line in lines] == [
+        f"warning: config.{start}" for start in warned
+    ]
+
+
+def test_parts_that_are_not_the_environments_are_known_by_name(monkeypatch):
+    config = helpers.settings(
+        **{"reward.weights": {"exact_match": 1.0}, "reward.correct": "math_verify"}
+    )
+    rules.check_environment(config)
+    assert toolbox.reward_parts(config)[-1] == "math_verify"
+    assert toolbox.reward_weights(config) == {"exact_match": 1.0}
+    assert toolbox.correct_by(config) == "exact_match"  # of the environment
+    config.reward.weights = {"math_verfy": 1.0}
+    with pytest.raises(ValueError, match="no reward part 'math_verfy'; did you mean 'math_verify'"):
+        rules.check_environment(config)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    config.reward.weights = {"math_verify": 1.0}
+    with pytest.raises(
+        ValueError, match=r"asks for 'math_verify', but .* pip install -e '.\[math\]"
+    ):
+        rules.check_environment(config)
+
+
+def test_reward_functions_are_called_by_their_last_pieces_where_these_differ():
+    weights = {"my_verl.compute_score": 1.0, "other.verl:compute_score": 2.0, "my.brevity": 3.0}
+    config = helpers.settings(**{"reward.weights": weights})
+    assert toolbox.named_weights(config) == {
+        "my_verl.compute_score": 1.0, "other.verl:compute_score": 2.0, "brevity": 3.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reward.settings": {"os.path.join": {}}}, "'os.path.join', which config.reward.w"),
+        (
+            {"reward.weights": {"tests.extending.my_reward.brevity": 1.0},
+             "reward.settings": {"tests.extending.my_reward.brevity": {"tone": 1}}},
+            "a 'tone', which it does not take; it takes response, answers.",
+        ),
+        ({"reward.settings": {"f": 1}}, "expected names with mappings"),
+    ],
+)  # fmt: skip
+def test_settings_of_reward_functions_fit(changes, told):
+    with pytest.raises(ValueError, match=told):
+        validate(helpers.settings(**changes), needs_data=False)
+
+
+def test_a_warm_start_without_demonstrations_says_what_they_are(tmp_path):
+    config = default_config()
+    config.stages, config.model.path = ("sft",), str(tmp_path)
+    expected = (
+        r"sft\.source is ''; expected a JSONL file of chats .*leave 'sft' out of config\.stages"
+    )
+    with pytest.raises(ValueError, match=expected):
+        validate(config)

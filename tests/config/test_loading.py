@@ -1,0 +1,215 @@
+"""Values from YAML and JSON files: nested, with dots, and what no file should hold."""
+
+import json
+import re
+import time
+
+import pytest
+import yaml
+
+from configs import debug_tiny
+from jaxrl.builders.validation import validate
+from jaxrl.config.loading import MOST_VALUES, check_keys, load_values
+from jaxrl.config.schema import default_config, flat_json, flatten, to_json
+from tests.helpers import without_keys_of
+
+
+@pytest.fixture
+def config():
+    """One that is valid."""
+    return debug_tiny.get_config()
+
+
+@pytest.mark.parametrize("extension", ["yaml", "json"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rollout": {"group_size": 3}, "optimizer": {"lr": 1e-4}, "stages": ["train"]},
+        {"rollout.group_size": 3, "optimizer.lr": 1e-4, "stages": ["train"]},
+    ],
+)
+def test_values_nested_and_dotted(config, tmp_path, extension, values):
+    file = tmp_path / f"my.{extension}"
+    file.write_text(json.dumps(values) if extension == "json" else yaml.safe_dump(values))
+    load_values(config, str(file))
+    assert (config.rollout.group_size, config.optimizer.lr) == (3, 1e-4)
+    assert config.stages == ("train",)
+    validate(config)
+
+
+def test_a_whole_number_for_a_float_and_an_exponent_without_a_point(config, tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("optimizer: {lr: 1e-6, grad_clip: 1}\n")
+    load_values(config, str(file))
+    assert (config.optimizer.lr, config.optimizer.grad_clip) == (1e-6, 1.0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": {"chat_template_kwargs": {"enable_thinking": False}}},
+        {"prompt.chat_template_kwargs": {"enable_thinking": False}},
+    ],
+)
+def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
+    file = tmp_path / "my.yaml"
+    file.write_text(yaml.safe_dump(values))
+    load_values(config, str(file))
+    assert config.prompt.chat_template_kwargs == {"enable_thinking": False}
+    validate(config)
+    other = default_config().lock()
+    other.prompt.chat_template_kwargs = {"enable_thinking": False}
+    other.prompt.chat_template_kwargs["depth"] = 2
+    assert flatten(other)["prompt.chat_template_kwargs"] == {"enable_thinking": False, "depth": 2}
+    assert default_config().prompt.chat_template_kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "prompt: {chat_template_kwargs: 1}",
+            "chat_template_kwargs is 1; expected a value of type",
+        ),
+        ("prompt.chat_template_kwargs.x: 1", "takes a mapping; set it whole, as {'x': False}"),
+        ("rollout: {group_size: many}", "rollout.group_size is 'many'; expected a value of type"),
+        ("rollout: {group_size: 2.0}", "rollout.group_size is 2.0; expected a value of type int"),
+        ("optimizer.lr: fast", "optimizer.lr is 'fast'; expected a finite number"),
+        ("model.scan_layers: 1", "model.scan_layers is 1; expected a value of type bool"),
+        ("model.remat: true", "model.remat is True; expected a value of type str, as 'full'"),
+        ("model.remat: off", "model.remat is False; expected a value of type str, as 'full'"),
+        ("stages: train", "stages is 'train'; expected a value of type tuple"),
+        ("rollout: 3", "config.rollout is a section; set its keys"),
+        ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
+        ("xyzzy: 1", "no key config.xyzzy; docs/configuration.md has all keys."),
+        ("- 1", "holds a list; expected keys and values"),
+        ("", "is empty; expected keys and values"),
+        ("[" * 10_000, "is nested too deeply to be read; flatten it"),
+        ("a: [", "is not valid YAML or JSON"),
+        ('seed: !!float ""', "is not valid YAML or JSON: string index out of range"),
+        ("seed: !!bool zz", "is not valid YAML or JSON: 'zz'"),
+        ("seed: !!timestamp x", "is not valid YAML or JSON: "),
+        (f"seed: !!bool {'z' * 10_000}", "is not valid YAML or JSON: 'zz"),
+    ],
+)
+def test_bad_values(config, tmp_path, text, message):
+    file = tmp_path / "my.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        load_values(config, str(file))
+    assert str(file) in str(raised.value)
+    assert len(str(raised.value)) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("sft.optimizer.learning_rate", "sft.optimizer.lr"),
+        ("learning_rate", "optimizer.lr or sft.optimizer.lr"),
+        ("kl_coef", "kl.coef"),
+        ("loss.kl_coef", "kl.coef"),
+        ("rollout.max_tokens", "rollout.max_response_tokens"),
+        ("batch_size", "rollout.tasks_per_step"),
+        ("sampling.temperature", "eval.temperature or rollout.temperature"),
+    ],
+)
+def test_a_key_is_suggested_by_its_meaning(key, near):
+    with pytest.raises(ValueError, match=re.escape(f"config.{key}; did you mean {near}?")):
+        check_keys([key])
+
+
+def test_json_round_trip(config, tmp_path):
+    config.prompt.examples = ({"role": "user", "content": "Où ?"},)
+    config.optimizer.lr = 1e-7
+    config.advantage.pass_at_k.k_schedule = ((0, 4), (60, 1))
+    config.prompt.chat_template_kwargs = {"enable_thinking": False}
+    config.model.eos_tokens = ("<|im_end|>",)
+    file = tmp_path / "config.json"
+    file.write_text(to_json(config), encoding="utf-8")
+    other = default_config().lock()
+    load_values(other, str(file))
+    assert other == config
+    assert flat_json(file) == flatten(config)
+    assert to_json(other) == to_json(config)
+
+
+def test_a_file_of_many_values_is_not_read_to_its_end(tmp_path, monkeypatch):
+    file = tmp_path / "values.yaml"
+    file.write_text(f"a: [{'1,' * 50}]\nb: [")
+    monkeypatch.setattr("jaxrl.config.loading.MOST_VALUES", 40)
+    with pytest.raises(ValueError, match="it has more than 40 values"):
+        load_values(default_config(), str(file))
+    monkeypatch.setattr("jaxrl.config.loading.MOST_BYTES", 100)
+    with pytest.raises(ValueError, match="has 110 bytes; expected at most 100"):
+        load_values(default_config(), str(file))
+
+
+BOMB = "a: &a0 [x, x]\n" + "".join(f"b{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stages: &a [*a]", "what begins in line 1 holds itself"),
+        ("env: &a\n  settings: {x: *a}", "holds itself"),
+        ("env: {settings: &a {x: {y: [1, *a]}}}", "what begins in line 1 holds itself"),
+        ("? &a [*a]\n: 1", "what begins in line 1 holds itself"),
+        (BOMB, f"its aliases make more than {MOST_VALUES:,} values of it"),
+        ("seed: *a", "found undefined alias"),
+        ("seed: 1\nnum_steps: 2\nseed: 3", "'seed' stands in line 1 and in line 3"),
+        ("rollout:\n  max_turns: 1\n  max_turns: 1", "'max_turns' stands in line 2 and in line 3"),
+        ('{"env": {"settings": {"a": [{"b": 1, "b": 2}]}}}', "'b' stands in line 1 and in line 1"),
+        ("rollout: {max_turns: 1}\nrollout.max_turns: 2", "sets rollout.max_turns twice"),
+        ("rollout:\n  max_turns: 1\nrollout:\n  max_calls: 2", "'rollout' stands in line 1 and"),
+        ("seed: " + "1" * 5000, "is not valid YAML or JSON"),
+        ("seed: 2026-99-99", "month must be in 1..12"),
+        ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("seed: 1\n---\nseed: 2", "expected a single document"),
+        ("seed: '\x1b[2J'", "special characters are not allowed"),
+        ("? [1]\n: 2", "found unhashable key"),
+        ("- " * 100_000 + "1", "is nested too deeply to be read"),
+        ("{a: " * 100_000, "is nested too deeply to be read"),
+    ],
+)
+def test_what_no_file_should_hold_is_one_line(config, tmp_path, text, message):
+    file = tmp_path / "my.yaml"
+    file.write_text(text)
+    before = flatten(config)
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}.*{re.escape(message)}") as told:
+        load_values(config, str(file))
+    assert "\n" not in str(told.value)
+    assert flatten(config) == before
+
+
+def test_aliases_and_merges_are_read(config, tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text(
+        "optimizer: &o {lr: 1e-6, beta1: 0.5}\nsft: {optimizer: {<<: *o, lr: 1e-5}}\n"
+        "env: {settings: {a: &n {b: [1]}, c: {<<: *n, d: 2}, e: {<<: [*n], b: 3}}}\n"
+    )
+    load_values(config, str(file))
+    assert (config.optimizer.lr, config.sft.optimizer.lr) == (1e-6, 1e-5)
+    assert config.sft.optimizer.beta1 == 0.5
+    settings = {"a": {"b": [1]}, "c": {"b": [1], "d": 2}, "e": {"b": 3}}
+    assert config.env.settings == settings
+
+
+def test_a_bomb_costs_no_time(config, tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text(BOMB)
+    start = time.process_time()
+    with pytest.raises(ValueError, match="aliases"):
+        load_values(config, str(file))
+    assert time.process_time() - start < 5
+
+
+@without_keys_of("lora")
+def test_keys_of_a_folder_that_is_not_there_name_it(tmp_path):
+    config, file = default_config(), tmp_path / "config.json"
+    file.write_text(json.dumps({"seed": 7, "model": {"lora": {"rank": 0, "targets": ["q"]}}}))
+    named = r"config\.model\.lora\.rank is a key of jaxrl/extras/lora, and that folder is not there"
+    with pytest.raises(ValueError, match=named):
+        load_values(config, str(file))
+    load_values(config, str(file), drops_missing=True)  # as a run's own are read
+    assert (config.seed, "lora" in config.model) == (7, False)

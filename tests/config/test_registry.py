@@ -1,0 +1,91 @@
+"""Names of a configuration: what they stand for, and what is said where they stand for nothing."""
+
+import re
+
+import pytest
+
+from configs import debug_tiny
+from jaxrl.builders.validation import validate
+from jaxrl.config.keys import optional
+from jaxrl.config.registry import chosen, made
+from jaxrl.envs.base import ENVS
+from jaxrl.envs.search_env import SearchEnv
+
+
+def test_a_name_is_an_entry_of_the_table_or_a_dotted_one():
+    assert chosen("env.name", "search", ENVS, wanted="x.Y") is SearchEnv
+    assert chosen("env.name", "jaxrl.envs.search_env.SearchEnv", {}, wanted="x.Y") is SearchEnv
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "env.name",
+            "serch",
+            "is 'serch' (did you mean 'search'?); expected one of search, math",
+        ),
+        ("env.name", "nowhere.Env", "no module 'nowhere' is on sys.path; put its file beside"),
+        ("env.name", "json.Env", "/json/__init__.py does not define 'Env'"),
+        ("env.name", "json.dumps", "a function; expected a class with stop_strings, reward_parts"),
+        (
+            "env.search.tools",
+            ("json.JSONDecoder",),
+            "expected a class of jaxrl.envs",
+        ),
+        (
+            "env.search.protocol",
+            "xml",
+            "is 'xml'; expected one of search_r1, bapo, qwen, a",
+        ),
+        ("env.settings", {"a": 1}, "expected {}: they are for one of your own"),
+        ("search.settings", {"a": 1}, "expected {}: they are for one of your own"),
+        (
+            "reward.weights",
+            {"math": 1.0},
+            "no reward part 'math'; did you mean 'format'? Known parts",
+        ),
+        ("reward.weights", {"my_reward.f1": 1.0}, "no module 'my_reward' is on sys.path"),
+        (
+            "reward.weights",
+            {"jaxrl.envs.rewards.rules.f1": 1.0},
+            "expected a function f(response, answers); or f(turns, answers)",
+        ),
+        ("reward.correct", "bapo", "expected a part that is measured: answer, exact_match"),
+    ],
+)
+def test_what_stands_for_nothing_is_refused_with_its_key(key, value, message):
+    config = debug_tiny.get_config()
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ValueError, match=f"^config.{key}.*{re.escape(message)}"):
+        validate(config)
+
+
+def thing(engine, *, size, colour="red"):
+    return engine, size, colour
+
+
+def test_parameters_are_bound_by_name():
+    assert made("x.settings", thing, {"size": 2}, engine=1, other=0) == (1, 2, "red")
+    with pytest.raises(
+        ValueError, match=r"config.x.settings holds 'sise', which thing does not ta"
+    ):
+        made("x.settings", thing, {"sise": 2}, engine=1)
+    with pytest.raises(ValueError, match=r"config.x.settings lacks 'size', which thing asks for"):
+        made("x.settings", thing, {}, engine=1)
+
+
+def test_a_folder_with_nothing_but_pythons_leavings_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "extras" / "kind" / "__pycache__").mkdir(parents=True)
+    monkeypatch.setattr("jaxrl.config.registry.__file__", str(tmp_path / "config" / "registry.py"))
+    with pytest.raises(ValueError, match=r"asks for jaxrl/extras/kind, and that folder is not the"):
+        chosen("env.name", "mine", {"mine": "jaxrl.extras.kind.thing:Env"}, wanted="x.Y")
+
+
+def test_only_a_folder_that_is_missing_is_no_optional_one(tmp_path, monkeypatch):
+    (tmp_path / "lame.py").write_text("import a_library_that_nobody_has")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert optional("jaxrl.extras.gone.thing:function") is None
+    assert optional("jaxrl.config.keys:optional") is optional
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_nobody_has"):
+        optional("lame:function")

@@ -1,0 +1,390 @@
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples import tfds_tasks
+from jaxrl.data.stream import Stream
+from jaxrl.data.tasks import overlap_note, read_tasks
+from jaxrl.envs.base import Task
+
+ROOT = Path(__file__).parents[2]
+KEY = "tasks.train"
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "tasks.jsonl"
+
+
+def test_a_whole_record(file):
+    record = {"id": 7, "question": "Où ?", "answers": ["a", "b"], "data_source": "nq"}
+    [task] = read_tasks(write(file, {**record, "metadata": {"hops": 2}, "other": 1}), KEY)
+    assert (task.id, task.question, task.answers) == ("7", "Où ?", ("a", "b"))
+    assert (task.data_source, task.metadata, task.messages) == (
+        "nq",
+        {"other": 1, "hops": 2},
+        None,
+    )
+
+
+@pytest.mark.parametrize("answers", [{"golden_answers": ["a"]}, {"answer": "a"}, {"answers": "a"}])
+def test_the_least_record(file, answers):
+    [task] = read_tasks(write(file, {"question": "?", **answers}), KEY)
+    assert task.answers == ("a",)
+    assert (task.id, task.data_source, task.metadata) == (f"{file}:1", "default", {})
+
+
+def test_messages_instead_of_a_question(file):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "?"}]
+    [task] = read_tasks(write(file, {"messages": messages, "answers": ["a"]}), KEY)
+    assert (task.question, list(task.messages)) == (None, messages)
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"n": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ({"tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
+        ({"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
+        (
+            {"content": "x", "tool_calls": [{"function": {"name": "f", "arguments": '{"n": 1}'}}]},
+            {
+                "content": "x",
+                "tool_calls": [{"function": {"name": "f", "arguments": {"n": 1}}}],
+            },
+        ),
+        (
+            {"tool_calls": [{"name": "f", "arguments": "n = 1", "id": None}]},
+            {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": "n = 1"}}]},
+        ),
+        (
+            {"content": None, "reasoning_content": "hm", "tool_calls": None, "name": None},
+            {"content": "", "reasoning_content": "hm"},
+        ),
+        ({"content": [{"type": "text", "text": "x", "image": None}]}, {"content": "x"}),
+    ],
+)
+def test_fields_of_messages_are_kept(file, message, read):
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", **message}]
+    [task] = read_tasks(write(file, {"messages": messages, "answers": ["a"]}), KEY)
+    assert list(task.messages) == [messages[0], {"role": "assistant", **read}]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": None, "name": "ada"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": None, "tool_calls": ["f"]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": {}}}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": "f"}]},
+        {"role": "user", "content": [{"type": "text", "text": "x", "image": "a.png"}]},
+        {"role": "user", "content": [{"type": "image", "image": "a.png", "max_pixels": 9}]},
+    ],
+)
+def test_messages_that_are_none_are_refused_with_their_line(file, message):
+    good = {"messages": [{"role": "user", "content": "?"}], "answers": ["a"]}
+    bad = {"messages": [*good["messages"], message], "answers": ["a"]}
+    with pytest.raises(ValueError, match=re.escape(f"{file}:2: ")):
+        read_tasks(write(file, good, bad), KEY)
+
+
+def test_chats_with_other_calls_ask_other_things():
+    chats = [
+        Task(id=str(n), messages=({"role": "assistant", "content": "", "tool_calls": [n]},))
+        for n in (0, 0, 1)
+    ]
+    assert overlap_note(chats[:1], chats[2:]) == ""
+    assert overlap_note(chats[:1], chats[1:]).startswith("warning: 1 of 2 held-out questions")
+
+
+def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
+    text = '\ufeff{"question": "1", "answer": "a"}\r\n\n  \n{"question": "1\u20282", "answer": "b"}'
+    file.write_text(text, encoding="utf-8", newline="")
+    tasks = read_tasks(file, KEY)
+    assert [task.question for task in tasks] == ["1", "1\u20282"]
+    assert [task.id for task in tasks] == [f"{file}:1", f"{file}:4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "x"\n', "is not valid JSON in UTF-8: Expecting ',' delimiter, at char"),
+        (b'{"question": "\xff"}', "is not valid JSON in UTF-8: "),
+        ("[1]", "holds a list; expected a JSON object"),
+        ("[" * 100_000, "is nested too deeply to be read; flatten it"),
+        (
+            '{"question": "x", "answer": "a", "metadata": ' + '{"a": [' * 60 + "]}" * 60 + "}",
+            "is nested too deeply to be read; flatten it",
+        ),
+        ('{"question": " ", "answer": "a"}', "'question' is ' '; expected text that is not blank"),
+        ('{"question": "x", "answers": ["a", " "]}', "an answer is blank"),
+        ("{}", "expected either 'question' or 'messages', found the fields none"),
+        (
+            '{"question": "x", "messages": []}',
+            "expected either 'question' or 'messages', found the fields 'question', 'messages'",
+        ),
+        ('{"question": 3, "answer": "a"}', "'question' is 3; expected text"),
+        ('{"messages": [], "answer": "a"}', "'messages' must be a list of objects"),
+        ('{"messages": [{"role": "user"}], "answer": "a"}', "'messages' must be a list of objects"),
+        ('{"question": "x"}', "expected 'answers', a list of at least one text; found"),
+        ('{"question": "x", "answers": []}', "expected 'answers', a list of at least one text"),
+        ('{"question": "x", "answers": [true]}', "expected a text, a number or a list of these"),
+        ('{"question": "x", "answer": "a", "metadata": 1}', "'metadata' is 1; expected an object"),
+    ],
+)
+def test_a_malformed_line(file, line, message):
+    good = b'{"question": "x", "answer": "a"}'
+    file.write_bytes(b"\n".join([good, b"", line if isinstance(line, bytes) else line.encode()]))
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        read_tasks(file, KEY)
+    assert str(raised.value).startswith(f"{file}:3")
+
+
+def test_two_tasks_with_one_id(file):
+    tasks = [{"id": id, "question": "x", "answer": "a"} for id in ("a", 1, "b", "1")]
+    with pytest.raises(ValueError, match=f"{file}:4: the id '1' is that of line 2 already; make"):
+        read_tasks(write(file, *tasks), KEY)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_of_tasks_and_how_it_is_converted(tmp_path, indent):
+    file = tmp_path / "my data's" / "tasks.jsonl"
+    file.parent.mkdir()
+    file.write_text(json.dumps([{"question": "x", "answer": "a"}] * 2, indent=indent))
+    with pytest.raises(ValueError, match=r"is a JSON array; expected JSONL") as raised:
+        read_tasks(file, KEY)
+    command = str(raised.value).partition("This converts it: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert len(read_tasks(file.with_name("tasks_lines.jsonl"), KEY)) == 2
+
+
+@pytest.mark.parametrize(
+    ("start", "what"),
+    [
+        (b"PAR1", "a Parquet file"),
+        (b"\x1f\x8b\x08", r"compressed \(gzip\)"),
+        (b"PK\x03\x04", "a zip"),
+    ],
+)
+def test_other_formats_are_named(file, start, what):
+    file.write_bytes(start + bytes(range(256)))
+    with pytest.raises(ValueError, match=f"{file} is {what}"):
+        read_tasks(file, KEY)
+
+
+def test_no_line_and_no_file(file):
+    with pytest.raises(FileNotFoundError, match=r"is not a file; set config.tasks.train.source to"):
+        read_tasks(file, KEY)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"holds no line; config.tasks.train.source must name"):
+        read_tasks(file, KEY)
+
+
+@settings(max_examples=20, deadline=None)
+@given(size=st.integers(1, 30), seed=st.integers(0, 1000), epochs=st.integers(1, 3))
+def test_an_epoch_has_each_item_once(size, seed, epochs):
+    stream = Stream(range(size), seed=seed)
+    taken = stream.take(0, size * epochs)
+    for epoch in range(epochs):
+        assert sorted(taken[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@settings(max_examples=20, deadline=None)
+@given(position=st.integers(0, 50), counts=st.lists(st.integers(0, 10), max_size=5))
+def test_the_order_depends_on_the_position_alone(position, counts):
+    whole = Stream(range(7), seed=3).take(position, sum(counts))
+    parts, at = [], position
+    for count in counts:
+        parts += Stream(range(7), seed=3).take(at, count)
+        at += count
+    assert parts == whole
+
+
+def test_epochs_and_seeds_differ_in_order():
+    first, second = (Stream(range(50), seed=0).take(start, 50) for start in (0, 50))
+    assert first != second
+    assert first != Stream(range(50), seed=1).take(0, 50)
+    assert first != list(range(50))
+
+
+def test_half_a_surrogate_pair_is_refused(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    whole = r'{"question": "Who\ud83d\ude00?", "answers": ["Ada"]}'
+    file.write_text(whole + "\n")
+    assert read_tasks(file, "tasks.train.source")[0].question == "Who\U0001f600?"
+    file.write_text(whole + "\n" + r'{"question": "Who?", "answers": ["x\ud83d"]}' + "\n")
+    with pytest.raises(ValueError, match=r"tasks.jsonl:2 holds half of a surrogate pair"):
+        read_tasks(file, "tasks.train.source")
+
+
+RECORDS = (
+    {"id": "q1", "question": "Où ?", "answers": ["a", "b"], "data_source": "nq"},
+    {"id": "q2", "question": "Who?", "answer": "c", "metadata": {"hops": 2, "by": ["x"]}},
+    {"id": "q3", "messages": [{"role": "user", "content": "é?"}], "golden_answers": ["d"]},
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """The folder of a data set, and the JSONL that it was made from."""
+    folder = tmp_path_factory.mktemp("tfds")
+    train = write(folder / "train.jsonl", *RECORDS)
+    test = write(folder / "test.jsonl", {"question": "?", "answers": ["a"]})
+    out = [f"--out={folder}", "--name=bridges", "--version=1.2.0"]
+    tfds_tasks.main([*out, f"train={train}", f"test={test}"])
+    return folder / "bridges" / "1.2.0", train
+
+
+class TestTfds:
+    """Data sets prepared by TensorFlow Datasets, as array_record."""
+
+    @pytest.fixture
+    def copy(self, prepared, tmp_path):
+        return shutil.copytree(prepared[0], tmp_path / "bridges" / "1.2.0")
+
+    def test_the_same_tasks_as_from_jsonl(self, prepared):
+        folder, train = prepared
+        assert read_tasks(folder, KEY, split="train") == read_tasks(train, KEY)
+
+    def test_what_is_left_out_has_its_default(self, prepared):
+        [task] = read_tasks(prepared[0], KEY, split="test")
+        # The file's line is kept as the id; without one it would be the place in the data set.
+        assert (task.question, task.data_source, task.metadata) == ("?", "default", {})
+
+    def test_splits_may_be_cut(self, prepared):
+        tasks = read_tasks(prepared[0], KEY, split="train[1:]")
+        assert [task.id for task in tasks] == ["q2", "q3"]
+
+    def test_fields_of_their_own_types(self, tmp_path):
+        import numpy as np
+        import tensorflow_datasets as tfds
+
+        features = tfds.features
+        info = {
+            "question": features.Text(),
+            "golden_answers": features.Sequence(features.Text()),
+            "id": np.int64,
+            "metadata": features.FeaturesDict(
+                {"hops": np.int64, "years": features.Sequence(np.int64), "by": features.Text()}
+            ),
+        }
+        metadata = {"hops": 2, "years": [1932, 1933], "by": "Kerr"}
+        example = {"question": "?", "golden_answers": ["a"], "id": 7, "metadata": metadata}
+        folder = tfds_tasks.prepare(tmp_path, "typed", "1.0.0", info, {"train": [example]})
+        [task] = read_tasks(folder, KEY, split="train")
+        assert (task.id, task.answers, task.metadata) == ("7", ("a",), metadata)
+        assert json.dumps(task.metadata)
+
+    @pytest.mark.parametrize(
+        ("split", "message"),
+        [
+            ("trin", r"config.tasks.train.split is 'trin'.* Unknown split 'trin'.*'train', 'test'"),
+            ("train[", r"config.tasks.train.split is 'train\['"),
+            ("train[3:]", r"holds no example"),
+        ],
+    )
+    def test_a_split_that_is_none(self, prepared, split, message):
+        with pytest.raises(ValueError, match=message) as raised:
+            read_tasks(prepared[0], KEY, split=split)
+        assert "\n" not in str(raised.value)
+
+    def test_a_folder_that_is_none(self, copy, tmp_path):
+        with pytest.raises(ValueError, match=r"has no dataset_info.json.* 1\.2\.0"):
+            read_tasks(copy.parent, KEY)
+        with pytest.raises(ValueError, match=r"has no dataset_info.json; set config.tasks.train"):
+            read_tasks(tmp_path, KEY)
+
+    @pytest.mark.parametrize("found", ["parquet", "tfrecord", ""])
+    def test_only_array_record_is_read(self, copy, found):
+        # Of Parquet, TFDS would say how many examples there are and return a part of them.
+        file = copy / "dataset_info.json"
+        info = json.loads(file.read_text())
+        info.pop("fileFormat")
+        file.write_text(json.dumps(info | ({"fileFormat": found} if found else {})))
+        with pytest.raises(ValueError, match=r"holds (parquet|tfrecord) files.*array_record"):
+            read_tasks(copy, KEY)
+
+    @pytest.mark.parametrize("damage", ["info", "features", "cut", "gone"])
+    def test_damage_is_one_line(self, copy, damage):
+        [data] = copy.glob("*-train.*")
+        if damage == "gone":
+            data.unlink()
+        elif damage == "cut":
+            data.write_bytes(data.read_bytes()[:100])
+        else:
+            name = "dataset_info.json" if damage == "info" else "features.json"
+            (copy / name).write_text("{")
+        with pytest.raises(ValueError, match=re.escape(str(copy))) as raised:
+            read_tasks(copy, KEY)
+        assert "\n" not in str(raised.value)
+
+    def test_a_malformed_example_is_named(self, tmp_path):
+        import tensorflow_datasets as tfds
+
+        info = {"question": tfds.features.Text(), "answers": tfds.features.Text()}
+        examples = [{"question": "?", "answers": "a"}, {"question": "?", "answers": " "}]
+        folder = tfds_tasks.prepare(tmp_path, "bad", "1.0.0", info, {"train": examples})
+        with pytest.raises(ValueError, match=r"bad/1\.0\.0 \[train\]:2: an answer is blank"):
+            read_tasks(folder, KEY)
+
+
+@pytest.mark.slow(instead="data/test_records.py::TestTfds::test_the_same_tasks_as_from_jsonl")
+def test_a_run_trains_on_a_tfds_data_set(tiny_world, tmp_path):
+    """From JSONL to a data set to a step of training, as a user would: its metrics are the same."""
+    files = [f"{split}={tiny_world}/questions_{split}.jsonl" for split in ("train", "eval")]
+    tfds_tasks.main([f"--out={tmp_path}", "--name=world", *files])
+    run = [sys.executable, "-m", "jaxrl.launch", f"--config=configs/debug_tiny.py:{tiny_world}"]
+    run += ["--config.stages=('train',)", "--config.num_steps=1"]
+    folder = tmp_path / "world" / "1.0.0"
+    of_tfds = [f"--config.tasks.{kind}.source={folder}" for kind in ("train", "eval")]
+    of_tfds.append("--config.tasks.eval.split=eval")
+    found = {}
+    for name, changes in {"jsonl": [], "tfds": of_tfds}.items():
+        command = [*run, f"--workdir={tmp_path / name}", *changes]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = [
+            {
+                key: x
+                for key, x in json.loads(line).items()
+                if not key.startswith(("timing", "perf"))
+            }
+            for line in lines
+        ]
+    assert found["tfds"] == found["jsonl"]
+    assert [record["step"] for record in found["tfds"]] == [0, 1]
+
+
+def test_held_out_questions_that_are_trained_on_are_told():
+    chat = ({"role": "user", "content": "What is 3-1?"},)
+    trained = [
+        Task(id="a", question="Who wrote  Emma ?"),
+        Task(id="b", question="who wrote Emma"),
+        Task(id="c", question="What is 31?"),
+        Task(id="d", messages=chat),
+    ]
+    held_out = [Task(id="1", question="What is 3-1?"), Task(id="2", question="Who wrote EMMA?")]
+    assert overlap_note(trained, held_out[:1]) == ""
+    line = overlap_note(trained, [*held_out, Task(id="3", messages=chat)])
+    assert line.startswith("warning: 2 of 3 held-out questions are among the tasks trained on")
+    assert line.endswith(
+        "'Who wrote EMMA?', '2' of config.tasks.eval and 'a' of config.tasks.train"
+    )
+    assert overlap_note([], held_out) == overlap_note(trained, []) == ""

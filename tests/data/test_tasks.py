@@ -1,0 +1,1047 @@
+"""Sources of every format, checked alike; mixtures, large sources, overlap with held-out tasks."""
+
+import base64
+import collections
+import csv
+import io
+import json
+import re
+import sys
+from fractions import Fraction
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tensorflow_datasets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples import tfds_tasks
+from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.toolbox import own_parts, reward_weights
+from jaxrl.builders.validation import validate
+from jaxrl.config import default_config
+from jaxrl.data import tasks as tasks_module
+from jaxrl.data.readers.base import as_plain
+from jaxrl.data.records import parse_task
+from jaxrl.data.stream import Mixture, Source, Stream, next_of, taken_of
+from jaxrl.data.tasks import (
+    TaskSource,
+    format_of,
+    open_tasks,
+    overlap_note,
+    read_tasks,
+    sources_of,
+    task_files,
+)
+from jaxrl.envs.base import Episode, Finished, Outcome, Reward, Task, Turn
+from jaxrl.envs.images import Picture
+from jaxrl.envs.rewards.combiner import Payment
+from jaxrl.logs.display import Display
+from jaxrl.run import run
+from jaxrl.training.collect import NotEnoughGroupsError, draw
+from jaxrl.training.controllers import SkipSet
+from jaxrl.utils.callables import OwnCodeError
+from tests.helpers import ROOT, blocks, with_devices
+from tests.images import drawn, encoded
+from tests.runs import Processes, base_config, killed, lasting, records, trajectories
+
+KEY = "tasks.train"
+ROWS = [
+    {"id": f"q{i}", "question": f"What is {i}+{i}?", "answers": [str(2 * i), f"{i} twice"]}
+    for i in range(25)
+]
+
+
+def write_jsonl(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_csv(path, rows=ROWS, **settings):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), **settings)
+        writer.writeheader()
+        cells = [
+            {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()} for row in rows
+        ]
+        writer.writerows(cells)
+    return path
+
+
+def write_parquet(path, rows=ROWS, group=4):
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
+    return path
+
+
+def write_hf(folder, rows=ROWS):
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder))
+    return folder
+
+
+def write_tfds(folder, rows=ROWS):
+    lines = write_jsonl(folder.with_suffix(".jsonl"), rows)
+    tfds_tasks.main([f"--out={folder}", "--name=sums", f"train={lines}"])
+    return folder / "sums" / "1.0.0"
+
+
+WRITERS = {
+    "tasks.jsonl": write_jsonl,
+    "tasks.csv": write_csv,
+    "tasks.parquet": write_parquet,
+    "hf": write_hf,
+    "tfds": write_tfds,
+}
+
+WITHOUT_TFDS = [name for name in WRITERS if name != "tfds"]  # which is written from checked tasks
+
+
+def opened(source, **fields):
+    [found] = open_tasks([TaskSource(key=KEY, source=str(source), **fields)]).sources
+    return found.items
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """Every source is large: none is held parsed."""
+    monkeypatch.setattr(tasks_module, "HELD", 0)
+    monkeypatch.setattr(tasks_module, "_BLOCK", 7)
+
+
+class TestFormats:
+    @pytest.mark.parametrize("held", [0, 100])
+    @pytest.mark.parametrize("name", WRITERS)
+    def test_each_gives_the_same_tasks_in_the_same_order(self, name, held, tmp_path, monkeypatch):
+        monkeypatch.setattr(tasks_module, "HELD", held)
+        expected = read_tasks(write_jsonl(tmp_path / "expected.jsonl"), KEY)
+        got = opened(WRITERS[name](tmp_path / name))
+        assert list(got) == expected
+        assert [got[i] for i in (24, 3, 3, 0)] == [expected[i] for i in (24, 3, 3, 0)]
+        order = [task.id for task in Stream(got, seed=5).take(0, 60)]
+        assert order == [task.id for task in Stream(expected, seed=5).take(0, 60)]
+
+    @pytest.mark.parametrize("name", WITHOUT_TFDS)
+    def test_a_malformed_row_is_named(self, name, tmp_path):
+        rows = [*ROWS[:5], {**ROWS[5], "answers": [" "]}]
+        source = WRITERS[name](tmp_path / name, rows)
+        line = 7 if name == "tasks.csv" else 6  # below the names
+        with pytest.raises(ValueError, match=rf"{re.escape(str(source))}:{line}: an answer is bl"):
+            opened(source)
+
+    @pytest.mark.parametrize("name", WITHOUT_TFDS)
+    def test_an_id_that_is_used_twice_is_named(self, name, tmp_path, many):
+        rows = [*ROWS[:9], {**ROWS[9], "id": "q2"}]
+        with pytest.raises(ValueError, match=r":1[01]: the id 'q2' is that of line [34] already"):
+            opened(WRITERS[name](tmp_path / name, rows))
+
+    def test_files_of_a_folder_and_of_a_pattern_are_read_in_order(self, tmp_path, many):
+        folder = tmp_path / "parts"
+        folder.mkdir()
+        for start in (10, 0, 20):
+            write_parquet(folder / f"train-{start:03}.parquet", ROWS[start : start + 10])
+        ids = [row["id"] for row in ROWS]
+        for source in (folder, folder / "train-*.parquet"):
+            got = opened(source)
+            assert [task.id for task in got] == ids
+            assert [got[i].id for i in (22, 1, 12)] == ["q22", "q1", "q12"]
+        write_jsonl(folder / "more.jsonl")
+        assert opened(folder, format="parquet")[24].id == "q24"
+
+    @pytest.mark.parametrize(
+        ("name", "format"),
+        [
+            ("a.jsonl", "jsonl"), ("a.txt", "jsonl"), ("a.csv", "csv"), ("a.tsv", "csv"),
+            ("train-*.parquet", "parquet"), ("a.parquet", "parquet"),
+        ],
+    )  # fmt: skip
+    def test_a_name_tells_the_format(self, name, format):
+        assert format_of(name) == format
+
+    def test_columns_of_other_names(self, tmp_path):
+        rows = [{"problem": "1+1?", "gold": 2, "solution": "long", "level": 3}]
+        columns = {"problem": "question", "gold": "answers", "solution": ""}
+        for file in (
+            write_csv(tmp_path / "a.csv", rows),
+            write_parquet(tmp_path / "a.parquet", rows),
+        ):
+            [task] = opened(file, columns=columns)
+            assert (task.question, task.answers) == ("1+1?", ("2",))
+            assert {name: int(value) for name, value in task.metadata.items()} == {"level": 3}
+        with pytest.raises(
+            ValueError, match=r"config.tasks.train.columns is .*that a record has; none has 'gald'"
+        ):
+            opened(file, columns=columns | {"gald": "answers"})
+
+    def test_a_data_source_names_tasks_and_goes_before_their_ids(self, tmp_path):
+        [task, *_] = opened(write_jsonl(tmp_path / "a.jsonl"), data_source="sums")
+        assert (task.id, task.data_source) == ("sums/q0", "sums")
+
+
+QUESTION = {"id": "1", "question": "Who?"}
+
+
+def with_answers(name, folder, rows):
+    """The answers of tasks written in a format, whose rows may have columns of their own types."""
+    rows = [{**QUESTION, "id": str(i), **row} for i, row in enumerate(rows)]
+    folder.mkdir(exist_ok=True)
+    source = write_rows_tfds(folder, rows) if name == "tfds" else WRITERS[name](folder / name, rows)
+    return [task.answers for task in opened(source)]
+
+
+def write_rows_tfds(folder, rows):
+    """Prepares rows as they are: a list is a sequence of the type of its first item."""
+    kinds = tensorflow_datasets.features
+
+    def kind(value):
+        if isinstance(value, list):
+            return kinds.Sequence(kind(value[0]))
+        return {str: kinds.Text(), int: np.int64, float: np.float32, bool: np.bool_}[type(value)]
+
+    info = {field: kind(value) for field, value in rows[0].items()}
+    return tfds_tasks.prepare(folder, "rows", "1.0.0", info, {"train": rows})
+
+
+WITH_NULLS = [name for name in WRITERS if name != "tfds"]  # which has none
+
+
+class TestAnswers:
+    """What counts as an accepted answer, alike in every format."""
+
+    @pytest.mark.parametrize("name", WITH_NULLS)
+    @pytest.mark.parametrize("field", ["answers", "golden_answers", "answer"])
+    def test_nulls_are_dropped(self, name, field, tmp_path):
+        rows = [{field: ["Ada", None]}, {field: [None, "Bo", None, "Cy"]}]
+        assert with_answers(name, tmp_path, rows) == [("Ada",), ("Bo", "Cy")]
+
+    @pytest.mark.parametrize("name", WITH_NULLS)
+    def test_nulls_in_the_ground_truth_are_dropped(self, name, tmp_path):
+        rows = [
+            {**VERL, "reward_model": {"ground_truth": {"target": target}}}
+            for target in (["Ada", None], [None, "Bo"])
+        ]
+        source = WRITERS[name](tmp_path / name, rows)
+        assert [task.answers for task in opened(source)] == [("Ada",), ("Bo",)]
+
+    @pytest.mark.parametrize("name", WITH_NULLS)
+    @pytest.mark.parametrize("row", [{"answers": [None, None]}, {"answers": []}])
+    def test_a_row_without_an_answer_is_named(self, name, row, tmp_path):
+        with pytest.raises(ValueError, match=r":[23]: expected 'answers'"):
+            with_answers(name, tmp_path, [{"answers": ["Ada"]}, row])
+
+    @pytest.mark.parametrize("name", WITH_NULLS)
+    def test_a_row_without_a_ground_truth_is_named(self, name, tmp_path):
+        rows = [
+            {**VERL, "reward_model": {"ground_truth": {"target": target}}}
+            for target in (["Ada"], [None])
+        ]
+        with pytest.raises(ValueError, match=r":[23]: 'reward_model' holds"):
+            opened(WRITERS[name](tmp_path / name, rows))
+
+    @pytest.mark.parametrize("name", WRITERS)
+    @pytest.mark.parametrize(
+        ("numbers", "texts"),
+        [
+            ([42, -7], ["42", "-7"]),
+            ([3.5, 0.25], ["3.5", "0.25"]),
+            ([42.0, 100.0], ["42", "100"]),  # as pandas writes whole numbers beside a gap
+            ([0.1, -3.14], ["0.1", "-3.14"]),  # of 32 bits in TFDS
+            ([-0.0, 1e-5], ["0", "0.00001"]),
+        ],
+    )
+    def test_numbers_are_the_texts_that_people_write(self, name, numbers, texts, tmp_path):
+        rows = [{"answers": numbers}, {"answers": numbers[::-1]}]
+        assert with_answers(name, tmp_path / "a", rows) == [tuple(texts), tuple(texts[::-1])]
+        if name != "tasks.csv":  # whose cells are texts
+            rows = [{"answer": number} for number in numbers]
+            assert with_answers(name, tmp_path / "b", rows) == [(text,) for text in texts]
+
+    def test_columns_of_pandas(self, tmp_path):
+        """Lists are NumPy's arrays there, gaps are NaN, and numbers may have 32 bits."""
+        frame = pd.DataFrame({"question": ["a", "b", "c"]})
+        frame["answers"] = [np.array(["x", None], object), np.array(["y"], object), ["z"]]
+        frame.to_parquet(tmp_path / "lists.parquet")
+        assert [task.answers for task in opened(tmp_path / "lists.parquet")] == [
+            ("x",),
+            ("y",),
+            ("z",),
+        ]
+        frame["answers"] = np.array([0.1, 7, 2.5], np.float32)
+        frame.to_parquet(tmp_path / "numbers.parquet")
+        assert [task.answers for task in opened(tmp_path / "numbers.parquet")] == [
+            ("0.1",),
+            ("7",),
+            ("2.5",),
+        ]
+        frame["answers"] = [1.0, np.nan, 2.0]
+        frame.to_parquet(tmp_path / "gap.parquet")
+        with pytest.raises(ValueError, match=r"gap.parquet:2: expected 'answers'"):
+            opened(tmp_path / "gap.parquet")
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            np.array(["x", "y"]), np.array(["x", "y", None], object), ("x", None, "y"),
+            [np.str_("x"), b"y"], np.array([b"x", b"y"]), ["x", float("nan"), "y"],
+        ],
+    )  # fmt: skip
+    def test_records_of_a_reader_of_ones_own(self, value):
+        task = parse_task({"question": "Who?", "answers": value}, "mine:1")
+        assert task.answers == ("x", "y")
+        truth = {"prompt": CHAT, "reward_model": {"ground_truth": {"target": value}}}
+        assert parse_task(truth, "mine:1").answers == ("x", "y")
+
+    @pytest.mark.parametrize("name", WITHOUT_TFDS)
+    @pytest.mark.parametrize(
+        "value",
+        [
+            True, [True], [["x"], ["y"]], {"text": ["x"], "start": [1]}, [{"text": "x"}],
+            [float("inf")],
+        ],
+    )  # fmt: skip
+    def test_what_is_no_answer_is_refused_with_its_row(self, name, value, tmp_path):
+        if name == "tasks.csv" and not isinstance(value, list | dict):
+            pytest.skip("a cell is text")
+        source = WRITERS[name](tmp_path / name, [{**QUESTION, "answers": value}])
+        line = 2 if name == "tasks.csv" else 1
+        with pytest.raises(ValueError, match=rf"{re.escape(str(source))}:{line}: .*answer"):
+            opened(source)
+
+    @pytest.mark.parametrize("truth", [True, [["x"]], [{"a": 1}], {"target": {"a": 1}}, []])
+    def test_a_ground_truth_that_is_no_answer_is_refused(self, truth):
+        fields = {"prompt": CHAT, "reward_model": {"ground_truth": truth}}
+        with pytest.raises(ValueError, match=r"a.parquet:4: "):
+            parse_task(fields, "a.parquet:4")
+
+    def test_a_field_that_is_null_leaves_the_next_name(self, tmp_path):
+        rows = [{"answers": None, "golden_answers": None, "answer": "Ada"}]
+        assert with_answers("tasks.jsonl", tmp_path, rows) == [("Ada",)]
+
+
+LISTS = [
+    ("['x', 'y']", ("x", "y")),
+    ("['x']", ("x",)),
+    ("['x', None]", ("x",)),
+    ("[\"it's\", 'y']", ("it's", "y")),
+    ("['x', 3]", ("x", "3")),
+    ("('x', 'y')", ("x", "y")),
+    ("['a\\nb', 'é, [ü]']", ("a\nb", "é, [ü]")),
+    (" ['x', 'y'] ", ("x", "y")),
+    ('["x", null]', ("x",)),
+    ('["x",  "y"]', ("x", "y")),
+]
+"""Cells with lists, as pandas writes them and as JSON."""
+
+
+class TestCsvLists:
+    @pytest.mark.parametrize("column", ["answers", "golden_answers", "answer"])
+    @pytest.mark.parametrize(("cell", "answers"), LISTS)
+    def test_a_list_in_a_cell_is_a_list(self, tmp_path, column, cell, answers):
+        [task] = opened(write_csv(tmp_path / "a.csv", [{"question": "Who?", column: cell}]))
+        assert task.answers == answers
+        [task] = opened(
+            write_csv(tmp_path / "b.csv", [{"question": "Who?", "gold": cell}]),
+            columns={"gold": column},
+        )
+        assert task.answers == answers
+
+    def test_pandas_writes_what_is_read(self, tmp_path):
+        rows = [["x", "y"], ["it's", '"q"'], [None, "[z]"], ["a\nb"]]
+        frame = pd.DataFrame({"question": ["a", "b", "c", "d"], "answers": rows})
+        frame.to_csv(tmp_path / "a.csv")
+        answers = [task.answers for task in opened(tmp_path / "a.csv")]
+        assert answers == [("x", "y"), ("it's", '"q"'), ("[z]",), ("a\nb",)]
+
+    def test_rows_of_verl_as_pandas_writes_them(self, tmp_path):
+        frame = pd.DataFrame([VERL, VERL])
+        frame.to_csv(tmp_path / "a.csv")
+        tasks = opened(tmp_path / "a.csv")
+        assert [task.answers for task in tasks] == [("Jane Austen", "Austen")] * 2
+        assert tasks[0].messages == tuple(CHAT)
+        assert tasks[0].metadata["extra_info"] == VERL["extra_info"]
+
+    @pytest.mark.parametrize("column", ["answers", "answer"])
+    @pytest.mark.parametrize(
+        "cell",
+        [
+            "['x' 'y']",  # NumPy's array as text; Python would read it as the one text 'xy'
+            "['x'\n 'y']",
+            "array(['x', 'y'], dtype=object)",
+            "['x', 'y'",
+            "['x', nan]",
+            "{'x', 'y'}",
+            "{'text': ['x'], 'answer_start': [3]}",
+            "['\\frac{1}{2}']",  # no text of Python's: \f is a form feed there
+            "[]",
+            "[None]",
+        ],
+    )
+    def test_a_list_that_cannot_be_read_is_refused_with_its_row(self, tmp_path, column, cell):
+        file = write_csv(tmp_path / "a.csv", [{"question": "Who?", column: cell}])
+        with pytest.raises(ValueError, match=r"a.csv:2: "):
+            opened(file)
+
+    @pytest.mark.parametrize(
+        ("cell", "answers"),
+        [
+            ("[1, 2)", ("[1, 2)",)), ("(1, 2)", ("(1, 2)",)), (r"\{1, 2\}", (r"\{1, 2\}",)),
+            ("[Redacted]", ("[Redacted]",)), ("{x}", ("{x}",)), ("[1, 2]", ("[1, 2]",)),
+            ("'x'", ("'x'",)), ("[[1, 2], [3, 4]]", ("[[1, 2], [3, 4]]",)),
+        ],
+    )  # fmt: skip
+    def test_other_brackets_are_text(self, tmp_path, cell, answers):
+        [task] = opened(write_csv(tmp_path / "a.csv", [{"question": "Who?", "answer": cell}]))
+        assert task.answers == answers
+
+    def test_numbers_in_columns_of_lists(self, tmp_path):
+        file = write_csv(tmp_path / "a.csv", [{"question": "Who?", "answers": "[1, 2.5]"}])
+        assert [task.answers for task in opened(file)] == [("1", "2.5")]
+
+
+class TestCsv:
+    def test_quotes_line_ends_and_marks(self, tmp_path):
+        file = tmp_path / "tasks.csv"
+        text = (
+            '\ufeffquestion,answer,metadata\r\n"Who, said\r\n""x""?",Ada,"{""hops"": 2}"\r\n'
+            '\r\n1+1,"[1, 2)",\r\nBoth?,"[""a"", ""b""]",\r\n'
+        )
+        file.write_text(text, encoding="utf-8", newline="")
+        tasks = opened(file)
+        assert [task.question for task in tasks] == ['Who, said\r\n"x"?', "1+1", "Both?"]
+        assert [task.answers for task in tasks] == [("Ada",), ("[1, 2)",), ("a", "b")]
+        assert [task.id for task in tasks] == [f"{file}:{line}" for line in (2, 5, 6)]
+        assert (tasks[0].metadata, tasks[1].metadata) == ({"hops": 2}, {})
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc"))), min_size=1, max_size=8)
+    )
+    def test_whatever_the_csv_module_writes_is_read_row_by_row(self, tmp_path_factory, texts):
+        rows = [{"question": f"q{text}", "answer": "a\nb"} for text in texts]
+        tasks = opened(write_csv(tmp_path_factory.mktemp("csv") / "tasks.csv", rows))
+        assert [task.question for task in tasks] == [row["question"] for row in rows]
+        assert [tasks[i].answers for i in range(len(rows))] == [("a\nb",)] * len(rows)
+
+    def test_a_column_without_a_name_is_not_read(self, tmp_path):
+        (tmp_path / "a.csv").write_text(",question,answer\n0,1+1?,2\n")
+        [task] = opened(tmp_path / "a.csv")
+        assert (task.question, task.answers, task.metadata) == ("1+1?", ("2",), {})
+
+    def test_a_delimiter_of_its_own(self, tmp_path):
+        file = write_csv(tmp_path / "tasks.csv", delimiter=";")
+        assert len(opened(file, settings={"delimiter": ";"})) == 25
+        assert len(opened(write_csv(tmp_path / "tasks.tsv", delimiter="\t"))) == 25
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            (
+                "question,answer\na,b,c\n",
+                r"tasks.csv:2 has 3 cells, and 2 columns have names \(que",
+            ),
+            ("question,question\na,b\n", "expected a line of names, each once"),
+            ("question,answer\n", "holds no row; config.tasks.train.source must name a file"),
+            ("", "expected a line of names"),
+            ('question,answer\n"a,b\n', "tasks.csv:2 is no CSV: unexpected end of data"),
+            ('question,answer,metadata\na,b,{"x"\n', r"tasks.csv:2: 'metadata' is not valid JSON"),
+            (
+                f"question,metadata\na,{'[' * 9000 + ']' * 9000}\n",
+                r"tasks.csv:2: 'metadata' is nested too deeply",
+            ),
+        ],
+    )
+    def test_what_is_wrong_is_told_with_its_row(self, tmp_path, text, message):
+        (tmp_path / "tasks.csv").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            opened(tmp_path / "tasks.csv")
+
+
+CHAT = [{"role": "user", "content": "Answer with <answer>. Who wrote Emma?"}]
+VERL = {
+    "data_source": "searchR1_nq",
+    "prompt": CHAT,
+    "ability": "fact-reasoning",
+    "reward_model": {"style": "rule", "ground_truth": {"target": ["Jane Austen", "Austen"]}},
+    "extra_info": {"split": "train", "index": 0, "question": "who wrote emma", "need_tools": None},
+    "agent_name": "tool_agent",
+}
+
+
+class TestVerl:
+    """Rows as verl's scripts write them: GSM8K's, Search-R1's, DAPO's."""
+
+    def test_rows_are_read_unchanged(self, tmp_path):
+        [task] = opened(write_parquet(tmp_path / "train.parquet", [VERL]))
+        assert (task.messages, task.question) == (tuple(CHAT), None)
+        assert (task.answers, task.data_source) == (("Jane Austen", "Austen"), "searchR1_nq")
+        assert task.id == f"{tmp_path}/train.parquet:1"
+        further = ("reward_model", "extra_info", "ability", "agent_name")
+        assert task.metadata == {name: VERL[name] for name in further}
+        [again] = opened(write_jsonl(tmp_path / "train.jsonl", [VERL]))
+        assert (again.answers, again.metadata) == (task.answers, task.metadata)
+
+    @pytest.mark.parametrize(
+        ("truth", "answers"),
+        [
+            ("72", ("72",)), (34, ("34",)), (["a", "b"], ("a", "b")), ({"target": "a"}, ("a",)),
+            ({"tests": ["assert f(1) == 2"]}, ('{"tests": ["assert f(1) == 2"]}',)),
+        ],
+    )  # fmt: skip
+    def test_ground_truths(self, tmp_path, truth, answers):
+        row = {**VERL, "reward_model": {"style": "rule", "ground_truth": truth}}
+        [task] = opened(write_parquet(tmp_path / "a.parquet", [row]))
+        assert task.answers == answers
+        assert task.metadata["reward_model"]["ground_truth"] == truth
+
+    def test_columns_of_search_r1_beside_the_chat(self, tmp_path):
+        row = {**VERL, "question": "who wrote emma", "golden_answers": ["x"], "id": "train_0"}
+        [task] = opened(write_parquet(tmp_path / "a.parquet", [row]))
+        assert (task.id, task.question, task.answers[0]) == ("train_0", None, "Jane Austen")
+        assert task.metadata["question"] == "who wrote emma"
+
+    def test_a_row_without_truth_and_one_with_an_image(self, tmp_path):
+        rows = [VERL, {**VERL, "reward_model": {"style": "model", "ground_truth": None}}]
+        with pytest.raises(ValueError, match=r"a.parquet:2: 'reward_model' holds .*'ground_truth'"):
+            opened(write_parquet(tmp_path / "a.parquet", rows))
+        rows = [{**VERL, "images": images} for images in ([], [{"bytes": b"\x89PNG\xff"}])]
+        file = write_parquet(tmp_path / "b.parquet", rows)
+        assert [len(task.images) for task in opened(file)] == [0, 1]
+        assert [len(t.images) for t in opened(file, columns={"images": ""})] == [0, 0]
+
+
+class TestParquet:
+    def test_damage_and_emptiness_are_one_line(self, tmp_path):
+        file = write_parquet(tmp_path / "a.parquet")
+        file.write_bytes(file.read_bytes()[:-20])
+        with pytest.raises(ValueError, match=r"a.parquet cannot be read as Parquet: ") as raised:
+            opened(file)
+        assert "\n" not in str(raised.value)
+        pq.write_table(pa.table({"question": pa.array([], pa.string())}), file)
+        with pytest.raises(
+            ValueError, match=r"holds no row; config\.tasks\.train\.source must name"
+        ):
+            opened(file)
+
+    def test_few_row_groups_are_held(self, tmp_path, many, monkeypatch):
+        tasks = opened(write_parquet(tmp_path / "a.parquet", group=5))
+        held = tasks._reader._groups
+        assert len(held) == 5
+        monkeypatch.setattr("jaxrl.extras.readers.parquet.HELD_BYTES", 1)
+        held.clear()
+        ids = [tasks[i].id for i in (0, 24, 7, 0)]
+        assert (ids, list(held)) == (["q0", "q24", "q7", "q0"], [0])
+
+
+TEXT, PLAIN = pa.string_view(), pa.string()
+LONG = "a text of more than the twelve bytes that a view holds itself"
+VIEWS = [
+    (TEXT, PLAIN, LONG),
+    (pa.binary_view(), pa.binary(), LONG),
+    (pa.list_(TEXT), pa.list_(PLAIN), [LONG, "b"]),
+    (pa.list_(TEXT, 2), pa.list_(PLAIN, 2), [LONG, "b"]),
+    (pa.large_list(TEXT), pa.list_(PLAIN), [LONG, "b"]),
+    (pa.struct({"a": TEXT}), pa.struct({"a": PLAIN}), {"a": LONG}),
+    (pa.list_(pa.struct({"a": TEXT})), pa.list_(pa.struct({"a": PLAIN})), [{"a": LONG}]),
+]
+"""View types that `datasets` supports too, with the same type without views and a value."""
+
+LIST_VIEWS = [
+    (pa.list_view(pa.int8()), pa.list_(pa.int8()), [1, 2]),
+    (pa.large_list_view(TEXT), pa.list_(PLAIN), [LONG, "b"]),
+    (
+        pa.list_view(pa.list_view(pa.struct({"a": pa.list_view(TEXT)}))),
+        pa.list_(pa.list_(pa.struct({"a": pa.list_(PLAIN)}))),
+        [[{"a": [LONG]}], []],
+    ),
+    (
+        pa.map_(TEXT, pa.list_view(TEXT)),
+        pa.map_(PLAIN, pa.list_(PLAIN)),
+        [("k", [LONG])],
+    ),
+]
+
+
+def table_of(kind, value):
+    """A table of three rows, the second without a value in the column `x`."""
+    texts = ["0", "1", "2"]
+    column = pa.array([value, None, value], kind)
+    return pa.table({"question": texts, "answer": texts, "x": column})
+
+
+def write_as(path, kind, table):
+    """Write Parquet whose column `x` reads as `kind`.
+
+    pyarrow reads types from the file's metadata, but does not write every type that it reads.
+    """
+    schema = table.schema.set(2, pa.field("x", kind))
+    with pq.ParquetWriter(path, table.schema, store_schema=False) as writer:
+        writer.write_table(table, row_group_size=2)
+        encoded_schema = base64.b64encode(schema.serialize().to_pybytes())
+        writer.add_key_value_metadata({"ARROW:schema": encoded_schema})
+    assert pq.read_schema(path).field("x").type.id == kind.id
+    return path
+
+
+class TestArrowViews:
+    @pytest.mark.parametrize(("kind", "plain", "value"), VIEWS + LIST_VIEWS)
+    def test_parquet(self, kind, plain, value, tmp_path, many):
+        tasks = opened(write_as(tmp_path / "a.parquet", kind, table_of(plain, value)))
+        read = [tasks[i].metadata.get("x") for i in (2, 1, 0)]
+        assert read == [as_plain(value), None, as_plain(value)]
+
+    @pytest.mark.parametrize(("kind", "_plain", "value"), VIEWS)
+    def test_hugging_face(self, kind, _plain, value, tmp_path, many):
+        datasets.Dataset(table_of(kind, value)).save_to_disk(str(tmp_path / "d"))
+        tasks = opened(tmp_path / "d")
+        assert [tasks[i].metadata.get("x") for i in (2, 1, 0)] == [value, None, value]
+
+    def test_questions_and_answers(self, tmp_path):
+        columns = {
+            "question": pa.array(["1+1?", LONG], TEXT),
+            "answers": pa.array([["2", "two"], ["3"]], pa.list_view(TEXT)),
+        }
+        file = tmp_path / "a.parquet"
+        pq.write_table(pa.table(columns), file)
+        first, second = opened(file)
+        assert (first.question, first.answers) == ("1+1?", ("2", "two"))
+        assert (second.question, second.answers) == (LONG, ("3",))
+
+
+class TestHuggingFace:
+    def test_splits_of_a_dictionary(self, tmp_path):
+        parts = {"train": ROWS[:3], "test": ROWS[3:5]}
+        made = {name: datasets.Dataset.from_list(rows) for name, rows in parts.items()}
+        datasets.DatasetDict(made).save_to_disk(str(tmp_path / "d"))
+        assert [task.id for task in opened(tmp_path / "d", split="test")] == ["q3", "q4"]
+        with pytest.raises(
+            ValueError, match=r"config.tasks.train.split is 'dev'; .* 'train', 'test'"
+        ):
+            opened(tmp_path / "d", split="dev")
+
+    @pytest.mark.parametrize("kind", ["PNG", "EPS"])
+    def test_columns_of_images_are_not_decoded(self, tmp_path, kind):
+        """Else that library would open them, in any format that Pillow knows."""
+        data = {"PNG": encoded(drawn()), "EPS": b"\xc5\xd0\xd3\xc6" + bytes(26) + b"%!PS"}[kind]
+        kinds = {"question": datasets.Value("string"), "images": [datasets.Image()]}
+        columns = {"question": ["<image>How many?"], "images": [[{"bytes": data}]], "answer": ["3"]}
+        kinds["answer"] = datasets.Value("string")
+        made = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+        made.save_to_disk(str(tmp_path / "d"))
+        [task] = opened(tmp_path / "d")
+        assert task.images == (Picture(data=data),)
+
+    def test_verl_rows_and_a_damaged_folder(self, tmp_path):
+        folder = write_hf(tmp_path / "d", [VERL])
+        [task] = opened(folder)
+        assert task.metadata["extra_info"]["question"] == "who wrote emma"
+        (folder / "state.json").write_text("{")
+        with pytest.raises(ValueError, match=f"{folder} cannot be read: "):
+            opened(folder)
+        with pytest.raises(FileNotFoundError, match="is no folder"):
+            opened(tmp_path / "none", format="hf")
+
+
+class TestTFDS:
+    @pytest.mark.parametrize("is_deep", [False, True])
+    def test_images_are_refused_before_any_is_decoded(self, tmp_path, is_deep):
+        image = tensorflow_datasets.features.Image()
+        kinds = {"question": tensorflow_datasets.features.Text()}
+        kinds["pictures"] = (
+            tensorflow_datasets.features.Sequence({"a": image}) if is_deep else image
+        )
+        file = io.BytesIO(encoded(drawn()))
+        row = {"question": "q", "pictures": [{"a": file}] if is_deep else file}
+        folder = tfds_tasks.prepare(tmp_path, "seen", "1.0.0", kinds, {"train": [row]})
+        name = "pictures/a" if is_deep else "pictures"
+        with pytest.raises(
+            ValueError, match=f"has images or sound in '{name}', which are not read"
+        ):
+            opened(folder)
+
+
+class TestGenerated:
+    def test_tasks_are_a_function_of_the_seed(self):
+        settings = {"size": 12, "seed": 3, "max_terms": 3}
+        source = {"format": "reasoning_gym", "settings": settings}
+        tasks, again = (opened("chain_sum", **source) for _ in range(2))
+        assert list(tasks) == list(again)
+        task = tasks[4]
+        assert (task.id, task.data_source) == ("chain_sum:3:5", "chain_sum")
+        expression = task.metadata["expression"]
+        assert expression in task.question
+        assert eval(expression) == int(task.answers[0])
+        other = opened("chain_sum", format="reasoning_gym", settings={**settings, "seed": 4})
+        assert [t.question for t in other] != [t.question for t in tasks]
+
+    def test_the_documents_reward_asks_the_puzzle_s_own_verifier(self, tmp_path, monkeypatch):
+        [shown] = [code for code in blocks(ROOT / "docs" / "data.md", "python") if "verify" in code]
+        (tmp_path / "my_puzzles.py").write_text(shown)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        config = default_config()
+        config.reward.weights = {"my_puzzles.compute_score": 1.0}
+        [task] = opened("countdown", format="reasoning_gym", settings={"size": 1})
+        assert task.answers == ("6*(98 - 54) - 34 - 66",)
+        pay = Payment(weights=reward_weights(config), own_parts=own_parts(config))
+        totals = []
+        for answer in (task.answers[0], "6*(98 - 54) - 66 - 34", "164"):
+            turns = (Turn(text=f"It is <answer>{answer}</answer>"),)
+            episode = Episode(task=task, turns=turns, outcome=Outcome.ANSWERED)
+            reward = Reward(parts={}, final_answer=answer)
+            [[paid]] = pay([[Finished(episode=episode, reward=reward)]])
+            totals.append(paid.total)
+        assert totals == [1.0, 1.0, 0.05]
+
+    def test_what_there_is_not(self):
+        with pytest.raises(
+            ValueError, match=r"source is 'chain_some' of reasoning-gym, with seed=0"
+        ):
+            opened("chain_some", format="reasoning_gym")
+        with pytest.raises(ValueError, match="'min_trms'"):
+            opened("chain_sum", format="reasoning_gym", settings={"min_trms": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("hf", "datasets"), ("reasoning_gym", "reasoning-gym")]
+)
+def test_a_missing_extra_is_named(name, extra, monkeypatch):
+    for module in ("datasets", "reasoning_gym"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=rf"pip install 'jaxrl\[{extra}\]'"):
+        opened("x", format=name)
+
+
+class TestLargeSources:
+    def test_only_what_is_drawn_is_parsed(self, tmp_path, many):
+        tasks = opened(write_jsonl(tmp_path / "a.jsonl"))
+        parsed = []
+        read = tasks._reader.read
+        tasks._reader.read = lambda indices: parsed.extend(indices) or read(indices)
+        Stream(tasks, seed=0).take(3, 4)
+        assert len(parsed) == 4
+        few = tasks.only(np.arange(25) % 5 == 0)
+        assert [task.id for task in few] == ["q0", "q5", "q10", "q15", "q20"]
+        assert (few[3].id, len(few), few.ids.shape) == ("q15", 5, (5,))
+
+    def test_a_file_that_changes_under_the_run_is_told(self, tmp_path, many):
+        file = write_jsonl(tmp_path / "a.jsonl")
+        tasks = opened(file)
+        file.write_text(file.read_text().replace("What", "Who"))
+        with pytest.raises(OwnCodeError, match=r"a.jsonl was changed while the run was reading"):
+            tasks[3]
+
+    def test_a_file_that_is_replaced_stays_what_it_was(self, tmp_path, many):
+        file = write_jsonl(tmp_path / "a.jsonl")
+        tasks = opened(file)
+        file.rename(tmp_path / "b.jsonl")
+        write_jsonl(file, ROWS[::-1])
+        assert tasks[3].id == "q3"
+
+    def test_the_position_in_a_file_does_not_matter(self, tmp_path, many):
+        lines = [json.dumps(row) + "\n" * (1 + (i % 3 == 0)) for i, row in enumerate(ROWS)]
+        (tmp_path / "a.jsonl").write_text("".join(lines))
+        tasks = opened(tmp_path / "a.jsonl")
+        order = np.random.default_rng(0).permutation(25)
+        assert [tasks[int(i)].id for i in order] == [f"q{i}" for i in order]
+
+
+class TestMixtures:
+    @settings(max_examples=40, deadline=None)
+    @given(shares=st.lists(st.integers(1, 9), min_size=1, max_size=5), count=st.integers(0, 200))
+    def test_each_source_is_drawn_by_its_share_and_one_by_one(self, shares, count):
+        drawn = [next_of(shares, position) for position in range(count)]
+        for source, share in enumerate(shares):
+            own = [index for number, index in drawn if number == source]
+            assert own == list(range(len(own)))
+            # Each of the shares before it may round.
+            assert abs(len(own) - count * share / sum(shares)) <= source + 1
+        assert taken_of(shares, count) == [
+            [n for n, _ in drawn].count(i) for i in range(len(shares))
+        ]
+
+    def test_no_two_sources_are_called_alike_and_no_two_tasks(self, tmp_path):
+        sources = [
+            TaskSource(
+                key=f"k{i}", data_source=name, source=str(write_jsonl(file, ROWS[i : i + 1]))
+            )
+            for i, name in enumerate(("a", "a", "a_0"))
+            for file in [tmp_path / f"{i}.jsonl"]
+        ]
+        mixture = open_tasks(sources)
+        assert len({source.name for source in mixture.sources}) == 3
+        assert len(Stream(mixture, seed=0).metrics(9)) == 3 * 2
+        again = [*sources, TaskSource(key="k3", data_source="a", source=sources[0].source)]
+        with pytest.raises(
+            ValueError, match=r"0\.jsonl:1: the id 'a/q0' is that of line 1 already"
+        ):
+            open_tasks(again)
+
+    @pytest.mark.parametrize("weights", [(1e-300, 1.0), (1e308, 5e-324), (0.1, 0.2), (1, 10**400)])
+    def test_any_weights_are_drawn_by_in_time(self, weights):
+        sources = [Source(items="abc", weight=w, name=str(i)) for i, w in enumerate(weights)]
+        stream = Stream(Mixture(sources), seed=0)
+        assert [len(stream.take(at, 3)) for at in (0, 10**6, 10**12)] == [3] * 3
+        taken = [stream.metrics(10**6)[f"tasks/{i}/taken"] for i in range(2)]
+        assert sum(taken) == 10**6
+        share = Fraction(weights[0]) / (Fraction(weights[0]) + Fraction(weights[1]))
+        assert abs(taken[0] - 10**6 * share) <= 1
+
+    def test_two_to_one_by_hand(self):
+        mixture = Mixture([Source(items="abc", weight=2.0), Source(items=range(2), weight=1)])
+        # Of every three draws two are of the first source, of every six all three twice.
+        first = Stream(mixture, seed=0).take(0, 12)
+        kinds = ["text" if isinstance(item, str) else "number" for item in first]
+        assert kinds == ["text", "text", "number"] * 4
+        texts = [item for item in first if isinstance(item, str)]
+        assert sorted(texts[:3]) == sorted(texts[3:6]) == ["a", "b", "c"]
+        assert sorted(item for item in first if not isinstance(item, str)) == [0, 0, 1, 1]
+
+    def test_one_source_has_the_order_that_it_has_alone(self):
+        items = list(range(9))
+        alone, mixed = Stream(items, seed=4), Stream(Mixture([Source(items=items)]), seed=4)
+        assert alone.take(5, 30) == mixed.take(5, 30)
+        assert mixed.metrics(12) == {}
+
+    def test_the_first_source_keeps_its_order_whatever_is_mixed_in(self):
+        one, other = list(range(50)), list(range(100, 130))
+        mixture = Mixture([Source(items=one), Source(items=other, weight=0.5)])
+        drawn = [item for item in Stream(mixture, seed=4).take(0, 90) if item < 100]
+        assert drawn == Stream(one, seed=4).take(0, 60)
+
+    @settings(max_examples=5, deadline=None)
+    @given(counts=st.lists(st.integers(0, 7), max_size=8), weight=st.floats(0.1, 10))
+    def test_a_position_is_all_that_a_restart_needs(self, counts, weight):
+        weight = round(weight, 2)
+        mixture = Mixture(
+            [Source(items=range(5), weight=weight), Source(items=range(9, 20)), Source(items="xy")]
+        )
+        at, drawn = 0, []
+        for count in counts:
+            drawn += Stream(mixture, seed=1).take(at, count)
+            at += count
+        assert drawn == Stream(mixture, seed=1).take(0, at)
+
+    def test_epochs_are_each_sources_own(self):
+        mixture = Mixture(
+            [Source(items=range(4), weight=2, name="a"), Source(items=range(10), name="b")]
+        )
+        stream = Stream(mixture, seed=0)
+        assert stream.metrics(12) == {
+            "tasks/a/taken": 8, "tasks/a/epochs": 2.0, "tasks/b/taken": 4, "tasks/b/epochs": 0.4,
+        }  # fmt: skip
+        assert stream.epoch_length == 30  # a third of the draws are of b, which has ten
+
+    def test_a_mixture_is_its_sources_one_after_another(self):
+        mixture = Mixture([Source(items="abc"), Source(items=[1, 2])])
+        assert list(mixture) == mixture[:] == ["a", "b", "c", 1, 2]
+        assert (mixture[3], mixture[1:4], len(mixture)) == (1, ["b", "c", 1], 5)
+        assert (mixture[-1], mixture[-5]) == (2, "a")
+        for index in (5, -6):
+            with pytest.raises(IndexError):
+                mixture[index]
+
+    def test_solved_tasks_are_skipped_by_their_ids_in_each_source(self):
+        of = lambda name, count: [Task(id=f"{name}/{i}", question="?") for i in range(count)]  # noqa: E731
+        mixture = Mixture([Source(items=of("a", 2), weight=9), Source(items=of("b", 3))])
+        stream = Stream(mixture, seed=0)
+        draws, position = draw(stream, 0, 4, SkipSet({"a/0": 0.0, "a/1": 0.0, "b/1": 0.0}))
+        assert {d.task.id for d in draws} == {"b/0", "b/2"}
+        assert [d.stream_index % 10 for d in draws] == [9] * 4
+        assert position == draws[-1].stream_index + 1
+        with pytest.raises(NotEnoughGroupsError, match="all 5 tasks are solved"):
+            draw(stream, 0, 1, SkipSet({task.id: 0.0 for task in mixture}))
+
+    @pytest.mark.parametrize("held", [0, 100])
+    def test_sources_of_a_configuration(self, tmp_path, monkeypatch, held):
+        monkeypatch.setattr(tasks_module, "HELD", held)
+        config = default_config().lock()
+        files = [
+            write_jsonl(tmp_path / "a.jsonl", ROWS[:6]),
+            write_csv(tmp_path / "b.csv", ROWS[:3]),
+        ]
+        config.tasks.train.sources = (
+            {"source": str(files[0]), "weight": 2.0, "data_source": "a"},
+            {"source": str(files[1]), "data_source": "b"},
+        )
+        mixture = open_tasks(sources_of(config, "train"))
+        drawn = collections.Counter(t.data_source for t in Stream(mixture, seed=0).take(0, 9))
+        assert drawn == {"a": 6, "b": 3}
+        assert [source.name for source in mixture.sources] == ["a", "b"]
+
+    def test_one_id_in_two_sources_is_told_with_both_places(self, tmp_path):
+        one, other = write_jsonl(tmp_path / "a.jsonl"), write_csv(tmp_path / "b.csv", ROWS[3:4])
+        sources = [
+            TaskSource(key=f"{KEY}.sources[{i}]", source=str(p)) for i, p in enumerate((one, other))
+        ]
+        with pytest.raises(ValueError, match=rf"{other}:2: the id 'q3' is that of {one}:4 already"):
+            open_tasks(sources)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": ""}, "config.tasks.train.source is ''; expected a path"),
+        ({"format": "xml"}, "config.tasks.train.format is 'xml'; expected one of jsonl, csv"),
+        ({"format": "math.pi"}, "config.tasks.train.format names 'math.pi', a float; expected a"),
+        ({"format": "no.such.Reader"}, "no module 'no' is on sys.path"),
+        (
+            {"sources": ({"source": "b"},)},
+            "source is 'a'; expected nothing beside tasks.train.sour",
+        ),
+        ({"source": "", "sources": ("b",)}, "expected mappings with some of the keys source, form"),
+        ({"source": "", "sources": ({"sorce": "b"},)}, "expected mappings with some of the keys"),
+        ({"source": "", "sources": ({"weight": 1.0},)}, r"sources\[0\].source is ''; expected a p"),
+        (
+            {"source": "", "sources": ({"source": "b", "weight": 0},)},
+            r"config.tasks.train.sources\[0\].weight is 0; expected a number above 0",
+        ),
+        ({"columns": {"a": 3}}, "config.tasks.train.columns is .*; expected names of columns"),
+    ],
+)
+def test_sources_that_cannot_be_are_refused_before_anything_is_read(changes, message):
+    config = default_config()
+    config.model.path = config.tasks.eval.source = config.search.local.corpus = "a"
+    config.tasks.train.source = "a"
+    config.update_from_flattened_dict({f"tasks.train.{k}": v for k, v in changes.items()})
+    with pytest.raises(ValueError, match=message):
+        validate(config)
+
+
+def test_held_out_tasks_have_no_weights():
+    config = default_config()
+    config.model.path = config.tasks.train.source = config.search.local.corpus = "a"
+    config.tasks.eval.sources = ({"source": "b", "weight": 2.0},)
+    with pytest.raises(ValueError, match=r"weight is 2\.0; expected no weight: held-out tasks"):
+        validate(config)
+
+
+class TestOverlap:
+    @pytest.mark.parametrize("held", [0, 100])
+    def test_formats_mixtures_and_large_sources(self, tmp_path, monkeypatch, held):
+        monkeypatch.setattr(tasks_module, "HELD", held)
+        rows = [
+            {"id": "v0", **VERL},
+            *({**VERL, "prompt": CHAT * 2, "id": f"v{i}"} for i in (1, 2)),
+        ]
+        rows[1]["extra_info"] = rows[2]["extra_info"] = {"question": "another"}
+        train = open_tasks(
+            [
+                TaskSource(key="a", source=str(write_csv(tmp_path / "a.csv"))),
+                TaskSource(key="b", source=str(write_parquet(tmp_path / "b.parquet", rows))),
+            ]
+        )
+        asked = ("WHAT is  7+7", "Who wrote Emma?", "Who wrote Persuasion?", "What is 7-7?")
+        held_out = [{"question": q, "answer": "a", "id": f"e{i}"} for i, q in enumerate(asked)]
+        chat = {"id": "e4", "messages": CHAT * 2, "answer": "a"}
+        evaluated = opened(write_jsonl(tmp_path / "eval.jsonl", [*held_out, chat]))
+        line = overlap_note(train, evaluated)
+        assert line.startswith("warning: 3 of 5 held-out questions are among the tasks trained on")
+        assert line.endswith(
+            "'WHAT is  7+7', 'e0' of config.tasks.eval and 'q7' of config.tasks.train"
+        )
+        assert overlap_note(train, opened(write_jsonl(tmp_path / "c.jsonl", held_out[2:4]))) == ""
+
+    def test_a_hash_that_two_questions_share_is_no_overlap(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tasks_module, "_hash", lambda text: len(text))
+        trained = opened(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
+        other = [{"question": "What is 3+4?", "answer": "a"}]
+        assert overlap_note(trained, opened(write_jsonl(tmp_path / "b.jsonl", other))) == ""
+
+
+def test_a_weight_that_changes_is_no_moved_file(tmp_path):
+    config = default_config()
+    entry = {"source": str(write_jsonl(tmp_path / "a.jsonl")), "weight": 2.0}
+    config.tasks.train.sources = (entry, {"source": "chain_sum", "format": "reasoning_gym"})
+    before = task_files(config, "train")
+    assert list(before) == ["tasks.train.sources/0", "tasks.train.sources/1"]
+    config.tasks.train.sources = ({**entry, "weight": 3.0}, config.tasks.train.sources[1])
+    after = task_files(config, "train")
+    assert after["tasks.train.sources/0"] != before["tasks.train.sources/0"]
+    moved = {**entry, "source": str(write_jsonl(tmp_path / "b.jsonl")), "weight": 2.0}
+    config.tasks.train.sources = (moved, {"source": "leg_counting", "format": "reasoning_gym"})
+    after = task_files(config, "train")
+    assert after["tasks.train.sources/0"][1] == before["tasks.train.sources/0"][1]
+    assert after["tasks.train.sources/1"] != before["tasks.train.sources/1"]
+
+
+@pytest.mark.minutes
+@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
+def test_a_run_trains_on_a_mixture_of_every_format(tiny_world, tmp_path, monkeypatch):
+    """Two thirds of the draws are of CSV; a run that is stopped goes on with the same tasks."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "extending"))
+    lines = (tiny_world / "questions_train.jsonl").read_text().splitlines()
+    rows = [{k: v for k, v in json.loads(line).items() if k != "metadata"} for line in lines]
+    chats = [
+        {**VERL, "prompt": [{"role": "user", "content": row["question"]}]} for row in rows[:12]
+    ]
+    ours = {"format": "my_tasks.Sums", "settings": {"count": 9}, "data_source": "own"}
+    gym = {"source": "chain_sum", "format": "reasoning_gym", "settings": {"size": 5}}
+    sources = (
+        {"source": str(write_csv(tmp_path / "t.csv", rows)), "weight": 10.0, "data_source": "csv"},
+        {"source": str(write_parquet(tmp_path / "t.parquet", chats)), "data_source": "verl"},
+        {"source": str(write_hf(tmp_path / "hf", rows)), "data_source": "hf"},
+        {"source": str(write_tfds(tmp_path / "tfds", rows)), "data_source": "tfds"},
+        ours,
+        gym,
+    )
+    config = base_config(tiny_world)
+    changes = {
+        "tasks.train.source": "", "tasks.train.sources": sources, "num_steps": 3,
+        "rollout.overlong_prompts": "truncate_left", "rollout.group_size": 2,
+        "rollout.tasks_per_step": 5, "checkpoint.every_steps": 1, "log.trajectories": -1,
+    }  # fmt: skip
+    held_out = ({**ours, "settings": {"count": 5, "seed": 1}, "data_source": "sums"}, {**gym})
+    changes |= {"tasks.eval.source": "", "tasks.eval.sources": held_out, "eval.max_tasks": 2}
+    config.update_from_flattened_dict(changes | {"eval.suites": ("greedy",)})
+    validate(config)
+    (tmp_path / "run").mkdir()
+    parts = assemble(config)
+    run(settings_of(config), tmp_path / "run", parts, Display())
+    drawn = [t["task_id"] for step in (1, 2, 3) for t in trajectories(tmp_path / "run", step)][::2]
+    counts = collections.Counter(re.split("[/:]", id)[0] for id in drawn)
+    others = ("verl", "hf", "tfds", "own", "chain_sum")
+    assert counts == {"csv": 10, **dict.fromkeys(others, 1)}
+    stream = Stream(parts.tasks, seed=config.seed)
+    assert [task.id for task in stream.take(0, 15)] == drawn
+    last = records(tmp_path / "run")[-1]
+    assert (last["tasks/csv/taken"], last["tasks/own/taken"]) == (10, 1)
+    assert last["tasks/chain_sum/epochs"] == 1 / 5
+    assert last["rollout/partial_groups"] == 0
+    copy = killed(tmp_path / "run", tmp_path / "again", after=1)
+    run(settings_of(config), copy, parts, Display())
+    assert lasting(copy) == lasting(tmp_path / "run")
+    assert any("(66.7% of draws)" in note for note in parts.notes)
+    # Two of each held-out source, each with scores of its own.
+    sets = [task.data_source for task in parts.eval_tasks]
+    assert sets == ["sums", "sums", "chain_sum", "chain_sum"]
+    assert {
+        f"val-core/{name}/exact_match/greedy" for name in ("all", "sums", "mean")
+    } <= last.keys()
+    # And what is generated alike for both is told.
+    assert any(note.startswith("warning: 2 of 4 held-out questions are") for note in parts.notes)
+
+
+@pytest.mark.slow(instead="runtime/test_distributed.py::test_two_processes_take_the_steps_of_one")
+def test_processes_draw_what_one_draws_alone(tiny_world, tmp_path, quick_compilation):
+    """From the command line, as a user would: the mixture of a job of one process and of two."""
+    lines = (tiny_world / "questions_train.jsonl").read_text().splitlines()
+    rows = [{k: v for k, v in json.loads(line).items() if k != "metadata"} for line in lines]
+    sources = (
+        {"source": str(write_csv(tmp_path / "t.csv", rows)), "weight": 2.0, "data_source": "csv"},
+        {"source": str(write_parquet(tmp_path / "t.parquet", rows)), "data_source": "parquet"},
+    )
+    changes = {
+        "tasks.train.source": "", "tasks.train.sources": sources, "stages": ("train",),
+        "num_steps": 2, "log.trajectories": -1, "eval.every_steps": 0, "eval.max_tasks": 2,
+    }  # fmt: skip
+    environment = quick_compilation | with_devices(1)
+    drawn = {}
+    for num in (1, 2):
+        workdir = tmp_path / str(num)
+        codes, errors = Processes(tiny_world, workdir, environment, num, **changes).wait(400)
+        assert codes == [0] * num, errors
+        found = [t["task_id"] for step in (1, 2) for t in trajectories(workdir, step)]
+        drawn[num] = list(dict.fromkeys(found))
+    assert drawn[1] == drawn[2]
+    assert [id.partition("/")[0] for id in drawn[1]] == ["csv", "csv", "parquet"] * 2 + ["csv"] * 2

@@ -1,0 +1,477 @@
+import copy
+import json
+import random
+import re
+import subprocess
+import sys
+from datetime import datetime
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.hf_weights import copy_side_files
+from tests.damage import JSON_BOMBS
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXTS = ["where is the Eiffel tower?", "<search>tower</search>", "<answer>Paris</answer>", "塔，é"]
+
+
+def save(
+    folder,
+    *,
+    special=("<|im_end|>", "<|im_start|>"),
+    added=("<think>",),
+    pre_tokenizer=None,
+    **config,
+):
+    """Trains a small tokenizer and writes it the way a model's folder has it."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizer or GPT2
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS * 5, trainer)
+    backend.add_special_tokens(list(special))
+    backend.add_tokens(list(added))
+    # What the class must switch off: a token at the front, a limit on the length, padding.
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", backend.token_to_id(special[1]))]
+    )
+    backend.enable_truncation(5)
+    if "pad_token" in config:
+        backend.enable_padding(length=8, pad_token=config["pad_token"])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": CHATML,
+    } | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.from_folder(save(tmp_path_factory.mktemp("tokenizer")))
+
+
+@given(text=st.text() | st.text("<>/searchanwer|im_end 塔é\n"))
+def test_bytes_survive_a_round_trip(tokenizer, text):
+    text = normalizers.NFC().normalize_str(text)
+    for ids in (tokenizer.encode(text), tokenizer.encode_plain(text)):
+        assert b"".join(tokenizer.vocab_bytes[id] for id in ids) == text.encode()
+        assert tokenizer.decode(ids) == text
+
+
+def test_single_bytes_are_the_alphabet(tokenizer):
+    alphabet = [token for token in tokenizer.vocab_bytes if len(token) == 1]
+    assert sorted(alphabet) == [bytes([byte]) for byte in range(256)]
+    assert len(tokenizer.vocab_bytes) == tokenizer.num_tokens
+
+
+def test_half_a_character_decodes_to_a_replacement(tokenizer):
+    half = tokenizer.vocab_bytes.index("é".encode()[:1])
+    assert tokenizer.decode([half, *tokenizer.encode("a")]) == "\N{REPLACEMENT CHARACTER}a"
+
+
+def test_special_tokens_are_parsed_and_none_added(tokenizer):
+    end = tokenizer.eos_ids[0]
+    assert tokenizer.encode("a<|im_end|>b") == [
+        *tokenizer.encode("a"),
+        end,
+        *tokenizer.encode("b"),
+    ]
+    assert tokenizer.vocab_bytes[end] == b"<|im_end|>"
+    assert len(tokenizer.encode("a" * 50)) > 5  # the file's own limit on the length is off
+
+
+@pytest.mark.parametrize("marker", ["<|im_end|>", "<|im_start|>", "<think>"])
+def test_text_from_outside_cannot_forge_a_token(tokenizer, marker):
+    (forged,) = tokenizer.encode(marker)
+    text = f"a{marker}b {marker}{marker}"
+    plain = tokenizer.encode_plain(text)
+    assert forged not in plain
+    assert tokenizer.decode(plain) == text
+    assert tokenizer.encode("plain words <search>") == tokenizer.encode_plain(
+        "plain words <search>"
+    )
+
+
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+ONE_PIECE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+QWEN = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(
+            tokenizers.Regex(
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+            "isolated",
+        ),
+        ONE_PIECE,
+    ]
+)
+"""How GPT-2 and Qwen take a text to pieces, and no pieces at all."""
+
+PIECES = st.sampled_from(
+    [*"ab 1.\né塔<", "aaa", "   ", "\n\n", " \n ", "the tower", "'re", "e\u0301", "<|im_end|>"]
+)
+
+
+@pytest.fixture(scope="module", params=[GPT2, QWEN, ONE_PIECE], ids=["gpt2", "qwen", "one piece"])
+def cutting(request, tmp_path_factory):
+    """Tokenizers that look at few tokens beyond the last one: texts need not be long."""
+    folder = save(tmp_path_factory.mktemp("cutting"), pre_tokenizer=request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrl.data.tokenizer._SLACK_TOKENS", 16)
+        patch.setattr("jaxrl.data.tokenizer._USUAL_CHARACTERS", 2)
+        yield Tokenizer.from_folder(folder)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(PIECES | st.text(max_size=8), st.integers(1, 40)), max_size=12),
+    max_tokens=st.integers(0, 20),
+)
+def test_the_start_of_a_text_has_the_ids_that_the_whole_has(cutting, pieces, max_tokens):
+    text = "".join(piece * count for piece, count in pieces)
+    whole = cutting.encode_plain(text)
+    assert cutting.encode_start(text, max_tokens) == whole[:max_tokens]
+
+
+@pytest.mark.parametrize("unit", ["the tower is in Paris. ", "a", " ", "\n", "塔"])
+def test_no_more_of_a_long_text_is_encoded_than_is_kept(tokenizer, monkeypatch, unit):
+    seen = []
+    encode = tokenizer.encode_plain
+    monkeypatch.setattr(
+        tokenizer, "encode_plain", lambda text: seen.append(len(text)) or encode(text)
+    )
+    ids = tokenizer.encode_start(unit * (5_000_000 // len(unit)), 100)
+    assert len(ids) == 100
+    assert ids == encode(unit * 10_000)[:100]
+    assert sum(seen) < 50_000
+
+
+def test_prompt_is_the_template_as_transformers_encodes_it(tokenizer):
+    messages = [{"role": "system", "content": "Search."}, {"role": "user", "content": "Where?"}]
+    ids = tokenizer.render_prompt(messages)
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system\nSearch.<|im_end|>\n<|im_start|>user\nWhere?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert ids == tokenizer._hf_tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_end_tokens_come_from_both_files(tmp_path):
+    save(tmp_path)
+    one = Tokenizer.from_folder(tmp_path)
+    assert one.pad_id == one.eos_ids[0]
+    start, end = one.encode("<|im_start|>") + one.encode("<|im_end|>")
+    for value, expected in [(start, (end, start)), ([end, start], (end, start)), (None, (end,))]:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        assert Tokenizer.from_folder(tmp_path).eos_ids == expected
+
+
+def test_pad_token_of_its_own(tmp_path):
+    save(tmp_path, special=("<|im_end|>", "<|im_start|>", "<|pad|>"), pad_token="<|pad|>")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.vocab_bytes[tokenizer.pad_id] == b"<|pad|>"
+    assert len(tokenizer.encode("a")) == len(tokenizer.encode_plain("a")) == 1
+
+
+def test_ids_that_the_vocabulary_skips_stand_for_nothing(tmp_path):
+    spec = json.loads((save(tmp_path) / "tokenizer.json").read_text())
+    spec["added_tokens"].append(spec["added_tokens"][-1] | {"id": 400, "content": "<late>"})
+    spec["model"]["vocab"]["<late>"] = 400
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.num_tokens == 401
+    assert tokenizer.vocab_bytes[399:] == [b"", b"<late>"]
+
+
+def test_a_missing_folder_is_no_name_on_a_hub():
+    with pytest.raises(FileNotFoundError, match=r"'Qwen/Qwen3-0.6B' is not a folder.*model\.path"):
+        Tokenizer.from_folder("Qwen/Qwen3-0.6B")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokenizer.from_folder(save(tmp_path, chat_template=None))
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="eos_token"):
+        Tokenizer.from_folder(save(tmp_path, eos_token=None))
+
+
+def test_a_special_token_that_merges_make_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'search' is also"):
+        Tokenizer.from_folder(save(tmp_path, special=("<|im_end|>", "<|im_start|>", "search")))
+
+
+@pytest.mark.parametrize(
+    ("model", "pre_tokenizer"),
+    [
+        (models.WordLevel({"a": 0, "b": 1}, unk_token="a"), pre_tokenizers.Whitespace()),
+        (models.BPE({"a": 0, "▁": 1}, []), pre_tokenizers.Metaspace()),
+        (models.BPE({"a": 0, "▁": 1}, []), pre_tokenizers.ByteLevel()),
+    ],
+)
+def test_other_kinds_are_refused(tmp_path, model, pre_tokenizer):
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizer
+    save(tmp_path)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="expected byte-level BPE"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_loading_prints_nothing(tmp_path):
+    folder = str(save(tmp_path))
+    code = f"from jaxrl.data.tokenizer import Tokenizer; Tokenizer.from_folder({folder!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def places(value, before=()):
+    """The way to each value, of large lists and objects to the first two and the last."""
+    pairs = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+    for key, inner in pairs if len(pairs) <= 20 else [*pairs[:2], pairs[-1]]:
+        yield (*before, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*before, key))
+
+
+def changed(value, place, new):
+    """A copy with another value in that place; without it where that is `DELETED`."""
+    value = copy.deepcopy(value)
+    inner = value
+    for key in place[:-1]:
+        inner = inner[key]
+    if new is DELETED:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = new
+    return value
+
+
+DELETED = object()
+WRONG = (
+    DELETED,
+    None,
+    -1,
+    0,
+    4_000_000_000,
+    10**30,
+    1.5,
+    True,
+    "x\n\x1b[2J",
+    [],
+    [[1]],
+    {},
+    {"a": 1},
+)
+
+
+def load(folder):
+    """Whether there is a tokenizer; else the error is one line that names the folder."""
+    told = ""
+    try:
+        made = Tokenizer.from_folder(folder)
+    except ValueError as error:
+        told = str(error)
+    if not told:
+        assert isinstance(made.decode(made.encode("a")), str)
+        return True
+    assert told.isprintable()
+    assert len(told) < 1500
+    return False
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_any_value_of_any_field_makes_a_tokenizer_or_one_line(name, tmp_path, capfd):
+    folder = save(tmp_path)
+    fields = json.loads((folder / name).read_text())
+    assert load(folder)
+    cases = [(place, value) for place in places(fields) for value in WRONG]
+    refused = 0
+    for place, value in random.Random(0).sample(cases, min(len(cases), 100)):
+        (folder / name).write_text(json.dumps(changed(fields, place, value)))
+        refused += not load(folder)
+    assert refused >= 10
+    capfd.readouterr()  # the library tells on stderr that it has panicked
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_the_tokenizer_is_one_line(name, tmp_path):
+    whole = (save(tmp_path) / name).read_bytes()
+    cuts = (whole[: len(whole) * n // 8] for n in range(8))
+    flips = (
+        whole[:n] + bytes([whole[n] ^ 0x80]) + whole[n + 1 :] for n in range(5, len(whole) // 2, 50)
+    )
+    for data in (*cuts, *flips, *JSON_BOMBS.values(), b"\0" * 100):
+        (tmp_path / name).write_bytes(data)
+        load(tmp_path)
+    (tmp_path / name).write_bytes(b"[" * 100_000)
+    assert not load(tmp_path)
+
+
+@pytest.mark.parametrize("ids", ["7", -1, True, 1.5, [[1]], {"a": 1}, ["</s>"]])
+def test_ids_that_end_a_message_are_whole_numbers(ids, tmp_path):
+    (save(tmp_path) / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(
+        ValueError, match=r"generation_config\.json: 'eos_token_id' is .*; expected"
+    ):
+        Tokenizer.from_folder(tmp_path)
+    for bomb in JSON_BOMBS.values():
+        (tmp_path / "generation_config.json").write_bytes(bomb)
+        assert not load(tmp_path)
+
+
+TOOLS = [{"type": "function", "function": {"name": "search", "description": "Finds."}}]
+TOOL_USE = (
+    "{{ 'You may call: ' }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<tool_use>{{ m.role + m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<tool_use>assistant<think>{% endif %}"
+)
+NAMED = {"default": CHATML, "tool_use": TOOL_USE, "rag": "{{ documents }}"}
+ADDED = ("<think>", "<tool_use>")
+
+
+def write_list(folder):
+    save(folder, added=ADDED, chat_template=[{"name": n, "template": t} for n, t in NAMED.items()])
+
+
+def write_dict(folder):
+    save(folder, added=ADDED, chat_template=NAMED)
+
+
+def write_files(folder, **settings):
+    save(folder, added=ADDED, chat_template=None, **settings)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("tool_use", "rag"):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(NAMED[name])
+
+
+def write_by_transformers(folder, **settings):
+    (folder / "before").mkdir()
+    write_list(folder / "before")
+    AutoTokenizer.from_pretrained(folder / "before").save_pretrained(folder, **settings)
+
+
+def write_old_by_transformers(folder):
+    write_by_transformers(folder, save_jinja_files=False)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [write_list, write_dict, write_files, write_by_transformers, write_old_by_transformers],
+)
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_named_templates_load_from_every_form(tmp_path, write, is_exported):
+    write(tmp_path)
+    folder = tmp_path
+    if is_exported:
+        folder = tmp_path / "exported"
+        folder.mkdir()
+        copy_side_files(tmp_path, folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    messages = [{"role": "user", "content": "Where?"}]
+    for tools, begin in ((None, "<|im_start|>user"), (TOOLS, "You may call: ")):
+        ids = tokenizer.render_prompt(messages, tools or ())
+        assert ids == tokenizer._hf_tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, return_dict=False
+        )
+        assert tokenizer.decode(ids).startswith(begin)
+    assert tokenizer._hf_tokenizer.chat_template == NAMED
+
+
+def test_what_the_template_for_tools_writes_cannot_be_forged(tmp_path):
+    write_list(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    [id] = tokenizer.encode("<tool_use>")
+    ids = tokenizer.render_prompt([{"role": "user", "content": "a<tool_use>b"}], TOOLS)
+    assert ids.count(id) == 2
+    assert (tokenizer.opener, tokenizer.opener_with(TOOLS)) == ("", "<think>")
+
+
+@pytest.mark.parametrize("templates", [{"rag": CHATML}, {"tool_use": CHATML, "rag": CHATML}, {}])
+def test_named_templates_without_a_default_are_refused(tmp_path, templates):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        Tokenizer.from_folder(save(tmp_path, chat_template=templates))
+
+
+def test_arguments_of_the_template_for_tools_are_taken(tmp_path):
+    write_list(tmp_path)
+    with pytest.raises(ValueError, match="names 'documents', which the model's chat template does"):
+        Tokenizer.from_folder(tmp_path, template_arguments={"documents": []})  # of an unused one
+    named = [
+        {"name": "default", "template": CHATML},
+        {"name": "tool_use", "template": TOOL_USE + "{{ mood }}"},
+    ]
+    save(tmp_path, added=ADDED, chat_template=named)
+    tokenizer = Tokenizer.from_folder(tmp_path, template_arguments={"mood": "curious"})
+    ids = tokenizer.render_prompt([{"role": "user", "content": "Where?"}], TOOLS)
+    assert tokenizer.decode(ids).endswith("curious")
+
+
+DATED = (
+    "{% macro header() %}{{ 'Today: ' ~ strftime_now('%d %b %Y') ~ '\n' }}{% endmacro %}"
+    "{{ header() }}{% if strftime_now is defined %}{% set clock = '%H:' ~ '%M' %}"
+    "{% for m in messages %}{{ m.content ~ ' (' ~ strftime_now(clock) ~ ')' }}{% endfor %}"
+    "{% endif %}"
+)
+NIGHT = datetime(2024, 2, 29, 23, 59, 7)
+QUESTION = [{"role": "system", "content": "Find it."}, {"role": "user", "content": "Where?"}]
+
+
+def test_a_template_is_given_one_time(tmp_path):
+    save(tmp_path, chat_template=DATED)
+    tokenizer = Tokenizer.from_folder(tmp_path, now=NIGHT)
+    assert tokenizer.reads_clock
+    for _ in range(2):
+        text = tokenizer.decode(tokenizer.render_prompt(QUESTION))
+        assert text == "Today: 29 Feb 2024\nFind it. (23:59)Where? (23:59)"
+
+
+@pytest.mark.parametrize("start", ["", "\n", "  {% if true %} x\n{% endif %}", "{#- c -#}\n y"])
+@pytest.mark.parametrize(
+    "directives", ["%Y-%m-%d", "%A, %-d %B %y", "%I:%M:%S %p", "%j|%e|%U", "100%%d %"]
+)
+def test_a_fixed_time_changes_nothing_else_of_a_template(tmp_path, start, directives):
+    question = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    save(tmp_path, chat_template=f"{start}{{{{ strftime_now('{directives}') }}}}{question}")
+    fixed = Tokenizer.from_folder(tmp_path, now=NIGHT).render_prompt(QUESTION)
+    written = NIGHT.strftime(directives)
+    save(tmp_path, chat_template=f"{start}{{{{ '{written}' }}}}{question}")
+    plain = Tokenizer.from_folder(tmp_path)
+    assert not plain.reads_clock
+    assert fixed == plain.render_prompt(QUESTION)
+
+
+def test_the_template_for_tools_is_given_the_same_time(tmp_path):
+    templates = {"default": CHATML, "tool_use": DATED + "{{ tools }}"}
+    tokenizer = Tokenizer.from_folder(save(tmp_path, chat_template=templates), now=NIGHT)
+    assert tokenizer.reads_clock
+    text = tokenizer.decode(tokenizer.render_prompt(QUESTION, TOOLS))
+    assert text.startswith("Today: 29 Feb 2024\n")

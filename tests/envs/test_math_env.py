@@ -1,0 +1,71 @@
+import pytest
+
+from jaxrl.envs.base import Episode, Outcome, Prompt, Task, Turn
+from jaxrl.envs.math_env import MathEnv
+from jaxrl.sampling.stop_strings import StopAutomaton
+
+TASK = Task(id="t", question="What is 1/4 + 1/4?", answers=("1/2",))
+
+
+def make_env(**settings):
+    defaults = {"system": "", "template": "{question}\nEnd with Answer: .."}
+    return MathEnv(prompt=Prompt(**(defaults | settings)))
+
+
+def play(env, text, task=TASK):
+    episode = Episode(task=task)
+    [result] = env.step([episode], [text])
+    episode.turns.append(Turn(text=text))
+    episode.outcome = result.outcome
+    [reward] = env.score([episode])
+    return result, reward
+
+
+def test_prompt():
+    examples = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "Answer: 1"}]
+    [messages] = make_env(system="Think.", examples=examples).start([TASK])
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert messages[-1]["content"] == "What is 1/4 + 1/4?\nEnd with Answer: .."
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "math", "answer"),
+    [
+        ("A half.\nAnswer: 0.5", Outcome.ANSWERED, 1.0, "0.5"),
+        ("Answer: 2", Outcome.ANSWERED, -1.0, "2"),
+        ("Answer: I don't know", Outcome.ABSTAINED, -1.0, "I don't know"),
+        ("A half.", Outcome.MALFORMED, -1.0, ""),
+        ("Answer:", Outcome.MALFORMED, -1.0, ""),
+        ("", Outcome.MALFORMED, -1.0, ""),
+    ],
+)
+def test_one_turn(text, outcome, math, answer):
+    result, reward = play(make_env(), text)
+    assert result.outcome == outcome
+    assert result.observation is result.tool_call is None
+    assert reward.parts == {"math": math, "exact_match": float(math > 0)}
+    assert reward.final_answer == answer
+    assert reward.is_correct == (math > 0)
+    assert reward.is_abstention == (outcome == Outcome.ABSTAINED)
+    assert reward.is_well_formed == (outcome != Outcome.MALFORMED)
+
+
+def test_every_turn_of_a_batch_is_answered():
+    episodes = [Episode(task=TASK)] * 3
+    outcomes = [r.outcome for r in make_env().step(episodes, ["Answer: 1", "no", "Answer: 2"])]
+    assert outcomes == ["answered", "malformed", "answered"]
+
+
+def test_nothing_stops_a_turn_but_the_model():
+    automaton = StopAutomaton([b"</answer>", b"Answer: 5"], MathEnv.stop_strings)
+    assert not automaton.is_hit.any()
+
+
+def test_a_template_without_the_question_is_refused():
+    with pytest.raises(ValueError, match=r"does not contain \{question\}"):
+        make_env(template="Question")
+
+
+def test_score_needs_an_accepted_answer():
+    with pytest.raises(ValueError, match="t7"):
+        play(make_env(), "Answer: 5", Task(id="t7", question="?"))

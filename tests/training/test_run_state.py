@@ -1,0 +1,105 @@
+"""Where a run stands, through JSON and under a changed configuration."""
+
+import json
+from functools import partial
+from math import nan
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl.data.serialization import to_json
+from jaxrl.training.collect import Collected
+from jaxrl.training.controllers import Controllers
+from jaxrl.training.run_state import Progress, Session
+from jaxrl.training.usage import Ledger
+from jaxrl.types import GroupStats, members
+from tests import helpers
+from tests.episodes import grouped, make_trajectory
+
+method_with = partial(helpers.method_with, **{"rollout.tasks_per_step": 1, "rollout.group_size": 4})
+
+
+def test_a_checkpoint_from_before_there_were_controllers_is_read():
+    method = method_with(**{"shaping.boundary_aware": True})
+    saved = Progress(step=3, stage="train").to_json()
+    del saved["controllers"], saved["leftover"]
+    read = Progress.from_json(saved, method)
+    assert (read.step, read.controllers) == (3, Controllers.init(method))
+
+
+@pytest.mark.parametrize("name", ["leftover", "carried"])  # older checkpoints say "carried"
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [({}, 1), ({"rollout.group_size": 8}, 0), ({"filter.carry_over": False}, 0)],
+    ids=str,
+)
+def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count, name):
+    method = method_with(**{"filter.name": "varied", "filter.carry_over": True} | changes)
+    [group] = grouped(make_trajectory(sample_index=i) for i in range(4))
+    saved = Progress(leftover=[group]).to_json()
+    assert saved["leftover"][0][0] == to_json(group.trajectories[0])
+    saved[name] = saved.pop("leftover")
+    read = Progress.from_json(saved, method).leftover
+    assert len(read) == count
+    for trajectory, wanted in zip(members(read), group.trajectories if count else (), strict=True):
+        assert to_json(trajectory) == to_json(wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_kept"),
+    [
+        ({}, True),
+        ({"rollout.group_size": 8}, False),
+        ({"rollout.tasks_per_step": 2}, False),
+        ({"rollout.ahead": 0}, False),
+    ],
+    ids=str,
+)
+def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_kept):
+    method = method_with(**{"rollout.ahead": 1} | changes)
+    [group, other] = grouped(make_trajectory(task_number=n // 4, sample_index=n) for n in range(8))
+    failed = GroupStats(task_id="q", num_correct=0, num_scored=0, mean_entropy=nan, error="down")
+    pending = Collected(
+        groups=[group],
+        leftover=[other],
+        num_tasks_taken=5,
+        tried=[GroupStats.of(group), failed],
+        metrics={"filter/accuracy": nan, "rollout/sampled_tokens": 7},
+        ledger=Ledger(num_trajectories=8, num_calls={"search": 3}),
+    )
+    before = Ledger(num_trajectories=2, num_calls={"search": 1})
+    saved = json.dumps(Progress(pending=pending, ledger=before).to_json())
+    progress = Progress.from_json(json.loads(saved), method)
+    read = progress.pending
+    assert (read is not None) == is_kept
+    # What it cost counts, where it is given up now or with its stage.
+    session = SimpleNamespace(progress=progress, components=SimpleNamespace(method=method))
+    progress.stage = "train"
+    assert Session.begin(session, "evaluate")
+    assert (progress.pending, progress.ledger) == (None, before + pending.ledger)
+    if read:
+        assert json.dumps(read.to_json()) == json.dumps(pending.to_json())
+        assert read.tried[0] == pending.tried[0]
+
+
+def test_which_records_come_after_a_checkpoint():
+    done = [
+        ("sft", 24),
+        ("train", 24),
+        ("train", 25),
+        ("train", 26),
+        ("train", 27),
+        ("evaluate", 27),
+    ]
+    records = [{"stage": stage, "step": step} for stage, step in done]
+
+    def counted(**fields):
+        progress = Progress(**fields)
+        return sum(not progress.is_passed_by(record) for record in records)
+
+    assert counted() == 0
+    assert counted(stage="sft", step=24) == 1  # the evaluation before the first step is to come
+    assert counted(stage="train", step=26) == 4
+    assert counted(stage="train", step=26, record={}) == 3  # its own record is to come
+    assert counted(stage="train", step=27) == 5
+    assert Progress(stage="train", step=1).is_passed_by({"step": 1, "stage": "unknown"})

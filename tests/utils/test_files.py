@@ -1,0 +1,185 @@
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl.utils.files import (
+    MovedError,
+    append_line,
+    begin_replacing,
+    folder_taking_place,
+    full_disk,
+    held,
+    remove_whole,
+    set_aside,
+    settle,
+    written_whole,
+)
+from jaxrl.utils.text import writable
+from tests.helpers import no_file_beyond
+
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom jaxrl.utils.files import held\n" + (
+    "with held(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
+)
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "folder" / "file"
+    with written_whole(path) as file:
+        file.write("old")
+        assert not path.exists()
+    with pytest.raises(TypeError), written_whole(path) as file:
+        file.writelines(["new", None])
+    assert path.read_text() == "old"
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "out" / "folder"
+    for text in ("first", "second"):
+        with folder_taking_place(path, marker="x") as folder:
+            (folder / "x").write_text(text)
+            assert not path.exists() or (path / "x").read_text() == "first"
+        assert (path / "x").read_text() == text
+        assert list(path.parent.iterdir()) == [path]
+    with pytest.raises(OSError, match="x/y"), folder_taking_place(path, marker="x") as folder:
+        (folder / "x" / "y").write_text("third")
+    assert (path / "x").read_text() == "second"
+    assert list(path.parent.iterdir()) == [path]
+    with (
+        pytest.raises(FileExistsError, match="holds no y, so it is not an earlier output"),
+        folder_taking_place(path, marker="y"),
+    ):
+        pass
+
+
+def test_of_several_processes_one_touches_the_disk(tmp_path):
+    with folder_taking_place(tmp_path / "out", marker="x", is_writer=False):
+        assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("killed_after", [1, 2, 3])
+def test_a_folder_is_settled_whenever_its_replacement_was_killed(tmp_path, killed_after):
+    path, new = tmp_path / "7", tmp_path / "new"
+    for folder in (path, new):
+        folder.mkdir()
+        (folder / "x").write_text(folder.name)
+    steps = [
+        lambda: begin_replacing(path),
+        lambda: new.rename(path),
+        lambda: (tmp_path / "7.replaced").rename(tmp_path / "7.removed"),
+    ]
+    for step in steps[:killed_after]:
+        step()
+    settle(path)
+    assert (path / "x").read_text() == ("7" if killed_after == 1 else "new")
+    assert {file.name for file in tmp_path.iterdir()} - {"new"} == {"7"}
+    settle(path)
+    remove_whole(path)
+    assert {file.name for file in tmp_path.iterdir()} - {"new"} == set()
+
+
+HALF = "\ud800"  # of a surrogate pair; UTF-8 has no bytes for it
+
+
+def test_text_of_any_kind_can_be_written(tmp_path):
+    assert writable(f"a {HALF}{HALF} é 😀 \x1b\n") == "a \ufffd\ufffd é 😀 \x1b\n"
+    path = tmp_path / "file"
+    with written_whole(path) as file:
+        file.write(f"no {HALF} text\n")
+    assert path.read_text(encoding="utf-8") == "no \ufffd text\n"
+
+
+def test_a_full_disk_takes_nothing_away_and_is_told(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with (
+        no_file_beyond(100),
+        pytest.raises(OSError, match="too large") as raised,
+        written_whole(path) as file,
+    ):
+        file.write("new" * 100)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+    assert full_disk(raised.value).filename == str(path)
+
+
+def test_a_folder_that_cannot_be_held_on_a_full_disk(tmp_path):
+    with no_file_beyond(0), pytest.raises(OSError, match="too large") as raised, held(tmp_path):
+        pass
+    assert raised.value.filename == str(tmp_path / ".lock")
+
+
+def test_a_full_disk_is_found_in_what_libraries_say():
+    told = KeyError("later")
+    told.__context__ = ValueError("RESOURCE_EXHAUSTED: params/d/c0: No space left on device [28]")
+    assert full_disk(told).errno == errno.ENOSPC
+    assert full_disk(OSError(errno.EACCES, "Permission denied")) is None
+    assert full_disk(None) is None
+
+
+def test_a_folder_that_cannot_be_made():
+    with pytest.raises(
+        ValueError, match=r"--workdir=/proc/x cannot be made .* name a folder on a "
+    ):
+        held(Path("/proc/x")).__enter__()
+
+
+def test_nothing_is_written_where_a_held_folder_has_been(tmp_path):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    with held(folder):
+        with written_whole(folder / "eval" / "a") as file:
+            file.write("old")
+        folder.rename(moved)
+        for write in (
+            lambda: written_whole(folder / "eval" / "b").__enter__(),
+            lambda: folder_taking_place(folder / "export", marker="x").__enter__(),
+        ):
+            with pytest.raises(MovedError, match=str(folder)):
+                write()
+        assert list(tmp_path.iterdir()) == [moved]
+        with written_whole(tmp_path / "other" / "b") as file:
+            file.write("new")
+        folder.symlink_to(moved)  # under its old name it is there again
+        with written_whole(folder / "eval" / "b") as file:
+            file.write("new")
+    moved.rename(tmp_path / "later")  # held no more
+    folder.unlink()
+    with written_whole(folder / "b") as file:
+        file.write("new")
+
+
+def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=rf"is in use by process {process.pid} on "), held(folder):
+        pass
+    process.kill()
+    process.wait()
+    with held(folder):
+        pass
+    with held(folder):
+        pass
+
+
+def test_damaged_files_are_kept_aside(tmp_path):
+    path = tmp_path / "x.json"
+    kept = []
+    for text in "abc":
+        path.write_text(text)
+        kept.append(set_aside(path))
+    assert [file.name for file in kept] == [f"x.json.damaged{end}" for end in ("", ".1", ".2")]
+    assert [file.read_text() for file in kept] == ["a", "b", "c"]
+    assert not path.exists()
+
+
+def test_a_line_begins_where_a_cut_one_ends(tmp_path):
+    path = tmp_path / "lines"
+    append_line(path, "one")
+    append_line(path, "tw\ud800")
+    path.write_bytes(path.read_bytes() + b"cut")
+    append_line(path, "three")
+    assert path.read_text() == "one\ntw\ufffd\ncut\nthree\n"
