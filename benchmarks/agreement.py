@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common, rollout, update
-from jaxrl.builders.method import method_of
+from jaxrl.builders.method import build_method
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.config import default_config
 from jaxrl.extras.experts import choice as experts_choice
 from jaxrl.extras.experts.products import Product
@@ -319,7 +320,9 @@ def gradient(device: Any, dtype: str) -> list[np.ndarray]:
     sizes = dataclasses.replace(MODEL, dtype=dtype)
     packed = update.make_batch(update.make_sequences(sizes, TRAINED), TRAINED)
     policy = update.make_model(sizes, TRAINED, mesh)
-    compute = Gradient(policy, make_policy_loss(method_of(default_config())))
+    compute = Gradient(
+        policy, make_policy_loss(build_method(resolve_names(default_config(), needs_data=False)))
+    )
     params = jax.device_put(cpu_params(), device)
     sums = compute(params, put_batch(mesh, packed.batch), packed)
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(sums.gradients)]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from benchmarks.common import table
 from benchmarks.jobs import Job, run_jobs
 from configs import collapse, collapse_stable
-from jaxrl.builders.components import assemble, settings_of
+from jaxrl.builders.components import build, run_settings
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
@@ -140,11 +140,11 @@ def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps:
     config.watch.name = "sentinel"  # which warns, and changes no number by that
     for key, value in row.settings.items():
         config.update_from_flattened_dict({key: value})
-    validate(config)
-    parts = assemble(config)
+    resolved = validate(config)
+    parts = build(resolved)
     if row.lag > 1:
         make_late(parts, row.lag)
-    run(settings_of(config), workdir, parts, Display())
+    run(run_settings(resolved), workdir, parts, Display())
 
 
 def make_late(parts: Any, lag: int) -> None:

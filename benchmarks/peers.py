@@ -42,7 +42,8 @@ import jax
 import numpy as np
 
 from benchmarks import common, rollout, update
-from jaxrl.builders.method import method_of
+from jaxrl.builders.method import build_method
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.config import default_config
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.training.minibatches import put_minibatches
@@ -130,7 +131,7 @@ class Ours:
         config.num_steps = 1000
         config.optimizer.lr, config.loss.clip_low, config.loss.clip_high = LEARNING_RATE, CLIP, CLIP
         policy = update.make_model(model, training(work), mesh)
-        method = self._method = method_of(config)
+        method = self._method = build_method(resolve_names(config, needs_data=False))
         optimizer = make_optimizer(method.optimizer)
         self._update = UpdateStep(policy, make_policy_loss(method), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)

@@ -41,7 +41,8 @@ from ml_collections import ConfigDict
 from benchmarks import common
 from benchmarks.rollout import Episodes, Search, make_episodes
 from benchmarks.update import make_model
-from jaxrl.builders.method import batch_shape, method_of
+from jaxrl.builders.method import batch_shape, build_method
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.config import default_config
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
@@ -108,7 +109,7 @@ class Steps:
         self.episodes.env.latency_s = work.latency_ms / 1e3
         config = make_config(work, self.episodes.max_total_tokens)
         config.num_steps = num_steps
-        method = self._method = method_of(config)
+        method = self._method = build_method(resolve_names(config, needs_data=False))
         policy = make_model(model, work, mesh)
         self._shape = batch_shape(config, "train", policy.shards_with_prompts, policy.num_pieces)
         optimizer = make_optimizer(method.optimizer)

@@ -30,7 +30,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks import common
-from jaxrl.builders.method import method_of
+from jaxrl.builders.method import build_method
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.config import default_config
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import token_mean, token_weights
@@ -131,7 +132,7 @@ def start(
     """The batch, the state before the first update, and the update, which waits for its end."""
     config, policy = default_config(), make_model(model, work, mesh)
     config.num_steps = num_updates
-    method = method_of(config)
+    method = build_method(resolve_names(config, needs_data=False))
     optimizer = make_optimizer(method.optimizer)
     update = UpdateStep(policy, make_policy_loss(method), optimizer)
     state = init_state(common.random_params(model, mesh), mesh, model.architecture, optimizer)

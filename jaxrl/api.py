@@ -28,7 +28,6 @@ from ml_collections import ConfigDict
 
 from jaxrl import launch
 from jaxrl.builders import validation
-from jaxrl.config.entry_points import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import parse_record
 from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
@@ -82,7 +81,7 @@ def train(
         KeyboardInterrupt: the user interrupted; the steps that were done are saved, and the same
             call goes on. A second interrupt ends at once.
         OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
-            OwnCodeError, UnreadableError, CheckpointError: as `jaxrl.run.run`.
+            UserCodeError, UnreadableError, CheckpointError: as `jaxrl.run.run`.
     """
     return _play(
         config, Path(workdir), accept_changes=accept_changes, ignore_memory_plan=ignore_memory_plan
@@ -143,14 +142,13 @@ def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
     # A copy: what is left to the memory is chosen in it.
     config = config.copy_and_resolve_references()
     find_code(workdir)
-    name_installed(config)
-    validation.validate(config)
+    resolved = validation.validate(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(redacted_output())
         stack.enter_context(raises_once())
         display = Display()
         stack.callback(display.stop)
-        play = launch.make_ready(config, workdir, display, stack, **settings)
+        play = launch.make_ready(resolved, workdir, display, stack, **settings)
         should_stop = stack.enter_context(_asked_to_stop())
         stack.enter_context(told_of_stalls(display, config.watch.stall_s))
         try:

@@ -45,9 +45,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxrl.builders import validation
 from jaxrl.config import loading
 from jaxrl.config import schema as configuration
-from jaxrl.config.entry_points import name_installed
 from jaxrl.config.keys import optional
-from jaxrl.envs.paths import similar_path
 from jaxrl.runtime.preemption import stop_on_signals
 from jaxrl.utils.files import (
     REMEDIES,
@@ -57,6 +55,7 @@ from jaxrl.utils.files import (
     held,
     system_message,
 )
+from jaxrl.utils.paths import similar_path
 from jaxrl.utils.secrets import redact, redacted_output
 
 if TYPE_CHECKING:
@@ -162,8 +161,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
     """The checked configuration, the workdir, and the job that this process belongs to."""
     try:
         config, workdir = _read(argv)
-        name_installed(config)
-        validation.validate(config, needs_data=not _PLAN.value)
+        config = validation.validate(config, needs_data=not _PLAN.value)
         # JAX would tell on a host without accelerators that it found none.
         for name in ("absl", "jax._src.xla_bridge", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -223,7 +221,7 @@ def _run(
     from jaxrl.training.failures import NothingWorksError
     from jaxrl.training.usage import BudgetSpentError
     from jaxrl.training.watch import UnsoundError
-    from jaxrl.utils.callables import OwnCodeError
+    from jaxrl.utils.callables import UserCodeError
 
     with contextlib.ExitStack() as stack:
         display = Display(is_shown=distributed.is_main())
@@ -256,7 +254,7 @@ def _run(
             CheckpointError,
             MovedError,
             NotEnoughGroupsError,
-            OwnCodeError,
+            UserCodeError,
             UnreadableError,
         ) as error:
             _refuse(error)
@@ -304,7 +302,7 @@ def make_ready(
         OutageError: what the environment asks has not answered a first time.
     """
     # Imported late: a mistake in the configuration is told at once, without loading JAX.
-    from jaxrl.builders.components import assemble, settings_of
+    from jaxrl.builders.components import build, run_settings
     from jaxrl.logs.trackers import check_mirrors
     from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, history
@@ -334,7 +332,7 @@ def make_ready(
     give_back_after_compiling()
     # All processes write their prompts at the same time.
     now = datetime.fromisoformat(distributed.from_main(history.prompt_time(workdir).isoformat()))
-    components = assemble(config, display.activity, workdir=workdir, log=display.log, now=now)
+    components = build(config, display.activity, workdir=workdir, log=display.log, now=now)
     if distributed.is_main():
         stack.enter_context(held(workdir))
     for line in (*notes, *components.notes):
@@ -345,7 +343,7 @@ def make_ready(
             history.adopt(workdir, begun, changes, config, contents)
 
     def play(should_stop: Callable[[], bool]) -> None:
-        given = (settings_of(config), workdir, components, display, should_stop, contents)
+        given = (run_settings(config), workdir, components, display, should_stop, contents)
         try:
             if step is None:
                 run(*given, adopt)
@@ -380,9 +378,8 @@ def _fit_memory(
     fit = optional(FIT)
     if fit is None:
         from jaxrl.builders.capacity import MICRO_ROWS
-        from jaxrl.builders.method import stage_steps
 
-        for stage in stage_steps(config):
+        for stage in config.training_steps:
             if not config[MICRO_ROWS[stage]]:
                 raise ValueError(
                     f"config.{MICRO_ROWS[stage]} is 0, which leaves it to the plan of memory, but "

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxrl.builders.components import Assembled
+from jaxrl.builders.components import RunComponents
 from jaxrl.config.schema import flat_pairs
 from jaxrl.config.settings import Settings
 from jaxrl.evaluate import evaluate, run_suites
@@ -35,7 +35,7 @@ from jaxrl.training.update import init_state, state_shardings
 from jaxrl.training.usage import BudgetSpentError, Ledger
 from jaxrl.training.watch import RollBack, UnsoundError
 from jaxrl.types import Params
-from jaxrl.utils.callables import OwnCodeError
+from jaxrl.utils.callables import UserCodeError
 
 STAGE_FUNCTIONS: dict[str, Callable[[Session, Params], Params]] = {
     "sft": sft,
@@ -48,7 +48,7 @@ STAGE_FUNCTIONS: dict[str, Callable[[Session, Params], Params]] = {
 def run(
     settings: Settings,
     workdir: Path,
-    components: Assembled,
+    components: RunComponents,
     display: Display,
     should_stop: Callable[[], bool] = lambda: False,
     contents: Mapping[str, str] | None = None,
@@ -73,7 +73,7 @@ def run(
         BudgetSpentError: the run has spent what it may; what was done is saved.
         UnsoundError: a step had a sign of collapse that ends the run; that step is saved.
         NotEnoughGroupsError: the filter kept too few groups.
-        OwnCodeError: what a key names failed in a step; those before it are saved.
+        UserCodeError: what a key names failed in a step; those before it are saved.
         UnreadableError: an image of a demonstration, or of the checkpoint to go on with.
         CheckpointError: there are checkpoints, but the one to go on with cannot be read.
     """
@@ -126,7 +126,7 @@ def nothing_saved(session: Session) -> str:
 def evaluate_step(
     settings: Settings,
     workdir: Path,
-    components: Assembled,
+    components: RunComponents,
     display: Display,
     should_stop: Callable[[], bool],
     contents: Mapping[str, str],
@@ -235,11 +235,11 @@ def run_stages(session: Session) -> bool:
             display.log(f"stopped; {saved}; {error}")
         # Drawing takes seconds, for which one who stops a run that has done nothing need not wait.
         is_unbegun = isinstance(error, Interrupted) and not session.metrics_log.num_records
-        if not (is_unbegun or isinstance(error, NotEnoughGroupsError | OwnCodeError)):
+        if not (is_unbegun or isinstance(error, NotEnoughGroupsError | UserCodeError)):
             write_report(session, display.log)
-        if isinstance(error, OwnCodeError):
+        if isinstance(error, UserCodeError):
             go_on = "What was finished is saved; mend the code and go on with --accept_changes."
-            raise OwnCodeError(f"{error} {go_on}") from error
+            raise UserCodeError(f"{error} {go_on}") from error
         raise
 
 
@@ -268,7 +268,7 @@ def open_session(
     settings: Settings,
     workdir: Path,
     *,
-    components: Assembled,
+    components: RunComponents,
     checkpointer: Checkpointer,
     display: Display,
     should_stop: Callable[[], bool],

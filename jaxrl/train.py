@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -41,6 +40,7 @@ from jaxrl.training.collect import (
     Collected,
     Left,
     Measure,
+    StepSampler,
     collect,
     some_failed,
 )
@@ -279,29 +279,19 @@ class Collector:
         """Collects the groups of a step from where the progress stands, with its metrics."""
         session, engine = self.session, self.session.components.engine
         started = time.perf_counter()
-        before, spent = dataclasses.replace(engine.counts), Ledger()
-        under_way = session.uncounted  # of the step beside which this one's groups are collected
+        before = dataclasses.replace(engine.counts)
         engine.waits.clear()
-        roll_out = rollout_at(
+        uncounted = session.uncounted  # of the step during which this one's groups are collected
+        sampler = make_sampler(
             session,
             progress.step,
             policy_version,
             should_stop,
             unfinished=session.components.method.filter.unfinished_tasks,
         )
-
-        def sample_and_pay(draws: Sequence[Draw]) -> Sequence[Group | None]:
-            nonlocal spent
-            session.check_budget()
-            groups = roll_out(draws)
-            finished = [group for group in groups if group is not None]
-            spent += Ledger.of(members(finished), session.settings.ledger.prices)
-            session.uncounted = under_way + spent
-            return groups
-
         try:
             collected = collect(
-                sample_and_pay,
+                sampler,
                 self.stream,
                 session.components.method,
                 left=Left(
@@ -314,14 +304,14 @@ class Collector:
                 failures=session.failures,
             )
         except (*ENDING, Interrupted):
-            session.count_lost(spent)
-            session.uncounted = under_way
+            session.count_lost(sampler.usage)
+            session.uncounted = uncounted
             raise
         metrics = collected.metrics | engine_metrics(engine, before) | wait_metrics(engine)
         self._warn_of_idling(metrics["timing_s/wait_lag"], time.perf_counter() - started)
         metrics |= self.stream.metrics(collected.num_tasks_taken)
         engine.clear()  # each counts its pages from the first
-        return dataclasses.replace(collected, metrics=metrics, ledger=spent)
+        return dataclasses.replace(collected, metrics=metrics)
 
     def _warn_of_idling(self, idle_s: float, sampling_s: float) -> None:
         """Warn once if a fixed lag keeps the devices idle for a tenth of the sampling time.
@@ -338,23 +328,23 @@ class Collector:
         )
 
 
-def rollout_at(
+def make_sampler(
     session: Session,
     step: int,
     policy_version: int,
     should_stop: Callable[[], bool],
     unfinished: int = 0,
-) -> partial[Sequence[Group | None]]:
-    """Binds the session's rollout to the sampling settings of one training step.
+) -> StepSampler:
+    """Return the sampler of one training step. What it uses is added to `session.uncounted`.
 
     Args:
-        session: the run.
-        step: counted over all stages; part of the sampling seeds.
-        policy_version: optimizer steps behind the engine's weights.
-        should_stop: true once the rollout is to be interrupted.
-        unfinished: groups that may come back as None.
+        session: State of the run.
+        step: Step over all stages, part of the sampling seeds.
+        policy_version: Number of optimizer steps that the engine's weights have seen.
+        should_stop: Returns True once the rollout is to be interrupted.
+        unfinished: Number of groups that may resume in a later step.
     """
-    method = session.components.method
+    method, uncounted = session.components.method, session.uncounted
     sampling = Sampling(
         group_size=method.group_size,
         temperature=method.temperature,
@@ -369,11 +359,18 @@ def rollout_at(
         keeps_arrays=method.replays,
         unfinished=unfinished,
     )
-    return partial(
-        session.components.rollout,
+
+    def count(usage: Ledger) -> None:
+        session.uncounted = uncounted + usage
+
+    return StepSampler(
+        rollout=session.components.rollout,
         sampling=sampling,
         should_stop=should_stop,
         progress=session.display.counter("trajectories"),
+        check_budget=session.check_budget,
+        on_usage=count,
+        prices=session.settings.ledger.prices,
     )
 
 
@@ -399,7 +396,7 @@ def bootstrap(session: Session) -> None:
     if not tasks:
         return
     session.display.log(f"train: one pass over {len(tasks)} tasks sets up the controllers")
-    roll_out = rollout_at(session, BOOTSTRAP_STEP, 0, session.should_stop)
+    sampler = make_sampler(session, BOOTSTRAP_STEP, 0, session.should_stop)
     groups: list[Group] = []
     size = method.tasks_per_step
     for start in range(0, len(tasks), size):
@@ -407,10 +404,11 @@ def bootstrap(session: Session) -> None:
             Draw(task=task, stream_index=start + i)
             for i, task in enumerate(tasks[start : start + size])
         ]
-        sampled = [group for group in roll_out(draws) if group is not None]  # none is left open
-        session.progress.ledger += Ledger.of(members(sampled), session.settings.ledger.prices)
+        sampled = sampler.sample(draws)
         session.failures.count(members(sampled))
         groups += sampled
+    session.progress.ledger += sampler.usage
+    session.uncounted = Ledger()
     controllers, _ = advance(
         session.progress.controllers, groups, (), method, components.is_trigger
     )

@@ -7,7 +7,6 @@ from functools import cache
 import jax
 import numpy as np
 
-from jaxrl.builders.method import method_of
 from jaxrl.config import default_config
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.policy import Model
@@ -16,7 +15,7 @@ from jaxrl.training.estimators import Estimator
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.types import members
 from tests.episodes import grouped
-from tests.helpers import NUM_TOKENS, TINY, gradient_of, random_sequences
+from tests.helpers import NUM_TOKENS, TINY, gradient_of, method_of, random_sequences
 
 LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
 

@@ -29,8 +29,9 @@ from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from jaxrl.builders.capacity import GIB
-from jaxrl.builders.method import batch_shape, method_of, optimizer_of
-from jaxrl.builders.method import policy_of as architecture_of
+from jaxrl.builders.method import batch_shape, build_method, optimizer_settings
+from jaxrl.builders.method import policy_architecture as architecture_of
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.config import default_config
 from jaxrl.extras.plan import advice, memory
 from jaxrl.models.attention.choice import choose
@@ -133,7 +134,11 @@ def policy_of(config: ConfigDict, model: QwenConfig, mesh: Any) -> Model:
 
 def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
     """Lowering of the train stage's update of micro-batches, its optimizer and its scoring."""
-    method, trained, mesh = method_of(config), policy.trained, policy.mesh
+    method, trained, mesh = (
+        build_method(resolve_names(config, needs_data=False)),
+        policy.trained,
+        policy.mesh,
+    )
     optimizer = make_optimizer(method.optimizer)
     step = UpdateStep(policy, make_policy_loss(method), optimizer)
     abstract = jax.eval_shape(
@@ -322,7 +327,10 @@ def compiled_bytes(program: Any, platform: str) -> int:
 
 def beside(config: ConfigDict, policy: Model) -> int:
     """Bytes beside the arguments of scoring or adding up gradients, on a device meanwhile."""
-    optimizer, trained = make_optimizer(optimizer_of(config, "train")), policy.trained
+    optimizer, trained = (
+        make_optimizer(optimizer_settings(resolve_names(config, needs_data=False), "train")),
+        policy.trained,
+    )
     moments = jax.eval_shape(optimizer.init, trained.abstract_params())
     size = held_bytes(like(moments, state_shardings(policy.mesh, trained, optimizer).opt_state))
     if config.kl.coef and config.kl.anchor == "ref":

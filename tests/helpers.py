@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.builders.method import method_of
-from jaxrl.config.keys import Brought
-from jaxrl.config.schema import BROUGHT, KEYS, default_config
+from jaxrl.builders import components
+from jaxrl.builders.method import build_method
+from jaxrl.builders.resolved import resolve_names
+from jaxrl.config.keys import ExtraKeys
+from jaxrl.config.schema import EXTRA_KEYS, KEYS, default_config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA, attend_pages
@@ -35,6 +37,28 @@ from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import Gradient
 
 ROOT = Path(__file__).parents[1]
+
+
+def build(config, *arguments, **options):
+    """Build the components of a configuration, which is checked or need not be."""
+    return components.build(resolve_names(config), *arguments, **options)
+
+
+def settings_of(config):
+    """Return what the stages read of a configuration."""
+    return components.run_settings(resolve_names(config))
+
+
+def resolved(config):
+    """Return a configuration with its names resolved, without sources of tasks."""
+    return resolve_names(config, needs_data=False)
+
+
+def method_of(config):
+    """Return the method of a configuration."""
+    return build_method(resolved(config))
+
+
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # 127 is prime and divides no other dimension: an array runs over the vocabulary exactly when 127
@@ -383,14 +407,14 @@ def as_nobody():
 @contextmanager
 def without_keys_of(folder):
     """As if `jaxrl/extras/<folder>` had been removed; then all keys are back, in order."""
-    keys, brought = dict(KEYS), BROUGHT[folder]
+    keys, brought = dict(KEYS), EXTRA_KEYS[folder]
     for key in brought.keys:
         del KEYS[key]
-    BROUGHT[folder] = Brought()
+    EXTRA_KEYS[folder] = ExtraKeys()
     try:
         yield
     finally:
-        BROUGHT[folder] = brought
+        EXTRA_KEYS[folder] = brought
         KEYS.clear()
         KEYS.update(keys)
 

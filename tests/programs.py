@@ -11,7 +11,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import libtpu_environment
-from jaxrl.builders.method import method_of
 from jaxrl.config import default_config
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
@@ -25,6 +24,7 @@ from jaxrl.sampling.next_token import PLAIN
 from jaxrl.training import update
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.types import Batch
+from tests.helpers import method_of
 
 CONFIG = QwenConfig(
     vocab_size=64,

@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import assemble, make_stages, settings_of
-from jaxrl.builders.method import method_of
-from jaxrl.builders.toolbox import reward_weights
+from jaxrl.builders.components import build_stages
 from jaxrl.envs.base import Prompt, ToolError
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.rewards.combiner import Payment
@@ -29,9 +27,10 @@ from jaxrl.run import restore_targets, run
 from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.sampling.episodes import Limits, Schedule
 from jaxrl.sampling.rollout import Rollout
-from jaxrl.sampling.sharing import shared
+from jaxrl.sampling.shared_rollout import SharedRollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.run_state import Progress
+from tests.helpers import build, method_of, resolved, settings_of
 
 # As small as they can be and still search: the sampler compiles a program for each of its shapes.
 SIZES = {
@@ -143,7 +142,7 @@ def warm_start(world, folder):
         config = debug_tiny.get_config(str(world))
         config.update_from_flattened_dict({"stages": ("sft",), "sft.num_steps": 40})
         workdir.mkdir()
-        run(settings_of(config), workdir, assemble(config), Display())
+        run(settings_of(config), workdir, build(config), Display())
         try:
             workdir.rename(made)
         except OSError:  # another process was first
@@ -195,7 +194,7 @@ class Sampler:
         config = self._config.copy_and_resolve_references()
         config.rollout.top_p = 0.9 if nucleus else 1.0
         config.eval.suites = ("sampled", "greedy")  # whatever a combination evaluates
-        parts = assemble(config)
+        parts = build(config)
         engine = parts.engine
         engine.row_sizes = engine.row_sizes[-1:]  # one will do: a compilation is seconds
         return parts
@@ -217,15 +216,15 @@ class Sampler:
             max_observation_tokens=config.rollout.max_observation_tokens,
         )
         automaton = StopAutomaton(parts.tokenizer.vocab_bytes, env.stop_strings)
-        pay = Payment(weights=reward_weights(config))
+        pay = Payment(weights=resolved(config).reward_weights)
         rollout = Rollout(parts.engine, env, parts.tokenizer, automaton, limits, Schedule(), pay)
-        return dataclasses.replace(made_for(config, parts), rollout=shared(rollout))
+        return dataclasses.replace(made_for(config, parts), rollout=SharedRollout(rollout))
 
 
 def made_for(config, parts):
     """The parts with the method and the stages of another configuration."""
     method = method_of(config)
-    stages = make_stages(config, parts.model, method)
+    stages = build_stages(resolved(config), parts.model, method)
     return dataclasses.replace(parts, method=method, stages=stages)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from jaxrl import run
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.config.settings import STAGES
 from jaxrl.data import serialization
 from jaxrl.data.stream import Stream
@@ -25,8 +24,8 @@ from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.training.collect import draw
 from jaxrl.types import members
-from jaxrl.utils.callables import OwnCodeError
-from tests.helpers import with_devices
+from jaxrl.utils.callables import UserCodeError
+from tests.helpers import build, settings_of, with_devices
 from tests.runs import (
     SIZES,
     Processes,
@@ -72,7 +71,7 @@ def play(config, workdir, should_stop=lambda: False, change=lambda parts: parts)
     """Runs in this process; False when it was stopped."""
     workdir.mkdir(exist_ok=True, parents=True)
     try:
-        run.run(settings_of(config), workdir, change(assemble(config)), Display(), should_stop)
+        run.run(settings_of(config), workdir, change(build(config)), Display(), should_stop)
     except Interrupted:
         return False
     return True
@@ -115,7 +114,7 @@ def assert_same_run(workdir, base):
 def test_the_weights_before_an_update_sample_what_the_next_one_learns_from(
     base, tiny_world, tmp_path
 ):
-    config, parts = settings(tiny_world), assemble(settings(tiny_world))
+    config, parts = settings(tiny_world), build(settings(tiny_world))
     for done in (1, 2):
         workdir = as_of(base, tmp_path / str(done), NUM_SFT + done - 1)
         if done > 1:
@@ -165,7 +164,7 @@ def test_an_adapter_of_before_the_update_samples_ahead_and_goes_on(tiny_world, t
     assert gaps[0] < 1e-5
     assert min(gaps[1:]) > 1e-3
     again = as_of(whole, tmp_path / "again", NUM_SFT + 1)
-    parts = assemble(config)
+    parts = build(config)
     # What was sampled beside the second update is by the adapter of the first checkpoint.
     _, adapter = saved_progress(parts, again)
     assert play(config, again)
@@ -312,12 +311,12 @@ def test_a_failure_ahead_is_told_after_the_step_is_saved(base, tiny_world, tmp_p
     def failing(parts):
         def rollout(draws, sampling, **others):
             if sampling.seeds.step == NUM_SFT + 2 and sampling.group_size > 1:  # no evaluation
-                raise OwnCodeError("mine failed.")
+                raise UserCodeError("mine failed.")
             return parts.rollout(draws, sampling, **others)
 
         return dataclasses.replace(parts, rollout=rollout)
 
-    with pytest.raises(OwnCodeError, match="mine failed"):
+    with pytest.raises(UserCodeError, match="mine failed"):
         play(config, workdir, change=failing)
     assert steps_in(workdir / "checkpoints")[-1] == NUM_SFT + 2
     assert position(workdir, NUM_SFT + 2)["pending"] is None

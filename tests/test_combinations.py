@@ -15,8 +15,7 @@ from configs import (
     search_r1_brief,
     search_r1_small,
 )
-from jaxrl.builders.components import assemble, settings_of
-from jaxrl.builders.validation import check_rules, validate
+from jaxrl.builders.validation import validate
 from jaxrl.config.schema import KL_CONTROLLERS, flatten
 from jaxrl.extras import report
 from jaxrl.logs.display import Display
@@ -28,7 +27,7 @@ from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.method import has_kl_loss
 from jaxrl.training.optimizer import learning_rate
-from tests.helpers import UPDATE_PROGRAMS
+from tests.helpers import UPDATE_PROGRAMS, build, settings_of
 from tests.runs import (
     METHOD_SIZES,
     Sampler,
@@ -129,7 +128,7 @@ DIMENSIONS = [
 
 def is_valid(config):
     try:
-        check_rules(config)
+        validate(config)
     except ValueError:
         return False
     return True
@@ -309,7 +308,7 @@ def test_mathematics_is_trained_without_a_search(tiny_world, source, tmp_path, m
         }
     )  # fmt: skip
     validate(config)
-    run(settings_of(config), tmp_path, assemble(config), Display())
+    run(settings_of(config), tmp_path, build(config), Display())
     before, step = records(tmp_path)
     assert "val-aux/all/math/greedy" in before
     # A model that was taught to search gives no `Answer:` line.

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
+from tests.helpers import build, settings_of
 from tests.runs import (
     assert_same_weights,
     base_config,
@@ -46,7 +46,7 @@ def configured(world, source, name, **changes):
 
 
 def play(config, workdir):
-    run(settings_of(config), workdir, assemble(config), Display(is_shown=False))
+    run(settings_of(config), workdir, build(config), Display(is_shown=False))
 
 
 @pytest.mark.parametrize("name", ["drop_observations", "last_turns"])
@@ -75,6 +75,6 @@ def test_sampler_and_trainer_agree_and_a_killed_run_goes_on(name, tiny_world, so
 
 
 def test_an_engine_has_room_for_a_context_and_a_row_for_all(tiny_world, source):
-    parts = assemble(configured(tiny_world, source, "last_turns"))
+    parts = build(configured(tiny_world, source, "last_turns"))
     assert "up to 6 a row" in parts.engine.shapes()  # pages of 16 tokens
     assert parts.stages["train"].shape.max_tokens == 320

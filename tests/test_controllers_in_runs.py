@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 from configs import ares, bapo, debug_tiny, passk
-from jaxrl.builders.components import assemble, settings_of
-from jaxrl.builders.method import method_of
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data.serialization import to_json
@@ -22,13 +20,13 @@ from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.training.collect import Left, NotEnoughGroupsError, collect
+from jaxrl.training.collect import Left, NotEnoughGroupsError, StepSampler, collect
 from jaxrl.training.controllers import BUCKETS, Controllers, advance
 from jaxrl.training.failures import Failures
 from jaxrl.training.rewards import pay_entropy
 from jaxrl.types import Group, members
 from tests.episodes import NumberedTasks, make_trajectory
-from tests.helpers import with_devices
+from tests.helpers import build, method_of, settings_of, with_devices
 from tests.runs import (
     JOB_SETTINGS,
     SIZES,
@@ -254,7 +252,7 @@ def decisions():
         {"rollout.tasks_per_step": 3, "filter.name": "varied", "filter.carry_over": True}
     )
 
-    def roll_out(draws):
+    def roll_out(draws, sampling, **options):
         return [
             Group(trajectories=tuple(map(partial(by_chance, draw), range(4)))) for draw in draws
         ]
@@ -271,7 +269,7 @@ def decisions():
     controllers, leftover, taken, found = Controllers.init(method), [], 0, []
     for _ in range(3):
         collected = collect(
-            roll_out,
+            StepSampler(rollout=roll_out, sampling=None),
             NumberedTasks(7),
             method,
             left=Left(num_tasks_taken=taken, groups=leftover),
@@ -351,7 +349,7 @@ def test_two_processes_have_the_states_of_one(
     config = debug_tiny.get_config(str(tiny_world))
     config.update_from_flattened_dict(JOB_SETTINGS | changes)
     (tmp_path / "1").mkdir()
-    run(settings_of(config), tmp_path / "1", assemble(config), Display())
+    run(settings_of(config), tmp_path / "1", build(config), Display())
     environment = quick_compilation | with_devices(1)
     job = Processes(tiny_world, tmp_path / "2", environment, **changes | mesh)
     codes, errors = job.wait(400)

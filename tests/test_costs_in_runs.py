@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from jaxrl import evaluate, train
-from jaxrl.builders.components import assemble, check_prices, settings_of
+from jaxrl.builders.environment import _check_prices
 from jaxrl.builders.validation import validate
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search.random_search import RandomSearch
@@ -21,6 +21,7 @@ from jaxrl.run import run
 from jaxrl.runtime.checkpoint import steps_in
 from jaxrl.runtime.preemption import EXIT_BUDGET_SPENT, Interrupted
 from jaxrl.training.usage import BudgetSpentError, Ledger
+from tests.helpers import build, settings_of
 from tests.runs import (
     SIZES,
     base_config,
@@ -77,7 +78,7 @@ def play(config, workdir, parts):
 
 @pytest.fixture(scope="module")
 def parts(tiny_world, source, held_out):
-    return assemble(configured(tiny_world, source, **{"tasks.eval.source": held_out}))
+    return build(configured(tiny_world, source, **{"tasks.eval.source": held_out}))
 
 
 @pytest.fixture(scope="module")
@@ -182,25 +183,25 @@ def test_random_search_needs_documents_at_hand(tiny_world, source, monkeypatch):
     monkeypatch.syspath_prepend("tests/extending")
     own = {"search.engine": "my_engine.Engine", "eval.final_suites": ("random_search",)}
     with pytest.raises(ValueError, match=r"'my_engine\.Engine' has no documents at hand to draw"):
-        assemble(configured(tiny_world, source, **own))
+        build(configured(tiny_world, source, **own))
     sys.modules.pop("my_engine")
 
 
 def test_prices_are_of_tools_that_there_are(tiny_world, source):
     config = configured(tiny_world, source, **{"ledger.prices": {"serach": 1.0}})
     with pytest.raises(ValueError, match=r"ledger\.prices names 'serach'; expected some of search"):
-        check_prices(config, ["search", "python"])
-    check_prices(configured(tiny_world, source), ["search"])
+        _check_prices(config, ["search", "python"])
+    _check_prices(configured(tiny_world, source), ["search"])
     config.reward.judges = {"helpful": {}}
     config.ledger.prices = {"helpful": 1.0, "search": 1.0}
-    check_prices(config, ["search"])
-    with pytest.raises(ValueError, match=r"judges has 'helpful', which is the name of a tool"):
-        check_prices(config, ["search", "helpful"])
+    _check_prices(config, ["search"])
+    with pytest.raises(ValueError, match=r"judges has 'helpful', which is also the name of a tool"):
+        _check_prices(config, ["search", "helpful"])
     config.ledger.prices = {"helpfull": 1.0}
     with pytest.raises(ValueError, match=r"'helpfull'; expected some of search, helpful"):
-        check_prices(config, ["search"])
+        _check_prices(config, ["search"])
     config.env.name = "my_env.CalculatorEnv"  # which may have tools of its own
-    check_prices(config, ["search"])
+    _check_prices(config, ["search"])
 
 
 ONE_STEP = """
@@ -224,7 +225,7 @@ def test_a_step_that_draws_on_is_ended_and_what_it_cost_is_counted(
     changes |= {"eval.suites": (), "stages": ("train",), "rollout.ahead": ahead}
     changes |= {"loss.correction.level": "token"} if ahead else {}
     config = configured(tiny_world, source, **changes)
-    parts = assemble(config)  # which tries the filter once
+    parts = build(config)  # which tries the filter once
     config.ledger.max_calls = 60  # steps have 16 trajectories with a search each, or two
     with pytest.raises(BudgetSpentError, match=r"has spent .* of config\.ledger\.max_calls=60; "):
         play(config, tmp_path / "run", parts)
@@ -256,7 +257,7 @@ def test_a_step_that_is_stopped_behind_its_rollout_counts_what_that_cost(
     tiny_world, source, tmp_path
 ):
     config = configured(tiny_world, source, **{"eval.suites": (), "stages": ("train",)})
-    parts = assemble(config)
+    parts = build(config)
     stage = parts.stages["train"]
     stopping = {"train": dataclasses.replace(stage, update=StopsAtItsSecond(stage.update))}
     with pytest.raises(Interrupted):
@@ -276,7 +277,7 @@ def test_a_step_that_is_stopped_behind_its_rollout_counts_what_that_cost(
 def test_an_evaluation_that_is_stopped_counts_its_suites(tiny_world, source, tmp_path, monkeypatch):
     changes = {"eval.suites": ("greedy", "sampled"), "eval.every_steps": 1, "stages": ("train",)}
     config = configured(tiny_world, source, **changes)
-    parts, suite = assemble(config), evaluate.play
+    parts, suite = build(config), evaluate.play
 
     def stopped(session, name):
         if session.progress.stage_step and name == "sampled":
@@ -306,7 +307,7 @@ def test_groups_that_a_stage_ended_before_count_too(tiny_world, source, tmp_path
     changes |= {"eval.every_steps": 1, "eval.patience": 1, "eval.min_delta": 1e3}
     changes |= {"checkpoint.keep_best": 1, "eval.best_metric": "val-core/all/exact_match/greedy"}
     config = configured(tiny_world, source, **changes)
-    parts = assemble(config)
+    parts = build(config)
     steps = iter(range(99))
     monkeypatch.setattr(train, "best_metric", lambda *_: float(next(steps)))
     play(config, tmp_path / "run", parts)

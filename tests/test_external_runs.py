@@ -7,7 +7,6 @@ import urllib.parse
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.builders.validation import validate
 from jaxrl.envs.base import Outcome
 from jaxrl.extras.report import write_report
@@ -18,6 +17,7 @@ from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.training.usage import BudgetSpentError
 from jaxrl.types import Draw, members
+from tests.helpers import build, settings_of
 from tests.runs import evaluation, records, warm_start
 from tests.servers import Reply, served
 
@@ -84,7 +84,7 @@ def test_replies_of_an_evaluation_that_was_stopped_are_kept_and_it_says_so(
 
     with served(half_right(tiny_world)) as server:
         config = external_config(tiny_world, bare_model, server.url)
-        parts = assemble(config, workdir=workdir)
+        parts = build(config, workdir=workdir)
         with pytest.raises(Interrupted):
             run(settings_of(config), workdir, parts, Display(), lambda: len(written()) > 0)
         told = capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_replies_of_an_evaluation_that_was_stopped_are_kept_and_it_says_so(
         assert "nothing to save" not in told
         kept = [json.loads(json.loads(line)["query"]) for line in written()]
         asked = len(server.requests)  # some of them under way, which may be asked again
-        run(settings_of(config), workdir, assemble(config, workdir=workdir), Display())
+        run(settings_of(config), workdir, build(config, workdir=workdir), Display())
         later = [request.json for request in server.requests[asked:]]
         later = [{name: v for name, v in one.items() if name != "model"} for one in later]
         assert kept
@@ -108,9 +108,9 @@ def test_a_model_behind_an_endpoint_is_evaluated(tiny_world, bare_model, tmp_pat
     workdir.mkdir()
     with served(half_right(tiny_world)) as server:
         config = external_config(tiny_world, bare_model, server.url)
-        run(settings_of(config), workdir, assemble(config, workdir=workdir), Display())
+        run(settings_of(config), workdir, build(config, workdir=workdir), Display())
         asked = len(server.requests)
-        run(settings_of(config), workdir, assemble(config, workdir=workdir), Display())
+        run(settings_of(config), workdir, build(config, workdir=workdir), Display())
         assert len(server.requests) == asked  # it was evaluated before
     record = evaluation(workdir, "evaluate_0.json")
     num_questions, num_turns = 8, 2
@@ -182,7 +182,7 @@ def test_multiple_choice_is_scored_by_its_letters(tiny_world, bare_model, tmp_pa
     with served(answer) as server:
         config = external_config(tiny_world, bare_model, server.url, **changes)
         validate(config)
-        run(settings_of(config), workdir, assemble(config, workdir=workdir), Display())
+        run(settings_of(config), workdir, build(config, workdir=workdir), Display())
     found = evaluation(workdir, "evaluate_0.json")
     for suite in ("sampled", "greedy"):
         for question in found["questions"][suite]:
@@ -204,13 +204,13 @@ def test_what_cannot_be_played_is_refused_at_the_start(
     validate(config)
     monkeypatch.delenv("POLICY_KEY", raising=False)
     with pytest.raises(ValueError, match=r"POLICY_KEY.*config\.policy\.openai\.key_env"):
-        assemble(config)
+        build(config)
     monkeypatch.setenv("POLICY_KEY", KEY)
     made = tmp_path / "checkpoints" / "3" / "manifest.json"
     made.parent.mkdir(parents=True)
     made.write_text("{}")
     with pytest.raises(ValueError, match="checkpoints of a model of its own; set --workdir"):
-        assemble(config, workdir=tmp_path)
+        build(config, workdir=tmp_path)
 
 
 def test_answers_are_paid_and_given_again_without_the_endpoint(
@@ -227,7 +227,7 @@ def test_answers_are_paid_and_given_again_without_the_endpoint(
         config = external_config(tiny_world, bare_model, server.url, **changes | more)
         validate(config)
         (tmp_path / name).mkdir(exist_ok=True)
-        parts = assemble(config, workdir=tmp_path / name)
+        parts = build(config, workdir=tmp_path / name)
         run(settings_of(config), tmp_path / name, parts, Display())
         return evaluation(tmp_path / name, "evaluate_0.json"), records(tmp_path / name)[-1]
 
@@ -271,7 +271,7 @@ def test_a_model_of_ones_own_behind_an_endpoint_gives_the_same_answers(
     monkeypatch.setenv("POLICY_KEY", KEY)
     model = warm_start(tiny_world, cache_folder)
     config = external_config(tiny_world, model, "http://127.0.0.1:1", **{"policy.name": "model"})
-    parts = assemble(config)
+    parts = build(config)
     parts.engine.set_weights(load_hf(model))
     draws = [Draw(task=task, stream_index=i) for i, task in enumerate(parts.eval_tasks)]
     greedy = Sampling(
@@ -296,7 +296,7 @@ def test_a_model_of_ones_own_behind_an_endpoint_gives_the_same_answers(
 
     with served(answer) as server:
         changes = {"policy.openai.continues_message": True}
-        theirs = assemble(external_config(tiny_world, model, server.url, **changes))
+        theirs = build(external_config(tiny_world, model, server.url, **changes))
         external = members(theirs.rollout(draws, greedy))
     assert [t.generated_text for t in external] == [t.generated_text for t in own]
     assert [t.reward_parts for t in external] == [t.reward_parts for t in own]
@@ -336,7 +336,7 @@ def test_an_endpoint_that_echoes_its_key_tells_it_to_no_file(
         run(
             settings_of(config),
             workdir,
-            assemble(config, workdir=workdir, log=display.log),
+            build(config, workdir=workdir, log=display.log),
             display,
         )
     write_report([workdir])

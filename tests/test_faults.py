@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from jaxrl.builders import components
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.builders.validation import validate
 from jaxrl.envs.base import OutageError
 from jaxrl.envs.search.resilient import PROBE
@@ -16,6 +15,7 @@ from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.runtime.preemption import EXIT_NOTHING_WORKS
 from tests.envs.fault_server import MIX, FaultServer
+from tests.helpers import build, settings_of
 from tests.runs import (
     assert_same_weights,
     base_config,
@@ -61,7 +61,7 @@ def faulty(world, folder, server, **changes):
 def play(config, workdir, *, should_stop=lambda: False):
     validate(config)
     workdir.mkdir(exist_ok=True, parents=True)
-    parts = assemble(config, workdir=workdir, log=print)
+    parts = build(config, workdir=workdir, log=print)
     run(settings_of(config), workdir, parts, Display(), should_stop)
 
 
@@ -78,7 +78,7 @@ def told(workdir):
 @pytest.fixture(scope="module", autouse=True)
 def one_engine():
     """The sampler of all runs here with the same sizes: it compiles for longer than they play."""
-    made, make = {}, components.make_engine
+    made, make = {}, components.build_engine
 
     def kept(config, *given, **settings):
         sizes = config.rollout.to_json(), *components.draw_kinds(config)
@@ -86,7 +86,7 @@ def one_engine():
         return made[sizes]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(components, "make_engine", kept)
+        patch.setattr(components, "build_engine", kept)
         yield
 
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.builders.components import _make_processor
+from jaxrl.builders.components import _build_processor
 from jaxrl.config import default_config
 from jaxrl.data import serialization, tasks
 from jaxrl.data.records import parse_task
@@ -732,7 +732,7 @@ def test_a_processor_of_another_model_is_refused(tmp_path):
     ):
         config.model.path = save_processor(tmp_path, **sizes | changes)
         with pytest.raises(ValueError, match=why) if why else nullcontext():
-            _make_processor(config, looking_tokenizer(), model)
+            _build_processor(config, looking_tokenizer(), model)
 
 
 class TestDemonstrations:

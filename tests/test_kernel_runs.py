@@ -6,12 +6,12 @@ import jax
 import pytest
 
 from jaxrl import run
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.extras.experts import choice as choice_of_experts
 from jaxrl.extras.report import write_report
 from jaxrl.logs.display import Display
 from jaxrl.models.attention import choice
 from jaxrl.runtime.sharding import make_mesh
+from tests.helpers import build, settings_of
 from tests.runs import base_config, lasting
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
@@ -41,7 +41,7 @@ def play(config, workdir):
     workdir.mkdir()
     display, said = Display(), []
     display.log = said.append
-    run.run(settings_of(config), workdir, assemble(config), display)
+    run.run(settings_of(config), workdir, build(config), display)
     return said
 
 
@@ -77,7 +77,7 @@ def test_a_kernel_that_was_named_ends_the_run_before_it_begins(tiny_world, broke
     config = base_config(tiny_world)
     config.model.attention = "mosaic"
     with pytest.raises(ValueError, match=r"config\.model\.attention is 'mosaic', which fails its"):
-        assemble(config)
+        build(config)
 
 
 def test_products_of_experts_give_way_too(broken_kernels):

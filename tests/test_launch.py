@@ -23,7 +23,7 @@ from jaxrl.models.registry import read_model
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.training.failures import NothingWorksError
 from jaxrl.training.usage import BudgetSpentError
-from jaxrl.utils.callables import OwnCodeError
+from jaxrl.utils.callables import UserCodeError
 from tests.helpers import as_nobody
 
 CONFIG = "configs/debug_tiny.py"
@@ -611,7 +611,7 @@ def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_wor
 
     argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr("jaxrl.builders.components.assemble", assemble)
+    monkeypatch.setattr("jaxrl.builders.components.build", assemble)
     monkeypatch.setattr("os._exit", end)
     with flagsaver.flagsaver(), pytest.raises(SystemExit, match="75"):
         launch.main(launch.parse_flags(argv))
@@ -634,7 +634,7 @@ class TestFaultsOfTheWorkdir:
             ):
                 monkeypatch.setattr(launch, flag, SimpleNamespace(value=value))
             monkeypatch.setattr(
-                "jaxrl.builders.components.assemble", lambda *_, **__: SimpleNamespace(notes=[])
+                "jaxrl.builders.components.build", lambda *_, **__: SimpleNamespace(notes=[])
             )
             config = debug_tiny.get_config(str(tiny_world))
             with pytest.raises(SystemExit) as raised:
@@ -716,7 +716,7 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr("jaxrl.run.run", run)
     monkeypatch.setattr(
-        "jaxrl.builders.components.assemble", lambda *_, **__: SimpleNamespace(notes=("a note",))
+        "jaxrl.builders.components.build", lambda *_, **__: SimpleNamespace(notes=("a note",))
     )
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
         launch.main(launch.parse_flags(argv))
@@ -739,7 +739,7 @@ FAILED = "config.filter.name names 'my.keep', which failed: ZeroDivisionError."
         (Interrupted("it ended."), 75),
         (BudgetSpentError("it ended."), 78),
         (OutageError("it ended."), 69),
-        (OwnCodeError(FAILED), f"error: {FAILED}"),  # which a process ends with as 1, in one line
+        (UserCodeError(FAILED), f"error: {FAILED}"),  # which a process ends with as 1, in one line
     ],
     ids=lambda one: type(one).__name__,
 )
@@ -751,7 +751,7 @@ def test_a_run_that_ends_early_says_how(error, code, monkeypatch, tmp_path, tiny
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr("jaxrl.run.run", run)
     monkeypatch.setattr(
-        "jaxrl.builders.components.assemble", lambda *_, **__: SimpleNamespace(notes=())
+        "jaxrl.builders.components.build", lambda *_, **__: SimpleNamespace(notes=())
     )
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
         launch.main(launch.parse_flags(argv))

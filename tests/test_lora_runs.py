@@ -14,7 +14,6 @@ from absl.testing import flagsaver
 
 from configs import search_r1, search_r1_lora
 from jaxrl import launch
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.builders.saved_run import open_run
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.lora.files import load_adapter, load_base
@@ -24,7 +23,7 @@ from jaxrl.models.params import join
 from jaxrl.run import run
 from jaxrl.runtime.history import write_config
 from jaxrl.runtime.versions import fingerprints
-from tests.helpers import relative_distance
+from tests.helpers import build, relative_distance, settings_of
 from tests.runs import assert_same_weights, killed, lasting, records, run_settings
 
 pytestmark = [
@@ -56,7 +55,7 @@ NUM_TARGETS = 4
 
 def play(config, workdir, **arguments):
     workdir.mkdir(exist_ok=True)
-    parts = assemble(config)
+    parts = build(config)
     write_config(workdir, config)
     run(settings_of(config), workdir, parts, Display(), contents=fingerprints(config), **arguments)
     return parts

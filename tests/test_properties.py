@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.builders.method import method_of
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.envs.base import Outcome
@@ -53,6 +52,7 @@ from tests.episodes import grouped, make_failure, make_trajectory, strayed
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
+    method_of,
     pack_all,
     random_sequences,
     relative_distance,

@@ -21,7 +21,7 @@ import optax
 import pytest
 
 from jaxrl import run
-from jaxrl.builders import components as assemble
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.extras import report
 from jaxrl.extras.report.facts import facts_of
 from jaxrl.extras.report.reading import read_run
@@ -31,7 +31,7 @@ from jaxrl.runtime import rollback
 from jaxrl.runtime.checkpoint import MANIFEST, steps_in
 from jaxrl.runtime.preemption import EXIT_TRY_AGAIN, Interrupted
 from jaxrl.runtime.versions import fingerprints
-from tests.helpers import with_devices
+from tests.helpers import build, settings_of, with_devices
 from tests.runs import (
     SIZES,
     assert_same_weights,
@@ -141,8 +141,8 @@ def play(config, workdir, should_stop=lambda: False):
     """Runs in this process; True when it was not stopped."""
     workdir.mkdir(exist_ok=True, parents=True)
     try:
-        parts, known = assemble.assemble(config), fingerprints(config)
-        given = assemble.settings_of(config)
+        parts, known = build(config), fingerprints(resolve_names(config))
+        given = settings_of(config)
         run.run(given, workdir, parts, Display(), should_stop, known)
     except Interrupted:
         return False
@@ -639,7 +639,7 @@ def test_a_step_from_one_checkpoint_has_one_gradient_on_all_meshes(
 def one_step_on(tiny_world, workdir, step):
     """The record of the step after this one, and the mean of gradients in its checkpoint."""
     config = settings(tiny_world, **{"stages": ("sft",), "sft.num_steps": step + 2})
-    parts = assemble.assemble(config)
+    parts = build(config)
     checkpointer = run.Checkpointer(workdir / "checkpoints", keep=100)
     _, found = checkpointer.restore(lambda saved: run.restore_targets(parts, saved))
     checkpointer.close()

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl import run
-from jaxrl.builders.components import settings_of
 from jaxrl.config import default_config
 from jaxrl.logs.display import Display
 from jaxrl.train import train
 from jaxrl.training.run_state import Progress, Session
+from tests.helpers import settings_of
 
 
 def test_a_start_that_fails_closes_the_checkpoints(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ from jaxrl.training.failures import NothingWorksError
 from jaxrl.training.run_state import Session
 from jaxrl.training.update import put_batch
 from jaxrl.types import members, with_fields
-from jaxrl.utils.callables import OwnCodeError
+from jaxrl.utils.callables import UserCodeError
 from tests.helpers import UPDATE_PROGRAMS
 from tests.runs import (
     SIZES,
@@ -408,7 +408,7 @@ def test_an_objective_that_fails_in_a_step_costs_that_step_alone(
     monkeypatch.setitem(AGGREGATIONS, "token-mean", fails_once)
     workdir = tmp_path / "broken"
     with pytest.raises(
-        OwnCodeError, match=r"^config\.loss\.aggregation returned .* with 0 weights"
+        UserCodeError, match=r"^config\.loss\.aggregation returned .* with 0 weights"
     ) as failure:
         play(config, workdir)
     assert "mend the code and go on with --accept_changes" in str(failure.value)

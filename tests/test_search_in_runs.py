@@ -5,15 +5,14 @@ import time
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import assemble, settings_of
-from jaxrl.builders.toolbox import engine
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.validation import validate
-from jaxrl.config.registry import made
+from jaxrl.config.registry import instantiate
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.logs.display import Display
 from jaxrl.run import run
-from tests.helpers import ROOT, blocks
+from tests.helpers import ROOT, blocks, build, settings_of
 from tests.runs import base_config, lasting, records, trajectories, warm_start, without_usage
 from tests.servers import Reply, retriever_command, served
 
@@ -46,7 +45,7 @@ def played(config, workdir):
     config.rollout.max_total_tokens = 192
     validate(config)
     workdir.mkdir()
-    run(settings_of(config), workdir, assemble(config), Display())
+    run(settings_of(config), workdir, build(config), Display())
     lines = trajectories(workdir, 1) + trajectories(workdir, 2)
     return list(map(without_usage, lines)), lasting(workdir)
 
@@ -72,7 +71,7 @@ def test_the_page_shows_valid_configurations(monkeypatch):
         validate(config)
         if config.search.engine != "local":
             own = config.search[config.search.engine].to_dict()
-            assert made("search", engine(config), own).topk in (3, 5)
+            assert instantiate("search", resolve_names(config).engine_class, own).topk in (3, 5)
 
 
 @pytest.mark.parametrize("is_deterministic", [True, False])
@@ -86,7 +85,7 @@ def test_a_deterministic_run_that_idles_names_the_key_once(
     config.rollout.observation_lag_chunks = 1
     display, lines = Display(), []
     display.log = lines.append
-    run(settings_of(config), tmp_path, assemble(config), display)
+    run(settings_of(config), tmp_path, build(config), display)
     warnings = [line for line in lines if "config.rollout.deterministic" in line]
     assert len(warnings) == is_deterministic
     steps = [record for record in records(tmp_path) if "timing_s/gen" in record]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import settings_of
-from jaxrl.builders.method import batch_shape, method_of
+from jaxrl.builders.method import batch_shape
 from jaxrl.logs.display import Display
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import Counts
@@ -22,7 +21,7 @@ from jaxrl.training.run_state import Progress, Session
 from jaxrl.training.usage import Ledger
 from jaxrl.types import Group, members
 from tests.episodes import ANSWER, SEARCH, NumberedTasks, grouped, make_failure, make_trajectory
-from tests.helpers import method_with, settings
+from tests.helpers import method_of, method_with, settings, settings_of
 
 
 def trajectory(group_id, reward, seed=0, **fields):

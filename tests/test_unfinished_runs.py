@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from jaxrl import run
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.data.stream import Stream
 from jaxrl.logs.display import Display
+from tests.helpers import build, settings_of
 from tests.runs import killed, lasting, run_settings, saved_progress, trajectories, without_usage
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
@@ -30,7 +30,7 @@ SETTINGS = {
 
 def play(config, workdir):
     workdir.mkdir(exist_ok=True)
-    parts, display, said = assemble(config), Display(), []
+    parts, display, said = build(config), Display(), []
     display.log = said.append
     run.run(settings_of(config), workdir, parts, display)
     return said, parts

@@ -19,7 +19,6 @@ import pytest
 from flax.traverse_util import flatten_dict
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.config.schema import default_config, to_json
 from jaxrl.envs.base import Observation, StepResult
 from jaxrl.envs.images import Picture
@@ -31,7 +30,7 @@ from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.run import run
-from tests.helpers import ROOT, tiny_params, with_devices
+from tests.helpers import ROOT, build, settings_of, tiny_params, with_devices
 from tests.images import PAD, SPECIAL, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor
 from tests.runs import assert_same_weights, evaluation, killed, lasting
 from tests.servers import served
@@ -152,7 +151,7 @@ def test_a_run_trains_the_tower_and_goes_on_bit_for_bit(world, tmp_path):
     config = settings(world)
     whole = tmp_path / "whole"
     whole.mkdir()
-    run(settings_of(config), whole, assemble(config), Display())
+    run(settings_of(config), whole, build(config), Display())
     before, after = load_hf(world / "model"), load_hf(whole / "export")
     assert (before["vision"]["patch"]["filter"] != after["vision"]["patch"]["filter"]).any()
     assert (before["blocks"]["mlp"]["up"]["kernel"] != after["blocks"]["mlp"]["up"]["kernel"]).any()
@@ -160,7 +159,7 @@ def test_a_run_trains_the_tower_and_goes_on_bit_for_bit(world, tmp_path):
     assert len(norms) == 2
     assert np.isfinite(norms).all()
     again = killed(whole, tmp_path / "again", after=1)
-    run(settings_of(config), again, assemble(config), Display())
+    run(settings_of(config), again, build(config), Display())
     assert_same_weights(whole / "export", again / "export")
 
 
@@ -170,7 +169,7 @@ def test_a_run_whose_rows_are_cut_between_devices_is_that_of_one(
 ):
     config = settings(world, num_steps=1)
     (tmp_path / "one").mkdir()
-    run(settings_of(config), tmp_path / "one", assemble(config), Display())
+    run(settings_of(config), tmp_path / "one", build(config), Display())
     program = "import sys; from tests import test_vision_runs as t; t.run_cut(*sys.argv[1:])"
     result = subprocess.run(
         [sys.executable, "-c", program, world, tmp_path / "cut"],
@@ -190,7 +189,7 @@ def test_a_run_whose_rows_are_cut_between_devices_is_that_of_one(
 def run_cut(world, workdir):
     config = settings(Path(world), num_steps=1, **{"mesh.data": 1, "mesh.context": 2})
     Path(workdir).mkdir()
-    run(settings_of(config), Path(workdir), assemble(config), Display())
+    run(settings_of(config), Path(workdir), build(config), Display())
 
 
 @pytest.mark.slow(
@@ -200,7 +199,7 @@ def test_a_frozen_tower_stays_as_it_is_and_is_in_no_checkpoint(world, tmp_path):
     config = settings(world, **{"model.freeze_tower": True})
     whole = tmp_path / "whole"
     whole.mkdir()
-    run(settings_of(config), whole, assemble(config), Display())
+    run(settings_of(config), whole, build(config), Display())
     before, after = load_hf(world / "model"), load_hf(whole / "export")
     jax.tree.map(np.testing.assert_array_equal, before["vision"], after["vision"])
     assert (before["embed"]["embedding"] != after["embed"]["embedding"]).any()
@@ -209,7 +208,7 @@ def test_a_frozen_tower_stays_as_it_is_and_is_in_no_checkpoint(world, tmp_path):
         assert names.count("'embed', 'embedding'") == kinds
         assert "vision" not in names
     again = killed(whole, tmp_path / "again", after=1)
-    run(settings_of(config), again, assemble(config), Display())
+    run(settings_of(config), again, build(config), Display())
     assert_same_weights(whole / "export", again / "export")
 
 
@@ -230,7 +229,7 @@ def test_qwen3_learns_from_demonstrations_and_rewards_and_goes_on_bit_for_bit(
     config = settings(qwen3_world, **changes)
     whole = tmp_path / "whole"
     whole.mkdir()
-    run(settings_of(config), whole, assemble(config), Display())
+    run(settings_of(config), whole, build(config), Display())
     steps = lasting(whole)
     losses = [record["sft/loss"] for record in steps if "sft/loss" in record]
     assert losses[-1] < 0.5 * losses[0]
@@ -243,7 +242,7 @@ def test_qwen3_learns_from_demonstrations_and_rewards_and_goes_on_bit_for_bit(
     assert all(jax.tree.leaves(has_moved["vision"]["deepstack"]))
     assert has_moved["vision"]["positions"]["embedding"]
     again = killed(whole, tmp_path / "again", after=13)
-    run(settings_of(config), again, assemble(config), Display())
+    run(settings_of(config), again, build(config), Display())
     assert_same_weights(whole / "export", again / "export")
 
 
@@ -267,7 +266,7 @@ class ShowingEnv(MathEnv):
 def test_a_run_goes_on_when_a_tool_shows_more_than_there_is_room_for(world, tmp_path):
     changes = {"env.name": f"{__name__}.ShowingEnv", "rollout.max_image_tokens": 12}
     config = settings(world, **changes, **{"log.trajectories": -1})
-    run(settings_of(config), tmp_path, assemble(config), Display())
+    run(settings_of(config), tmp_path, build(config), Display())
     files = sorted((tmp_path / "trajectories").iterdir())
     played = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert len(files) == 2
@@ -284,7 +283,7 @@ def test_a_run_goes_on_when_a_tool_shows_more_than_there_is_room_for(world, tmp_
 @pytest.mark.slow(instead="extras/lora/test_update.py::test_an_update_changes_the_adapter_alone")
 def test_an_adapter_of_qwen3_leaves_its_tower_as_it_is(qwen3_world, tmp_path):
     config = settings(qwen3_world, **{"model.lora.rank": 2, "num_steps": 1})
-    run(settings_of(config), tmp_path, assemble(config), Display())
+    run(settings_of(config), tmp_path, build(config), Display())
     before, after = load_hf(qwen3_world / "model"), load_hf(tmp_path / "export")
     jax.tree.map(np.testing.assert_array_equal, before["vision"], after["vision"])
     moved = before["blocks"]["mlp"]["up"]["kernel"] != after["blocks"]["mlp"]["up"]["kernel"]
@@ -313,7 +312,7 @@ def test_an_adapter_learns_beside_a_frozen_tower_and_goes_on_bit_for_bit(world, 
     config = settings(world, **lora, **stages)
     whole = tmp_path / "whole"
     whole.mkdir()
-    parts = assemble(config)
+    parts = build(config)
     run(settings_of(config), whole, parts, Display())
     before, after = load_hf(world / "model"), load_hf(whole / "export")
     jax.tree.map(np.testing.assert_array_equal, parts.model.base, before)
@@ -327,7 +326,7 @@ def test_an_adapter_learns_beside_a_frozen_tower_and_goes_on_bit_for_bit(world, 
     assert all(line["actor/grad_norm"] > 0 for line in steps)
     assert all(line["rollout_corr/logprob_diff_max"] < 1e-4 for line in steps)
     again = killed(whole, tmp_path / "again", after=num_sft + 1)
-    run(settings_of(config), again, assemble(config), Display())
+    run(settings_of(config), again, build(config), Display())
     assert lasting(again) == record
     assert_same_weights(whole / "export", again / "export")
 
@@ -365,7 +364,7 @@ def test_a_model_behind_an_endpoint_is_shown_the_images(world, tmp_path):
         changes["policy.openai.url"] = server.url
         for again in ({}, {"images.cache_mib": 1.0}, {"images.max_pixels": 10**6}):
             config = settings(world, **changes, **again)
-            run(settings_of(config), tmp_path, assemble(config, workdir=tmp_path), Display())
+            run(settings_of(config), tmp_path, build(config, workdir=tmp_path), Display())
             made_with.append(evaluation(tmp_path, "evaluate_0.json")["made_with"])
     assert len(seen) == 6  # answers are kept
     assert drawings < set(seen)

@@ -8,10 +8,10 @@ import safetensors.numpy
 
 from configs import debug_tiny
 from examples.quickstart_world import generation_config, model_config, random_weights
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
+from tests.helpers import build, settings_of
 from tests.qwen import qwen3
 
 COLOURS = ("red", "blue", "green", "black", "white", "brown", "pink", "grey")
@@ -127,6 +127,6 @@ def play(config, workdir):
     """Runs it and gives its components."""
     validate(config)
     workdir.mkdir()
-    components = assemble(config)
+    components = build(config)
     run(settings_of(config), workdir, components, Display())
     return components

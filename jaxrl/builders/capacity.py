@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
-from jaxrl.builders.environment import context_tokens, has_contexts
+from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.sharding import BATCH, PIECES, num_batch_shards, num_pieces
 from jaxrl.sampling.blocks import pages_for
@@ -31,7 +30,7 @@ MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"
 """Keys of a micro-batch's rows, by stage."""
 
 
-def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
+def check_rows(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
     """Refuses numbers of rows, of stages that run, that do not divide evenly over the devices.
 
     Raises:
@@ -55,13 +54,13 @@ def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
             )
 
 
-def check_length(config: ConfigDict, model: Architecture) -> None:
+def check_length(config: ResolvedConfig, model: Architecture) -> None:
     """Refuses trajectories longer than the model's positions.
 
     Raises:
         ValueError: names the key.
     """
-    length = context_tokens(config)
+    length = config.context_tokens
     if length > model.max_positions:
         raise ValueError(
             f"config.rollout.{_length_key(config)}={length} is beyond the "
@@ -70,13 +69,13 @@ def check_length(config: ConfigDict, model: Architecture) -> None:
         )
 
 
-def sampling_shards(config: ConfigDict, mesh: Any, num_processes: int) -> int:
+def sampling_shards(config: ResolvedConfig, mesh: Any, num_processes: int) -> int:
     """Number of devices, or of groups of them along `tensor`, that sample rows of their own."""
     devices = config.mesh.rollout_devices
     return num_processes * devices // mesh.shape["tensor"] if devices else num_pieces(mesh)
 
 
-def samples_beside(config: ConfigDict) -> bool:
+def samples_beside(config: ResolvedConfig) -> bool:
     """Return True if a device samples while it updates."""
     return bool(config.rollout.ahead) and not config.mesh.rollout_devices
 
@@ -98,7 +97,7 @@ class CacheSizes:
     @classmethod
     def of(
         cls,
-        config: ConfigDict,
+        config: ResolvedConfig,
         model: Architecture,
         mesh: Any,
         num_processes: int,
@@ -109,7 +108,7 @@ class CacheSizes:
         values = 2 * model.num_layers * heads * model.head_dim
         return cls(
             rows=config.rollout.num_rows // sampling_shards(config, mesh, num_processes),
-            pages_each=pages_for(context_tokens(config), page_tokens),
+            pages_each=pages_for(config.context_tokens, page_tokens),
             page_bytes=page_tokens * values * jnp.dtype(config.model.dtype).itemsize,
         )
 
@@ -118,7 +117,7 @@ class CacheSizes:
         """Pages of all rows at full length."""
         return self.rows * self.pages_each
 
-    def fixed_pages(self, config: ConfigDict, platform: str) -> int | None:
+    def fixed_pages(self, config: ResolvedConfig, platform: str) -> int | None:
         """Pages of the cache where they do not depend on what else is on the device, else None.
 
         As many as `rollout.cache_gib` holds. Without it, enough for all rows on a CPU, whose memory
@@ -133,12 +132,12 @@ class CacheSizes:
         if pages < self.pages_each:
             raise ValueError(
                 f"config.rollout.cache_gib={config.rollout.cache_gib} does not hold one trajectory "
-                f"of {context_tokens(config)} tokens, which "
+                f"of {config.context_tokens} tokens, which "
                 f"takes {gib(self.pages_each * self.page_bytes)} of each device; raise "
                 f"cache_gib or lower {_length_key(config)}."
             )
         return pages
 
 
-def _length_key(config: ConfigDict) -> str:
-    return "context.max_tokens" if has_contexts(config) else "max_total_tokens"
+def _length_key(config: ResolvedConfig) -> str:
+    return "context.max_tokens" if config.has_contexts else "max_total_tokens"

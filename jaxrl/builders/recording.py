@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
+from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.schema import KEYS
 from jaxrl.envs.search.recording import Recording, recorded_engines
 from jaxrl.runtime.versions import search_fingerprints
-from jaxrl.utils.callables import is_own
+from jaxrl.utils.callables import is_dotted
 
 
-def make_recording(
-    config: ConfigDict, workdir: Path | None, log: Callable[[str], None]
+def open_recording(
+    config: ResolvedConfig, workdir: Path | None, log: Callable[[str], None]
 ) -> Recording:
     """Opens the recording of the searches of a run.
 
@@ -60,10 +60,10 @@ _NOT_IN_RESULTS = {
 """Settings of our engines on which no result depends, or that say where the same server is."""
 
 
-def _asked_settings(config: ConfigDict) -> dict[str, Any]:
+def _asked_settings(config: ResolvedConfig) -> dict[str, Any]:
     """Settings of the engine on which results depend; a file is what it holds, None if missing."""
     engine = config.search.engine
-    if is_own(engine):
+    if is_dotted(engine):
         return dict(config.search.settings)
     parts = ("local", "dense") if engine == "hybrid" else ()
     settings = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -13,12 +14,9 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.builders.components import Assembled, assemble
-from jaxrl.builders.environment import context_tokens, has_contexts, leave_out_adapter
-from jaxrl.builders.method import stage_steps
-from jaxrl.builders.toolbox import correct_by, environment_parts
+from jaxrl.builders.components import RunComponents, build
+from jaxrl.builders.resolved import ResolvedConfig, adapter_key, resolve_names, training_steps
 from jaxrl.builders.validation import validate
-from jaxrl.config.entry_points import name_installed
 from jaxrl.config.loading import as_default, check_keys, load_values
 from jaxrl.config.schema import KEYS, OWN_MODEL, default_config, with_tuples
 from jaxrl.logs.display import Display
@@ -33,7 +31,7 @@ from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
 from jaxrl.sampling.weights import given_up
 from jaxrl.training.run_state import Progress
 from jaxrl.types import Params
-from jaxrl.utils.callables import is_own
+from jaxrl.utils.callables import is_dotted
 from jaxrl.utils.files import system_message
 from jaxrl.utils.json_io import read_object
 from jaxrl.utils.text import printable
@@ -86,7 +84,7 @@ def open_run(
     step: int | None = None,
     keys: Mapping[str, Any] = MappingProxyType({}),
     is_talk: bool = False,
-) -> tuple[Assembled, ConfigDict]:
+) -> tuple[RunComponents, ResolvedConfig]:
     """Assembles what plays a run's episodes, its engine with the weights, and the configuration.
 
     Args:
@@ -104,7 +102,6 @@ def open_run(
     config = read_config(run)
     if keys:
         config.update_from_flattened_dict(keys)
-        name_installed(config)
     model = chosen_model(config, run, model, step)
     if model is not None:
         config.model.path = str(model)
@@ -112,25 +109,23 @@ def open_run(
     config.policy.name = OWN_MODEL  # whose weights these are
     if is_talk:
         rollout = config.rollout
-        answer = rollout.context.turn_tokens if has_contexts(config) else 1
-        longest = context_tokens(config) - max(min(rollout.max_response_tokens, 64), answer)
+        answer, longest = 1, rollout.max_total_tokens
+        if rollout.context.name != "none":
+            answer, longest = rollout.context.turn_tokens, rollout.context.max_tokens
+        longest -= max(min(rollout.max_response_tokens, 64), answer)
         rollout.max_prompt_tokens = max(rollout.max_prompt_tokens, longest)
-    leave_out_scores(config)
-    leave_out_method(config)
-    if keys:
-        validate(config, needs_data=False)
-    config.stages = ()  # no data are read
+    resolved = resolve_saved(config, is_changed=bool(keys))
     config.search.replay = "off"  # a question of now is in no recording, and the run stays as it is
     fit_host(config)
     keep_programs(config.compilation_cache, display.log)
     give_back_after_compiling()
-    components = assemble(config, display.activity, now=prompt_time(run))
+    components = build(resolved, display.activity, now=prompt_time(run))
     for note in components.notes:
         display.log(note)
     params, weights = load_weights(components, config, run, model, display, step=step)
     display.log(f"weights: {weights}")
     components.engine.set_weights(given_up(components.model.whole(params)))
-    return components, config
+    return components, resolved
 
 
 def chosen_model(
@@ -153,7 +148,7 @@ def chosen_model(
     # Of the progress no more is read: the rest is of a method, whose functions may be elsewhere.
     names = ("stage", "stage_step", "stopped_early", "record")
     position = Progress(**{name: saved[name] for name in names if name in (saved or ())})
-    is_training = position.is_under_way(stage_steps(config))
+    is_training = position.is_under_way(training_steps(config))
     export = run / "export"
     if model is None and step is None and not is_training and (export / "config.json").is_file():
         model = export
@@ -182,29 +177,46 @@ def read_config(run: Path) -> ConfigDict:
     return config
 
 
-def leave_out_scores(config: ConfigDict) -> None:
-    """Removes the reward parts that the environment measures: nobody scores a question of now."""
+def resolve_saved(config: ConfigDict, *, is_changed: bool) -> ResolvedConfig:
+    """Resolve the names that answering needs; training, data and rewards are left out.
+
+    Args:
+        config: The run's configuration, which is changed.
+        is_changed: Check the rules between keys, because some differ from the run's.
+    """
+    config.stages = ()  # no data are read
     judges, prices = config.reward.judges, config.ledger.prices
     config.ledger.prices = {name: prices[name] for name in prices if name not in judges}
-    config.reward.settings, config.reward.judges = {}, {}
-    config.reward.weights = {environment_parts(config)[0]: 1.0}
-    config.reward.correct = correct_by(config)
+    config.reward.settings, config.reward.judges, config.reward.weights = {}, {}, {}
+    leave_out_method(config)
+    resolve = validate if is_changed else resolve_names
+    resolved = resolve(config, needs_data=False)
+    config.reward.correct = resolved.correct_by
+    # Nothing scores the answers, but an episode ends with a reward.
+    return dataclasses.replace(resolved, reward_weights={resolved.environment_parts[0]: 1.0})
+
+
+def leave_out_adapter(config: ConfigDict) -> None:
+    """Set the keys of an adapter to their defaults, as for a model that it is merged into."""
+    section = adapter_key(config).rpartition(".")[0]
+    defaults = {key: entry.default for key, entry in KEYS.items() if key.startswith(f"{section}.")}
+    config.update_from_flattened_dict(defaults if section else {})
 
 
 def leave_out_method(config: ConfigDict) -> None:
     """Takes functions of the user's own that only training calls out of the configuration."""
     loss = config.loss
     for section in (config.advantage, loss, loss.term, loss.gate, config.filter, config.watch):
-        if is_own(section.name):
+        if is_dotted(section.name):
             section.settings = {}
-    if is_own(config.advantage.name):
+    if is_dotted(config.advantage.name):
         config.advantage.name = "reinforce_plus_plus"  # which compares no group, as one's own may
     for key in (
         *("loss.name", "loss.term.name", "loss.gate.name", "loss.aggregation", "kl.estimator"),
         *("filter.name", "filter.trajectories", "optimizer.schedule", "sft.optimizer.schedule"),
         "watch.name",
     ):
-        if is_own(attrgetter(key)(config)):
+        if is_dotted(attrgetter(key)(config)):
             config.update_from_flattened_dict({key: KEYS[key].default})
 
 

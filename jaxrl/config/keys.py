@@ -152,7 +152,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Brought:
+class ExtraKeys:
     """Keys of an optional capability, rules between them, and settings that are unusual."""
 
     keys: Mapping[str, Key] = field(default_factory=dict)
@@ -164,12 +164,12 @@ class Brought:
         return {name: key for name, key in self.keys.items() if f"{name}.".startswith(f"{prefix}.")}
 
 
-def brought_by(folder: str) -> Brought:
+def load_extra_keys(folder: str) -> ExtraKeys:
     """Loads `KEYS`, `RULES` and `WARNINGS` of a folder's `keys.py`; nothing where it is missing."""
     module = optional(f"jaxrl.extras.{folder}.keys:")
     if module is None:
-        return Brought()
-    return Brought(
+        return ExtraKeys()
+    return ExtraKeys(
         keys=module.KEYS,
         rules=getattr(module, "RULES", ()),
         warnings=getattr(module, "WARNINGS", ()),
@@ -181,11 +181,11 @@ def optional(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
-        if not is_of(name, error.name or ""):
+        if not is_inside(name, error.name or ""):
             raise
         return None
 
 
-def is_of(name: str, module: str) -> bool:
+def is_inside(name: str, module: str) -> bool:
     """Return True if a dotted name begins with this module's."""
     return name.replace(":", ".").startswith(f"{module}.")

@@ -13,7 +13,7 @@ import yaml
 from ml_collections import ConfigDict
 
 from jaxrl.config.schema import KEYS, flat_pairs, missing_folder, unknown_key
-from jaxrl.envs.paths import similar_path
+from jaxrl.utils.paths import similar_path
 
 
 def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A name in the configuration, and what it stands for: an entry of a table, or one's own."""
+"""Resolve config names to objects: built-in table entries, entry points or dotted paths."""
 
 from __future__ import annotations
 
@@ -8,276 +8,264 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config.keys import is_of
+from ml_collections import ConfigDict
+
+from jaxrl.config.keys import is_inside
 from jaxrl.config.schema import KEYS
-from jaxrl.utils.callables import arguments_of, failure_text, is_own, own_module
+from jaxrl.utils.callables import format_failure, is_dotted, is_user_code
+
+EXTRAS = Path(__file__).parents[1] / "extras"
 
 
-def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any:
-    """Looks up what the name that `config.<key>` holds stands for.
+def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> Any:
+    """Return the object that `config.<key>` names.
 
     Args:
-        key: with its sections.
-        name: an entry of `table`, or a dotted name, whose module is looked for on `sys.path`;
-            `jaxrl.launch` adds the folder of the configuration file to it.
-        table: what can be named without dots; its text values are dotted names too.
-        wanted: a dotted name for the message, as `my_env.MyEnv`.
+        key: Full key, with its sections.
+        name: Entry of `table`, or a dotted path to a module on `sys.path`. `jaxrl.launch` adds the
+            folder of the config file to that path.
+        table: Objects by name. A text value is itself a dotted path.
+        example: Dotted path for the error message, such as `my_env.MyEnv`.
 
     Raises:
-        ValueError: the name stands for nothing; says what there is.
+        ValueError: The name resolves to nothing. The message lists the alternatives.
     """
     if not isinstance(name, str):
-        raise ValueError(f"config.{key} holds {name!r}; expected a name, as {wanted!r}.")
-    entry = table.get(name, name if is_own(name) else None)
+        raise ValueError(f"config.{key} is {name!r}; expected a name such as {example!r}.")
+    entry = table.get(name, name if is_dotted(name) else None)
     if entry is None:
         group = KEYS[key].group if key in KEYS else ""
-        installed = entry_points(group=group).names if group else ()
-        names = ", ".join((*table, *sorted(installed)))
+        installed = sorted(entry_points(group=group).names) if group else []
         raise ValueError(
-            f"config.{key} is {name!r}{_meant(name, table)}; expected one of {names}, a dotted "
-            f"name, as {wanted}."
+            f"config.{key} is {name!r}{_suggestion(name, table)}; expected one of "
+            f"{', '.join((*table, *installed))}, or a dotted path such as {example}."
         )
     if not isinstance(entry, str):
         return entry
-    package, _, inside = entry.partition(".extras.")
-    folder = re.split("[.:]", inside)[0]
-    extras = Path(__file__).parents[1] / "extras"
-    # A folder that git has emptied may hold Python's leavings.
-    if package == "jaxrl" and not (extras / folder / "__init__.py").exists():
+    package, _, path = entry.partition(".extras.")
+    folder = re.split("[.:]", path)[0]
+    # Git removes the files of a deleted folder but leaves `__pycache__` behind.
+    if package == "jaxrl" and not (EXTRAS / folder / "__init__.py").exists():
         raise ValueError(
-            f"config.{key} asks for jaxrl/extras/{folder}, and that folder is not there; bring it "
-            "back, or choose another."
+            f"config.{key} is {name!r}, which needs the missing folder jaxrl/extras/{folder}; "
+            "restore the folder or choose another name."
         )
     try:
         return pkgutil.resolve_name(entry)
-    except (Exception, SystemExit) as error:  # of the module too, while it is imported
-        raise ValueError(f"config.{key} names {entry!r}{_why_not_found(entry, error)}.") from error
+    except (Exception, SystemExit) as error:  # importing the module runs user code
+        raise ValueError(f"config.{key} is {entry!r}{_import_problem(entry, error)}.") from error
 
 
-def _why_not_found(name: str, error: BaseException) -> str:
-    """Says what is wrong with a dotted name, to be told behind it."""
-    if isinstance(error, ModuleNotFoundError) and is_of(name, error.name or ""):
-        meant = _meant(str(error.name), [module.name for module in pkgutil.iter_modules()])
+def _import_problem(path: str, error: BaseException) -> str:
+    """Explain why a dotted path could not be imported."""
+    if isinstance(error, ModuleNotFoundError) and is_inside(path, error.name or ""):
+        modules = [module.name for module in pkgutil.iter_modules()]
         return (
-            f", but no module {error.name!r} is on sys.path{meant}; put its file beside the "
-            "configuration file, or its folder on PYTHONPATH"
+            f", but there is no module {error.name!r} on sys.path"
+            f"{_suggestion(str(error.name), modules)}; put its file beside the config file, or add "
+            "its folder to PYTHONPATH"
         )
     frames = traceback.extract_tb(error.__traceback__)
     is_imported = not any("importlib" in frame.filename for frame in frames)
     if not (isinstance(error, AttributeError) and is_imported):
-        return f": {failure_text(error)}"
-    holder = max((one for one in sys.modules if is_of(name, one)), key=len)
-    missing, module = name[len(holder) + 1 :], sys.modules[holder]
+        return f": {format_failure(error)}"
+    parent = max((name for name in sys.modules if is_inside(path, name)), key=len)
+    missing, module = path[len(parent) + 1 :], sys.modules[parent]
     if hasattr(module, "__path__"):
-        # `pkgutil` takes a module of a package for missing that another import fails in.
-        inside = f"{holder}.{re.split('[.:]', missing)[0]}"
+        # `pkgutil` reports a submodule as missing when one of its own imports fails.
+        submodule = f"{parent}.{re.split('[.:]', missing)[0]}"
         try:
-            importlib.import_module(inside)
+            importlib.import_module(submodule)
         except (Exception, SystemExit) as inner:
-            if getattr(inner, "name", None) != inside:
-                return f": {failure_text(inner)}"
-    where = getattr(module, "__file__", None) or holder
-    return f", but {where} does not define {missing!r}{_meant(missing, dir(module))}"
+            if getattr(inner, "name", None) != submodule:
+                return f": {format_failure(inner)}"
+    file = getattr(module, "__file__", None) or parent
+    return f", but {file} does not define {missing!r}{_suggestion(missing, dir(module))}"
 
 
-def _meant(name: str, names: Iterable[str]) -> str:
-    """The name that a mistaken one is close to, as a question; "" where none is."""
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    """Return ` (did you mean ...?)` for a close match, else an empty text."""
     close = get_close_matches(name, list(names), n=1, cutoff=0.7)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def made(key: str, kind: Callable[..., Any], settings: Mapping[str, Any], **offered: Any) -> Any:
-    """Makes a choice from its settings, and from those of the offered things that it asks for.
+def instantiate(
+    key: str, kind: Callable[..., Any], settings: Mapping[str, Any], **injected: Any
+) -> Any:
+    """Instantiate `kind` with `settings`, injecting the objects it accepts.
 
     Args:
-        key: where the settings are configured, for messages.
-        kind: a class or a function; parameters are bound by their names.
-        settings: all of these are given.
-        offered: given where there is a parameter of that name.
+        key: Key of the settings, for messages.
+        kind: Class or function. Parameters are matched by name.
+        settings: Arguments from the config. All of them are passed.
+        injected: Objects that the run provides. Each is passed if `kind` has a parameter for it.
 
     Raises:
-        ValueError: there is no parameter for a setting, or nothing for a parameter.
+        ValueError: A setting has no parameter, a required parameter has no value, or user code
+            raised.
     """
     parameters = inspect.signature(kind).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    given = {**{name: offered[name] for name in offered if name in parameters}, **settings}
-    name = getattr(kind, "__name__", str(kind))
-    known = [
+    named = [
         p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
-    unknown = [setting for setting in settings if setting not in known]
-    if unknown and not takes_all:
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    arguments = {n: value for n, value in injected.items() if n in parameters} | dict(settings)
+    name = getattr(kind, "__name__", str(kind))
+    unknown = [setting for setting in settings if setting not in named]
+    if unknown and not takes_any:
         raise ValueError(
-            f"config.{key} holds {unknown[0]!r}, which {name} does not take; it takes "
-            f"{', '.join(known) or 'nothing'}."
+            f"config.{key} has {unknown[0]!r}, which {name} does not accept; expected some of "
+            f"{', '.join(named) or 'nothing'}."
         )
-    missing = [
-        p for p in known if p not in given and parameters[p].default is inspect.Parameter.empty
-    ]
+    required = [n for n in named if parameters[n].default is inspect.Parameter.empty]
+    missing = [n for n in required if n not in arguments]
     if missing:
         raise ValueError(
-            f"config.{key} lacks {missing[0]!r}, which {name} asks for; a run itself offers "
-            f"{', '.join(offered) or 'nothing'}."
+            f"config.{key} lacks {missing[0]!r}, which {name} requires; a run provides "
+            f"{', '.join(injected) or 'nothing'}."
         )
     try:
-        thing = kind(**given)
+        return kind(**arguments)
     except Exception as error:
-        if isinstance(error, OSError | ValueError | ImportError) and not own_module(kind):
-            raise  # ours say what is wrong with what they were given
-        raise ValueError(
-            f"config.{key}: {name} could not be made: {failure_text(error)}."
-        ) from error
-    if isinstance(kind, type) and not isinstance(thing, kind):
-        raise ValueError(f"config.{key}: {name} made a {type(thing).__name__}, not one of its own.")
-    return thing
+        if isinstance(error, OSError | ValueError | ImportError) and not is_user_code(kind):
+            raise  # built-in classes explain their own errors
+        raise ValueError(f"config.{key}: {name} failed: {format_failure(error)}.") from error
 
 
 def subsection(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of what `section.name` chooses.
+    """Return the settings of what `section.name` names.
 
-    Those of an entry of a table stand in the subsection of its name, or of its family's: that of
-    `pass_at_k_bootstrap` is `pass_at_k`. Those of one's own stand in `settings`.
+    A built-in name has a subsection of its own or shares that of its family: `pass_at_k` holds the
+    settings of `pass_at_k_bootstrap`. A dotted path takes `section.settings`.
     """
-    if is_own(section["name"]):
+    if is_dotted(section["name"]):
         return dict(section["settings"])
     family = _family(section, section["name"])
     return dict(section[family]) if family else {}
 
 
 def _family(section: Mapping[str, Any], name: str) -> str:
-    """The subsection of an entry of a table, or of its family; "" where there is none."""
-    families = [one for one in section if f"{name}_".startswith(f"{one}_")]
+    families = [key for key in section if f"{name}_".startswith(f"{key}_")]
     return max(families, key=len, default="")
 
 
 def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
-    """Refuses a mapping `settings` beside a choice that is none of the user's own.
+    """Refuse `settings` beside a built-in name.
 
     Raises:
-        ValueError: says where the settings of that choice are.
+        ValueError: `settings` is not empty. The message names the section to use instead.
     """
-    if section["settings"] and not is_own(name):
+    if section["settings"] and not is_dotted(name):
         family = _family(section, name)
-        where = f", whose keys are in config.{key}.{family}" if family else ""
+        hint = f"; its keys are in config.{key}.{family}" if family else ""
         raise ValueError(
-            f"config.{key}.settings is {section['settings']!r}; expected {{}}: they are for one of "
-            f"your own, not for {name!r}{where}."
+            f"config.{key}.settings is {section['settings']!r}; expected {{}} with the built-in "
+            f"name {name!r}{hint}."
         )
 
 
-def settings_of(
-    key: str, section: Mapping[str, Any], function: Callable[..., Any], **common: Any
+def function_settings(
+    key: str, name: str, function: Callable[..., Any], settings: Mapping[str, Any], **common: Any
 ) -> dict[str, Any]:
-    """The keyword-only arguments of a chosen objective, as `subsection` has them.
+    """Return the keyword-only arguments of a function.
 
     Args:
-        key: of the section, for messages.
-        section: holds `name`, `settings` and the subsections.
-        function: what the name stands for.
-        common: settings that every choice of this kind may take.
+        key: Key of the settings, for messages.
+        name: Name of the function, for messages.
+        function: Function whose keyword-only parameters are settings.
+        settings: Values from the config.
+        common: Values that any function of this kind may take.
 
     Raises:
-        ValueError: one's own takes no such setting, or lacks one.
+        ValueError: A custom function does not take a setting, or a setting is missing.
     """
-    name, own = section["name"], subsection(section)
     parameters = inspect.signature(function).parameters.values()
-    taken = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    unknown = [setting for setting in own if is_own(name) and setting not in taken]
+    accepted = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    unknown = [setting for setting in settings if is_dotted(name) and setting not in accepted]
     if unknown:
         raise ValueError(
-            f"config.{key}.settings holds {unknown[0]!r}, which {name} does not take; it takes "
-            f"{', '.join(taken) or 'nothing'}."
+            f"config.{key} has {unknown[0]!r}, which {name} does not accept; expected some of "
+            f"{', '.join(accepted) or 'nothing'}."
         )
-    given = {one: value for one, value in {**common, **own}.items() if one in taken}
-    required = [one for one, default in taken.items() if default is inspect.Parameter.empty]
-    missing = [one for one in required if one not in given]
+    values = {n: value for n, value in {**common, **settings}.items() if n in accepted}
+    required = [n for n, default in accepted.items() if default is inspect.Parameter.empty]
+    missing = [n for n in required if n not in values]
     if missing:
-        raise ValueError(
-            f"config.{key}.settings lacks {missing[0]!r}, which {name} asks for; set it there."
-        )
-    return given
+        raise ValueError(f"config.{key} lacks {missing[0]!r}, which {name} requires.")
+    return values
 
 
-def check_arrays(key: str, name: str, function: Callable[..., Any], offered: Sequence[str]) -> None:
-    """Refuses an objective that asks for an array that does not exist.
-
-    Raises:
-        ValueError: names the parameter, and what there is.
-    """
-    try:
-        kinds = {p.kind for p in inspect.signature(function).parameters.values()}
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"config.{key} names {name!r}, a {type(function).__name__}; expected a function."
-        ) from error
-    check_plain(key, name, function)
-    odd = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}
-    if isinstance(function, type) or odd & kinds:
-        raise ValueError(
-            f"config.{key} names {name!r}; expected a function whose arrays are parameters by "
-            "name, without * and /."
-        )
-    foreign = [array for array in arguments_of(function) if array not in offered]
-    if foreign:
-        raise ValueError(
-            f"config.{key} names {name!r}, which asks for {foreign[0]!r}; expected some of "
-            f"{', '.join(offered)}, and settings after a *."
-        )
+REWARD_KEYS = ("reward.weights", "reward.settings")
+"""Mappings whose names may be entry points of rewards."""
 
 
-def check_plain(key: str, name: str, function: Callable[..., Any]) -> None:
-    """Refuses async functions and generators, whose call gives no result yet.
+def resolve_entry_points(config: ConfigDict) -> None:
+    """Replace entry-point names in the config with dotted paths, apart from those of rewards.
+
+    A package registers an engine, say, in its pyproject.toml:
+
+        [project.entry-points."jaxrl.engines"]
+        mine = "my_package.engine:MyEngine"
+
+    Keys that accept such names have a `group`. Built-in names win.
 
     Raises:
-        ValueError: names the key.
+        ValueError: Several packages register the name, or a key names one object twice.
     """
-    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-    if is_async or inspect.isgeneratorfunction(function):
-        kind = "an async function" if is_async else "a generator"
-        raise ValueError(f"config.{key} names {name!r}, {kind}; expected one that returns.")
+    for key, entry in KEYS.items():
+        if entry.group and key not in REWARD_KEYS:
+            _replace(config, key, entry.group, set())
 
 
-def check_call(key: str, name: str, function: Any, **arguments: Any) -> None:
-    """Refuses what cannot be called with these arguments, by their places.
-
-    Args:
-        key: with its sections.
-        name: of the function, for the message.
-        function: what is to be a function.
-        arguments: examples, by what they are.
-
-    Raises:
-        ValueError: names the key.
-    """
-    expected = f"a function of ({', '.join(arguments)})"
-    if not callable(function) or isinstance(function, type):
-        kind = "class" if isinstance(function, type) else type(function).__name__
-        raise ValueError(f"config.{key} names {name!r}, a {kind}; expected {expected}.")
-    check_plain(key, name, function)
-    try:
-        inspect.signature(function).bind(*arguments.values())
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"config.{key} names {name!r}: {error}; expected {expected}.") from error
+def resolve_reward_entry_points(config: ConfigDict, environment_parts: Iterable[str]) -> None:
+    """Do the same for rewards. The names of the environment's own parts win."""
+    for key in REWARD_KEYS:
+        _replace(config, key, KEYS["reward.weights"].group, set(environment_parts))
 
 
-def check_texts(key: str, name: str, what: str, texts: Any) -> None:
-    """Refuses what is no tuple of texts.
+def _replace(config: ConfigDict, key: str, group: str, reserved: set[str]) -> None:
+    section, _, last = key.rpartition(".")
+    holder: Any = attrgetter(section)(config)
+    renamed = _renamed(key, group, holder[last], reserved)
+    if renamed != holder[last]:
+        holder[last] = renamed
 
-    Raises:
-        ValueError: names the key, and the comma that was forgotten.
-    """
-    if isinstance(texts, str):
+
+def _renamed(key: str, group: str, value: Any, reserved: set[str]) -> Any:
+    """Return a name, a tuple of names or a mapping of names with entry points replaced."""
+    if isinstance(value, tuple):
+        return tuple(_renamed(key, group, name, reserved) for name in value)
+    if isinstance(value, Mapping):
+        pairs = [(_renamed(key, group, name, reserved), item) for name, item in value.items()]
+        renamed = dict(pairs)
+        if len(renamed) < len(pairs):
+            raise ValueError(f"config.{key} names one object twice: {', '.join(value)}.")
+        return renamed
+    if not isinstance(value, str) or not value or is_dotted(value) or value in reserved:
+        return value
+    targets = sorted({point.value for point in entry_points(group=group, name=value)})
+    if not targets or value in pkgutil.resolve_name(_TABLES[group]):
+        return value
+    if len(targets) > 1:
         raise ValueError(
-            f"config.{key} names {name!r}, whose {what} is {texts!r}; expected a tuple: "
-            f"({texts!r},), with a comma."
+            f"config.{key} is {value!r}, which {len(targets)} packages register: "
+            f"{', '.join(targets)}; name one of these paths."
         )
-    if not isinstance(texts, tuple) or not all(isinstance(one, str) and one for one in texts):
-        raise ValueError(
-            f"config.{key} names {name!r}, whose {what} is {texts!r}; expected a tuple of texts."
-        )
+    return targets[0]
+
+
+_TABLES = {
+    "jaxrl.tools": "jaxrl.envs.tools.base:TOOLS",
+    "jaxrl.engines": "jaxrl.envs.search.base:ENGINES",
+    "jaxrl.rewards": "jaxrl.envs.rewards.combiner:REWARD_PARTS",
+    "jaxrl.environments": "jaxrl.envs.base:ENVS",
+    "jaxrl.architectures": "jaxrl.models.registry:ARCHITECTURES",
+}
+"""Built-in names by entry-point group."""

@@ -28,8 +28,8 @@ from jaxrl.config.keys import (
     TRAINING,
     Key,
     are_texts,
-    brought_by,
     is_finite,
+    load_extra_keys,
 )
 from jaxrl.config.settings import STAGES
 from jaxrl.utils.json_io import read_object
@@ -52,18 +52,18 @@ SECTIONS = {
 }
 """Sections and single keys that optional capabilities bring, and their folders in `extras/`."""
 
-BROUGHT = {folder: brought_by(folder) for folder in dict.fromkeys(SECTIONS.values())}
+EXTRA_KEYS = {folder: load_extra_keys(folder) for folder in dict.fromkeys(SECTIONS.values())}
 """Keys and rules of each of these folders."""
 
 
-def _brought(section: str) -> dict[str, Key]:
-    return BROUGHT[SECTIONS[section]].section(section)
+def _extra(section: str) -> dict[str, Key]:
+    return EXTRA_KEYS[SECTIONS[section]].section(section)
 
 
 def missing_folder(key: str) -> str:
     """The folder that brings a key or its section, where it is not there; "" for others."""
     folders = [f for section, f in SECTIONS.items() if f"{key}.".startswith(f"{section}.")]
-    return next((folder for folder in folders if not BROUGHT[folder].keys), "")
+    return next((folder for folder in folders if not EXTRA_KEYS[folder].keys), "")
 
 
 EXPERTS = ("auto", "xla", "mosaic_gpu", "triton", "megablox")
@@ -197,14 +197,14 @@ KEYS: dict[str, Key] = {
         "reads patches, and what makes tokens of them."),
     "model.logits_chunk_tokens": Key(2048, "Tokens whose logits the update holds in memory at a "
         "time.", above=0, restart=FREE),
-    **_brought("model.lora"),
-    **_brought("images"),
+    **_extra("model.lora"),
+    **_extra("images"),
     # --------------------------------------------------------------------------- policy
     "policy.name": Key(OWN_MODEL, "Who writes. `model`: that of `model.path`; `openai`: one behind "
         "an OpenAI-compatible endpoint, which is evaluated and not trained; of `model.path`, "
         "`config.json`, tokenizer and image processor are read then.",
         one_of=(OWN_MODEL, "openai")),
-    **_brought("policy.openai"),
+    **_extra("policy.openai"),
     # ----------------------------------------------------------------------------- mesh
     "mesh.data": Key(-1, "Devices over which rows are split, weights copied. -1: all that are "
         "left.", restart=FREE),
@@ -237,17 +237,17 @@ KEYS: dict[str, Key] = {
         is_nested=True),
     "env.step_deadline_s": Key(600.0, "Seconds after which a call of the environment is given up, "
         "its episodes environment errors. 0: never.", at_least=0, restart=FREE),
-    **_brought("env.agents"),
+    **_extra("env.agents"),
     "env.search.protocol": Key("search_r1", "`search_r1` (`<information>`), `bapo` (`<result>`, "
         "`\\boxed{}`), `qwen` (the model's own tool calls, as its chat template has them), or a "
         "dotted name.", names_code=True),
     "env.search.tools": Key((), "Tools beside the search engine: `python`, a sandbox (extra "
         "`python-tool`), or dotted names of classes and of functions (extra `tools`).",
         group="jaxrl.tools"),
-    **_brought("env.search.mcp"),
+    **_extra("env.search.mcp"),
     "env.search.tool_deadline_s": Key(60.0, "Seconds for a call of a function or an MCP server.",
         above=0),
-    **_brought("env.search.python"),
+    **_extra("env.search.python"),
     "env.search.search_r1.format_reward": Key(0.5, "Pay of a response that keeps to the protocol."),
     "env.search.search_r1.format_failure": Key(-1.0, "Pay of one that does not."),
     "env.search.search_r1.answer_reward": Key(1.0, "Pay of an answer close to the truth."),
@@ -310,9 +310,9 @@ KEYS: dict[str, Key] = {
     "search.http.batch_size": Key(64, "Queries in a request at most.", above=0, restart=FREE),
     "search.http.max_response_mib": Key(64.0, "MiB of an answer at most; a larger one is a "
         "failure.", above=0, restart=FREE),
-    **_brought("search.web"),
-    **_brought("search.dense"),
-    **_brought("search.hybrid"),
+    **_extra("search.web"),
+    **_extra("search.dense"),
+    **_extra("search.hybrid"),
     # --------------------------------------------------------------------------- reward
     "reward.weights": Key({"exact_match": 1.0}, "Weights of the environment's reward parts and of "
         "further ones: `math_verify`, which compares final answers as mathematics (extra `math`); "
@@ -333,7 +333,7 @@ KEYS: dict[str, Key] = {
         "{'url': 'http://judge:8000/v1', 'model': 'judge', 'prompt': '..{response}..'}}`; "
         "`jaxrl/extras/endpoints/judges.py` has all settings.", example={}, is_nested=True,
         is_valid=_are_mappings, expected="names with mappings, as {'name': {'setting': 50}}"),
-    **_brought("reward.math_verify"),
+    **_extra("reward.math_verify"),
     # -------------------------------------------------------------------------- shaping
     "shaping.overlong_buffer": Key(0, "Tokens before the limit over which the penalty grows. 0: "
         "off.", at_least=0, restart=TRAINING),
@@ -512,20 +512,20 @@ KEYS: dict[str, Key] = {
     "loss.clip.dual_clip": Key(0.0, "Bound of the loss at negative advantages, above 1. 0: none.",
         is_valid=lambda v: v == 0 or v > 1, expected="a number above 1, or 0 for no bound",
         restart=TRAINING),
-    **_brought("loss.dppo"),
+    **_extra("loss.dppo"),
     "loss.term.name": Key("none", "A loss that is added: `llds`, which keeps up the likelihood of "
         "tokens without a negative advantage; or one of your own by its dotted name.",
         restart=TRAINING, names_code=True),
     "loss.term.coef": Key(0.2, "Its coefficient.", above=0, restart=TRAINING),
     "loss.term.settings": Key({}, "Keyword arguments of one of your own.", example=1,
         restart=TRAINING),
-    **_brought("loss.term.llds"),
+    **_extra("loss.term.llds"),
     "loss.gate.name": Key("none", "Which tokens have a policy loss: `off_policy` leaves out wrong "
         "trajectories that the policy has moved away from; or one of your own by its dotted name.",
         restart=TRAINING, names_code=True),
     "loss.gate.settings": Key({}, "Keyword arguments of one of your own.", example=1,
         restart=TRAINING),
-    **_brought("loss.gate.off_policy"),
+    **_extra("loss.gate.off_policy"),
     "loss.aggregation": Key("token-mean", "`token-mean`, `seq-mean-token-mean`, "
         "`seq-mean-token-sum` or `seq-mean-token-sum-norm`; or one of your own by its dotted name.",
         restart=TRAINING, names_code=True),
@@ -627,7 +627,7 @@ KEYS: dict[str, Key] = {
         "each time.", above=0, at_most=1, restart=FREE),
     "watch.max_roll_backs": Key(3, "Returns to a checkpoint after which the next sign that asks "
         "for one ends the run.", at_least=0, restart=FREE),
-    **_brought("watch.sentinel"),
+    **_extra("watch.sentinel"),
     "watch.stall_s": Key(600.0, "Seconds without any progress after which the run prints what it "
         "waits for and where its threads are; then again after twice as long. 0: never.",
         at_least=0, restart=FREE),

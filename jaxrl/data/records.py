@@ -14,9 +14,9 @@ import numpy as np
 from jaxrl.data.readers.base import ANSWER_KEYS, as_plain
 from jaxrl.envs.base import Task
 from jaxrl.envs.images import MARK, Picture, picture, pictures
-from jaxrl.envs.paths import similar_path
 from jaxrl.utils.json_io import parse_json
 from jaxrl.utils.jsonl import read_objects
+from jaxrl.utils.paths import similar_path
 
 Item = TypeVar("Item")
 

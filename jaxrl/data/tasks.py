@@ -22,7 +22,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.config.keys import refuse
-from jaxrl.config.registry import chosen, made
+from jaxrl.config.registry import instantiate, resolve
 from jaxrl.data.readers.base import (
     READERS,
     Listed,
@@ -35,7 +35,7 @@ from jaxrl.data.readers.base import (
 from jaxrl.data.records import parse_task
 from jaxrl.data.stream import Mixture, Source
 from jaxrl.envs.base import Task
-from jaxrl.utils.callables import OwnCodeError, failure_text, is_own
+from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted
 
 HELD = 100_000
 """Tasks up to which those of a source are held parsed."""
@@ -58,6 +58,7 @@ class TaskSource:
     columns: Mapping[str, str] = field(default_factory=dict)
     data_source: str = ""
     weight: float = 1.0
+    make_reader: Callable[..., Any] | None = field(default=None, compare=False)
 
     @property
     def format_name(self) -> str:
@@ -70,81 +71,67 @@ class TaskSource:
         return self.data_source or Path(self.source).stem or self.format
 
 
-FIELDS = tuple(one.name for one in dataclasses.fields(TaskSource) if one.name != "key")
+FIELDS = tuple(
+    f.name for f in dataclasses.fields(TaskSource) if f.name not in ("key", "make_reader")
+)
 """Keys that an entry of `sources` may hold."""
 
 
-def sources_of(config: ConfigDict, kind: str) -> list[TaskSource]:
-    """The sources of `tasks.train` or `tasks.eval`, at least one.
+def resolve_sources(config: ConfigDict, kind: str) -> list[TaskSource]:
+    """Return the sources of `tasks.train` or `tasks.eval`, with their readers resolved.
 
     Args:
-        config: checked by `check_sources`.
-        kind: train or eval.
+        config: The configuration.
+        kind: "train" or "eval".
+
+    Raises:
+        ValueError: A source is malformed, or its format names no reader.
     """
     section, key = config.tasks[kind].to_dict(), f"tasks.{kind}"
     entries = section.pop("sources")
     if not entries:
-        return [TaskSource(key=key, **section)]
-    split = section["split"]
-    return [
-        TaskSource(key=f"{key}.sources[{i}]", **{"split": split, **entry})
-        for i, entry in enumerate(entries)
-    ]
-
-
-def check_sources(config: ConfigDict, kind: str) -> None:
-    """Refuses sources that stand for nothing, without opening them.
-
-    Raises:
-        ValueError: names the key, what it holds and what is expected.
-    """
-    section, key = config.tasks[kind], f"tasks.{kind}"
-    entries = section.sources
-    if entries:
-        beside = [name for name in FIELDS if name in section and name != "split" and section[name]]
-        if beside:
-            expected = f"nothing beside {key}.sources, whose entries have keys of their own"
-            refuse(f"{key}.{beside[0]}", section[beside[0]], expected)
-    for entry in entries:
-        unknown = [name for name in entry if name not in FIELDS] if isinstance(entry, dict) else [0]
-        if unknown:
+        return [_resolve_source(TaskSource(key=key, **section), kind)]
+    split = section.pop("split")
+    unused = [name for name in FIELDS if section.get(name)]
+    if unused:
+        expected = f"nothing beside {key}.sources, whose entries have keys of their own"
+        refuse(f"{key}.{unused[0]}", section[unused[0]], expected)
+    sources = []
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not {*entry} <= {*FIELDS}:
             refuse(f"{key}.sources", entry, f"mappings with some of the keys {', '.join(FIELDS)}")
-    for source in sources_of(config, kind):
-        texts = (source.source, source.format, source.split, source.data_source)
-        if not all(isinstance(text, str) for text in texts):
-            refuse(source.key, texts, "texts as source, format, split and data_source")
-        if not (source.source or is_own(source.format)):
-            expected = "a path" if kind == "train" else "a path, to tasks that each run is tried on"
-            refuse(f"{source.key}.source", source.source, expected)
-        weight = source.weight
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not (is_number and math.isfinite(weight) and weight > 0):
-            refuse(f"{source.key}.weight", weight, "a number above 0")
-        if weight != 1 and kind != "train":
-            refuse(f"{source.key}.weight", weight, "no weight: held-out tasks are all played")
-        if not isinstance(source.settings, Mapping) or not isinstance(source.columns, Mapping):
-            mappings = (source.settings, source.columns)
-            refuse(source.key, mappings, "mappings as settings and columns")
-        names = [*source.columns, *source.columns.values()]
-        if not all(isinstance(name, str) for name in names):
-            refuse(f"{source.key}.columns", dict(source.columns), "names of columns and fields")
-        maker_of(source)
+        source = TaskSource(key=f"{key}.sources[{index}]", **{"split": split, **entry})
+        sources.append(_resolve_source(source, kind))
+    return sources
 
 
-def maker_of(source: TaskSource) -> Callable[..., Any]:
-    """Finds what makes the reader of a source.
+def _resolve_source(source: TaskSource, kind: str) -> TaskSource:
+    texts = (source.source, source.format, source.split, source.data_source)
+    if not all(isinstance(text, str) for text in texts):
+        refuse(source.key, texts, "texts as source, format, split and data_source")
+    if not (source.source or is_dotted(source.format)):
+        expected = "a path" if kind == "train" else "a path to held-out tasks"
+        refuse(f"{source.key}.source", source.source, expected)
+    weight = source.weight
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not (is_number and math.isfinite(weight) and weight > 0):
+        refuse(f"{source.key}.weight", weight, "a number above 0")
+    if weight != 1 and kind != "train":
+        refuse(f"{source.key}.weight", weight, "no weight: held-out tasks are all played")
+    mappings = (source.settings, source.columns)
+    if not all(isinstance(mapping, Mapping) for mapping in mappings):
+        refuse(source.key, mappings, "mappings as settings and columns")
+    if not all(isinstance(n, str) for n in (*source.columns, *source.columns.values())):
+        refuse(f"{source.key}.columns", dict(source.columns), "names of columns and fields")
+    return dataclasses.replace(source, make_reader=_reader_of(source))
 
-    Raises:
-        ValueError: its format stands for nothing.
-    """
+
+def _reader_of(source: TaskSource) -> Callable[..., Any]:
     key, name = f"{source.key}.format", source.format_name
-    maker: Any = chosen(key, name, READERS, wanted="my_tasks.Sums")
-    if not callable(maker):
-        raise ValueError(
-            f"config.{key} names {name!r}, a {type(maker).__name__}; expected a class or a "
-            "function that makes a sequence of records."
-        )
-    return maker
+    reader: Any = resolve(key, name, READERS, example="my_tasks.Sums")
+    if not callable(reader):
+        refuse(key, name, "a class or a function that makes a sequence of records")
+    return reader
 
 
 SUFFIXES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl"}
@@ -171,9 +158,9 @@ def open_reader(source: TaskSource) -> Reader:
     """
     key = f"config.{source.key}.source"
     offered = {"source": source.source, "split": source.split, "config_key": key}
-    records = made(
+    records = instantiate(
         f"{source.key}.settings",
-        maker_of(source),
+        source.make_reader or _reader_of(source),
         source.settings,
         columns=source.columns,
         **offered,
@@ -236,15 +223,15 @@ class Tasks(Sequence[Task]):
         """The tasks of these records.
 
         Raises:
-            OwnCodeError: one cannot be read; names the key, and its place.
+            UserCodeError: one cannot be read; names the key, and its place.
         """
         try:
             records = self._reader.read(indices)
             return [self._parse(r, i) for r, i in zip(records, indices, strict=True)]
         except (ValueError, OSError) as error:
-            raise OwnCodeError(str(error)) from error
+            raise UserCodeError(str(error)) from error
         except Exception as error:  # of a reader of one's own
-            raise OwnCodeError(f"{self.key}: {failure_text(error)}.") from error
+            raise UserCodeError(f"{self.key}: {format_failure(error)}.") from error
 
     def _parse(self, record: Record, index: int) -> Task:
         source, place = self._source, self._reader.place(index)
@@ -447,21 +434,21 @@ def _hash(text: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def task_files(config: ConfigDict, kind: str) -> dict[str, tuple[list[Path], str]]:
-    """The files of `tasks.train` or `tasks.eval`, and how else their source is configured.
+def task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path], str]]:
+    """Return the files of `tasks.train` or `tasks.eval` by the key that names them.
 
-    By the key that names them; of several sources `tasks.train.sources/0` and so on. How an entry
-    is configured belongs to its content, since only its path may change without consent.
+    Keys of several sources are `tasks.train.sources/0` and so on. With them comes how the entry is
+    configured otherwise, because only its path may change without consent.
     """
-    sources = sources_of(config, kind)
     by_key = {}
-    for index, source in enumerate(sources):
-        is_entry = bool(config.tasks[kind].sources)
-        name = f"tasks.{kind}.sources/{index}" if is_entry else f"tasks.{kind}.source"
+    for source in sources:
+        section, _, index = source.key.partition(".sources[")
+        name = f"{section}.sources/{index[:-1]}" if index else f"{section}.source"
         path = Path(source.source)
         files = [path] if path.exists() else find_files(source.source, ())
-        rest = dataclasses.replace(source, key="", source="" if files else source.source)
-        fields = json.dumps(dataclasses.asdict(rest), sort_keys=True, default=str)
-        if source.source and (files or is_entry):
-            by_key[name] = files, fields if is_entry else ""
+        rest = {field: getattr(source, field) for field in FIELDS}
+        rest |= {"key": "", "source": "" if files else source.source}
+        fields = json.dumps(rest, sort_keys=True, default=str)
+        if source.source and (files or index):
+            by_key[name] = files, fields if index else ""
     return by_key

@@ -22,7 +22,7 @@ from jaxrl.models.aux_arrays import Statistics, TokenArray
 from jaxrl.models.layers import Attend, SamplerThrough, Stacks, Through
 from jaxrl.models.params import Declared, divide
 from jaxrl.types import Params
-from jaxrl.utils.callables import own_module
+from jaxrl.utils.callables import is_user_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Architecture(ABC):
 
         None where nothing equals it: a class of the user's may have been edited and loaded again.
         """
-        return None if own_module(type(self)) else self
+        return None if is_user_code(type(self)) else self
 
     @property
     def plain(self) -> Architecture:

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config.registry import chosen
-from jaxrl.envs.paths import similar_path
+from jaxrl.config.registry import resolve
 from jaxrl.models.architecture import Architecture
-from jaxrl.utils.callables import failure_text, own_module
+from jaxrl.utils.callables import format_failure, is_user_code
 from jaxrl.utils.json_io import read_object
+from jaxrl.utils.paths import similar_path
 
 
 def read_model(path: str | Path, architecture: str = "") -> Architecture:
@@ -32,11 +32,11 @@ def read_model(path: str | Path, architecture: str = "") -> Architecture:
     try:
         model = family.from_dict(fields, source=source)
     except Exception as error:
-        if not own_module(family):
+        if not is_user_code(family):
             raise  # ours say what is wrong with the file
         raise ValueError(
             f"config.model.architecture is {architecture!r}, which could not be made of {source}: "
-            f"{failure_text(error)}."
+            f"{format_failure(error)}."
         ) from error
     if not isinstance(model, Architecture):
         raise ValueError(
@@ -93,7 +93,7 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
                 f"{' or '.join(map(repr, ARCHITECTURES))}, or an architecture "
                 "of your own in config.model.architecture."
             )
-    family = chosen("model.architecture", name, ARCHITECTURES, wanted="my_architecture.Pocket")
+    family = resolve("model.architecture", name, ARCHITECTURES, example="my_architecture.Pocket")
     if not (isinstance(family, type) and issubclass(family, Architecture)):
         raise ValueError(
             f"config.model.architecture is {name!r}, which is no subclass of "

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from jaxrl.builders.environment import ADAPTERS, adapter_key
+from jaxrl.builders.resolved import ADAPTERS, ResolvedConfig, adapter_key
 from jaxrl.config.keys import EVALUATION, FREE, RESULTS
 from jaxrl.config.schema import KEYS, flatten, missing_folder
 from jaxrl.runtime.history import Begun, plain
@@ -33,7 +31,7 @@ class Change:
         return f"config.{self.key}: {self.before!r} -> {self.now!r}"
 
 
-def check_fixed(workdir: Path, begun: Begun, config: ConfigDict) -> None:
+def check_fixed(workdir: Path, begun: Begun, config: ResolvedConfig) -> None:
     """Refuses changes with which checkpoints could not go on, whoever accepts them.
 
     Raises:
@@ -63,7 +61,7 @@ def check_fixed(workdir: Path, begun: Begun, config: ConfigDict) -> None:
 
 
 def changes_since(
-    begun: Begun, config: ConfigDict, contents: Mapping[str, str] | None = None
+    begun: Begun, config: ResolvedConfig, contents: Mapping[str, str] | None = None
 ) -> list[Change]:
     """Differences to the run's configuration so far; without `contents`, files are not compared.
 
@@ -105,7 +103,7 @@ def changes_since(
     return changes
 
 
-def is_free(key: str, before: Mapping[str, Any], config: ConfigDict) -> bool:
+def is_free(key: str, before: Mapping[str, Any], config: ResolvedConfig) -> bool:
     """Return True if a key may change without consent.
 
     Args:

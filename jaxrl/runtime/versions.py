@@ -18,19 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 import jaxrl
-from jaxrl.builders.environment import CORPORA, corpus_section
+from jaxrl.builders.resolved import CORPORA, ResolvedConfig
 from jaxrl.config.keys import CORPUS, MODEL
 from jaxrl.config.schema import KEYS, flatten
-from jaxrl.data.tasks import sources_of, task_files
+from jaxrl.data.tasks import task_files
 from jaxrl.envs.search.corpus import corpus_digest, index_folder
 from jaxrl.models.architecture import Verdict
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
 from jaxrl.training.run_state import OF_CODE, Components
-from jaxrl.utils.callables import code_folders, is_own
+from jaxrl.utils.callables import code_folders, is_dotted
 from jaxrl.utils.files import set_aside, written_whole
 from jaxrl.utils.json_io import parse_json
 
@@ -128,7 +127,7 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def fingerprints(config: ConfigDict) -> dict[str, str]:
+def fingerprints(config: ResolvedConfig) -> dict[str, str]:
     """Hashes the files that the configured stages read, by key of the configuration.
 
     Files of code that dotted names stand for are among them, as `advantage.name's file`.
@@ -153,22 +152,22 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     readers = {"train": {"train"}, "eval": {"train", "evaluate"}}
     kinds = [kind for kind, stages in readers.items() if stages & set(config.stages)]
     for kind in kinds:
-        for key, (files, extra) in task_files(config, kind).items():
+        for key, (files, extra) in task_files(config.task_sources[kind]).items():
             # Of a single path its own digest, which the same data has wherever it is named.
             parts = [*map(_data_digest, files), *([extra] if extra else [])]
             is_single = len(files) == 1 and not extra
             whole = "\n".join(parts).encode()
             digests[key] = parts[0] if is_single else hashlib.sha256(whole).hexdigest()
-    if corpus_section(config):
+    if config.corpus_section:
         digests |= search_fingerprints(config)
     # The files that dotted names stand for; what these import is not seen.
     names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
     names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
     names |= {f"reward.weights.{name}": name for name in config.reward.weights}
     for kind in kinds:
-        names |= {f"{source.key}.format": source.format for source in sources_of(config, kind)}
+        names |= {f"{s.key}.format": s.format for s in config.task_sources[kind]}
     for key, name in names.items():
-        if is_own(name):
+        if is_dotted(name):
             function = pkgutil.resolve_name(name)
             module = getattr(function, "__module__", "") or name.rpartition(".")[0]
             if path := getattr(sys.modules.get(module), "__file__", None):
@@ -176,7 +175,7 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     return dict(sorted(digests.items()))
 
 
-def search_fingerprints(config: ConfigDict) -> dict[str, str]:
+def search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     """Hashes the files that the configured engine searches, as `fingerprints` has them."""
     section = CORPORA.get(config.search.engine, "")
     if not section:
@@ -208,7 +207,7 @@ def _model_digests(key: str, model: Path) -> dict[str, str]:
     return digests
 
 
-def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) -> None:
+def check_alike(config: ResolvedConfig, workdir: Path, contents: Mapping[str, str]) -> None:
     """Refuses processes of one job that would train on different things; all of them call this.
 
     Args:

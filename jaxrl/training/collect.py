@@ -19,6 +19,7 @@ from jaxrl.data.stream import Stream
 from jaxrl.envs.base import CallRecord, OutageError, Task
 from jaxrl.logs.metrics import search_metrics
 from jaxrl.objectives.filters import needs_resampling
+from jaxrl.sampling.interfaces import RolloutFunction, Sampling
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
 from jaxrl.training.estimators import returns_of
@@ -26,10 +27,7 @@ from jaxrl.training.failures import Failures, NothingWorksError, short
 from jaxrl.training.method import Filter, Method
 from jaxrl.training.usage import BudgetSpentError, Ledger
 from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members, with_fields
-from jaxrl.utils.callables import Chosen, OwnCodeError, named
-
-RollOut = Callable[[Sequence[Draw]], Sequence[Group | None]]
-"""Samples and scores a group of every draw, in their order; None for one that is not finished."""
+from jaxrl.utils.callables import NamedFunction, UserCodeError, wrap_user_code
 
 Measure = Callable[[Sequence[Group]], list[Group]]
 """Puts the divergence of each trajectory on it, where the method has a use for it."""
@@ -39,7 +37,7 @@ class NotEnoughGroupsError(ValueError):
     """The filter kept too few groups in as many batches as it may draw."""
 
 
-ENDING = (NotEnoughGroupsError, NothingWorksError, OutageError, OwnCodeError, BudgetSpentError)
+ENDING = (NotEnoughGroupsError, NothingWorksError, OutageError, UserCodeError, BudgetSpentError)
 """Errors that end a run while it collects, once what was finished is saved."""
 
 
@@ -89,21 +87,90 @@ class Left:
 
 
 @dataclass(kw_only=True)
+class StepSampler:
+    """Samples groups for one step, on all processes, and counts what they cost.
+
+    Attributes:
+        rollout: Rollout of all processes.
+        sampling: Sampling settings of the step.
+        should_stop: Returns True once the rollout is to be interrupted.
+        progress: Receives how many trajectories have ended, and of how many.
+        check_budget: Raises `BudgetSpentError` if the run may not sample more.
+        on_usage: Receives the usage of all calls so far.
+        prices: Price of each tool, for the usage.
+        usage: Usage of all calls so far, dropped groups included.
+        unfinished: Draws whose groups resume in the next call.
+        records: Tool calls of all trajectories so far.
+    """
+
+    rollout: RolloutFunction
+    sampling: Sampling
+    should_stop: Callable[[], bool] = lambda: False
+    progress: Callable[[int, int], None] = lambda done, total: None
+    check_budget: Callable[[], None] = lambda: None
+    on_usage: Callable[[Ledger], None] = lambda usage: None
+    prices: Mapping[str, float] = field(default_factory=dict)
+    usage: Ledger = field(default_factory=Ledger)
+    unfinished: list[Draw] = field(default_factory=list)
+    records: list[CallRecord] = field(default_factory=list)
+
+    def sample(self, draws: Sequence[Draw]) -> list[Group]:
+        """Sample a group for each draw; those that are not finished are left out.
+
+        Raises:
+            BudgetSpentError: The run has spent its budget.
+            Interrupted, OutageError: See `sampling.rollout.Rollout`.
+        """
+        self.check_budget()
+        sampled = self.rollout(
+            draws, self.sampling, should_stop=self.should_stop, progress=self.progress
+        )
+        groups = [group for group in sampled if group is not None]
+        self.unfinished = [d for d, group in zip(draws, sampled, strict=True) if group is None]
+        self.records += [record for t in members(groups) for record in t.records]
+        self.usage += Ledger.of(members(groups), self.prices)
+        self.on_usage(self.usage)
+        return groups
+
+    def sample_with_retries(self, draws: Sequence[Draw], attempts: int) -> tuple[list[Group], int]:
+        """Sample groups, and again those in which nobody has a reward above 0 or abstains.
+
+        BAPO (https://arxiv.org/abs/2601.11037): each attempt replaces the whole group, and the
+        last one is kept whatever it holds.
+
+        Returns:
+            The groups, and how many were sampled again, counted once per attempt.
+        """
+        groups = self.sample(draws)
+        num_resampled = 0
+        for attempt in range(1, attempts + 1):
+            columns = Columns(groups)
+            failed = needs_resampling(columns.rewards, columns.is_abstention, columns.group_ids)
+            indices = sorted({int(i) for i in columns.group_ids[failed]})
+            if not indices:
+                break
+            fresh = self.sample([dataclasses.replace(draws[i], attempt=attempt) for i in indices])
+            # Every draw has its group: unfinished_tasks is refused together with retries.
+            for index, group in zip(indices, fresh, strict=True):
+                groups[index] = group
+            num_resampled += len(indices)
+        return groups, num_resampled
+
+
+@dataclass(kw_only=True)
 class _Batches:
     """Groups and counts of a step's batches so far."""
 
     num_tasks_taken: int
     kept: list[Group]
-    under_way: list[Draw] = field(default_factory=list)
     tried: list[GroupStats] = field(default_factory=list)
-    records: list[CallRecord] = field(default_factory=list)  # of all calls, for dropped groups too
     count: int = 0
     num_resampled: int = 0
     num_generated: int = 0
 
 
 def collect(
-    roll_out: RollOut,
+    sampler: StepSampler,
     stream: Stream[Task],
     method: Method,
     *,
@@ -115,7 +182,7 @@ def collect(
     """Draws batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
 
     Args:
-        roll_out: samples groups.
+        sampler: samples groups.
         stream: tasks in their order.
         method: says what is kept.
         left: by the steps before.
@@ -133,32 +200,26 @@ def collect(
     batches = _Batches(
         num_tasks_taken=left.num_tasks_taken,
         kept=list(left.groups),
-        under_way=[Draw(task=stream.take(at, 1)[0], stream_index=at) for at in left.unfinished],
     )
-
-    # `roll_out` is the accounting of train.Collector around sampling.sharing.shared(Rollout).
-    def sampled_groups(draws: Sequence[Draw]) -> list[Group]:
-        sampled = roll_out(draws)
-        groups = [group for group in sampled if group is not None]
-        batches.under_way = [d for d, one in zip(draws, sampled, strict=True) if one is None]
-        batches.records += [record for t in members(groups) for record in t.records]
-        return groups
-
+    sampler.unfinished = [
+        Draw(task=stream.take(at, 1)[0], stream_index=at) for at in left.unfinished
+    ]
+    attempts = settings.resample_attempts
+    if not (controllers.is_late or settings.resample_early):
+        attempts = 0
     while len(batches.kept) < wanted:
         if 0 < settings.max_batches <= batches.count:
             raise NotEnoughGroupsError(_complaint(settings, batches, wanted))
         count = settings.tasks_per_batch or wanted
         # Begin so many that the step is full while unfinished_tasks are still under way.
-        if settings.unfinished_tasks or batches.under_way:
-            to_begin = settings.unfinished_tasks - len(batches.under_way)
+        if settings.unfinished_tasks or sampler.unfinished:
+            to_begin = settings.unfinished_tasks - len(sampler.unfinished)
             count = max(wanted - len(batches.kept) + to_begin, 0)
         draws, batches.num_tasks_taken = draw(
             stream, batches.num_tasks_taken, count, controllers.skipped
         )
-        draws = [*batches.under_way, *draws]
-        groups, num_retried = _roll_out_with_retries(
-            sampled_groups, draws, settings, controllers.is_late
-        )
+        draws = [*sampler.unfinished, *draws]
+        groups, num_retried = sampler.sample_with_retries(draws, attempts)
         failures.count(members(groups))
         shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
         if settings.sees_kl:
@@ -180,11 +241,13 @@ def collect(
     return Collected(
         groups=batches.kept[:wanted],
         leftover=carried,
-        unfinished=[draw.stream_index for draw in batches.under_way],
+        unfinished=[draw.stream_index for draw in sampler.unfinished],
         num_tasks_taken=batches.num_tasks_taken,
         tried=batches.tried,
+        ledger=sampler.usage,
         metrics=_metrics(
             batches,
+            sampler.records,
             num_leftover_before=len(left.groups),
             num_leftover=len(new_leftover),
             method=method,
@@ -224,7 +287,12 @@ def draw(
 
 
 def _metrics(
-    batches: _Batches, *, num_leftover_before: int, num_leftover: int, method: Method
+    batches: _Batches,
+    records: Sequence[CallRecord],
+    *,
+    num_leftover_before: int,
+    num_leftover: int,
+    method: Method,
 ) -> dict[str, float]:
     """Metrics of what a step has drawn and kept, and of leftovers before and after it."""
     tried, size = batches.tried, method.group_size
@@ -241,15 +309,15 @@ def _metrics(
         "filter/accuracy": sum(group.num_correct for group in tried) / (num_scored or np.nan),
         "filter/resampled_groups": batches.num_resampled,
         **{f"filter/{kind}_share": kinds[kind] / num_groups for kind in GROUP_KINDS},
-        **search_metrics(batches.records),
+        **search_metrics(records),
     }
 
 
 def _shares(tried: Sequence[GroupStats]) -> str:
     """Describes the kinds of groups, and why the first that failed did."""
     kinds = Counter(group.kind for group in tried)
-    named = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
-    shares = ", ".join(f"{count} {name}" for count, name in named)
+    wrap_user_code = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
+    shares = ", ".join(f"{count} {name}" for count, name in wrap_user_code)
     error = next((short(group.error) for group in tried if group.error), "")
     return shares + (f" (the first environment error: {error})" if error else "")
 
@@ -280,37 +348,6 @@ def _complaint(settings: Filter, batches: _Batches, wanted: int) -> str:
         "--accept_changes, change config.tasks.train.source or config.rollout.group_size. What was "
         "finished is saved."
     )
-
-
-def _roll_out_with_retries(
-    roll_out: Callable[[Sequence[Draw]], list[Group]],
-    draws: Sequence[Draw],
-    settings: Filter,
-    is_late: bool,
-) -> tuple[list[Group], int]:
-    """Samples groups, and again those in which nobody has a reward above 0 or abstains.
-
-    BAPO (https://arxiv.org/abs/2601.11037): each attempt replaces the whole group, and the last
-    one is kept whatever it holds.
-
-    Returns:
-        The groups, and how many were sampled again, counted once an attempt.
-    """
-    groups = roll_out(draws)
-    attempts = settings.resample_attempts if is_late or settings.resample_early else 0
-    num_resampled = 0
-    for attempt in range(1, attempts + 1):
-        columns = Columns(groups)
-        again = needs_resampling(columns.rewards, columns.is_abstention, columns.group_ids)
-        indices = sorted({int(i) for i in columns.group_ids[again]})
-        if not indices:
-            break
-        fresh = roll_out([dataclasses.replace(draws[i], attempt=attempt) for i in indices])
-        # Every draw has its group: method.py refuses unfinished_tasks with resample_attempts.
-        for index, group in zip(indices, fresh, strict=True):
-            groups[index] = group
-        num_resampled += len(indices)
-    return groups, num_resampled
 
 
 def _filter_groups(
@@ -358,37 +395,19 @@ def _filter_groups(
     return [group for i, group in enumerate(groups) if i in kept and len(group.scored) >= fewest]
 
 
-def filter_flags(keep: Chosen, column: Callable[[str], np.ndarray], count: int) -> np.ndarray:
+def filter_flags(
+    keep: NamedFunction, column: Callable[[str], np.ndarray], count: int
+) -> np.ndarray:
     """Applies the filter to `count` trajectories, bool; `column` has its arrays by name.
 
     Raises:
-        OwnCodeError: it failed, or says something else.
+        UserCodeError: it failed, or says something else.
     """
-    checked = named(keep.key, keep.name, lambda *arrays: np.asarray(keep(*arrays)))
+    checked = wrap_user_code(keep.key, keep.name, lambda *arrays: np.asarray(keep(*arrays)))
     flags: np.ndarray = checked(*map(column, keep.arguments))
     if flags.dtype != bool or flags.shape != (count,):
-        raise OwnCodeError(
+        raise UserCodeError(
             f"config.filter.name names {keep.name!r}, which returned {flags.dtype} "
             f"{list(flags.shape)}; expected bool [{count}], one a trajectory."
         )
     return flags
-
-
-def check_filter(method: Method) -> None:
-    """Refuses a filter that fails on a batch in which every second trajectory is right.
-
-    Raises:
-        OwnCodeError: see `filter_flags`.
-    """
-    if (keep := method.filter.keep) is None:
-        return
-    num_tasks = method.filter.tasks_per_batch or method.tasks_per_step
-    columns, index = Columns(()), np.arange(num_tasks * method.group_size)
-
-    def column(name: str) -> np.ndarray:
-        if name == "group_ids":
-            return (index // method.group_size).astype(np.int32)
-        kind = getattr(columns, name).dtype if hasattr(columns, name) else np.float32
-        return (index % 2).astype(kind)
-
-    filter_flags(keep, column, len(index))

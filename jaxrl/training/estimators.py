@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.objectives.turns import by_turn, turn_returns
 from jaxrl.runtime.compilation import jitted
 from jaxrl.training.method import Advantage
 from jaxrl.types import Columns, Group, Trajectory, members, with_fields
-from jaxrl.utils.callables import OwnCodeError, failure_text, named
+from jaxrl.utils.callables import UserCodeError, wrap_user_code
 
 
 class Estimator:
@@ -35,10 +34,10 @@ class Estimator:
         compiled = jitted(
             estimate if advantage.by_turn else function,
             name=chosen.name,
-            key=None if chosen.is_users else (function, advantage.by_turn, tuple(names)),
+            key=None if chosen.is_user_code else (function, advantage.by_turn, tuple(names)),
             static_argnames=tuple(chosen.settings),
         )
-        self._function = named(chosen.key, chosen.name, compiled)
+        self._function = wrap_user_code(chosen.key, chosen.name, compiled)
 
     def scheduled(self, stage_step: int) -> dict[str, Any]:
         """The settings that have a schedule, after `stage_step` steps of the stage."""
@@ -47,32 +46,6 @@ class Estimator:
             begun = [value for step, value in pairs if step <= stage_step]
             settings[name] = begun[-1] if begun else self._advantage.estimator.settings[name]
         return settings
-
-    def check(self, count: int) -> None:
-        """Refuses an estimator that gives no number a trajectory; it is traced for `count` of them.
-
-        Raises:
-            ValueError: names the key, and the line that raised.
-        """
-        chosen, columns, shape = self._advantage.estimator, Columns(()), (count,)
-        arrays = [
-            jax.random.key(0)
-            if name == "key"
-            else jax.ShapeDtypeStruct(shape, getattr(columns, name).dtype)
-            for name in self._arrays
-        ]
-        begin = f"config.{chosen.key} names {chosen.name!r}"
-        try:
-            result = jax.eval_shape(chosen, *arrays)
-        except (Exception, SystemExit) as error:
-            raise ValueError(f"{begin}, which JAX cannot trace: {failure_text(error)}.") from error
-        is_array = isinstance(result, jax.ShapeDtypeStruct)
-        if not (is_array and result.shape == shape and jnp.issubdtype(result.dtype, jnp.floating)):
-            what = f"{result.dtype} {list(result.shape)}" if is_array else type(result).__name__
-            raise ValueError(
-                f"{begin}, which returned {what}; expected float32 {list(shape)}, one number a "
-                "trajectory."
-            )
 
     def __call__(self, groups: Sequence[Group], step: int, stage_step: int) -> list[Group]:
         """Groups whose trajectories have their advantages.
@@ -98,7 +71,7 @@ class Estimator:
         settings = {**self._advantage.estimator.settings, **self.scheduled(stage_step)}
         advantages = np.asarray(self._function(*arrays, **settings), np.float32)
         if advantages.shape != shape or not np.isfinite(advantages).all():
-            raise OwnCodeError(
+            raise UserCodeError(
                 f"config.advantage.name names {self._advantage.estimator.name!r}, which returned "
                 f"{list(advantages.shape)} "
                 f"with {np.isfinite(advantages).sum()} finite numbers; expected finite "
@@ -137,7 +110,7 @@ def _check_rewards(trajectories: Sequence[Trajectory]) -> None:
     for t in trajectories:
         if t.is_scored and not abs(t.reward) <= largest:
             odd = [f"'{n}' gave {x}" for n, x in t.reward_parts.items() if not abs(x) <= largest]
-            raise OwnCodeError(
+            raise UserCodeError(
                 f"the reward of the task {t.task_id!r} is {t.reward}: {', '.join(odd) or 'a sum'}; "
                 "expected float32, so mend the part or its weight in config.reward.weights."
             )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl.utils.callables import Chosen
+from jaxrl.utils.callables import NamedFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Advantage:
             setting from then on.
     """
 
-    estimator: Chosen
+    estimator: NamedFunction
     schedules: Mapping[str, Sequence[tuple[int, Any]]]
     by_turn: bool
     turn_discount: float
@@ -38,11 +38,11 @@ class Loss:
         gate: of `objectives.losses.GATES`, or one's own; None where all tokens count.
     """
 
-    policy_loss: Chosen
-    term: Chosen | None
+    policy_loss: NamedFunction
+    term: NamedFunction | None
     term_coef: float
-    gate: Chosen | None
-    aggregation: Chosen
+    gate: NamedFunction | None
+    aggregation: NamedFunction
     correction: Mapping[str, Any] = field(hash=False)
     entropy_coef: float
     mask_observations: bool
@@ -53,7 +53,7 @@ class KL:
     """The section `kl`; `adaptive`, `log` and `budget` hold the arguments of their updates."""
 
     coef: float
-    estimator: Chosen
+    estimator: NamedFunction
     anchor: str
     place: str
     controller: str
@@ -74,8 +74,8 @@ class Filter:
         metric: by which `varied` compares, its key `filter.varied.metric`.
     """
 
-    keep: Chosen | None
-    trains_on: Chosen | None
+    keep: NamedFunction | None
+    trains_on: NamedFunction | None
     metric: str
     tasks_per_batch: int
     max_batches: int
@@ -126,7 +126,7 @@ class Watch:
         action: of `training.watch.ACTIONS`, for the signs that `actions` does not name.
     """
 
-    judge: Chosen
+    judge: NamedFunction
     action: str
     actions: Mapping[str, str]
     lr_factor: float
@@ -143,7 +143,7 @@ class OptimizerSettings:
     """
 
     lr: float
-    schedule: Chosen
+    schedule: NamedFunction
     warmup_steps: int
     final_lr_fraction: float
     num_updates: int
@@ -207,13 +207,13 @@ class Method:
         of one's own give it one.
         """
         others = self.loss.entropy_coef != 0 or self.balance_coef != 0 or self.loss.term is not None
-        return has_kl_loss(self.kl) or others or self.loss.policy_loss.is_own
+        return has_kl_loss(self.kl) or others or self.loss.policy_loss.is_custom
 
     @property
     def has_users_loss(self) -> bool:
         """True where code of the user's is in the loss."""
         parts = (self.loss.policy_loss, self.loss.term, self.loss.gate, self.kl.estimator)
-        return any(part is not None and part.is_users for part in parts)
+        return any(part is not None and part.is_user_code for part in parts)
 
     @property
     def has_reference(self) -> bool:

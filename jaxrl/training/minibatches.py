@@ -25,7 +25,7 @@ from jaxrl.training.method import (
 from jaxrl.training.packing import BatchShape, Packed, pack
 from jaxrl.training.update import ScoreStep, put_batch
 from jaxrl.types import Batch, Group, Params, Trajectory, members
-from jaxrl.utils.callables import named
+from jaxrl.utils.callables import wrap_user_code
 
 
 def make_minibatches(
@@ -102,7 +102,7 @@ def divide(
 def keeper(filter: Filter) -> Callable[[Trajectory], bool]:
     """The function that says which trajectories of the kept groups have a loss.
 
-    Its failures are an `OwnCodeError`.
+    Its failures are an `UserCodeError`.
     """
     if (chosen := filter.trains_on) is None:
         return lambda _: True
@@ -113,7 +113,7 @@ def keeper(filter: Filter) -> Callable[[Trajectory], bool]:
             raise TypeError(f"it returned {keeps!r:.80}; expected True or False")
         return bool(keeps)
 
-    return named(chosen.key, chosen.name, is_kept)
+    return wrap_user_code(chosen.key, chosen.name, is_kept)
 
 
 def trained_share(trajectories: Sequence[Trajectory], filter: Filter) -> dict[str, float]:
@@ -126,23 +126,10 @@ def weigh(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:
     """`token_weights` of these masks, by `loss.aggregation` (objectives/aggregation.py).
 
     Raises:
-        OwnCodeError: an aggregation of one's own failed.
+        UserCodeError: an aggregation of one's own failed.
     """
     chosen = loss.aggregation
-    return named(chosen.key, chosen.name, token_weights)(masks, chosen)
-
-
-def check_aggregation(method: Method, max_response_tokens: int) -> None:
-    """Refuses an aggregation that fails on a mini-batch of trajectories of 0, 1, … tokens, or none.
-
-    None is longer than `max_response_tokens`, so it takes no more than a step does.
-
-    Raises:
-        OwnCodeError: names the key, and the line that raised.
-    """
-    for size in (method.groups_per_minibatch * method.group_size, 1):
-        counts = np.arange(size) % (max_response_tokens + 1)
-        weigh([np.ones(count, bool) for count in counts], method.loss)
+    return wrap_user_code(chosen.key, chosen.name, token_weights)(masks, chosen)
 
 
 def as_trained(trajectory: Trajectory, loss: Loss) -> Trajectory:

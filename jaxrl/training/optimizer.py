@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from jaxrl.runtime.compilation import jitted, kept
+from jaxrl.runtime.compilation import kept
 from jaxrl.training.method import OptimizerSettings
-from jaxrl.utils.callables import named
 
 
 def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
@@ -32,7 +29,7 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
     """AdamW behind global-norm clipping; one for equal settings, by which programs are found."""
     # What a schedule of the user's own calls may be edited between two runs of a process.
-    key = None if settings.schedule.is_users else settings
+    key = None if settings.schedule.is_user_code else settings
     return kept(partial(_adamw, settings), name="optimizer", key=key)
 
 
@@ -47,36 +44,6 @@ def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
     )
     clip = optax.clip_by_global_norm(settings.grad_clip) if settings.grad_clip else optax.identity()
     return optax.chain(clip, adamw)
-
-
-def check_schedule(settings: OptimizerSettings) -> None:
-    """Refuses a schedule that fails in a step of the stage, or gives no rate of at least 0 there.
-
-    Where there are very many steps, so many of them are tried, evenly spread.
-
-    Raises:
-        ValueError: names the key, the step and the rate.
-    """
-    key, name, count = settings.schedule.key, settings.schedule.name, settings.num_updates
-    schedule = named(key, name, learning_rate)(settings)
-    steps = np.linspace(0, count - 1, min(count, _MOST_STEPS)).astype(np.int32)
-    at_all = jitted(
-        partial(jax.lax.map, schedule),
-        name="schedule",
-        key=None if settings.schedule.is_users else settings,
-    )
-    rates = np.asarray(named(key, name, at_all)(steps))
-    is_rate = np.isfinite(rates) & (rates >= 0) & (rates.ndim == 1)
-    if not is_rate.all():
-        first = int(np.argwhere(~is_rate)[0, 0])
-        raise ValueError(
-            f"config.{key} names {name!r}, which gave {rates[first].tolist()!r} at step "
-            f"{steps[first]} of {count}; expected a finite number of at least 0."
-        )
-
-
-_MOST_STEPS = 100_000
-"""Steps at which a schedule is tried."""
 
 
 def constant(peak: float) -> optax.Schedule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -32,7 +32,6 @@ from jaxrl.runtime.sharding import (
 )
 from jaxrl.training.packing import (
     PARTS,
-    BatchShape,
     Packed,
     PackedAttachments,
     loss_quarters,
@@ -394,37 +393,6 @@ class Gradient:
         self.begin = CompiledFunction(begin, name="update_start", key=key)
         self.add = MicroBatches(model, "update", add, key)
         self.measure = MicroBatches(model, "update_metrics", measure, key)
-
-    def check(self, shape: BatchShape, fields: Sequence[str] = ()) -> None:
-        """Traces the loss of a micro-batch and its gradient, and computes nothing.
-
-        Errors of the loss pass through. The first update need not trace it again where its
-        micro-batches have these fields and the whole room in the output layer.
-
-        Args:
-            shape: of mini-batches.
-            fields: float32 fields of `Batch` that are given, beside those that always are.
-        """
-        kinds = {"token_ids": jnp.int32, "segment_ids": jnp.int32, "positions": jnp.int32}
-        kinds |= {"loss_mask": jnp.bool_, **dict.fromkeys((*_FLOATS, *fields), jnp.float32)}
-        model, sizes = self._model, (1, shape.micro_rows, shape.row_tokens)
-        lies = batch_sharding(model.mesh)
-        given: dict[str, Any] = {
-            name: jax.ShapeDtypeStruct(sizes, kind, sharding=lies) for name, kind in kinds.items()
-        }
-        given["token_arrays"] = {
-            name: jax.ShapeDtypeStruct((*sizes, *one.shape), one.dtype, sharding=lies)
-            for name, one in shape.token_arrays.items()
-        }
-        batch = Batch(**given)
-        params = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            model.architecture.abstract_params(),
-            param_shardings(model.mesh, model.architecture),
-        )
-        sums = jax.eval_shape(self.begin.function, params, batch)
-        add = partial(self.add.program.function, start=0, stop=1, room=QUARTERS[-1])
-        jax.eval_shape(add, params, sums, batch)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
         """Adds up over the micro-batches of `packed`, which lies on the devices as `batch`."""

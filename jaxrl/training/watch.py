@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl.training.method import Method, Watch
 from jaxrl.types import Group
-from jaxrl.utils.callables import named
+from jaxrl.utils.callables import wrap_user_code
 from jaxrl.utils.json_io import parse_json
 
 WATCHES: dict[str, str] = {"sentinel": "jaxrl.extras.sentinel.signs:judge"}
@@ -116,7 +116,7 @@ def look(
         step: of the stage, this one counted.
 
     Raises:
-        OwnCodeError: a function of one's own failed, or returned something else.
+        UserCodeError: a function of one's own failed, or returned something else.
     """
     assert method.watch is not None
     judge = method.watch.judge
@@ -135,7 +135,7 @@ def look(
         plain = parse_json(json.dumps(judged[0], allow_nan=False), "its state")
         return plain, judged[1]
 
-    state, signs = named(judge.key, judge.name, checked)()
+    state, signs = wrap_user_code(judge.key, judge.name, checked)()
     new = [s for s in signs if step - watched.seen.get(s.name, -FORGOTTEN_AFTER) >= FORGOTTEN_AFTER]
     acting = [{"name": s.name, "text": s.text, "since": s.since} for s in new]
     seen = {**watched.seen, **{sign.name: step for sign in signs}}

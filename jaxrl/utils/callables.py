@@ -1,4 +1,4 @@
-"""Functions that a configuration names, ours and the user's own, as the loop calls them."""
+"""Callables named in the config, built-in or user-supplied, and how their failures read."""
 
 from __future__ import annotations
 
@@ -12,112 +12,156 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MAX_ERROR = 2000  # characters of an exception's first line; a library may write no other
+MAX_ERROR_CHARS = 2000
+"""Length to which the first line of an exception is cut."""
+
+
+class UserCodeError(ValueError):
+    """User code failed or returned an unusable value. The text names the config key."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """A function that a key names, with its settings.
+class NamedFunction:
+    """A function named by a config key, with its settings.
 
     Attributes:
-        key: that holds the name, with its sections.
-        name: an entry of a table, or a dotted name.
-        function: what the name stands for.
-        settings: its keyword-only arguments.
+        key: Full key that holds the name, such as `loss.name`.
+        name: Table entry or dotted path.
+        function: The function that the name resolves to.
+        settings: Keyword-only arguments from the config.
     """
 
     key: str
     name: str
-    function: Callable[..., Any] = field(hash=False)  # either may have no hash
+    function: Callable[..., Any] = field(hash=False)  # either field may be unhashable
     settings: Mapping[str, Any] = field(hash=False)
 
     @property
     def arguments(self) -> list[str]:
-        """The names of its other arguments."""
-        return arguments_of(self.function)
+        """Names of the arrays that the function takes."""
+        return argument_names(self.function)
 
     @property
-    def is_own(self) -> bool:
-        """True for one of the user's own."""
-        return is_own(self.name)
+    def is_custom(self) -> bool:
+        """True if the config names it by a dotted path."""
+        return is_dotted(self.name)
 
     @property
-    def is_users(self) -> bool:
-        """True for the user's code, by a dotted name or put into a table."""
-        return own_module(self.function)
+    def is_user_code(self) -> bool:
+        """True if it is defined outside jaxrl, also where a user added it to a table."""
+        return is_user_code(self.function)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Calls the function with its settings."""
+        """Call the function with its settings."""
         return self.function(*arguments, **self.settings)
 
 
-class OwnCodeError(ValueError):
-    """Failure of what a key names, or a result that cannot be used; the text names the key."""
-
-
-def is_own(name: str) -> bool:
-    """Returns True if a name is a dotted one, as `my_env.MyEnv`, and no entry of a table.
-
-    A colon may stand before what the module defines, as `pkgutil.resolve_name` has it.
-    """
+def is_dotted(name: str) -> bool:
+    """Return True for a dotted path such as `my_env.MyEnv` or `my_env:MyEnv`."""
     return "." in name or ":" in name
 
 
-def own_module(thing: Any) -> bool:
-    """Returns True if a class or a function is the user's."""
+def short_name(name: str) -> str:
+    """Return the last part of a dotted path."""
+    return re.split(r"[.:]", name)[-1]
+
+
+def is_user_code(thing: Any) -> bool:
+    """Return True if a class or function is defined outside jaxrl."""
     return str(getattr(thing, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
 
 
-def arguments_of(function: Callable[..., Any]) -> list[str]:
-    """The names of the parameters of a function that are not keyword-only."""
+def argument_names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters that are not keyword-only."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
-def failure_text(error: BaseException) -> str:
-    """Describe what the user's code raised, in one line, and where in its files.
+def format_failure(error: BaseException) -> str:
+    """Describe an exception of user code in one line, with the file and line of that code.
 
-    Of a text of several lines this keeps the first: JAX goes on with how it got there. Secrets are
-    redacted where it is printed.
+    JAX appends its own traceback to messages, so only the first line is kept.
     """
     try:
         text = str(error)
-    except Exception:  # exceptions are classes of the user's too
+    except Exception:  # an exception class of the user may fail to print itself
         text = ""
-    first, *_ = [*f"{type(error).__name__}: {text}".removesuffix(": ")[:MAX_ERROR].splitlines(), ""]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
-    return first.rstrip(".") + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")
+    message = f"{type(error).__name__}: {text}".removesuffix(": ")[:MAX_ERROR_CHARS]
+    first = (message.splitlines() or [""])[0].rstrip(".")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_LIBRARY_PATHS)
+    ]
+    return first + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
 
 
-def named(key: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose failures name their key and place; errors of ours keep their text."""
-
-    def tried(*arguments: Any, **settings: Any) -> Any:
-        try:
-            return function(*arguments, **settings)
-        except (Exception, SystemExit) as error:
-            is_told = isinstance(error, ValueError) and f"config.{key}" in str(error)
-            text = f"config.{key} names {name!r}, which failed: {failure_text(error)}."
-            raise OwnCodeError(str(error) if is_told else text) from error
-
-    return tried
-
-
-_NOT_THEIRS = (
+_LIBRARY_PATHS = (
     "<",
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib", "scripts")),
 )
-"""Beginnings of files that are not the user's: ours, Python's, those of packages."""
+"""Prefixes of files that are not the user's: jaxrl, the standard library and packages."""
 
 
 def code_folders() -> list[str]:
     """Return the folders of `sys.path` that hold the user's modules: not Python's or packages'."""
     folders = [str(Path(entry).absolute()) for entry in sys.path if Path(entry).is_dir()]
-    return [folder for folder in folders if not folder.startswith(_NOT_THEIRS)]
+    return [folder for folder in folders if not folder.startswith(_LIBRARY_PATHS)]
 
 
-def short_name(name: str) -> str:
-    """The last piece of a dotted name."""
-    return re.split(r"[.:]", name)[-1]
+def wrap_user_code(key: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with errors that name the config key and the failing line.
+
+    The result raises a `UserCodeError` for any exception. Messages that name the key already are
+    kept.
+    """
+
+    def wrapped(*arguments: Any, **settings: Any) -> Any:
+        try:
+            return function(*arguments, **settings)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, ValueError) and f"config.{key}" in str(error):
+                raise UserCodeError(str(error)) from error
+            text = f"config.{key} names {name!r}, which failed: {format_failure(error)}."
+            raise UserCodeError(text) from error
+
+    return wrapped
+
+
+def probe(
+    key: str,
+    name: str,
+    function: Callable[..., Any],
+    *example: Any,
+    expected: str = "",
+    is_valid: Callable[[Any], bool] = lambda result: True,
+) -> Any:
+    """Call user code once on example inputs, before the run begins.
+
+    Args:
+        key: Config key that names the code.
+        name: Value of that key.
+        function: The code, or a wrapper such as `partial(jax.eval_shape, loss)`.
+        example: Inputs with the types and shapes of a real call.
+        expected: Description of a valid result, for the error message.
+        is_valid: Check of the result.
+
+    Returns:
+        The result.
+
+    Raises:
+        UserCodeError: The code raised, or `is_valid` rejected its result.
+    """
+    result = wrap_user_code(key, name, function)(*example)
+    if not wrap_user_code(key, name, is_valid)(result):
+        shape = getattr(result, "shape", None)
+        kind = type(result).__name__
+        if shape is not None:
+            kind = f"{result.dtype}{list(shape)}"
+        elif isinstance(result, str | int | float | None):
+            kind = f"{result!r:.80}"
+        raise UserCodeError(
+            f"config.{key} names {name!r}, which returned {kind}; expected {expected}."
+        )
+    return result

@@ -12,18 +12,14 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders import environment
-from jaxrl.builders.components import (
-    _check_documents,
-    _make_env,
-    _make_plain_search,
-    _make_random_search,
-    _make_search,
-    _make_tools,
-    assemble,
-    check_offload,
-    fit_prompts,
-    make_schedule,
+from jaxrl.builders.components import build_schedule, check_offload, fit_prompts
+from jaxrl.builders.environment import (
+    _build_engine,
+    build_environment,
+    build_random_search,
+    build_search,
+    build_tools,
+    check_documents,
 )
 from jaxrl.config import default_config
 from jaxrl.envs.base import Episode, OutageError, Prompt, Task, Turn
@@ -32,7 +28,7 @@ from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search.resilient import PROBE
 from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.rollout import Rollout
-from tests.helpers import ROOT
+from tests.helpers import ROOT, build, resolved
 from tests.servers import Retriever, served
 from tests.toys import OWN_SYSTEM, toy_tokenizer
 
@@ -52,7 +48,7 @@ KEY = "config.tasks.train.source"
 def test_replies_enter_as_they_arrive_on_accelerators_unless_the_key_is_set(platform, wish, wanted):
     config = default_config()
     config.rollout.deterministic = wish
-    schedule = make_schedule(config, platform)
+    schedule = build_schedule(config, platform)
     assert (schedule.deterministic, schedule.lag_chunks) == (wanted, 2)
 
 
@@ -101,7 +97,7 @@ def test_a_task_of_which_the_template_drops_a_field_is_refused_with_its_line(tin
     file.write_text("".join(json.dumps({**one, "answers": ["a"]}) + "\n" for one in records))
     config.tasks.train.source = str(file)
     with pytest.raises(ValueError, match=r"tasks\.jsonl:2: .* drops 'tool_calls\[0\]\.function"):
-        assemble(config)
+        build(config)
 
 
 def test_the_building_of_an_index_is_shown(tmp_path):
@@ -109,7 +105,7 @@ def test_the_building_of_an_index_is_shown(tmp_path):
     corpus.write_text("".join(f'{{"id": {i}, "title": "t", "text": ""}}\n' for i in range(2500)))
     config, shown = debug_tiny.get_config(), []
     config.search.local.corpus = str(corpus)
-    _make_plain_search(config, shown.append)
+    _build_engine(resolved(config), shown.append, print)
     what = f"building the index of {corpus}, documents"
     assert shown == [f"{what} {count}/2,500" for count in ("1,000", "2,000", "2,500")]
 
@@ -120,11 +116,11 @@ def test_an_end_of_messages_at_which_nothing_stops_is_told(tiny_world, tmp_path)
     file = tmp_path / "model" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|endoftext|>"}))
     (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
-    [note] = assemble(config).notes
+    [note] = build(config).notes
     assert note.startswith("warning: the chat template ends a message with <|im_end|>, but only ")
     assert note.endswith("Set config.model.eos_tokens to ('<|im_end|>',)")
     config.model.eos_tokens = ("<|im_end|>",)
-    assert assemble(config).notes == ()
+    assert build(config).notes == ()
 
 
 @pytest.mark.parametrize("system", ["", "Search."])
@@ -135,7 +131,7 @@ def test_a_system_message_of_the_template_that_is_left_out_is_told(tiny_world, t
     config.model.path = str(shutil.copytree(tiny_world / "model", tmp_path / "model"))
     file = tmp_path / "model" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": OWN_SYSTEM}))
-    notes = assemble(config).notes
+    notes = build(config).notes
     if system:
         assert notes == ()
     else:
@@ -156,14 +152,14 @@ def test_what_is_for_experts_alone_is_refused_for_a_dense_model(tiny_world):
         with pytest.raises(
             ValueError, match=rf"config\.{key} is {value}, .* no experts .*; set it"
         ):
-            assemble(config)
+            build(config)
 
 
 def test_training_and_evaluation_leave_them_out_alike(tiny_world):
     config = debug_tiny.get_config(str(tiny_world))
     config.stages = ("train",)
     config.rollout.overlong_prompts, config.rollout.max_prompt_tokens = "drop", 14
-    parts = assemble(config)
+    parts = build(config)
     assert (len(parts.tasks), len(parts.eval_tasks)) == (32, 2)
     train, evaluation = parts.notes
     assert train.startswith("config.tasks.train.source: 96 of 128 tasks have prompts of more than")
@@ -179,7 +175,7 @@ def test_tasks_and_documents_are_checked_before_demonstrations(tiny_world, tmp_p
     config.search.local.corpus = str(whole)
     shown = []
     with pytest.raises(ValueError, match=r"bad\.jsonl:1 is not valid JSON"):
-        assemble(config, shown.append)
+        build(config, shown.append)
     assert f"checking {whole}" in shown
     assert not any(line.startswith("building the index") for line in shown)
 
@@ -187,13 +183,13 @@ def test_tasks_and_documents_are_checked_before_demonstrations(tiny_world, tmp_p
     corpus.write_text('{"id": 1, "title": "a", "text": "b"}\n' * 2)
     config.search.local.corpus = str(corpus)
     with pytest.raises(ValueError, match=r"corpus\.jsonl:2: the id '1' is that of line 1 already"):
-        assemble(config)
+        build(config)
     lines = (tiny_world / "questions_train.jsonl").read_text().splitlines(keepends=True)
     twice = tmp_path / "twice.jsonl"
     twice.write_text("".join([*lines[:5], lines[0]]))
     config.tasks.train.source = str(twice)
     with pytest.raises(ValueError, match=r"twice\.jsonl:6.*"):
-        assemble(config)
+        build(config)
 
 
 def test_documents_that_an_index_was_built_of_are_not_checked_again(tiny_world, tmp_path):
@@ -201,10 +197,10 @@ def test_documents_that_an_index_was_built_of_are_not_checked_again(tiny_world, 
     corpus = Path(shutil.copy(config.search.local.corpus, tmp_path / "corpus.jsonl"))
     config.search.local.corpus = str(corpus)
     os.utime(corpus, (1e9, 1e9))  # settled
-    _check_documents(config, shown.append)
+    check_documents(resolved(config), shown.append)
     assert shown == [f"checking {corpus}"]
     searching(config)
-    _check_documents(config, shown.append)
+    check_documents(resolved(config), shown.append)
     assert len(shown) == 1
 
 
@@ -214,10 +210,10 @@ def test_the_tools_of_each_server_are_told():
     config, told = default_config(), []
     config.env.search.protocol, config.search.engine = "qwen", "none"
     config.env.search.mcp = ({"command": (sys.executable, server)},)
-    assert [tool.name for tool in _make_tools(config, told.append)] == ["look_up"]
+    assert [tool.name for tool in build_tools(resolved(config), told.append)] == ["look_up"]
     assert told == [f"the MCP server '{sys.executable} {server}' offers look_up"]
     config.env.search.mcp = ()
-    assert _make_tools(config, told.append) == []
+    assert build_tools(resolved(config), told.append) == []
     assert len(told) == 1
 
 
@@ -231,7 +227,7 @@ def test_the_amounts_of_the_configuration_are_what_is_paid():
         }
     )  # fmt: skip
     config.reward.update({"weights": {"answer": 1.0}, "correct": "answer"})
-    env = _make_env(config, EmptySearch(), [])
+    env = build_environment(resolved(config), EmptySearch(), [])
     task = Task(id="t", question="?", answers=("Paris",))
     answers = (
         "<answer>Paris</answer>",
@@ -247,7 +243,7 @@ def test_the_amounts_of_the_configuration_are_what_is_paid():
 
 
 def searching(config, workdir=None):
-    return _make_search(config, lambda _: None, workdir, lambda _: None)
+    return build_search(resolved(config), lambda _: None, workdir, lambda _: None)
 
 
 def test_what_is_recorded_answers_where_there_is_no_corpus(tmp_path):
@@ -265,7 +261,7 @@ def test_what_is_recorded_answers_where_there_is_no_corpus(tmp_path):
     corpus.unlink()
     shutil.rmtree(tmp_path / "index")
     config.search.replay = "only"
-    assert not environment.corpus_section(config)  # nobody asks for the file
+    assert not resolved(config).corpus_section  # nobody asks for the file
     config.search.local.index = str(tmp_path / "elsewhere")  # on which no result depends
     assert searching(config, tmp_path).run("bridge") == found
     with pytest.raises(OutageError, match="has no result for the query 'tower'"):
@@ -296,9 +292,9 @@ def test_documents_at_random_are_drawn_where_a_recording_answers(tmp_path):
     config.search.local.corpus, config.search.replay = str(corpus), "record"
     wanted = searching(config, tmp_path).run("bridge")
     config.search.replay, config.eval.final_suites = "only", ("sampled", "random_search")
-    assert environment.needs_engine(config)  # whose documents are drawn
+    assert resolved(config).needs_engine  # whose documents are drawn
     search = searching(config, tmp_path)
-    drawn = _make_random_search(config, search)
+    drawn = build_random_search(resolved(config), search)
     assert search.run("bridge") == wanted
     found = drawn.run("bridge")
     assert found.count("Doc ") == 3
@@ -342,7 +338,7 @@ def test_bounds_of_turns_and_calls_reach_the_environment():
     def outcomes(**limits):
         config = default_config()
         config.rollout.update(limits)
-        env = _make_env(config, EmptySearch(), [])
+        env = build_environment(resolved(config), EmptySearch(), [])
         text, turns, outcomes = "<search>a</search>", [], []
         for _ in range(3):
             [reply] = env.step([Episode(task=TASK, turns=turns)], [text])
@@ -386,6 +382,6 @@ class AskingMuch(SearchEngine):
 def test_an_engine_of_ones_own_is_given_the_searches_over_a_corpus_alone():
     config = default_config()
     config.search.engine = f"{__name__}.AskingMuch"
-    local, dense, *others = _make_plain_search(config, lambda _: None).given
+    local, dense, *others = _build_engine(resolved(config), print, print).given
     assert (local, dense) == (config.search.local.to_dict(), config.search.dense.to_dict())
     assert others == ["https://my.host", None]

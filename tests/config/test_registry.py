@@ -7,14 +7,14 @@ import pytest
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
 from jaxrl.config.keys import optional
-from jaxrl.config.registry import chosen, made
+from jaxrl.config.registry import instantiate, resolve
 from jaxrl.envs.base import ENVS
 from jaxrl.envs.search_env import SearchEnv
 
 
 def test_a_name_is_an_entry_of_the_table_or_a_dotted_one():
-    assert chosen("env.name", "search", ENVS, wanted="x.Y") is SearchEnv
-    assert chosen("env.name", "jaxrl.envs.search_env.SearchEnv", {}, wanted="x.Y") is SearchEnv
+    assert resolve("env.name", "search", ENVS, example="x.Y") is SearchEnv
+    assert resolve("env.name", "jaxrl.envs.search_env.SearchEnv", {}, example="x.Y") is SearchEnv
 
 
 @pytest.mark.parametrize(
@@ -66,20 +66,20 @@ def thing(engine, *, size, colour="red"):
 
 
 def test_parameters_are_bound_by_name():
-    assert made("x.settings", thing, {"size": 2}, engine=1, other=0) == (1, 2, "red")
+    assert instantiate("x.settings", thing, {"size": 2}, engine=1, other=0) == (1, 2, "red")
     with pytest.raises(
         ValueError, match=r"config.x.settings holds 'sise', which thing does not ta"
     ):
-        made("x.settings", thing, {"sise": 2}, engine=1)
+        instantiate("x.settings", thing, {"sise": 2}, engine=1)
     with pytest.raises(ValueError, match=r"config.x.settings lacks 'size', which thing asks for"):
-        made("x.settings", thing, {}, engine=1)
+        instantiate("x.settings", thing, {}, engine=1)
 
 
 def test_a_folder_with_nothing_but_pythons_leavings_is_not_there(tmp_path, monkeypatch):
     (tmp_path / "extras" / "kind" / "__pycache__").mkdir(parents=True)
     monkeypatch.setattr("jaxrl.config.registry.__file__", str(tmp_path / "config" / "registry.py"))
     with pytest.raises(ValueError, match=r"asks for jaxrl/extras/kind, and that folder is not the"):
-        chosen("env.name", "mine", {"mine": "jaxrl.extras.kind.thing:Env"}, wanted="x.Y")
+        resolve("env.name", "mine", {"mine": "jaxrl.extras.kind.thing:Env"}, example="x.Y")
 
 
 def test_only_a_folder_that_is_missing_is_no_optional_one(tmp_path, monkeypatch):

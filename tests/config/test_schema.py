@@ -7,7 +7,15 @@ import pytest
 from configs import ares_looking, debug_tiny, looking, quickstart, seeking
 from jaxrl.builders.validation import validate
 from jaxrl.config import schema as configuration
-from jaxrl.config.keys import DTYPES, EVALUATION, FREE, RESULTS, TRAINING, Brought, brought_by
+from jaxrl.config.keys import (
+    DTYPES,
+    EVALUATION,
+    FREE,
+    RESULTS,
+    TRAINING,
+    ExtraKeys,
+    load_extra_keys,
+)
 from jaxrl.config.schema import KEYS, default_config
 
 ROOT = Path(configuration.__file__).parents[1]
@@ -271,8 +279,8 @@ def test_the_best_metric_is_one_that_is_written(config, name, changes, is_writte
 
 def test_each_capability_with_keys_brings_its_own():
     folders = Path(configuration.__file__).parent.glob("extras/*/keys.py")
-    assert {path.parent.name for path in folders} == {*configuration.BROUGHT}
-    brought = [key for one in configuration.BROUGHT.values() for key in one.keys]
+    assert {path.parent.name for path in folders} == {*configuration.EXTRA_KEYS}
+    brought = [key for one in configuration.EXTRA_KEYS.values() for key in one.keys]
     assert len(brought) == len({*brought})
     assert {*brought} < {*KEYS}
 
@@ -282,6 +290,6 @@ def test_a_module_that_another_needs_is_not_taken_for_a_removed_folder(monkeypat
     monkeypatch.setattr("jaxrl.extras.mcp.__path__", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "jaxrl.extras.mcp.keys")
     with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
-        brought_by("mcp")
+        load_extra_keys("mcp")
     (tmp_path / "keys.py").unlink()
-    assert brought_by("mcp") == Brought()
+    assert load_extra_keys("mcp") == ExtraKeys()

@@ -20,8 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import tfds_tasks
-from jaxrl.builders.components import assemble, settings_of
-from jaxrl.builders.toolbox import own_parts, reward_weights
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data import tasks as tasks_module
@@ -34,7 +32,7 @@ from jaxrl.data.tasks import (
     open_tasks,
     overlap_note,
     read_tasks,
-    sources_of,
+    resolve_sources,
     task_files,
 )
 from jaxrl.envs.base import Episode, Finished, Outcome, Reward, Task, Turn
@@ -44,8 +42,8 @@ from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.training.collect import NotEnoughGroupsError, draw
 from jaxrl.training.controllers import SkipSet
-from jaxrl.utils.callables import OwnCodeError
-from tests.helpers import ROOT, blocks, with_devices
+from jaxrl.utils.callables import UserCodeError
+from tests.helpers import ROOT, blocks, build, resolved, settings_of, with_devices
 from tests.images import drawn, encoded
 from tests.runs import Processes, base_config, killed, lasting, records, trajectories
 
@@ -683,7 +681,9 @@ class TestGenerated:
         config.reward.weights = {"my_puzzles.compute_score": 1.0}
         [task] = opened("countdown", format="reasoning_gym", settings={"size": 1})
         assert task.answers == ("6*(98 - 54) - 34 - 66",)
-        pay = Payment(weights=reward_weights(config), own_parts=own_parts(config))
+        pay = Payment(
+            weights=resolved(config).reward_weights, own_parts=resolved(config).reward_parts
+        )
         totals = []
         for answer in (task.answers[0], "6*(98 - 54) - 66 - 34", "164"):
             turns = (Turn(text=f"It is <answer>{answer}</answer>"),)
@@ -728,7 +728,7 @@ class TestLargeSources:
         file = write_jsonl(tmp_path / "a.jsonl")
         tasks = opened(file)
         file.write_text(file.read_text().replace("What", "Who"))
-        with pytest.raises(OwnCodeError, match=r"a.jsonl was changed while the run was reading"):
+        with pytest.raises(UserCodeError, match=r"a.jsonl was changed while the run was reading"):
             tasks[3]
 
     def test_a_file_that_is_replaced_stays_what_it_was(self, tmp_path, many):
@@ -864,7 +864,7 @@ class TestMixtures:
             {"source": str(files[0]), "weight": 2.0, "data_source": "a"},
             {"source": str(files[1]), "data_source": "b"},
         )
-        mixture = open_tasks(sources_of(config, "train"))
+        mixture = open_tasks(resolve_sources(config, "train"))
         drawn = collections.Counter(t.data_source for t in Stream(mixture, seed=0).take(0, 9))
         assert drawn == {"a": 6, "b": 3}
         assert [source.name for source in mixture.sources] == ["a", "b"]
@@ -953,14 +953,14 @@ def test_a_weight_that_changes_is_no_moved_file(tmp_path):
     config = default_config()
     entry = {"source": str(write_jsonl(tmp_path / "a.jsonl")), "weight": 2.0}
     config.tasks.train.sources = (entry, {"source": "chain_sum", "format": "reasoning_gym"})
-    before = task_files(config, "train")
+    before = task_files(resolve_sources(config, "train"))
     assert list(before) == ["tasks.train.sources/0", "tasks.train.sources/1"]
     config.tasks.train.sources = ({**entry, "weight": 3.0}, config.tasks.train.sources[1])
-    after = task_files(config, "train")
+    after = task_files(resolve_sources(config, "train"))
     assert after["tasks.train.sources/0"] != before["tasks.train.sources/0"]
     moved = {**entry, "source": str(write_jsonl(tmp_path / "b.jsonl")), "weight": 2.0}
     config.tasks.train.sources = (moved, {"source": "leg_counting", "format": "reasoning_gym"})
-    after = task_files(config, "train")
+    after = task_files(resolve_sources(config, "train"))
     assert after["tasks.train.sources/0"][1] == before["tasks.train.sources/0"][1]
     assert after["tasks.train.sources/1"] != before["tasks.train.sources/1"]
 
@@ -996,7 +996,7 @@ def test_a_run_trains_on_a_mixture_of_every_format(tiny_world, tmp_path, monkeyp
     config.update_from_flattened_dict(changes | {"eval.suites": ("greedy",)})
     validate(config)
     (tmp_path / "run").mkdir()
-    parts = assemble(config)
+    parts = build(config)
     run(settings_of(config), tmp_path / "run", parts, Display())
     drawn = [t["task_id"] for step in (1, 2, 3) for t in trajectories(tmp_path / "run", step)][::2]
     counts = collections.Counter(re.split("[/:]", id)[0] for id in drawn)

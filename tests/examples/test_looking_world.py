@@ -12,12 +12,12 @@ import pytest
 
 from configs import looking, seeking
 from examples import looking_world, quickstart_world
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.data.tasks import read_tasks
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.run import run
+from tests.helpers import build, settings_of
 
 SIZES = ["--num_train=24", "--num_held_out=6", "--num_demonstrations=60"]
 
@@ -74,7 +74,7 @@ SHAPES = {(144, 12): "square", (80, 4): "cross", (112, 4): "circle", (78, 12): "
 def test_the_model_can_be_read_and_sees_four_tokens(world):
     config = looking.get_config(str(world))
     config.stages = ("evaluate",)
-    parts = assemble(config)
+    parts = build(config)
     check_hf(world / "model")
     [task, *_] = read_tasks(world / "questions_eval.jsonl", "tasks.eval")
     assert parts.processor.num_tokens(task.images[0]) == 4
@@ -145,7 +145,7 @@ def test_a_run_looks_in_all_stages(world, tmp_path):
     module = looking if world.name.startswith("looking") else seeking
     config = module.get_config(str(world))
     config.update_from_flattened_dict(FEW)
-    parts = assemble(config)
+    parts = build(config)
     run(settings_of(config), tmp_path, parts, Display())
     *steps, record = lines(tmp_path / "metrics.jsonl")
     # Each of the declared programs at most once, when it is first needed; those that decode are

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from jaxrl.builders.toolbox import engine
 
 from configs import debug_tiny
-from jaxrl.builders.toolbox import engine
 from jaxrl.builders.validation import validate
-from jaxrl.config.registry import made
+from jaxrl.config.registry import instantiate
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, Hit
 from tests.servers import Reply, served, words
@@ -61,7 +61,7 @@ def make(url, **settings):
     fields = {"url": f"{url}/es/", "index": "wiki", "fields": ("name", "body")}
     config.search.settings = fields | settings
     validate(config, needs_data=False)
-    return made("search", engine(config), config.search.settings)
+    return instantiate("search", engine(config), config.search.settings)
 
 
 def test_queries_go_together_and_documents_come_back():

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from examples import tiny_model
-from jaxrl.builders.components import assemble
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.tools.base import chat_schema
 from jaxrl.envs.tools.functions import FunctionTool
 from jaxrl.models.hf_weights import load_hf
+from tests.helpers import build
 
 
 def test_texts_of_records_become_whole_tokens(tmp_path, capsys):
@@ -54,7 +54,7 @@ def test_a_rehearsal_needs_no_settings_but_paths(protocol, tmp_path):
     config.search.local.corpus = str(corpus)
     config.env.search.protocol = protocol
     validate(config)
-    tokenizer = assemble(config).tokenizer
+    tokenizer = build(config).tokenizer
     tools = [chat_schema(FunctionTool(measure))]
     ids = tokenizer.render_prompt([{"role": "user", "content": "How long is it?"}], tools)
     assert "measure(bridge): Measure a bridge." in tokenizer.decode(ids)

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import assemble, settings_of
-from jaxrl.builders.method import kl_estimator_of
 from jaxrl.builders.validation import validate
 from jaxrl.envs.base import CallRecord, Episode, Outcome, Prompt, Task, Turn
 from jaxrl.envs.protocol import qwen
@@ -25,14 +23,11 @@ from jaxrl.logs.display import Display
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.filters import FILTERS
 from jaxrl.objectives.kl import kl_estimate
-from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.run import run
 from jaxrl.training.collect import NotEnoughGroupsError, _filter_groups
-from jaxrl.training.policy_loss import check_loss
-from jaxrl.utils.callables import Chosen
 from tests.envs.contract import check_env
 from tests.episodes import grouped, make_trajectory
-from tests.helpers import blocks, estimator, method_with, text
+from tests.helpers import blocks, build, estimator, method_with, settings_of, text
 from tests.runs import records, trajectories
 
 HERE = Path(__file__).parent
@@ -250,7 +245,7 @@ def played(config, workdir):
     """The trajectories of the last step of a run, and its record."""
     validate(config)
     workdir.mkdir()
-    run(settings_of(config), workdir, assemble(config, workdir=workdir), Display())
+    run(settings_of(config), workdir, build(config, workdir=workdir), Display())
     record = records(workdir)[-1]
     return trajectories(workdir, record["step"]), record
 
@@ -553,31 +548,20 @@ def test_a_setting_that_no_key_holds_needs_a_default(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"kl.estimator names 'my_kl.strict', which asks for 'lim"):
         validate(config)
     config.kl.estimator = "my_kl.square"
-    validate(config)
+    estimator = validate(config).kl_estimator
     arrays = np.array([[-1.0, -2.0]]), np.array([[-2.0, -2.0]])
-    np.testing.assert_array_equal(kl_estimate(*arrays, estimator=kl_estimator_of(config)), [[2, 0]])
+    np.testing.assert_array_equal(kl_estimate(*arrays, estimator=estimator), [[2, 0]])
 
 
 def odd_shapes(kind):
     """Objectives of a user that return what none may return."""
     return {
-        "scalar": lambda logprobs: PolicyLoss((-logprobs).mean(), {}),
-        "bare": lambda logprobs: -logprobs,
         "numbers": lambda rewards: np.arange(len(rewards)),
         "nan": lambda rewards: np.nan * rewards,
     }[kind]
 
 
-def own_loss(name):
-    return Chosen(key="loss.name", name=name, function=print, settings={})
-
-
 def test_what_an_objective_returns_is_checked(monkeypatch):
-    rows = np.zeros((2, 3), np.float32)
-    with pytest.raises(ValueError, match=r"loss is of the shape \[\]; expected an array \[2, 3\]"):
-        check_loss(own_loss("my.scalar"), odd_shapes("scalar")(rows), rows)
-    with pytest.raises(ValueError, match="returned ndarray; expected a PolicyLoss"):
-        check_loss(own_loss("my.bare"), odd_shapes("bare")(rows), rows)
     groups = grouped([make_trajectory(task_number=i // 2, sample_index=i % 2) for i in range(4)])
     monkeypatch.setitem(ESTIMATORS, "rloo", odd_shapes("nan"))
     with pytest.raises(ValueError, match=r"'rloo', which returned \[4\] with 0 finite numbers"):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.extras.plan import memory
 from jaxrl.logs.display import Display
 from jaxrl.models import kv_cache
@@ -22,6 +21,7 @@ from jaxrl.run import run
 from jaxrl.training.packing import BatchShape
 from tests.extending.my_architecture import Pocket
 from tests.helpers import (
+    build,
     compilations,
     full_pass,
     gradient_of,
@@ -29,6 +29,7 @@ from tests.helpers import (
     policy_loss,
     random_sequences,
     read_tokens,
+    settings_of,
 )
 from tests.toys import Player, one_device_mesh, toy_tokenizer
 
@@ -99,7 +100,7 @@ def test_a_run_trains_and_exports_it(tiny_world, folder, tmp_path):
 
     workdir = tmp_path / "run"
     workdir.mkdir()
-    run(settings_of(config), workdir, assemble(config), Display())
+    run(settings_of(config), workdir, build(config), Display())
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert records[1]["sft/loss"] < records[0]["sft/loss"]
     assert records[-1]["stage"] == "evaluate"

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
-from jaxrl.config.entry_points import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.run import run
+from tests.helpers import build, resolved, settings_of
 from tests.runs import METHOD_SIZES, records
 
 PACKAGE = Path(__file__).with_name("package")
@@ -49,11 +48,11 @@ def test_a_run_uses_each_by_its_name(installed, tiny_world, tmp_path, quick_comp
             "reward.settings": {"brevity": {"most": 10_000}},
         }
     )
-    name_installed(config)
+    resolved(config)
     assert config.search.engine == "my_package:Notes"
     assert config.reward.settings == {"my_package:brevity": {"most": 10_000}}
     validate(config)
-    parts = assemble(config)
+    parts = build(config)
     assert parts.engine.recorded.keys() == {"skips"}
     (tmp_path / "run").mkdir()
     run(settings_of(config), tmp_path / "run", parts, Display())
@@ -67,19 +66,21 @@ def test_names_of_ours_and_unknown_ones_stay(installed):
     config = default_config()
     config.reward.weights = {"exact_match": 1.0}
     before = config.to_json()
-    name_installed(config)
+    resolved(config)
     assert config.to_json() == before
     config.search.engine = "nots"
-    name_installed(config)
-    with pytest.raises(ValueError, match=r"is 'nots'.*expected one of local, .*, notes, a dotted"):
+    resolved(config)
+    with pytest.raises(
+        ValueError, match=r"is 'nots'.*expected one of local, .*, notes, or a dotted"
+    ):
         validate(config)
 
 
 def test_two_names_of_one_thing_are_refused(installed):
     config = default_config()
     config.reward.weights = {"brevity": 0.5, "my_package:brevity": 0.25}
-    with pytest.raises(ValueError, match="'my_package:brevity' twice"):
-        name_installed(config)
+    with pytest.raises(ValueError, match="one object twice"):
+        resolved(config)
 
 
 def test_a_name_of_two_packages_is_refused(installed):
@@ -89,5 +90,5 @@ def test_a_name_of_two_packages_is_refused(installed):
     (other / "entry_points.txt").write_text("[jaxrl.engines]\nnotes = other:Engine\n")
     config = default_config()
     config.search.engine = "notes"
-    with pytest.raises(ValueError, match=r"2 packages have registered for .*: my_pack"):
-        name_installed(config)
+    with pytest.raises(ValueError, match=r"2 packages register: my_pack"):
+        resolved(config)

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.logs.display import Display
 from jaxrl.logs.tokens import make_notes
 from jaxrl.run import run
@@ -14,7 +13,7 @@ from jaxrl.training.method import is_measured
 from jaxrl.training.reference_kl import make_measure
 from jaxrl.types import members, with_fields
 from tests.episodes import grouped
-from tests.helpers import method_with
+from tests.helpers import build, method_with, settings_of
 from tests.runs import assert_same_weights, base_config, lasting, trajectories, warm_start
 from tests.training import policies
 
@@ -101,7 +100,7 @@ def test_no_others_are_scored_than_are_written():
 def test_a_run_is_the_same_with_and_without(tiny_world, cache_folder, tmp_path):
     config = base_config(tiny_world, warm_start(tiny_world, cache_folder))
     config.update_from_flattened_dict({"log.trajectories": 6, "kl.coef": 0.05})
-    components = assemble(config)
+    components = build(config)
     for name in ("without", "with"):
         config.log.tokens = name == "with"
         (tmp_path / name).mkdir()

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from jaxrl.builders.components import settings_of
 from jaxrl.config import default_config
 from jaxrl.envs.base import Task
 from jaxrl.logs.trackers import TensorBoard, WandB, check_mirrors, missing_files, open_log
 from jaxrl.logs.writers import MetricsLog, write_trajectories
 from tests.episodes import make_failure, make_trajectory
-from tests.helpers import no_file_beyond
+from tests.helpers import no_file_beyond, settings_of
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from jaxrl.envs.base import OutageError, Task, Turn
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed, preemption
 from jaxrl.runtime.preemption import EXIT_LOST
-from jaxrl.sampling import sharing
 from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.shared_rollout import SharedRollout
 from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
@@ -81,7 +81,7 @@ SAMPLING = Sampling(group_size=1, temperature=1.0, top_p=1.0, seeds=Seeds(seed=0
 
 def test_groups_that_go_on_are_for_one_process(pair):
     with pytest.raises(ValueError, match=r"config\.filter\.unfinished_tasks is 1.* 2 processes"):
-        sharing.shared(lambda *_: [])([], dataclasses.replace(SAMPLING, unfinished=1))
+        SharedRollout(lambda *_: [])([], dataclasses.replace(SAMPLING, unfinished=1))
 
 
 def test_gathered_trajectories_arrive_bit_for_bit(pair):
@@ -94,7 +94,7 @@ def test_gathered_trajectories_arrive_bit_for_bit(pair):
     )
     draws = [Draw(task=sent.task, stream_index=i) for i in range(2)]
     group = Group(trajectories=(sent,))
-    both = sharing.shared(lambda draws, _: [group] * len(draws))(draws, SAMPLING)
+    both = SharedRollout(lambda draws, _: [group] * len(draws))(draws, SAMPLING)
     [[first], [_]] = (group.trajectories for group in both)
     for field in dataclasses.fields(sent):
         one, other = getattr(sent, field.name), getattr(first, field.name)
@@ -111,7 +111,7 @@ def test_an_outage_of_one_process_is_all_processes(pair):
 
     draws = [Draw(task=Task(id="t"), stream_index=i) for i in range(2)]
     with pytest.raises(OutageError, match="nobody is there"):
-        sharing.shared(down)(draws, SAMPLING)
+        SharedRollout(down)(draws, SAMPLING)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import assemble
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.config.schema import flatten
 from jaxrl.launch import make_ready
 from jaxrl.logs.display import Display
@@ -21,11 +21,12 @@ from jaxrl.runtime import versions
 from jaxrl.runtime.changes import changes_since
 from jaxrl.runtime.history import Begun, plain
 from jaxrl.runtime.versions import check_alike, commit, differences, fingerprints, write_environment
+from tests.helpers import build
 
 
 @pytest.fixture(scope="module")
 def parts(tiny_world):
-    return assemble(debug_tiny.get_config(str(tiny_world)))
+    return build(debug_tiny.get_config(str(tiny_world)))
 
 
 def test_every_start_is_kept(tmp_path, parts):
@@ -106,16 +107,16 @@ def world(tiny_world, tmp_path):
 
 def test_fingerprints_are_of_what_the_stages_read(tiny_world, world):
     config = debug_tiny.get_config(str(world))
-    found = fingerprints(config)
+    found = fingerprints(resolve_names(config))
     assert {"sft.source", "tasks.train.source", "tasks.eval.source", "search.local.corpus"} <= set(
         found
     )
     assert {"model.path/config.json", "model.path/model.safetensors"} <= set(found)
     # Neither the place nor the time of change matters.
-    assert found == fingerprints(debug_tiny.get_config(str(tiny_world)))
+    assert found == fingerprints(resolve_names(debug_tiny.get_config(str(tiny_world))))
     with config.unlocked():
         config.stages = ("evaluate",)
-    assert not {"sft.source", "tasks.train.source"} & set(fingerprints(config))
+    assert not {"sft.source", "tasks.train.source"} & set(fingerprints(resolve_names(config)))
 
 
 @pytest.mark.parametrize(
@@ -123,25 +124,25 @@ def test_fingerprints_are_of_what_the_stages_read(tiny_world, world):
 )
 def test_a_file_that_changed_has_another_fingerprint(world, key):
     config = debug_tiny.get_config(str(world))
-    before = fingerprints(config)
+    before = fingerprints(resolve_names(config))
     path = Path(flatten(config)[key])
     path.write_bytes(path.read_bytes() + b"\n")
-    after = fingerprints(config)
+    after = fingerprints(resolve_names(config))
     assert {name for name in before if before[name] != after[name]} == {key}
     path.unlink()
-    assert before.keys() - fingerprints(config).keys() == {key}
+    assert before.keys() - fingerprints(resolve_names(config)).keys() == {key}
 
 
 def test_an_adapter_has_a_fingerprint_wherever_it_lies(world, tmp_path):
     name = "model.lora.path/adapter_model.safetensors"
     config = debug_tiny.get_config(str(world))
-    assert name not in fingerprints(config)
+    assert name not in fingerprints(resolve_names(config))
     found = []
     for folder, content in (("one", b"a"), ("two", b"a"), ("three", b"b")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "adapter_model.safetensors").write_bytes(content)
         config.model.lora.path = str(tmp_path / folder)
-        found.append(fingerprints(config)[name])
+        found.append(fingerprints(resolve_names(config))[name])
     assert found[0] == found[1] != found[2]
 
 
@@ -158,12 +159,12 @@ def test_code_of_ones_own_has_a_fingerprint(key, world, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine_alone", raising=False)
     config = debug_tiny.get_config(str(world))
-    before = fingerprints(config)
+    before = fingerprints(resolve_names(config))
     config.update_from_flattened_dict({key: "mine_alone.estimate"})
-    found = fingerprints(config)
+    found = fingerprints(resolve_names(config))
     assert found.keys() - before.keys() == {f"{key}'s file"}
     file.write_text("def estimate(rewards, group_ids):\n    return -rewards\n")
-    changed = fingerprints(config)
+    changed = fingerprints(resolve_names(config))
     assert {name for name in found if found[name] != changed[name]} == {f"{key}'s file"}
     [change] = changes_since(
         Begun(step=1, config=plain(flatten(config)), contents=found), config, changed
@@ -174,12 +175,12 @@ def test_code_of_ones_own_has_a_fingerprint(key, world, tmp_path, monkeypatch):
 
 def test_one_changed_weight_block_changes_the_fingerprint(world):
     config = debug_tiny.get_config(str(world))
-    before = fingerprints(config)
+    before = fingerprints(resolve_names(config))
     weights = Path(config.model.path) / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    after = fingerprints(config)
+    after = fingerprints(resolve_names(config))
     assert {n for n in before if before[n] != after[n]} == {"model.path/model.safetensors"}
 
 
@@ -188,9 +189,9 @@ def test_a_changed_chat_template_for_tools_changes_the_fingerprint(world):
     file = Path(config.model.path) / "additional_chat_templates" / "tool_use.jinja"
     file.parent.mkdir()
     file.write_text("before")
-    before = fingerprints(config)
+    before = fingerprints(resolve_names(config))
     file.write_text("after")
-    after = fingerprints(config)
+    after = fingerprints(resolve_names(config))
     name = "model.path/additional_chat_templates/tool_use.jinja"
     assert {n for n in before if before[n] != after[n]} == {name}
 
@@ -229,16 +230,16 @@ def test_processes_that_differ_are_told_apart_by_name():
 def test_a_process_with_other_settings_is_refused(tiny_world, tmp_path, monkeypatch):
     config = debug_tiny.get_config(str(tiny_world))
     contents = {"sft.source": "1"}
-    check_alike(config, tmp_path, contents)  # on its own
+    check_alike(resolve_names(config), tmp_path, contents)  # on its own
 
     def other(value):
         return [value, [value[0] | {"config.seed": "?"}, value[1]]]
 
     monkeypatch.setattr(versions, "gather", other)
     with pytest.raises(ValueError, match=r"config\.seed is 0 in process 0 and \? in process 1"):
-        check_alike(config, tmp_path, contents)
+        check_alike(resolve_names(config), tmp_path, contents)
     monkeypatch.setattr(versions, "gather", lambda value: [value, value])
-    check_alike(config, tmp_path, contents)
+    check_alike(resolve_names(config), tmp_path, contents)
 
 
 NIGHT = datetime(2024, 2, 29, 23, 59)
@@ -251,17 +252,17 @@ def test_a_run_keeps_the_time_of_its_first_prompts(world, tmp_path, monkeypatch)
     config = debug_tiny.get_config(str(world))
     file = Path(config.model.path) / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": DATED}))
-    first = assemble(config, now=NIGHT)
+    first = build(config, now=NIGHT)
     write_environment(tmp_path / "environment.json", 0, first)
     later = dataclasses.replace(first, prompt_time="2030-01-01T00:00:00")
     write_environment(tmp_path / "environment.json", 1, later)
     made, said = [], []
 
     def spy(*arguments, **settings):
-        made.append(assemble(*arguments, **settings))
+        made.append(build(*arguments, **settings))
         return made[-1]
 
-    monkeypatch.setattr("jaxrl.builders.components.assemble", spy)
+    monkeypatch.setattr("jaxrl.builders.components.build", spy)
     display = Display()
     display.log = said.append
     with contextlib.ExitStack() as stack:

@@ -14,6 +14,7 @@ from jaxrl.training.collect import (
     Collected,
     Left,
     NotEnoughGroupsError,
+    StepSampler,
     collect,
     draw,
     some_failed,
@@ -80,7 +81,8 @@ def run(sample, **changes):
     }
     arguments = {key: changes.pop(key, default) for key, default in defaults.items()}
     left = Left(num_tasks_taken=taken, groups=groups, unfinished=unfinished)
-    return collect(sample, NumberedTasks(), method_with(**changes), left=left, **arguments)
+    sampler = StepSampler(rollout=lambda draws, _, **options: sample(draws), sampling=None)
+    return collect(sampler, NumberedTasks(), method_with(**changes), left=left, **arguments)
 
 
 def tasks_of(groups):

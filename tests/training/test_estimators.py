@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.types import members
-from jaxrl.utils.callables import OwnCodeError
+from jaxrl.utils.callables import UserCodeError
 from tests.episodes import grouped, in_turns, is_same, make_failure, make_trajectory
 from tests.helpers import estimator
 
@@ -240,7 +240,7 @@ def test_a_reward_that_is_no_number_is_blamed_on_its_part_and_task(amount, by_tu
     odd = make_trajectory(reward=1.0 + amount, parts=parts, task_number=7, sample_index=1)
     estimate = estimator(**changes)
     told = f"the reward of the task 't7' is {amount}: 'kl' gave {amount}; expected float32"
-    with pytest.raises(OwnCodeError, match=re.escape(told)) as error:
+    with pytest.raises(UserCodeError, match=re.escape(told)) as error:
         estimate(grouped([fine, odd]), 0, 0)
     assert "advantage" not in str(error.value)
 
@@ -254,7 +254,7 @@ def test_an_estimator_that_fails_on_numbers_is_blamed_itself():
     large = rewarded([3e38, -3e38, 0.0])  # whose squares are infinite in float32
     changes = {"advantage.name": "grpo", "advantage.grpo.normalize_std": True}
     got = estimator(**changes)
-    with pytest.raises(OwnCodeError, match=r"config\.advantage\.name names 'grpo'"):
+    with pytest.raises(UserCodeError, match=r"config\.advantage\.name names 'grpo'"):
         got(grouped([*large, *rewarded([np.float32(3.4e38)] * 3, ids=[1] * 3)]), 0, 0)
 
 

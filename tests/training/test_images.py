@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.builders.method import frozen_of, optimizer_of
+from jaxrl.builders.method import frozen_entries, optimizer_settings
 from jaxrl.config import default_config
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.reference import XLA
@@ -15,7 +15,7 @@ from jaxrl.models.policy import Model
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, assign_rows, make_items, pack
 from jaxrl.training.update import Gradient, UpdateStep, init_state, put_batch
-from tests.helpers import relative_distance
+from tests.helpers import relative_distance, resolved
 from tests.toys import one_device_mesh
 from tests.training.seen import ADVANTAGES, NUM_TOKENS, naive, packed_in, sequences, weighted
 from tests.vision import golden
@@ -62,9 +62,12 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
     settings = default_config()
     settings.model.freeze_tower = True
     settings.optimizer.update(lr=0.1, weight_decay=0.1, warmup_steps=0)
-    frozen = frozen_of(settings, golden()[0])
+    frozen = frozen_entries(settings, golden()[0])
     assert frozen == ("vision",)
-    optimizer, mesh = make_optimizer(optimizer_of(settings, "train")), one_device_mesh()
+    optimizer, mesh = (
+        make_optimizer(optimizer_settings(resolved(settings), "train")),
+        one_device_mesh(),
+    )
     packed = packed_in(SHAPES["apart"])
     batch = put_batch(mesh, packed.batch)
     policy = model(frozen)

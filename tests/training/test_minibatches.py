@@ -23,7 +23,7 @@ from jaxrl.training.minibatches import (
     trained_share,
 )
 from jaxrl.types import Divergence, with_fields
-from jaxrl.utils.callables import Chosen, OwnCodeError
+from jaxrl.utils.callables import NamedFunction, UserCodeError
 from tests import helpers
 from tests.episodes import grouped, in_turns, make_failure, make_trajectory, wavering
 from tests.helpers import gather
@@ -231,7 +231,9 @@ def test_a_kl_term_is_in_the_loss_or_not():
 
 def test_what_a_filter_of_trajectories_says_is_checked():
     def method(function):
-        chosen = Chosen(key="filter.trajectories", name="my.f", function=function, settings={})
+        chosen = NamedFunction(
+            key="filter.trajectories", name="my.f", function=function, settings={}
+        )
         plain = method_with()
         return dataclasses.replace(
             plain, filter=dataclasses.replace(plain.filter, trains_on=chosen)
@@ -242,7 +244,7 @@ def test_what_a_filter_of_trajectories_says_is_checked():
         "filter/trained_share": 0.75
     }
     for wrong, told in ((lambda one: None, "None"), (lambda one: "no", "'no'")):
-        with pytest.raises(OwnCodeError, match=f"it returned {told}; expected True or False"):
+        with pytest.raises(UserCodeError, match=f"it returned {told}; expected True or False"):
             keeper(method(wrong))(made[0])
 
 

@@ -9,17 +9,20 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.builders.method import optimizer_of
+from jaxrl.builders import method
 from jaxrl.runtime.compilation import forget_if_edited
 from jaxrl.training.optimizer import learning_rate, make_optimizer
-from tests.helpers import settings, tiny_params
+from tests.helpers import resolved, settings, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def optimizer_settings(num_updates, **changes):
     config = settings(**{f"optimizer.{name}": value for name, value in changes.items()})
-    return replace(optimizer_of(config, "train"), num_updates=num_updates)
+    return replace(
+        method.optimizer_settings(resolved(config), "train"),
+        num_updates=num_updates,
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from configs import dapo, dapo_small, search_r1_small
-from jaxrl.builders.environment import overlong_limit
-from jaxrl.builders.method import method_of
 from jaxrl.envs.base import Outcome
 from jaxrl.training.controllers import (
     AdaptiveKL,
@@ -28,7 +26,7 @@ from tests.episodes import (
     strayed,
     wavering,
 )
-from tests.helpers import method_with
+from tests.helpers import method_of, method_with, resolved
 
 
 def test_shaping_adds_parts_and_leaves_failures_alone():
@@ -67,14 +65,14 @@ def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
     """64 tokens may be sampled, and two results of 72 come on top."""
     config = search_r1_small.get_config()
     config.shaping.overlong_buffer = 16
-    assert overlong_limit(config) == 192 - 32
+    assert resolved(config).overlong_limit == 192 - 32
     searched = make_trajectory(length=2 + 100)
     [got] = members(shape(grouped([searched]), method_of(config).shaping, is_late=True))
     assert got.reward_parts["overlong"] == 0
     config.shaping.overlong_max_tokens = 176
-    assert overlong_limit(config) == 176
-    assert overlong_limit(dapo_small.get_config()) == 96
-    assert overlong_limit(dapo.get_config()) == 20480
+    assert resolved(config).overlong_limit == 176
+    assert resolved(dapo_small.get_config()).overlong_limit == 96
+    assert resolved(dapo.get_config()).overlong_limit == 20480
 
 
 # Divergence.

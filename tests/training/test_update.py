@@ -589,22 +589,6 @@ def test_one_compilation_serves_any_number_of_micro_batches(update, params, sequ
     assert int(state.num_updates) == 5
 
 
-def test_what_the_check_has_traced_is_not_traced_again(params, sequences):
-    packed, traced = pack_all(sequences, SHAPE), []
-
-    def token_loss(logprobs, entropies, micro):
-        traced.append(micro)
-        return VARIANTS[ALL_TERMS].token_loss(logprobs, entropies, micro)
-
-    update = UpdateStep(tiny_model(), token_loss, OPTIMIZER)
-    update.gradient.check(SHAPE, ["old_logprobs", "ref_logprobs"])
-    assert len(traced) == 1
-    for _ in range(2):
-        update(fresh_state(params), put_batch(MESH, packed.batch), packed)
-        # Only rooms of the output layer that the check did not have.
-        assert len(traced) == len({QUARTERS[-1], *loss_quarters(packed, 1)})
-
-
 def updated(params, sequences, loss, *, shares=True):
     """Parameters after an update by objects made anew, and the number of programs compiled."""
     packed = pack_all(sequences, SHAPE)
@@ -657,7 +641,6 @@ def test_what_is_kept_of_a_model_holds_no_weights(params, sequences):
     model.base = {"beside": jnp.ones(3)}
     update = UpdateStep(model, policy_loss(), OPTIMIZER, shares_programs=True)
     score = ScoreStep(model, temperature=1.0)
-    update.gradient.check(SHAPE)
     score.add(params, jnp.zeros(batch.token_ids.shape), batch, packed)
     is_there = weakref.ref(model.base["beside"])
     del update, score, model

@@ -13,7 +13,7 @@ from jaxrl.training.watch import (
     goal_of,
     look,
 )
-from jaxrl.utils.callables import OwnCodeError
+from jaxrl.utils.callables import UserCodeError
 from tests.helpers import method_with
 
 
@@ -97,7 +97,7 @@ def test_fields_of_other_versions_are_left_out():
     ],
 )
 def test_a_function_that_fails_is_named(name, text):
-    with pytest.raises(OwnCodeError) as error:
+    with pytest.raises(UserCodeError) as error:
         look(watching(name), Watched(), {}, (), 1)
     assert f"config.watch.name names 'tests.training.test_watch.{name}'" in str(error.value)
     assert text in str(error.value)

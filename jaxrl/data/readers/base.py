@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxrl.envs.paths import similar_path
+from jaxrl.utils.paths import similar_path
 
 Record = dict[str, Any]
 """The fields of a task by name, as JSON has them."""

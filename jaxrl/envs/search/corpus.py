@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.paths import similar_path
 from jaxrl.envs.search.base import Document
 from jaxrl.utils.json_io import read_object
 from jaxrl.utils.jsonl import read_objects
+from jaxrl.utils.paths import similar_path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxrl.builders.components import Assembled
+from jaxrl.builders.components import RunComponents
 from jaxrl.builders.saved_run import line, open_run, read_keys
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
@@ -137,7 +137,7 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
             print("> ", end="", flush=True)
 
 
-def check_images(components: Assembled, files: Sequence[str]) -> None:
+def check_images(components: RunComponents, files: Sequence[str]) -> None:
     """Refuses images that the model cannot be shown.
 
     Raises:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from jaxrl.builders.components import Assembled
-from jaxrl.builders.toolbox import protocol
+from jaxrl.builders.components import RunComponents
+from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.data.records import parse_task
 from jaxrl.envs.base import Message, Prompt
 from jaxrl.sampling.interfaces import Sampling, Seeds
@@ -26,7 +24,7 @@ class Conversation:
     stands there too; where the chat template shows it, only the last turn of each answer does.
     """
 
-    def __init__(self, components: Assembled, config: ConfigDict, temperature: float = 0.0):
+    def __init__(self, components: RunComponents, config: ResolvedConfig, temperature: float = 0.0):
         """Begins with nothing said.
 
         Args:
@@ -39,7 +37,7 @@ class Conversation:
         self._prompt = Prompt(
             **{key: config.prompt[key] for key in ("system", "template", "examples")}
         )
-        self._shows_tools = not protocol(config)(()).in_template
+        self._shows_tools = not config.protocol(()).in_template
         self._exchanges: list[tuple[str, str]] = []  # questions and what was written to each
         self._number = 0  # of questions, also of those that were refused
 

@@ -30,7 +30,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl.envs.paths import similar_path
 from jaxrl.envs.search.base import Progress
 from jaxrl.envs.search.corpus import (
     CorpusDocuments,
@@ -44,6 +43,7 @@ from jaxrl.envs.search.corpus import (
     read_corpus,
 )
 from jaxrl.utils.json_io import parse_json
+from jaxrl.utils.paths import similar_path
 
 FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 """Dtypes of `vectors.bin`, by `search.dense.file_dtype`."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
-from jaxrl.builders.environment import corpus_section
+from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.dense.encoders import encoder_bytes, read_encoder
 from jaxrl.extras.dense.passages import device_bytes
 
 
 def search_bytes(
-    config: ConfigDict, num_passages: int, num_local: int, platform: str
+    config: ResolvedConfig, num_passages: int, num_local: int, platform: str
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of one device throughout, and those that answering queries adds; none on a CPU's.
 
@@ -28,7 +26,7 @@ def search_bytes(
         ValueError: the encoder is of no known kind.
     """
     dense = config.search.dense
-    if corpus_section(config) != "dense" or dense.devices == "cpu":
+    if config.corpus_section != "dense" or dense.devices == "cpu":
         return {}, {}
     model, corpus = read_encoder(dense.encoder), Path(dense.corpus)
     if not num_passages:

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from jaxrl.builders.capacity import MICRO_ROWS, gib
-from jaxrl.builders.environment import has_contexts
-from jaxrl.builders.method import batch_shape, optimizer_section
+from jaxrl.builders.method import batch_shape
+from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.schema import flatten
 from jaxrl.extras.plan.memory import (
     GO_ON,
@@ -30,7 +28,12 @@ CPU_TOKENS = 512
 
 
 def best_micro_rows(
-    config: ConfigDict, model: Architecture, target: Target, stage: str, *, must_fit: bool = True
+    config: ResolvedConfig,
+    model: Architecture,
+    target: Target,
+    stage: str,
+    *,
+    must_fit: bool = True,
 ) -> tuple[int, int]:
     """The micro-batch of a stage that is computed the fastest among those that fit a device.
 
@@ -48,11 +51,11 @@ def best_micro_rows(
     shards = num_batch_shards(target_mesh(config, model, target))
 
     def peak(rows_each: int) -> int:
-        changed = _changed(config, {MICRO_ROWS[stage]: rows_each * shards})
+        changed = config.with_values({MICRO_ROWS[stage]: rows_each * shards})
         return update_phase(changed, model, target, stage).peak
 
     # With one row each, there are as many micro-batches as sequences in a mini-batch.
-    one_each = _changed(config, dict.fromkeys(MICRO_ROWS.values(), 1))
+    one_each = config.with_values(dict.fromkeys(MICRO_ROWS.values(), 1))
     most = -(-batch_shape(one_each, stage).num_micro // shards)
     if target.platform == "cpu":
         most = min(most, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
@@ -71,7 +74,7 @@ def best_micro_rows(
 
 
 def choose_micro_rows(
-    config: ConfigDict,
+    config: ResolvedConfig,
     model: Architecture,
     target: Target,
     began: Mapping[str, Any] | None = None,
@@ -89,29 +92,22 @@ def choose_micro_rows(
     usable = target.usable
     notes = []
     for stage, key in MICRO_ROWS.items():
-        if stage not in config.stages or optimizer_section(config, stage).micro_rows:
+        if stage not in config.stages or config.optimizer_section(stage).micro_rows:
             continue
         note, kept = "", (began or {}).get(key, 0)
         if kept and kept % shards:
             axes = " * ".join(BATCH)
             note = f" (not the {kept} it began with: no multiple of {axes} = {shards})"
         elif kept:
-            peak = update_phase(_changed(config, {key: kept}), model, target, stage).peak
+            peak = update_phase(config.with_values({key: kept}), model, target, stage).peak
             if peak <= usable:
-                optimizer_section(config, stage).micro_rows = kept
+                config.optimizer_section(stage).micro_rows = kept
                 continue
             note = f" (not the {kept} it began with: they would need {gib(peak)})"
         rows, peak = best_micro_rows(config, model, target, stage, must_fit=must_fit)
-        optimizer_section(config, stage).micro_rows = rows
+        config.optimizer_section(stage).micro_rows = rows
         notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} on each device")
     return notes
-
-
-def _changed(config: ConfigDict, values: dict[str, Any]) -> ConfigDict:
-    """A copy with some keys, with their sections, set."""
-    changed = config.copy_and_resolve_references()
-    changed.update_from_flattened_dict(values)
-    return changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +118,7 @@ class Advice:
     peak: int
 
 
-def advise(config: ConfigDict, model: Architecture, target: Target) -> list[Advice]:
+def advise(config: ResolvedConfig, model: Architecture, target: Target) -> list[Advice]:
     """Finds changes that make a configuration fit: every single key that is enough.
 
     Where none is, keys are added up in the order of what they cost in speed, until it fits.
@@ -131,7 +127,7 @@ def advise(config: ConfigDict, model: Architecture, target: Target) -> list[Advi
 
     def peak(settings: dict[str, Any]) -> int | None:
         try:
-            return make_plan(_changed(config, settings), model, target).peak
+            return make_plan(config.with_values(settings), model, target).peak
         except ValueError:
             return None  # rows or heads that the mesh would not divide
 
@@ -152,7 +148,7 @@ def advise(config: ConfigDict, model: Architecture, target: Target) -> list[Advi
     return single or ([together] if together.peak <= usable else [])
 
 
-def devices_needed(config: ConfigDict, model: Architecture, target: Target) -> int | None:
+def devices_needed(config: ResolvedConfig, model: Architecture, target: Target) -> int | None:
     """The first doubling of the devices at which it fits, with settings as `advise` tries them.
 
     The new devices are put along fsdp first; several processes become more of them, each with as
@@ -176,14 +172,14 @@ def devices_needed(config: ConfigDict, model: Architecture, target: Target) -> i
             "mesh.fsdp": sizes["fsdp"] * factor,
             "mesh.rollout_devices": flat["mesh.rollout_devices"] * (1 if is_job else factor),
         }
-        grown = _changed(config, {**rows, **grown_mesh})
+        grown = config.with_values({**rows, **grown_mesh})
         if make_plan(grown, model, larger).fits or advise(grown, model, larger):
             return larger.num_devices
     return None
 
 
 def _options(
-    config: ConfigDict, model: Architecture, target: Target
+    config: ResolvedConfig, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
     """Yields for each key its values to try, the cheapest first; keys by what they cost in time."""
     mesh = target_mesh(config, model, target)
@@ -233,7 +229,7 @@ def _options(
     # On fewer shards as many rows each: two devices then share the heads of what one had.
     yield [mesh | {key: flat[key] * mesh["mesh.fsdp"] // groups for key in keys} for mesh in meshes]
     shortest = config.rollout.max_prompt_tokens + 1
-    if has_contexts(config):
+    if config.has_contexts:
         context = config.rollout.context
         shortest, least = context.max_tokens, config.rollout.max_prompt_tokens + context.turn_tokens
         yield [
@@ -246,7 +242,7 @@ def _options(
     ]
 
 
-def _of_optimizers(config: ConfigDict, key: str, value: Any) -> dict[str, Any]:
+def _of_optimizers(config: ResolvedConfig, key: str, value: Any) -> dict[str, Any]:
     """A key of the optimizers of all stages that run."""
     sections = [
         one.removesuffix("micro_rows") for s, one in MICRO_ROWS.items() if s in config.stages
@@ -255,7 +251,7 @@ def _of_optimizers(config: ConfigDict, key: str, value: Any) -> dict[str, Any]:
 
 
 def _divisions(
-    config: ConfigDict, target: Target, sizes: Mapping[str, int]
+    config: ResolvedConfig, target: Target, sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Other numbers of devices that only sample, one step ahead; at last, where some do, none.
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from jaxrl.builders.capacity import GIB
+from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan import advice, display, memory
 from jaxrl.models.registry import read_model, suggest_model
 from jaxrl.utils.text import printable
 
 
 def show_plan(
-    config: ConfigDict,
+    config: ResolvedConfig,
     *,
     num_devices: int,
     num_processes: int,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from jaxrl.builders.capacity import gib
-from jaxrl.builders.method import optimizer_section, stage_steps
+from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan import memory
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.registry import read_model
@@ -16,7 +14,9 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.history import read_begun
 
 
-def fit_memory(config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = False) -> list[str]:
+def fit_memory(
+    config: ResolvedConfig, workdir: Path, *, ignore_memory_plan: bool = False
+) -> list[str]:
     """Chooses micro-batches that are left to the memory, and says so.
 
     A run that goes on keeps what it began with, which its workdir holds, while that fits.
@@ -36,7 +36,7 @@ def fit_memory(config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = 
     )
     is_cpu = target.platform == "cpu"
     notes = []
-    if not all(optimizer_section(config, stage).micro_rows for stage in stage_steps(config)):
+    if not all(config.optimizer_section(stage).micro_rows for stage in config.training_steps):
         from jaxrl.extras.plan.advice import choose_micro_rows  # which few runs ask
 
         must_fit = not (is_cpu or ignore_memory_plan)
@@ -57,7 +57,7 @@ def fit_memory(config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = 
     return notes
 
 
-def pages_left(config: ConfigDict, model: Architecture, page_tokens: int) -> int:
+def pages_left(config: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
     """Pages of the sampler's cache for which the plan leaves room on a device of this host.
 
     The plan reckons with the kernels that are tried first; those of others have `page_tokens`.

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
-from ml_collections import ConfigDict
 
 from jaxrl.builders.capacity import (
     CacheSizes,
@@ -30,17 +29,14 @@ from jaxrl.builders.capacity import (
     samples_beside,
     sampling_shards,
 )
-from jaxrl.builders.environment import context_tokens, max_image_tokens
 from jaxrl.builders.method import (
     batch_shape,
-    frozen_of,
-    optimizer_of,
-    optimizer_section,
-    policy_of,
-    records_arrays,
+    frozen_entries,
+    optimizer_settings,
+    policy_architecture,
 )
+from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
-from jaxrl.data.tasks import sources_of
 from jaxrl.extras.plan.host import host_memory
 from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.attention.choice import append_block, copies_past, decide
@@ -212,7 +208,7 @@ def host_target() -> Target:
     )
 
 
-def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
+def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Plan:
     """Plans the configured stages.
 
     Raises:
@@ -252,7 +248,7 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
                 phases.append(Phase(name=f"{stage} checkpoint", kept=kept, moments=saving))
         phases = [_with_process(phase, config, model, target) for phase in phases]
         held = [terms | _process(config, model, target) for terms in held]
-    is_around = policy_of(config, model).around is not None
+    is_around = policy_architecture(config, model).around is not None
     num_trained = num_values(_trained(config, model).abstract_params())
     return Plan(
         target=target,
@@ -270,7 +266,7 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     )
 
 
-def target_mesh(config: ConfigDict, model: Architecture, target: Target) -> Any:
+def target_mesh(config: ResolvedConfig, model: Architecture, target: Target) -> Any:
     """The configured mesh over devices that need not exist.
 
     Raises:
@@ -330,7 +326,7 @@ class ModelTerms:
         return (4 if trains_all else 3) * 2 * product_params + 4 * attention
 
 
-def update_phase(config: ConfigDict, model: Architecture, target: Target, stage: str) -> Phase:
+def update_phase(config: ResolvedConfig, model: Architecture, target: Target, stage: str) -> Phase:
     """Memory while a mini-batch of a stage, sft or train, is trained on."""
     update = _Update.of(config, model, target, stage)
     # A CPU's compiler schedules layers that are compiled one by one as it likes, and keeps all.
@@ -365,14 +361,14 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
     moments = {"layers": held | update.at_layers(), "output": held | update.at_output()}
     if update.num_patches:
         moments["images"] = held | update.at_images(is_trained=trains_images)
-    if optimizer_section(config, stage).offload:
+    if config.optimizer_section(stage).offload:
         moved = _moment_bytes(config, model, update.mesh, stage)
         moments["optimizer"] = {"optimizer state, from the host": moved}
     moments = {name: _nonzero(terms) for name, terms in moments.items()}
     return Phase(name=f"{stage} update", kept=_nonzero(kept), moments=moments)
 
 
-def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phase:
+def score_phase(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
     """Memory while old or reference log-probabilities are computed, before the updates."""
     update = _Update.of(config, model, target, "train")
     count = update.count
@@ -414,7 +410,7 @@ class _Update:
     policy: PolicyWeights
 
     @classmethod
-    def of(cls, config: ConfigDict, model: Architecture, target: Target, stage: str) -> _Update:
+    def of(cls, config: ResolvedConfig, model: Architecture, target: Target, stage: str) -> _Update:
         """Builds the terms for a stage, sft or train."""
         mesh = target_mesh(config, model, target)
         return cls(
@@ -774,7 +770,7 @@ class _Update:
         }
 
 
-def rollout_phase(config: ConfigDict, model: Architecture, target: Target) -> Phase:
+def rollout_phase(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
     """Memory while trajectories are sampled, in training and evaluation alike."""
     sampler = _Sampler.of(config, model, target)
     kept = {
@@ -784,7 +780,7 @@ def rollout_phase(config: ConfigDict, model: Architecture, target: Target) -> Ph
     return Phase(name="rollout", kept=_nonzero(kept), moments=sampler.moments)
 
 
-def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Phase:
+def _handing_over(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
     """Memory of a device that trains while the weights go to those that sample.
 
     Where nothing is trained any more, they take the place of the parameters, one after the other.
@@ -793,7 +789,7 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
     """
     mesh = target_mesh(config, model, target)
     held = _search_bytes(config, target)[0]
-    is_around = policy_of(config, model).around is not None
+    is_around = policy_architecture(config, model).around is not None
     is_on_disk = config.stages == ("evaluate",) and not is_around
     if is_on_disk and not config.mesh.rollout_devices:
         made = _made_in_turn(config, model, target)
@@ -812,7 +808,7 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
     return Phase(name=HANDING_OVER, kept=kept, moments={"handing over": moved})
 
 
-def _made_in_turn(config: ConfigDict, model: Architecture, target: Target) -> dict[str, int]:
+def _made_in_turn(config: ResolvedConfig, model: Architecture, target: Target) -> dict[str, int]:
     """The fullest moment while parameters are read and cast, the largest first: `Weights.of`."""
     mesh = target_mesh(config, model, target)
     params, itemsize = model.abstract_params(), jnp.dtype(config.model.dtype).itemsize
@@ -838,12 +834,12 @@ def _made_in_turn(config: ConfigDict, model: Architecture, target: Target) -> di
     return {"decode weights so far": sum_made, "one parameter": read}
 
 
-def _is_given_up(config: ConfigDict) -> bool:
+def _is_given_up(config: ResolvedConfig) -> bool:
     """Return True if the parameters are freed once the sampler has its weights: `Weights.of`."""
     return "train" not in config.stages
 
 
-def _process(config: ConfigDict, model: Architecture, target: Target) -> dict[str, int]:
+def _process(config: ResolvedConfig, model: Architecture, target: Target) -> dict[str, int]:
     """Bytes that a process holds beside arrays, a device's part, on a CPU."""
     held = {"process": PROCESS_BYTES}
     if {"train", "evaluate"} & set(config.stages):
@@ -852,13 +848,15 @@ def _process(config: ConfigDict, model: Architecture, target: Target) -> dict[st
         rows = config.rollout.num_rows // sampling_shards(config, mesh, target.num_processes)
         busy = _busy_rows(config, target, rows)
         decoding = sum(size <= busy for size in _row_sizes(config, target, rows))
-        reading = len(append_sizes(target.platform, context_tokens(config)))
+        reading = len(append_sizes(target.platform, config.context_tokens))
         num_compiled = min(NUM_COMPILED, decoding + reading)
         held["compiled programs"] = num_compiled * model.num_layers * LAYER_CODE_BYTES
     return _nonzero({name: size // target.num_local for name, size in held.items()})
 
 
-def _with_process(phase: Phase, config: ConfigDict, model: Architecture, target: Target) -> Phase:
+def _with_process(
+    phase: Phase, config: ResolvedConfig, model: Architecture, target: Target
+) -> Phase:
     """Adds to a phase on a CPU the process around it, and the compiler of its programs."""
     kept = _process(config, model, target) | phase.kept
     if phase.name == HANDING_OVER and config.stages == ("evaluate",):
@@ -875,7 +873,7 @@ def _with_process(phase: Phase, config: ConfigDict, model: Architecture, target:
     return replace(phase, kept=kept, moments=moments)
 
 
-def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
+def cache_pages(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Pages of each shard's cache.
 
     As many as `rollout.cache_gib` holds. By default what the plan leaves of a device, and no more
@@ -896,12 +894,12 @@ def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
     return max(min(left // cache.page_bytes, 2 * cache.full), cache.pages_each)
 
 
-def page_tokens(config: ConfigDict, model: Architecture, target: Target) -> int:
+def page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Tokens of a page of the kernels that are tried first."""
     return PAGE_TOKENS[_kernels(config, model, target)]
 
 
-def _kernels(config: ConfigDict, model: Architecture, target: Target) -> str:
+def _kernels(config: ResolvedConfig, model: Architecture, target: Target) -> str:
     """Name of the attention kernels that are tried first; refuses what the run would."""
     own = config.model
     model.check_kernels(target.platform, experts=own.experts, dtype=own.dtype)
@@ -917,7 +915,7 @@ class _Sampler:
     moments: dict[str, dict[str, int]]
 
     @classmethod
-    def of(cls, config: ConfigDict, model: Architecture, target: Target) -> _Sampler:
+    def of(cls, config: ResolvedConfig, model: Architecture, target: Target) -> _Sampler:
         """Builds the terms for a run's rollouts and evaluations."""
         mesh = target_mesh(config, model, target)
         terms = ModelTerms(model, mesh)
@@ -932,14 +930,14 @@ class _Sampler:
         busy = _busy_rows(config, target, cache.rows)
         is_copied = copies_past(kernels, target.platform)
         past = busy * cache.pages_each * cache.page_bytes if is_copied else 0
-        read = append_sizes(target.platform, context_tokens(config))[-1]
+        read = append_sizes(target.platform, config.context_tokens)[-1]
         # Of each turn of the XLA loop over pages.
         block = append_block(target.platform, model.num_heads, model.num_kv_heads)
         turn_tokens = read // block * TURN_TOKENS
         read_values = terms.layer.read_activations
         if terms.experts is not None and target.platform != "cpu":
             read_values -= terms.experts.read_reused
-        is_recorded = records_arrays(config)
+        is_recorded = config.model.replay and "train" in config.stages
         routed = 2 * is_recorded * _bytes_of_token(model.recorded)  # by layer, and by token
         moments = {
             "decode": {
@@ -972,14 +970,14 @@ class _Sampler:
         if tower is not None:
             added = read * tower.num_added * model.width * dtype.itemsize
             moments["reading"]["images, added in first layers"] = added
-            patches = max_image_tokens(config) * tower.unit
+            patches = config.image_tokens * tower.unit
             activations = patches * tower.memory_terms().read_activations
             moments["images"] = {
                 "patches": 4 * patches * (tower.patch_values + tower.place_values),
                 "activations of patches": activations * dtype.itemsize * upcast,
                 "attention scores of patches": 2 * 4 * tower.num_scores(patches),
             }
-            values = max_image_tokens(config) * (1 + tower.num_added) * model.width
+            values = config.image_tokens * (1 + tower.num_added) * model.width
             for terms_of_moment in moments.values():
                 terms_of_moment["images, seen last"] = values * dtype.itemsize
         is_apart = config.mesh.rollout_devices or _is_given_up(config)
@@ -993,7 +991,7 @@ class _Sampler:
         )
 
 
-def _busy_rows(config: ConfigDict, target: Target, rows: int) -> int:
+def _busy_rows(config: ResolvedConfig, target: Target, rows: int) -> int:
     """Rows of the largest decoding program that a device comes to run.
 
     An evaluation alone, of a part of the questions, may ask fewer than there are rows.
@@ -1002,11 +1000,11 @@ def _busy_rows(config: ConfigDict, target: Target, rows: int) -> int:
     if "train" not in config.stages and config.eval.max_tasks:
         is_greedy = {*config.eval.final_suites} == {"greedy"}
         samples = 1 if is_greedy else config.eval.samples
-        asked = len(sources_of(config, "eval")) * config.eval.max_tasks * samples
+        asked = (len(config.tasks.eval.sources) or 1) * config.eval.max_tasks * samples
     return next(size for size in _row_sizes(config, target, rows) if size >= min(asked, rows))
 
 
-def _row_sizes(config: ConfigDict, target: Target, rows: int) -> list[int]:
+def _row_sizes(config: ResolvedConfig, target: Target, rows: int) -> list[int]:
     return row_sizes(target.platform, rows, config.model.dtype)
 
 
@@ -1059,12 +1057,12 @@ def _split(size: int, num_shards: int) -> int:
     return size if size % num_shards else size // num_shards
 
 
-def _policy_weights(config: ConfigDict, model: Architecture, mesh: Any) -> PolicyWeights:
+def _policy_weights(config: ResolvedConfig, model: Architecture, mesh: Any) -> PolicyWeights:
     """The configured policy's weights on the mesh, of a device."""
     dtype = jnp.dtype(config.model.dtype)
-    policy = policy_of(config, model)
+    policy = policy_architecture(config, model)
     if policy.around is None:
-        return _plain_weights(policy, frozen_of(config, policy), mesh, dtype)
+        return _plain_weights(policy, frozen_entries(config, policy), mesh, dtype)
     around: Any = importlib.import_module(policy.around.plan)
     weights: PolicyWeights = around.policy_weights(policy, mesh, dtype)
     return weights
@@ -1090,20 +1088,22 @@ def _plain_weights(
     )
 
 
-def _state(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> dict[str, int]:
+def _state(config: ResolvedConfig, model: Architecture, mesh: Any, stage: str) -> dict[str, int]:
     """Bytes that stay on a device from step to step: weights, moments, and the reference policy."""
     policy = _policy_weights(config, model, mesh)
     params = 4 * policy.trained
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
     state["parameters"] = params
-    if stage != "evaluate" and not optimizer_section(config, stage).offload:
+    if stage != "evaluate" and not config.optimizer_section(stage).offload:
         state["optimizer state"] = _moment_bytes(config, model, mesh, stage)
     if stage == "train" and config.kl.coef and config.kl.anchor == "ref":
         state["reference parameters"] = params
     return state
 
 
-def _between(config: ConfigDict, model: Architecture, target: Target, stage: str) -> dict[str, int]:
+def _between(
+    config: ResolvedConfig, model: Architecture, target: Target, stage: str
+) -> dict[str, int]:
     """Bytes on a device between two phases of a stage, where no cache and no batch is.
 
     The sampler has its weights from right after an update on.
@@ -1115,7 +1115,7 @@ def _between(config: ConfigDict, model: Architecture, target: Target, stage: str
     return held | _search_bytes(config, target)[0]
 
 
-def _search_bytes(config: ConfigDict, target: Target) -> tuple[dict[str, int], dict[str, int]]:
+def _search_bytes(config: ResolvedConfig, target: Target) -> tuple[dict[str, int], dict[str, int]]:
     if (name := IN_MEMORY.get(config.search.engine)) is None:
         return {}, {}
     search_bytes = pkgutil.resolve_name(name)
@@ -1128,9 +1128,9 @@ IN_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:search
 """Search engines that lie on devices, by what knows how much of them."""
 
 
-def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> int:
+def _decode_weights(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Bytes of the sampler's weights on one device."""
-    mesh, policy = target_mesh(config, model, target), policy_of(config, model)
+    mesh, policy = target_mesh(config, model, target), policy_architecture(config, model)
     count, dtype = _Counts.of(model, mesh), jnp.dtype(config.model.dtype)
     head = _head_bytes(config, model, target) * count.table(model)
     if policy.around is None:
@@ -1143,7 +1143,7 @@ def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> 
     return own + head * model.tie_embeddings  # it knows of a table that is a parameter
 
 
-def _head_bytes(config: ConfigDict, model: Architecture, target: Target) -> int:
+def _head_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Bytes that a value of the sampler's output table takes beside the model's in `model.dtype`.
 
     A tied model has a copy on a CPU, and in a dtype of its own anywhere.
@@ -1155,27 +1155,29 @@ def _head_bytes(config: ConfigDict, model: Architecture, target: Target) -> int:
     return head if target.platform == "cpu" or config.model.head_dtype else 0
 
 
-def _moment_bytes(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> int:
+def _moment_bytes(config: ResolvedConfig, model: Architecture, mesh: Any, stage: str) -> int:
     """Bytes of the optimizer's state on one device: two values a parameter, one perhaps short."""
-    itemsize = jnp.dtype(optimizer_section(config, stage).moments_dtype).itemsize
+    itemsize = jnp.dtype(config.optimizer_section(stage).moments_dtype).itemsize
     num_moments = _num_moments(_trained(config, model), mesh)
     return 4 * num_moments - (4 - itemsize) * _policy_weights(config, model, mesh).trained
 
 
-def _trained(config: ConfigDict, model: Architecture) -> Any:
-    policy = policy_of(config, model)
-    return policy.parts(frozen_of(config, policy))[0]
+def _trained(config: ResolvedConfig, model: Architecture) -> Any:
+    policy = policy_architecture(config, model)
+    return policy.parts(frozen_entries(config, policy))[0]
 
 
 @functools.cache
 def _num_moments(trained: Declared, mesh: Any) -> int:
     """Values of the optimizer's state on one device; no setting changes how many there are."""
-    optimizer = make_optimizer(optimizer_of(default_config(), "train"))
+    optimizer = make_optimizer(
+        optimizer_settings(resolve_names(default_config(), needs_data=False), "train")
+    )
     moments = jax.eval_shape(optimizer.init, trained.abstract_params())
     return num_values(moments, state_shardings(mesh, trained, optimizer).opt_state)
 
 
-def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) -> BatchShape:
+def _shape(config: ResolvedConfig, model: Architecture, target: Target, stage: str) -> BatchShape:
     """Shapes of a stage's mini-batches, sft or train."""
     mesh = target_mesh(config, model, target)
     name = _kernels(config, model, target)
@@ -1183,7 +1185,7 @@ def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) 
     return batch_shape(config, stage, shards, mesh.shape["context"], model)
 
 
-def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
+def _batch_bytes(config: ResolvedConfig, shape: BatchShape, shards: int, stage: str) -> int:
     """Bytes of a step's mini-batches: six arrays of four bytes, a mask, and the method's own."""
     tokens = shape.num_micro * shape.micro_rows * shape.row_tokens // shards
     of_token = 25 + (_bytes_of_token(shape.tower.arrays) if shape.tower else 0)
@@ -1202,7 +1204,7 @@ def _nonzero(terms: dict[str, int]) -> dict[str, int]:
     return {name: size for name, size in terms.items() if size}
 
 
-def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str, str]:
+def _shapes(config: ResolvedConfig, model: Architecture, target: Target) -> dict[str, str]:
     """The largest shapes of the programs, over all devices."""
     rollout = config.rollout
     shapes = {}
@@ -1216,11 +1218,11 @@ def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str
                 f"{chunk} x {model.vocab_size}"
             )
     if {"train", "evaluate"} & set(config.stages):
-        sizes = append_sizes(target.platform, context_tokens(config))
+        sizes = append_sizes(target.platform, config.context_tokens)
         page = page_tokens(config, model, target)
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to {rollout.num_rows} rows over up to "
-            f"{context_tokens(config)} tokens; read up to {sizes[-1]} tokens on a device; cache "
+            f"{config.context_tokens} tokens; read up to {sizes[-1]} tokens on a device; cache "
             f"{cache_pages(config, model, target)} pages x {page} tokens on a device"
         )
     return shapes

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.data.readers.base import Reader, Record, one_line, present
-from jaxrl.envs.paths import similar_path
+from jaxrl.utils.paths import similar_path
 
 
 def hugging_face(

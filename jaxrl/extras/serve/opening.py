@@ -11,20 +11,21 @@ from typing import Any
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.builders.components import make_engine, make_model, model_and_tokenizer, template_notes
-from jaxrl.builders.environment import leave_out_adapter
-from jaxrl.builders.method import policy_of
+from jaxrl.builders.components import (
+    build_engine,
+    build_model,
+    read_model_and_tokenizer,
+    template_notes,
+)
+from jaxrl.builders.method import policy_architecture
 from jaxrl.builders.saved_run import (
     chosen_model,
     fit_mesh,
-    leave_out_method,
-    leave_out_scores,
+    leave_out_adapter,
     load_weights,
     read_config,
+    resolve_saved,
 )
-from jaxrl.builders.toolbox import stop_strings
-from jaxrl.builders.validation import validate
-from jaxrl.config.entry_points import name_installed
 from jaxrl.config.schema import OWN_MODEL, default_config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.serve.engine import ServedEngine
@@ -97,21 +98,16 @@ def open_served(
     else:
         raise ValueError(f"{place} is no run, so that --model and --step name nothing in it.")
     config.update_from_flattened_dict(dict(keys))
-    name_installed(config)
     if is_run(place):
         model = chosen_model(config, place, model, step)
     if model is not None:
         config.model.path = str(model)
         leave_out_adapter(config)  # it is merged into what a run exports
     config.policy.name = OWN_MODEL
-    leave_out_scores(config)
-    leave_out_method(config)
     rollout = config.rollout
     rollout.max_prompt_tokens = max(rollout.max_total_tokens - 1, 1)
     rollout.max_response_tokens = min(rollout.max_response_tokens, rollout.max_prompt_tokens)
-    if keys:
-        validate(config, needs_data=False)
-    config.stages = ()  # no data are read
+    resolved = resolve_saved(config, is_changed=bool(keys))
     if LENGTH not in keys:
         longest = read_model(config.model.path, config.model.architecture).max_positions
         config.rollout.max_total_tokens = min(config.rollout.max_total_tokens, longest)
@@ -120,24 +116,24 @@ def open_served(
     give_back_after_compiling()
     mesh = make_mesh(**config.mesh)
     now = prompt_time(place) if is_run(place) else None
-    architecture, tokenizer = model_and_tokenizer(
-        config, mesh, is_played=True, now=now, log=display.log
+    architecture, tokenizer = read_model_and_tokenizer(
+        resolved, mesh, is_local=True, now=now, log=display.log
     )
-    policy = policy_of(config, architecture)
+    policy = policy_architecture(resolved, architecture)
     if isinstance(policy, Around):
         policy.check()
     # Stop strings are those of each request, and are looked for on the host.
     automaton = StopAutomaton(tokenizer.vocab_bytes, ())
-    engine = make_engine(config, policy, mesh, automaton, tokenizer, kind=ServedEngine)
+    engine = build_engine(resolved, policy, mesh, automaton, tokenizer, kind=ServedEngine)
     assert isinstance(engine, ServedEngine)
     served = Served(
         name=name or place.absolute().name,
         mesh=mesh,
-        model=make_model(config, mesh, policy, tokenizer),
+        model=build_model(resolved, mesh, policy, tokenizer),
         tokenizer=tokenizer,
         template_arguments=dict(config.prompt.chat_template_kwargs),
         engine=engine,
-        stops=stop_strings(config) if is_run(place) else (),
+        stops=resolved.stop_strings if is_run(place) else (),
     )
     if served.stops:
         ends = ", ".join(served.stops)

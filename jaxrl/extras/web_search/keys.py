@@ -23,11 +23,9 @@ KEYS = {
 
 
 def _lacks_url(config: Any) -> bool:
-    from jaxrl.builders.environment import searches  # late: it imports this module
-
     web = config.search.web
-    is_own = config.search.engine == "web" and web.provider == "searxng"
-    return bool(is_own and not web.url and searches(config))
+    is_self_hosted = config.search.engine == "web" and web.provider == "searxng"
+    return bool(is_self_hosted and not web.url and config.searches)
 
 
 RULES = (Rule("search.web.url", _lacks_url, "the address of a server, as http://127.0.0.1:8000"),)

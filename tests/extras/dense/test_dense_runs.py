@@ -5,7 +5,6 @@ import json
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.builders.validation import validate
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.extras.dense.engine import DenseSearch
@@ -13,6 +12,7 @@ from jaxrl.extras.dense.hybrid import HybridSearch
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.extras.dense.worlds import ENCODER, PREFIXES
+from tests.helpers import build, settings_of
 from tests.runs import SIZES, records, trajectories
 
 pytestmark = [
@@ -61,7 +61,7 @@ def dense_run(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
         },
     )  # fmt: skip
     (folder / "run").mkdir()
-    run(settings_of(config), folder / "run", assemble(config), Display())
+    run(settings_of(config), folder / "run", build(config), Display())
     return folder
 
 
@@ -93,7 +93,7 @@ def test_a_run_reads_what_hybrid_search_finds(dense_run, tiny_world, tmp_path):
             "model.path": str(dense_run / "run" / "export"),
         },
     )  # fmt: skip
-    run(settings_of(config), tmp_path, assemble(config), Display())
+    run(settings_of(config), tmp_path, build(config), Display())
     dense = dense_settings(tiny_world, dense_run / "index")
     local = {"corpus": "", "index": str(dense_run / "index")}
     answer = HybridSearch(local=local, dense=dense, k=1.0).run(QUERY)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders import components
+from jaxrl.builders import environment
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
-from jaxrl.config.registry import chosen
+from jaxrl.config.registry import resolve
 from jaxrl.envs.search.base import ENGINES, Document, Hit
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search.corpus import read_corpus
@@ -104,7 +105,7 @@ def test_the_configuration_has_the_engines_settings_and_defaults():
     own = Settings(corpus="", encoder="")
     assert config == {name: getattr(own, name) for name in Settings.__dataclass_fields__}
     for name, kind in (("dense", DenseSearch), ("hybrid", HybridSearch)):
-        assert chosen("search.engine", name, ENGINES, wanted="") is kind
+        assert resolve("search.engine", name, ENGINES, example="") is kind
         assert name in default_config().search
 
 
@@ -194,10 +195,10 @@ def test_a_run_belongs_to_its_encoder_and_vectors(tmp_path, corpus, engine):
     config.search.engine = "dense"
     config.search.dense.corpus, config.search.dense.encoder = str(corpus), str(encoder)
     config.search.dense.embeddings = npy(tmp_path / "a.npy", np.array(engine._passages.vectors))
-    before = fingerprints(config)
+    before = fingerprints(resolve_names(config))
     (encoder / "config.json").write_text("{}")
     config.search.dense.embeddings = npy(tmp_path / "b.npy", np.zeros((60, 32)))
-    after = fingerprints(config)
+    after = fingerprints(resolve_names(config))
     changed = {key for key in before if before[key] != after[key]}
     assert changed == {"search.dense.encoder/config.json", "search.dense.embeddings"}
     assert {"search.dense.corpus", "search.dense.encoder/model.safetensors"} <= before.keys()
@@ -219,7 +220,9 @@ def test_what_the_document_shows_finds_something(tmp_path, corpus, config):
     config.search.dense.encoder = str(ENCODER.parent / name)
     config.search.dense.corpus = str(corpus)
     config.search.dense.index = config.search.local.index = str(tmp_path)
-    found = components._make_plain_search(config, lambda text: None).run_batch(QUERIES)
+    found = environment._build_engine(
+        resolve_names(config), lambda _: None, lambda _: None
+    ).run_batch(QUERIES)
     assert all(len(one.splitlines()) == 3 for one in found)
 
 

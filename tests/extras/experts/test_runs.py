@@ -9,10 +9,10 @@ import tokenizers
 from configs import search_moe_small
 from examples import quickstart_world
 from jaxrl import run
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.models.registry import read_model
+from tests.helpers import build, settings_of
 from tests.runs import assert_same_weights, killed, lasting, run_settings
 
 pytestmark = [
@@ -55,7 +55,7 @@ def settings(tiny_world, source, **changes):
 
 def play(config, workdir):
     workdir.mkdir(exist_ok=True)
-    run.run(settings_of(config), workdir, assemble(config), Display())
+    run.run(settings_of(config), workdir, build(config), Display())
 
 
 @pytest.mark.slow(instead="extras/experts/test_qwen_moe.py::test_the_sampler_computes_the_same")

@@ -21,8 +21,7 @@ def large_run(fsdp=8, tensor=1, **keys):
     config.model.dtype = "bfloat16"
     config.mesh.fsdp, config.mesh.tensor = fsdp, tensor
     config.update_from_flattened_dict(keys)
-    validate(config, needs_data=False)
-    return config
+    return validate(config, needs_data=False)
 
 
 def train_phase(config, model=QWEN_7B, target=NODE):

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.common import libtpu_environment
 from jaxrl.builders.capacity import GIB
-from jaxrl.builders.method import batch_shape, policy_of
+from jaxrl.builders.method import batch_shape, policy_architecture
 from jaxrl.config import default_config
 from jaxrl.extras.plan import memory
 from jaxrl.models.attention.reference import XLA
@@ -317,7 +317,7 @@ class TestByHand:
             config = programs.small_run(1, 1, 1)
             config.model.dtype, config.model.head_dtype = "bfloat16", head
             made = jax.eval_shape(
-                partial(policy_of(config, model).decode_weights, dtype=jnp.bfloat16),
+                partial(policy_architecture(config, model).decode_weights, dtype=jnp.bfloat16),
                 model.abstract_params(),
             )
             held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))

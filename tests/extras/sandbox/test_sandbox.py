@@ -20,13 +20,13 @@ import time
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders import toolbox
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.tools.base import run_one
 from jaxrl.envs.tools.monty import MontyTool
 from jaxrl.extras.sandbox import child as sandbox_child
 from jaxrl.extras.sandbox import tools as sandbox
 from jaxrl.extras.sandbox.tools import BubblewrapTool
+from tests.helpers import resolved
 
 LIMITS = {"timeout_s": 10.0, "max_memory": 96 * 2**20, "max_output": 20_000}
 
@@ -622,7 +622,7 @@ def test_the_configuration_names_sandbox_and_limits(tools):
     settings = {"sandbox": "bubblewrap", "timeout_s": 1.5, "memory_mib": 200.0, "max_output": 1000}
     config.env.search.python.update(settings)
     config.env.search.tools = ("python",)
-    [offer] = toolbox.tools(config)
+    [offer] = resolved(config).tools
     tool = offer.make()
     assert (offer.name, type(tool)) == ("python", BubblewrapTool)
     assert tool.run("print('x' * 900)") == "x" * 900

@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.extras.sentinel import faults
+from tests.helpers import build, settings_of
 from tests.runs import base_config, warm_start
 
 pytestmark = [
@@ -32,7 +32,7 @@ def test_it_is_named_within_five_steps(fault, tiny_world, cache_folder, tmp_path
         }
     )
     validate(config)
-    parts = faults.with_fault(assemble(config), fault, STEP)
+    parts = faults.with_fault(build(config), fault, STEP)
     run(settings_of(config), tmp_path, parts, Display())
     found = faults.signs_of(tmp_path)
     assert all(step >= STEP for step, _ in found)

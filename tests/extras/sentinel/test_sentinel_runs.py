@@ -10,8 +10,6 @@ import pytest
 
 from jaxrl import run as runs
 from jaxrl import train
-from jaxrl.builders.components import assemble, settings_of
-from jaxrl.builders.method import method_of
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
@@ -22,6 +20,7 @@ from jaxrl.training.collect import Collected
 from jaxrl.training.run_state import Progress
 from jaxrl.training.usage import Ledger
 from jaxrl.training.watch import RollBack, Sign, UnsoundError
+from tests.helpers import build, method_of, settings_of
 from tests.runs import (
     assert_same_weights,
     base_config,
@@ -69,7 +68,7 @@ PARTS = []
 
 def play(config, workdir):
     """Runs with the engine and the update of the first run: a watch changes no program."""
-    PARTS[:] = PARTS or [assemble(config)]
+    PARTS[:] = PARTS or [build(config)]
     stage = dataclasses.replace(PARTS[0].stages["train"], num_steps=config.num_steps)
     parts = dataclasses.replace(PARTS[0], method=method_of(config), stages={"train": stage})
     workdir.mkdir(exist_ok=True)

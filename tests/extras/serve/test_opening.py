@@ -14,14 +14,13 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.builders.saved_run import open_run
-from jaxrl.builders.toolbox import stop_strings
 from jaxrl.config.schema import to_json
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.serve import __main__ as command
 from jaxrl.extras.serve.opening import is_run, open_served
 from jaxrl.logs.display import Display
 from tests.extras.serve.served import Client
-from tests.helpers import ROOT, without_keys_of
+from tests.helpers import ROOT, resolved, without_keys_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -191,7 +190,7 @@ def test_turns_of_a_run_end_where_it_ended_them(run, tiny_world):
 def test_stop_strings_are_those_of_the_environment(tiny_world, changes, stops):
     config = debug_tiny.get_config(str(tiny_world))
     config.update_from_flattened_dict(changes)
-    assert stop_strings(config) == stops
+    assert resolved(config).stop_strings == stops
 
 
 def test_an_end_of_messages_at_which_nothing_stops_is_told(run):

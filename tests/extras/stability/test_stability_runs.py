@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.builders.validation import validate
 from jaxrl.envs.rewards.attribution import occurs
 from jaxrl.logs.display import Display
 from jaxrl.run import run
+from tests.helpers import build, settings_of
 from tests.runs import base_config, records, trajectories, warm_start
 
 pytestmark = [
@@ -42,7 +42,7 @@ def workdir(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
     validate(config)
     workdir = folder / "run"
     workdir.mkdir()
-    run(settings_of(config), workdir, assemble(config), Display())
+    run(settings_of(config), workdir, build(config), Display())
     return workdir
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 
 from jaxrl import run
-from jaxrl.builders.components import assemble, settings_of
 from jaxrl.data.stream import Stream
 from jaxrl.logs.display import Display
 from tests.extras.serve.agents.played import TO_PLAY, noted
+from tests.helpers import build, settings_of
 from tests.runs import killed, records, run_settings, saved_progress, trajectories
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
@@ -34,7 +34,7 @@ SETTINGS = {
 def play(config, workdir):
     """What a run in this process tells, and its parts."""
     workdir.mkdir(exist_ok=True, parents=True)
-    parts, display, said = assemble(config), Display(), []
+    parts, display, said = build(config), Display(), []
     display.log = said.append
     run.run(settings_of(config), workdir, parts, display)
     return said, parts
@@ -62,7 +62,7 @@ def test_no_step_waits_for_the_slowest_and_a_restart_plays_it_anew(tiny_world, t
     (folder := tmp_path / "noted").mkdir()
     settings = {"folder": str(folder)}
     config = run_settings(tiny_world, **SETTINGS, **{"env.agents.settings": settings})
-    order = [task.id for task in Stream(assemble(config).tasks, seed=config.seed).take(0, 12)]
+    order = [task.id for task in Stream(build(config).tasks, seed=config.seed).take(0, 12)]
     with config.unlocked():
         config.env.agents.settings = settings | {"slow": [order[0], order[5]]}
     workdir = tmp_path / "run"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.envs.paths import similar_path
+from jaxrl.utils.paths import similar_path
 
 
 @pytest.mark.parametrize(

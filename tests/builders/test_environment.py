@@ -6,20 +6,19 @@ from pathlib import Path
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders import toolbox
-from jaxrl.builders.components import _make_tools
+from jaxrl.builders.environment import build_tools
 from jaxrl.builders.validation import validate
 from jaxrl.config.schema import default_config, flat_json, flatten, to_json
-from tests.helpers import ROOT, blocks
+from tests.helpers import ROOT, blocks, resolved
 
-SERVER = str(Path(__file__).parent / "extending" / "my_server.py")
+SERVER = str(Path(__file__).parents[1] / "extending" / "my_server.py")
 
 
 def test_what_the_format_of_tool_calls_pays():
     config = default_config()
     config.env.search.protocol = "qwen"
     config.env.search.qwen.update({"format_reward": 0.3, "format_failure": -0.2})
-    spoken = toolbox.protocol(config)(())
+    spoken = resolved(config).protocol(())
     assert spoken.format_reward("<answer>x</answer>") == 0.3
     assert spoken.format_reward("x") == -0.2
 
@@ -61,8 +60,7 @@ def test_the_page_shows_a_configuration_with_tools_of_all_kinds():
     [code] = [b for b in blocks(ROOT / "docs" / "environments.md", "python") if '"qwen"' in b]
     exec(code, {"config": config})
     config.rollout.max_total_tokens = 4096
-    validate(config)
-    assert [offer.name for offer in toolbox.tools(config)] == ["python"]
+    assert [tool.name for tool in validate(config).tools] == ["python"]
 
 
 def test_servers_and_functions_make_the_tools():
@@ -70,11 +68,11 @@ def test_servers_and_functions_make_the_tools():
     config.env.search.protocol, config.search.engine = "qwen", "none"
     config.eval.final_suites = ("greedy",)
     config.env.search.mcp = ({"command": (sys.executable, SERVER)},)
-    validate(config)
-    assert [tool.name for tool in _make_tools(config, print)] == ["look_up"]
+    resolved = validate(config)
+    assert [tool.name for tool in build_tools(resolved, print)] == ["look_up"]
     config.env.search.mcp = ({"command": (sys.executable, "-c", "pass")},)
     with pytest.raises(ValueError, match=r"config\.env\.search\.mcp holds .*Connection closed"):
-        _make_tools(config, print)
+        build_tools(resolved, print)
     config.env.search.mcp, config.env.search.tools = (), ("os.path.join",)
     with pytest.raises(ValueError, match=r"config\.env\.search\.tools names 'os\.path\.join'.*t"):
         validate(config)

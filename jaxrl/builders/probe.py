@@ -1,0 +1,242 @@
+"""Call user code once on example inputs, before the run begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.builders.resolved import ResolvedConfig
+from jaxrl.envs.base import Env, Episode, Finished, Reward, Task, Turn
+from jaxrl.envs.rewards.combiner import Payment
+from jaxrl.envs.rewards.functions import RewardFunction
+from jaxrl.envs.tools.base import CallError, Tool
+from jaxrl.envs.tools.functions import FunctionTool
+from jaxrl.objectives.aggregation import token_weights
+from jaxrl.objectives.losses import PolicyLoss
+from jaxrl.training.method import Method, OptimizerSettings
+from jaxrl.training.optimizer import learning_rate
+from jaxrl.types import Columns
+from jaxrl.utils.callables import (
+    NamedFunction,
+    UserCodeError,
+    format_failure,
+    is_dotted,
+    is_user_code,
+    probe,
+)
+from jaxrl.utils.errors import ToolError
+
+SHAPE = (2, 32)
+"""Rows and tokens of the arrays on which losses are traced."""
+
+MAX_SCHEDULE_STEPS = 100_000
+"""Steps at which a schedule is evaluated; of a longer stage, so many evenly spread."""
+
+_DTYPES = {"loss_mask": jnp.bool_, "segment_ids": jnp.int32, "positions": jnp.int32}
+_DIFFERENTIATED = ("logprobs", "entropies", "log_ratios")
+
+
+def probe_schedule(settings: OptimizerSettings) -> None:
+    """Refuse a learning-rate schedule that fails or gives no finite rate of at least 0.
+
+    Raises:
+        UserCodeError: The message names the key.
+    """
+    schedule, count = settings.schedule, settings.num_updates
+    steps = np.linspace(0, count - 1, min(count, MAX_SCHEDULE_STEPS)).astype(np.int32)
+
+    def rates() -> np.ndarray:
+        return np.asarray(jax.jit(partial(jax.lax.map, learning_rate(settings)))(steps))
+
+    probe(
+        schedule.key,
+        schedule.name,
+        rates,
+        expected=f"a finite rate of at least 0 at each of {count} steps",
+        is_valid=lambda r: r.ndim == 1 and bool(np.all(np.isfinite(r) & (r >= 0))),
+    )
+
+
+def probe_method(method: Method, max_response_tokens: int) -> None:
+    """Call the custom functions of the method on arrays of a step's kind.
+
+    Losses and KL estimators are traced together with their gradient, and not executed.
+
+    Raises:
+        UserCodeError: A function raised, or returned another kind of value than the loop expects.
+    """
+    loss = method.loss
+    for function in (loss.policy_loss, loss.term, loss.gate, method.kl.estimator):
+        if function is not None and function.is_user_code:
+            _probe_loss(function, is_gate=function is loss.gate)
+    estimator, count = method.advantage.estimator, method.tasks_per_step * method.group_size
+    if estimator.is_user_code:
+        columns = Columns(())
+        arrays = [
+            jax.random.key(0)
+            if name == "key"
+            else jax.ShapeDtypeStruct((count,), getattr(columns, name).dtype)
+            for name in estimator.arguments
+        ]
+        probe(
+            estimator.key,
+            estimator.name,
+            partial(jax.eval_shape, estimator),
+            *arrays,
+            expected=f"float32[{count}], one advantage per trajectory",
+            is_valid=lambda a: a.shape == (count,) and jnp.issubdtype(a.dtype, jnp.floating),
+        )
+    keep = method.filter.keep
+    if keep is not None and keep.is_user_code:
+        index = np.arange(
+            (method.filter.tasks_per_batch or method.tasks_per_step) * method.group_size
+        )
+        columns = Columns(())
+        arrays = [
+            (index // method.group_size).astype(np.int32)
+            if name == "group_ids"
+            else (index % 2).astype(getattr(getattr(columns, name, None), "dtype", np.float32))
+            for name in keep.arguments
+        ]
+        probe(
+            keep.key,
+            keep.name,
+            lambda *arrays: np.asarray(keep(*arrays)),
+            *arrays,
+            expected=f"bool[{len(index)}], one flag per trajectory",
+            is_valid=lambda flags: flags.dtype == bool and flags.shape == index.shape,
+        )
+    if loss.aggregation.is_user_code:
+        counts = np.arange(method.groups_per_minibatch * method.group_size)
+        masks = [np.ones(n, bool) for n in counts % (max_response_tokens + 1)]
+        probe(
+            loss.aggregation.key,
+            loss.aggregation.name,
+            token_weights,
+            masks,
+            loss.aggregation,
+        )
+
+
+def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
+    """Trace a function of the loss, and its gradient in what depends on the policy."""
+    arrays = [
+        jax.ShapeDtypeStruct(SHAPE, _DTYPES.get(name, jnp.float32)) for name in function.arguments
+    ]
+
+    def is_per_token(values: Any, kind: Any = jnp.floating) -> bool:
+        shape = getattr(values, "shape", None)
+        return shape == SHAPE and bool(jnp.issubdtype(values.dtype, kind))
+
+    def is_valid(result: Any) -> bool:
+        if is_gate:
+            return is_per_token(result, jnp.bool_)
+        if not isinstance(result, PolicyLoss):
+            return function.key == "kl.estimator" and is_per_token(result)
+        if not isinstance(result.metrics, Mapping):
+            return False
+        shapes = [getattr(values, "shape", None) for values in result.metrics.values()]
+        return is_per_token(result.per_token) and shapes == [SHAPE] * len(shapes)
+
+    expected = "a PolicyLoss whose loss and metrics have one value per token"
+    if is_gate:
+        expected = "a bool per token"
+    elif function.key == "kl.estimator":
+        expected = "a value per token"
+    probe(
+        function.key,
+        function.name,
+        partial(jax.eval_shape, function),
+        *arrays,
+        expected=f"{expected}, {list(SHAPE)} here",
+        is_valid=is_valid,
+    )
+    places = tuple(i for i, name in enumerate(function.arguments) if name in _DIFFERENTIATED)
+    if is_gate or not places:
+        return
+
+    def total(*arrays: jax.Array) -> jax.Array:
+        result = function(*arrays)
+        return jnp.sum(result.per_token if isinstance(result, PolicyLoss) else result)
+
+    probe(
+        function.key,
+        function.name,
+        partial(jax.eval_shape, jax.grad(total, argnums=places)),
+        *arrays,
+    )
+
+
+def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
+    """Call each custom reward function on an example episode of a task.
+
+    Raises:
+        UserCodeError: A function raised, or returned no number.
+    """
+    names = {part: part for part in c.reward_parts}
+    names |= {name.split(".")[-1].split(":")[-1]: name for name in c.reward.weights}
+    answer = task.answers[0] if task.answers else "example"
+    episode = Episode(task=task, turns=[Turn(text=f"<answer>{answer}</answer>")])
+    reward = Reward(parts=dict.fromkeys(env.reward_parts, 0.0), final_answer=answer)
+    for part, function in c.reward_parts.items():
+        if not isinstance(function, RewardFunction):
+            continue  # a call of a judge costs money
+        # A part may be None for an episode to which it does not apply.
+        combine = Payment(
+            weights=dict.fromkeys(env.reward_parts[:1], 1.0),
+            own_parts={part: function},
+            deadline_s=c.reward.deadline_s,
+        )
+        [[result]] = combine([[Finished(episode=episode, reward=reward)]])
+        if isinstance(result, BaseException):
+            text = f"config.reward.weights names {names.get(part, part)!r}, which failed on an "
+            raise UserCodeError(f"{text}example: {format_failure(result)}.") from result
+
+
+def probe_tools(c: ResolvedConfig, tools: Sequence[Tool], engine: Tool | None) -> None:
+    """Call each custom tool and search engine on an example.
+
+    A tool may reject the example: only other exceptions are errors.
+
+    Raises:
+        UserCodeError: A tool raised, or returned no text.
+    """
+    by_name = {tool.name: tool for tool in tools}
+    for name, factory in zip(c.env.search.tools, c.tools, strict=True):
+        tool = by_name[factory.name]
+        if isinstance(tool, FunctionTool):
+            example = json.dumps(_example_of(tool.parameters))
+        else:
+            example = "example"
+        if isinstance(tool, FunctionTool) or is_user_code(type(tool)):
+            _probe_tool("env.search.tools", name, tool, example)
+    if engine is not None and is_dotted(c.search.engine) and c.search.replay != "only":
+        _probe_tool("search.engine", c.search.engine, engine, "example")
+
+
+def _probe_tool(key: str, name: str, tool: Tool, example: str) -> None:
+    def run() -> Any:
+        try:
+            return tool.run(example)
+        except (CallError, ToolError) as error:
+            return str(error)
+
+    probe(key, name, run, expected="text", is_valid=lambda result: isinstance(result, str))
+
+
+def _example_of(schema: Mapping[str, Any]) -> Any:
+    """Return a value that a JSON schema describes, with the required properties only."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    kind = schema.get("type")
+    if kind == "object":
+        properties = schema.get("properties", {})
+        return {name: _example_of(properties[name]) for name in schema.get("required", ())}
+    examples = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "null": None}
+    return examples.get(kind, "example") if isinstance(kind, str) else "example"

@@ -1,0 +1,551 @@
+"""A checked configuration whose names are resolved to objects, once."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.config.registry import (
+    check_settings,
+    function_settings,
+    instantiate,
+    resolve,
+    resolve_entry_points,
+    resolve_reward_entry_points,
+    subsection,
+)
+from jaxrl.config.schema import KEYS, OWN_MODEL
+from jaxrl.data.tasks import TaskSource, resolve_sources
+from jaxrl.envs.base import ENVS, Env
+from jaxrl.envs.protocol import PROTOCOLS, Protocol
+from jaxrl.envs.rewards.combiner import JUDGE, REWARD_PARTS, RewardPart
+from jaxrl.envs.search.base import ENGINES
+from jaxrl.envs.search_env import SearchEnv, turn_ends
+from jaxrl.envs.tools.base import SANDBOXES, TOOLS, Tool
+from jaxrl.objectives import advantages, aggregation, filters, kl, losses
+from jaxrl.sampling.interfaces import POLICIES
+from jaxrl.training import optimizer, watch
+from jaxrl.utils.callables import NamedFunction, is_dotted, probe, short_name
+
+NO_ENGINE = "none"
+"""Value of `search.engine` that offers no search tool."""
+
+CORPORA = {"local": "local", "dense": "dense", "hybrid": "dense"}
+"""Engines that search a corpus, and the section of `config.search` that names the corpus."""
+
+ADAPTERS = {"model.lora.rank": "jaxrl.extras.lora.adapter:around"}
+"""Keys that turn an adapter on when above 0, and the function that wraps the model in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFactory:
+    """A configured tool: the name by which the model calls it, and how to make it."""
+
+    name: str
+    make: Callable[[], Tool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """A configuration with every name resolved. Sections of `config` are attributes too.
+
+    Attributes:
+        config: The configuration.
+        env_class: Class that `env.name` names.
+        protocol: Function from the names of the tools to the protocol.
+        engine_class: Class that `search.engine` names; None for "none".
+        tools: Tools of `env.search.tools`.
+        environment_parts: Reward parts that the environment measures.
+        reward_parts: Other reward parts, by the names under which they are recorded.
+        reward_weights: Weights by part, in the order in which they are summed.
+        policy_class: Class of a model behind an endpoint; None for the run's own model.
+        task_sources: Sources of `tasks.train` and `tasks.eval`, if a stage reads them.
+        estimator, policy_loss, loss_term, token_filter, aggregation, kl_estimator, group_filter,
+            trajectory_filter, watcher: Functions of the method; None where the name is "none".
+        schedules: Learning-rate schedules by stage.
+    """
+
+    config: ConfigDict
+    env_class: type[Env]
+    protocol: Callable[[Sequence[str]], Protocol]
+    engine_class: type[Tool] | None
+    tools: Sequence[ToolFactory]
+    environment_parts: Sequence[str]
+    reward_parts: Mapping[str, RewardPart]
+    reward_weights: Mapping[str, float]
+    policy_class: type | None
+    task_sources: Mapping[str, Sequence[TaskSource]]
+    estimator: NamedFunction
+    policy_loss: NamedFunction
+    loss_term: NamedFunction | None
+    token_filter: NamedFunction | None
+    aggregation: NamedFunction
+    kl_estimator: NamedFunction
+    group_filter: NamedFunction | None
+    trajectory_filter: NamedFunction | None
+    watcher: NamedFunction | None
+    schedules: Mapping[str, NamedFunction]
+
+    def __getattr__(self, section: str) -> Any:
+        return getattr(self.config, section)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.config[key]
+
+    def with_values(self, values: Mapping[str, Any]) -> ResolvedConfig:
+        """Return a copy with other values of keys that hold no names."""
+        config = self.config.copy_and_resolve_references()
+        config.update_from_flattened_dict(dict(values))
+        return replace(self, config=config)
+
+    @property
+    def has_custom_rollout(self) -> bool:
+        """True if the environment plays its episodes itself."""
+        return hasattr(self.env_class, "rollout")
+
+    def accepts(self, name: str) -> bool:
+        """Return True if the environment's constructor takes this argument."""
+        return name in inspect.signature(self.env_class).parameters
+
+    @property
+    def searches(self) -> bool:
+        """True if the environment takes a search engine and one is configured."""
+        return self.accepts("engine") and self.config.search.engine != NO_ENGINE
+
+    @property
+    def has_tools(self) -> bool:
+        """True if a turn can end before the model ends it, and gets a reply."""
+        return bool(self.env_class.stop_strings)
+
+    @property
+    def suites(self) -> set[str]:
+        """Evaluation suites of the configured stages."""
+        suites = {"train": self.config.eval.suites, "evaluate": self.config.eval.final_suites}
+        return {suite for stage in self.config.stages for suite in suites.get(stage, ())}
+
+    @property
+    def needs_engine(self) -> bool:
+        """True if a real engine is needed. A recording may answer in its place.
+
+        The suite `random_search` draws documents from the engine itself.
+        """
+        is_live = self.config.search.replay != "only" or "random_search" in self.suites
+        return self.searches and is_live
+
+    @property
+    def corpus_section(self) -> str:
+        """Section of `config.search` that names the corpus, or "" without one."""
+        return CORPORA.get(self.config.search.engine, "") if self.needs_engine else ""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end a turn, apart from those of tools of MCP servers."""
+        if not issubclass(self.env_class, SearchEnv):
+            return tuple(self.env_class.stop_strings)
+        names = [tool.name for tool in self.tools]
+        return turn_ends(self.protocol(names), names)
+
+    @property
+    def correct_by(self) -> str:
+        """The environment's part that decides whether an answer is correct.
+
+        If `reward.correct` names another part, `RewardCombiner` decides instead.
+        """
+        parts, correct = self.environment_parts, self.config.reward.correct
+        if correct in parts:
+            return str(correct)
+        return "exact_match" if "exact_match" in parts else parts[-1]
+
+    @property
+    def reads_rewards(self) -> bool:
+        """False for estimators that read only which answers are correct."""
+        return "rewards" in self.estimator.arguments
+
+    @property
+    def has_contexts(self) -> bool:
+        """True if a trajectory may span several contexts."""
+        return bool(self.config.rollout.context.name != "none")
+
+    @property
+    def context_tokens(self) -> int:
+        """Largest number of tokens that the sampler attends to at once."""
+        rollout = self.config.rollout
+        return int(rollout.context.max_tokens if self.has_contexts else rollout.max_total_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Longest prompt of the sampler. With several contexts a prompt may be a whole context."""
+        resumes = self.has_contexts or self.config.filter.unfinished_tasks > 0
+        if resumes or self.has_custom_rollout:
+            return self.context_tokens
+        return int(self.config.rollout.max_prompt_tokens)
+
+    @property
+    def image_tokens(self) -> int:
+        """Largest number of image tokens in a trajectory.
+
+        If no turn gets a reply, all images are in the prompt.
+        """
+        rollout = self.config.rollout
+        most = rollout.max_total_tokens if self.has_tools else rollout.max_prompt_tokens
+        return int(min(rollout.max_image_tokens or most, most))
+
+    @property
+    def overlong_limit(self) -> int:
+        """Response length in tokens from which the whole overlong penalty is charged.
+
+        Observations count as response but not toward `rollout.max_response_tokens`. Measured by
+        that limit alone, every search would be overlong.
+        """
+        rollout = self.config.rollout
+        room = rollout.max_total_tokens - rollout.max_prompt_tokens
+        limit = room if self.has_tools else rollout.max_response_tokens
+        return int(self.config.shaping.overlong_max_tokens or limit)
+
+    @property
+    def training_steps(self) -> dict[str, int]:
+        """Number of steps of each configured stage that trains."""
+        return training_steps(self.config)
+
+    def num_updates(self, stage: str) -> int:
+        """Return the number of optimizer steps of a stage."""
+        if stage == "sft":
+            return int(self.config.sft.num_steps)
+        optimizer = self.config.optimizer
+        return int(self.config.num_steps * optimizer.num_minibatches * optimizer.num_epochs)
+
+    def optimizer_section(self, stage: str) -> ConfigDict:
+        """Return the optimizer's section of a stage."""
+        return self.config.sft.optimizer if stage == "sft" else self.config.optimizer
+
+
+def training_steps(config: Any) -> dict[str, int]:
+    """Return the number of steps of each configured stage that trains."""
+    steps = {"sft": config.sft.num_steps, "train": config.num_steps}
+    return {stage: steps[stage] for stage in config.stages if stage in steps}
+
+
+def adapter_key(config: Any) -> str:
+    """Return the key in `ADAPTERS` that is above 0, or "" without an adapter."""
+    return next((key for key in ADAPTERS if key in KEYS and config[key]), "")
+
+
+def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
+    """Resolve every name in a configuration.
+
+    Entry-point names in `config` are replaced by dotted paths.
+
+    Args:
+        config: The configuration.
+        needs_data: Resolve the sources of tasks that the configured stages read.
+
+    Raises:
+        ValueError: A name resolves to nothing usable. The message names the key.
+    """
+    resolve_entry_points(config)
+    env_class = _env_class(config)
+    make_protocol, protocol = _protocol(config)
+    environment_parts = env_class.reward_parts or protocol.reward_parts
+    resolve_reward_entry_points(config, environment_parts)
+    reward_parts, names = _reward_parts(config, environment_parts)
+    weights = {names[name]: float(weight) for name, weight in config.reward.weights.items()}
+    order = [part for part in (*environment_parts, *reward_parts) if part in weights]
+    policy = config.policy.name
+    none = {"none": None}
+    loss, longest = config.loss, config.rollout.max_response_tokens
+    clip = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+    return ResolvedConfig(
+        config=config,
+        env_class=env_class,
+        protocol=make_protocol,
+        engine_class=_engine_class(config),
+        tools=tuple(_tool_factory(config, name) for name in config.env.search.tools),
+        environment_parts=environment_parts,
+        reward_parts=reward_parts,
+        reward_weights={part: weights[part] for part in order}
+        | {part: weight for part, weight in weights.items() if part not in order},
+        policy_class=(
+            None
+            if policy == OWN_MODEL
+            else resolve("policy.name", policy, POLICIES, example="my_policy.Policy")
+        ),
+        task_sources={
+            kind: resolve_sources(config, kind)
+            for kind, stages in (("train", {"train"}), ("eval", {"train", "evaluate"}))
+            if needs_data and stages & set(config.stages)
+        },
+        estimator=_objective(
+            "advantage", config.advantage, advantages.ESTIMATORS, advantages.COLUMNS
+        ),
+        policy_loss=_objective("loss", loss, losses.LOSSES, losses.ARRAYS, **clip),
+        loss_term=_optional("loss.term", loss.term, losses.TERMS, losses.ARRAYS),
+        token_filter=_optional("loss.gate", loss.gate, losses.GATES, losses.ARRAYS),
+        group_filter=_optional("filter", config.filter, filters.FILTERS, filters.COLUMNS),
+        watcher=_optional("watch", config.watch, watch.WATCHES, watch.ARGUMENTS),
+        trajectory_filter=_function(
+            "filter.trajectories",
+            config.filter.trajectories,
+            none | filters.TRAJECTORIES,
+            ("trajectory",),
+        ),
+        aggregation=_function(
+            "loss.aggregation",
+            loss.aggregation,
+            aggregation.AGGREGATIONS,
+            aggregation.ARRAYS,
+            max_response_tokens=longest,
+        ),
+        kl_estimator=_function("kl.estimator", config.kl.estimator, kl.KL_ESTIMATORS, kl.ARRAYS),
+        schedules={
+            stage: _function(
+                f"{section}.schedule",
+                config[section].schedule,
+                optimizer.SCHEDULES,
+                optimizer.NUMBERS,
+            )
+            for stage, section in (("train", "optimizer"), ("sft", "sft.optimizer"))
+        },
+    )
+
+
+def _env_class(config: ConfigDict) -> type[Env]:
+    check_settings("env", config.env, config.env.name)
+    cls = resolve("env.name", config.env.name, ENVS, example="my_env.MyEnv")
+    required = ("stop_strings", "reward_parts", "start", "step", "score")
+    # Members inherited from `Env` itself are only declarations.
+    missing = [name for name in required if getattr(cls, name, None) is getattr(Env, name, None)]
+    if not isinstance(cls, type) or missing:
+        raise ValueError(
+            f"config.env.name is {config.env.name!r}, which lacks {', '.join(missing)}; expected a "
+            f"class with {', '.join(required)}, as in jaxrl/envs/base.py."
+        )
+    for name in ("stop_strings", "reward_parts"):
+        _check_texts("env.name", config.env.name, name, getattr(cls, name))
+    return cls
+
+
+def _protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Protocol], Protocol]:
+    """Return a function that makes the protocol for some tools, and the protocol without tools."""
+    key, name = "env.search.protocol", config.env.search.protocol
+    function = resolve(key, name, PROTOCOLS, example="my_protocol.make")
+    section = config.env.search.get(name)
+    make = partial(function, **(section.to_dict() if section else {}))
+    protocol: Protocol = probe(
+        key,
+        name,
+        make,
+        (),
+        expected="a jaxrl.envs.protocol.Protocol",
+        is_valid=lambda result: isinstance(result, Protocol),
+    )
+    for field in ("tags", "tools", "stop_strings", "reward_parts"):
+        _check_texts(key, name, field, getattr(protocol, field))
+    return make, protocol
+
+
+def _engine_class(config: ConfigDict) -> type[Tool] | None:
+    key, name = "search.engine", config.search.engine
+    check_settings("search", config.search, name)
+    if name == NO_ENGINE:
+        return None
+    cls = _tool_class(key, name, resolve(key, name, ENGINES, example="my_engine.Engine"))
+    if cls.name != "search":
+        raise ValueError(
+            f"config.{key} is {name!r}, a tool named {cls.name!r}; expected one named 'search', "
+            "such as a jaxrl.envs.search.base.SearchEngine."
+        )
+    return cls
+
+
+def _tool_factory(config: ConfigDict, name: str) -> ToolFactory:
+    key, search = "env.search.tools", config.env.search
+    if name == "python" and "python" in search:
+        key, section = "env.search.python.sandbox", search.python
+        box = resolve(key, section.sandbox, SANDBOXES, example="my_sandbox.Sandbox")
+        cls = _tool_class(key, section.sandbox, box)
+        settings = {
+            "timeout_s": section.timeout_s,
+            "max_memory": int(section.memory_mib * 2**20),
+            "max_output": section.max_output,
+        }
+        make = partial(instantiate, "env.search.python", cls, settings)
+        return ToolFactory(name=cls.name, make=make)
+    entry = resolve(key, name, TOOLS, example="my_tool.Calculator")
+    if inspect.isfunction(entry):
+        # Imported late: it loads transformers and pydantic.
+        from jaxrl.envs.tools.functions import FunctionTool
+
+        try:
+            tool = FunctionTool(entry, deadline_s=search.tool_deadline_s)
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"config.{key} names {name!r}: {error}") from error
+        return ToolFactory(name=tool.name, make=lambda: tool)
+    cls = _tool_class(key, name, entry)
+    return ToolFactory(name=cls.name, make=partial(instantiate, key, cls, {}))
+
+
+def _tool_class(key: str, name: str, cls: Any) -> type[Tool]:
+    is_tool = isinstance(cls, type) and issubclass(cls, Tool) and not inspect.isabstract(cls)
+    texts = [text for text in ("name", "blank") if isinstance(getattr(cls, text, None), str)]
+    if not is_tool or len(texts) < 2:
+        raise ValueError(
+            f"config.{key} names {name!r}; expected a subclass of jaxrl.envs.tools.base.Tool that "
+            "defines name, blank and run" + ", or a function." * (key == "env.search.tools")
+        )
+    return cls
+
+
+def _reward_parts(
+    config: ConfigDict, environment_parts: Sequence[str]
+) -> tuple[dict[str, RewardPart], dict[str, str]]:
+    """Return the reward parts that the environment does not measure.
+
+    Returns:
+        The parts by the names under which they are recorded, and these names by the names in the
+        configuration. A function is recorded by the last part of its dotted path, or by the whole
+        path if several end alike.
+    """
+    reward = config.reward
+    shorts = [short_name(name) for name in reward.weights if is_dotted(name)]
+    named = list(reward.weights)
+    if reward.correct in {*REWARD_PARTS, *reward.judges}:
+        named.append(reward.correct)
+    names = {
+        name: short_name(name) if shorts.count(short_name(name)) == 1 and is_dotted(name) else name
+        for name in named
+    }
+    for key in ("settings", "judges"):
+        unused = [name for name in reward[key] if name not in names]
+        if unused:
+            raise ValueError(
+                f"config.reward.{key} has {unused[0]!r}, which config.reward.weights does not name."
+            )
+    parts: dict[str, RewardPart] = {}
+    for name, part in names.items():
+        if part in environment_parts:
+            if name != part:
+                raise ValueError(
+                    f"config.reward.weights names {name!r}, but the environment has a part "
+                    f"{part!r} already; rename the function."
+                )
+        elif is_dotted(name):
+            from jaxrl.envs.rewards.functions import part_of  # imported late: few runs need it
+
+            parts[part] = part_of(
+                name,
+                resolve("reward.weights", name, {}, example="my_reward.brevity"),
+                part=part,
+                settings=reward.settings.get(name, {}),
+                answer_is_text=config.env.name == "math",
+            )
+        elif name in reward.judges:
+            parts[part] = _judge(config, name)
+        elif name in REWARD_PARTS:
+            cls = resolve("reward.weights", name, REWARD_PARTS, example="my_reward.brevity")
+            try:
+                parts[part] = instantiate(f"reward.{name}", cls, reward[name].to_dict())
+            except ImportError as error:
+                raise ValueError(f"config.reward names {name!r}, but {error}") from error
+    return parts, names
+
+
+def _judge(config: ConfigDict, name: str) -> RewardPart:
+    key, settings = f"reward.judges[{name!r}]", config.reward.judges[name]
+    if not re.fullmatch(r"[a-z]\w*", name) or name in REWARD_PARTS:
+        raise ValueError(f"config.{key}: expected another name, of letters, digits and _.")
+    try:
+        judge, settings_class = map(pkgutil.resolve_name, JUDGE)
+        part: RewardPart = judge(name, instantiate(key, settings_class, settings))
+        return part
+    except TypeError as error:
+        raise ValueError(f"config.{key}: {error}.") from error
+
+
+def _optional(
+    key: str, section: ConfigDict, table: Mapping[str, Any], arrays: Sequence[str]
+) -> NamedFunction | None:
+    if section.name == "none" and not section.settings:
+        return None
+    return _objective(key, section, {"none": None, **table}, arrays)
+
+
+def _objective(
+    key: str,
+    section: ConfigDict,
+    table: Mapping[str, Any],
+    arrays: Sequence[str],
+    **common: Any,
+) -> NamedFunction:
+    """Resolve `section.name` with the settings of its subsection.
+
+    Args:
+        key: Key of the section.
+        section: Section with `name`, `settings` and a subsection for each built-in name.
+        table: Built-in functions by name.
+        arrays: Names of the arguments that the function may take.
+        common: Settings that every function of this kind may take.
+    """
+    check_settings(key, section, section.name)
+    function = _resolve_function(f"{key}.name", section.name, table, arrays)
+    values = function_settings(
+        f"{key}.settings", section.name, function, subsection(section), **common
+    )
+    return NamedFunction(key=f"{key}.name", name=section.name, function=function, settings=values)
+
+
+def _function(
+    key: str, name: str, table: Mapping[str, Any], arrays: Sequence[str], **settings: Any
+) -> Any:
+    """Resolve a function whose settings are not in the configuration; None if `table` has None."""
+    if name in table and table[name] is None:
+        return None
+    function = _resolve_function(key, name, table, arrays)
+    values = function_settings(key, name, function, {}, **settings)
+    return NamedFunction(key=key, name=name, function=function, settings=values)
+
+
+def _resolve_function(
+    key: str, name: str, table: Mapping[str, Any], arrays: Sequence[str]
+) -> Callable[..., Any]:
+    """Resolve a function whose positional parameters are some of `arrays`.
+
+    Raises:
+        ValueError: It is not such a function.
+    """
+    function: Callable[..., Any] = resolve(key, name, table, example="my_module.my_function")
+    expected = f"a function of some of {', '.join(arrays)}, and of settings after a *"
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config.{key} names {name!r}: {error}; expected {expected}.") from error
+    is_plain = not (
+        isinstance(function, type)
+        or inspect.iscoroutinefunction(function)
+        or inspect.isasyncgenfunction(function)
+        or inspect.isgeneratorfunction(function)
+    )
+    unknown = [
+        p
+        for p in parameters
+        if p.kind is not p.KEYWORD_ONLY
+        and not (p.kind is p.POSITIONAL_OR_KEYWORD and p.name in arrays)
+    ]
+    if unknown or not is_plain:
+        what = f"which takes {str(unknown[0])!r}" if unknown else f"a {type(function).__name__}"
+        raise ValueError(f"config.{key} names {name!r}, {what}; expected {expected}.")
+    return function
+
+
+def _check_texts(key: str, name: str, field: str, texts: Any) -> None:
+    if not isinstance(texts, tuple) or not all(isinstance(t, str) and t for t in texts):
+        raise ValueError(
+            f"config.{key} names {name!r}, whose {field} is {texts!r}; expected a tuple of texts, "
+            "such as ('</answer>',)."
+        )

@@ -1,0 +1,59 @@
+"""Rollouts shared between the processes of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxrl.data import serialization
+from jaxrl.envs.base import OutageError
+from jaxrl.runtime.distributed import gather, share
+from jaxrl.runtime.preemption import Interrupted
+from jaxrl.sampling.interfaces import RolloutFunction, Sampling
+from jaxrl.types import Draw, Group
+
+
+@dataclass(frozen=True)
+class SharedRollout:
+    """Rollout of all processes: each samples whole groups of its share of the tasks.
+
+    Every process receives the trajectories of all, in task order. If one process is interrupted or
+    loses its environment, all of them stop.
+
+    Attributes:
+        local: Rollout of this process.
+        restore: Function that restores what is not sent between processes, such as images.
+    """
+
+    local: RolloutFunction
+    restore: Callable[[list[Group]], list[Group]] = list
+
+    def __call__(
+        self, draws: Sequence[Draw], sampling: Sampling, **options: Any
+    ) -> Sequence[Group | None]:
+        """Sample a group for each draw; arguments are those of `Rollout`."""
+        if jax.process_count() == 1:
+            return self.local(draws, sampling, **options)
+        if sampling.unfinished:  # a task resumes in its process, but the shares may change
+            raise ValueError(
+                f"config.filter.unfinished_tasks is {sampling.unfinished}, and the job has "
+                f"{jax.process_count()} processes; expected 0, or one process."
+            )
+        own: Any = None
+        try:
+            sampled = self.local(draws[share(len(draws))], sampling, **options)
+            own = serialization.groups_to_json(filter(None, sampled))
+        except Interrupted:
+            own = None
+        except OutageError as error:
+            own = str(error)
+        parts = gather(own)
+        outage = next((part for part in parts if isinstance(part, str)), None)
+        if outage is not None:
+            raise OutageError(outage)
+        if any(part is None for part in parts):
+            raise Interrupted("a rollout was asked to stop")
+        return self.restore([g for part in parts for g in serialization.groups_from_json(part)])
