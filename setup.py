@@ -10,6 +10,5 @@ setup(
     package_data={
         "jaxrl.bundled.configs": ["models/*/*.json"],
         "jaxrl.extras.view": ["page.html", "page.css", "page.js"],
-        "jaxrl.extras.report": ["page.html", "page.css"],
     },
 )

@@ -4,8 +4,8 @@
     jaxrl train --config=FILE --workdir=RUN       as `python -m jaxrl.launch`
     jaxrl plan --config=FILE                      the memory each device needs; runs nothing
     jaxrl chat RUN [QUESTION ...]                 questions for a trained model
-    jaxrl report RUN [RUN ...]                    a page about a run, or one that compares several
     jaxrl view RUN [RUN ...]                      runs in a browser, live and token by token
+    jaxrl report RUN [RUN ...]                    the same page as one file, to keep and to send
     jaxrl serve RUN_OR_FOLDER                     an endpoint as OpenAI's, over jaxrl's own engine
     jaxrl tiny-model --texts=FILE --out=FOLDER    a model of random weights, to rehearse a run
 
@@ -28,8 +28,8 @@ PROGRAMS = {
     "train": ("jaxrl.launch",),
     "plan": ("jaxrl.launch", "--plan"),
     "chat": ("jaxrl.extras.chat",),
-    "report": ("jaxrl.extras.report",),
     "view": ("jaxrl.extras.view",),
+    "report": ("jaxrl.extras.view", "--static"),
     "serve": ("jaxrl.extras.serve",),
     "tiny-model": ("examples.tiny_model",),
 }

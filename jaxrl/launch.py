@@ -165,8 +165,6 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
         # JAX would tell on a host without accelerators that it found none.
         for name in ("absl", "jax._src.xla_bridge", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        # The first report of a user would tell that fonts are looked for.
-        logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
         if _PLAN.value:
             show_plan = optional(SHOW_PLAN)
             if show_plan is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxrl.builders.components import RunComponents
+from jaxrl.config.keys import optional
 from jaxrl.config.schema import flat_pairs
 from jaxrl.config.settings import Settings
 from jaxrl.evaluate import evaluate, run_suites
@@ -411,18 +411,17 @@ def start_params(session: Session) -> Params:
 
 
 def write_report(session: Session, log: Callable[[str], None]) -> None:
-    """The run as a page, by one of its processes."""
+    """Write `report.html`, in one of the processes."""
     if distributed.is_main():
-        try:
-            write = pkgutil.resolve_name(REPORT)
-        except ImportError as error:
-            log(f"no report: {error}")
+        write = optional(REPORT)
+        if write is None:
+            log("no report: jaxrl/extras/view is not there")
         else:
             write(session.workdir, log)
 
 
-REPORT = "jaxrl.extras.report:write_or_warn"
-"""Function that draws a run."""
+REPORT = "jaxrl.extras.view.report:write_or_warn"
+"""Function that writes the report of a run."""
 
 
 def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:

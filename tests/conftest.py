@@ -165,7 +165,7 @@ def no_pictures():
 
     Yields what would draw them.
     """
-    from jaxrl.extras import report  # after the hook
+    from jaxrl.extras.view import report  # after the hook
 
     drawing = report.write_or_warn
     with pytest.MonkeyPatch.context() as patch:

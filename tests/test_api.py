@@ -13,7 +13,7 @@ from matplotlib import pyplot
 
 from jaxrl import api
 from jaxrl.config import default_config
-from jaxrl.extras import report
+from jaxrl.extras.view import report
 from tests.helpers import ROOT
 from tests.runs import lasting, records
 

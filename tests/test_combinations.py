@@ -17,7 +17,7 @@ from configs import (
 )
 from jaxrl.builders.validation import validate
 from jaxrl.config.schema import KL_CONTROLLERS, flatten
-from jaxrl.extras import report
+from jaxrl.extras.view import report
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.advantages import ESTIMATORS

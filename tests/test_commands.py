@@ -27,7 +27,6 @@ RUN = (
     "python -m examples.looking_world ",
     "python -m examples.math_world ",
     "python -m examples.tfds_tasks ",
-    "python -m jaxrl.extras.report ",
     "jaxrl report ",
     "cat data/nq/train.jsonl ",
 )
@@ -194,7 +193,7 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
         validate(config, needs_data=False)
         return
     extras = ("chat", "serve", "view")
-    is_package = module in ("jaxrl.extras.report", *(f"jaxrl.extras.{name}" for name in extras))
+    is_package = module in [f"jaxrl.extras.{name}" for name in extras]
     program = importlib.import_module(f"{module}.__main__" if is_package else module)
     takes_keys = {
         "jaxrl.extras.chat": "answer",

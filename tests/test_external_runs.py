@@ -9,7 +9,7 @@ import pytest
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
 from jaxrl.envs.base import Outcome
-from jaxrl.extras.report import write_report
+from jaxrl.extras.view.report import write_report
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run

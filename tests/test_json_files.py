@@ -11,7 +11,7 @@ from jaxrl.extras.dense.encoders import read_embedding_model
 from jaxrl.extras.lora.adapter import Adapter
 from jaxrl.extras.lora.files import check_adapter
 from jaxrl.extras.readers.tfds import tfds
-from jaxrl.extras.report.reading import read_run
+from jaxrl.extras.view.reader import RunReader
 from jaxrl.models.hf_weights import open_tensors, tensor_dtypes
 from jaxrl.models.registry import read_model
 from jaxrl.runtime.checkpoint import find_damage, read_newest_position, read_value
@@ -50,6 +50,12 @@ def embedding(folder):
 def adapter(folder):
     (folder / "adapter_model.safetensors").touch()
     check_adapter(folder, Adapter(model=TINY, rank=1, alpha=1.0, targets=()))
+
+
+def read_run(folder):
+    reader = RunReader(folder, "run")
+    reader.refresh()
+    return reader
 
 
 def says(folder):

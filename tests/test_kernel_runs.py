@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl import run
 from jaxrl.extras.experts import choice as choice_of_experts
-from jaxrl.extras.report import write_report
+from jaxrl.extras.view.report import write_report
 from jaxrl.logs.display import Display
 from jaxrl.models.attention import choice
 from jaxrl.runtime.sharding import make_mesh
@@ -67,10 +67,7 @@ def test_a_run_goes_on_with_the_kernels_that_pass(tiny_world, tmp_path, monkeypa
     [start] = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert [one["is_sound"] for one in start["kernels"]] == [False, True, False, False]
     page = write_report([tmp_path / "run"]).read_text()
-    assert "Kernels, each compared with XLA before the run" in page
-    for one in start["kernels"]:
-        assert one["finding"].split(",")[0] in page
-    assert page.count("gave way") == 3
+    assert all(one["finding"].split(",")[0] in page for one in start["kernels"])
 
 
 def test_a_kernel_that_was_named_ends_the_run_before_it_begins(tiny_world, broken_kernels):

@@ -22,9 +22,9 @@ import pytest
 
 from jaxrl import run
 from jaxrl.builders.resolved import resolve_names
-from jaxrl.extras import report
-from jaxrl.extras.report.facts import facts_of
-from jaxrl.extras.report.reading import read_run
+from jaxrl.extras.view import report
+from jaxrl.extras.view.facts import held_out, is_finished, progress
+from jaxrl.extras.view.reader import open_runs
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import rollback
@@ -58,7 +58,7 @@ SETTINGS = {
     "log.trajectories": -1,
 }
 LAST = NUM_SFT + NUM_TRAIN
-PICTURES = {"report.html", "plots"}
+PICTURES = {"report.html"}
 
 
 settings = partial(run_settings, **SETTINGS)
@@ -479,8 +479,11 @@ def test_early_stopping_ends_with_the_best(
     file = workdir / "eval" / "evaluate_5.json"
     assert json.loads(file.read_text())["weights_step"] == 3
     assert "weights are those of step 3" in file.with_suffix(".txt").read_text()
-    facts = facts_of(read_run(workdir))
-    assert (facts.is_finished, facts.stopped_early, facts.weights_step) == (True, 5, 3)
+    [reader] = open_runs([workdir])
+    reader.refresh()
+    assert is_finished(reader)
+    assert [stage["stopped_early"] for stage in progress(reader)][-2:] == [5, None]
+    assert {last[0] for _, last in held_out(reader).values()} == {3}  # whose weights they are of
     exported = load_hf(workdir / "export")
     for step in (3, 5):
         jax.tree.map(np.testing.assert_array_equal, exported, saved_params(workdir, step))

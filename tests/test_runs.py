@@ -20,7 +20,7 @@ from jaxrl import run
 from jaxrl.builders import components as assemble
 from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.search.base import SearchEngine
-from jaxrl.extras import report
+from jaxrl.extras.view import report
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import HOST_MEMORY

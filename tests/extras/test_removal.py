@@ -12,10 +12,7 @@ from jaxrl.config.schema import EXTRA_KEYS, flat_json
 from tests.helpers import ROOT
 from tests.runs import METHOD_SIZES, records
 
-EXTRAS = [
-    "report",
-    *(f"extras/{path.parent.name}" for path in (ROOT / "jaxrl").glob("extras/*/__init__.py")),
-]
+EXTRAS = [f"extras/{path.parent.name}" for path in (ROOT / "jaxrl").glob("extras/*/__init__.py")]
 
 ALONE = """
 import runpy, sys
@@ -70,7 +67,7 @@ def trains_two_steps(folder, world, compilation):
 
 def test_without_any_extra_a_text_run_trains(tiny_world, tmp_path, quick_compilation):
     told = trains_two_steps(without(tmp_path, *EXTRAS), tiny_world, quick_compilation)
-    assert "no report: No module named 'jaxrl.extras.report'" in told
+    assert "no report: jaxrl/extras/view is not there" in told
     assert "no plan of memory: jaxrl/extras/plan is not there" in told
     # Their keys went with them.
     written = flat_json(tmp_path / "run" / "config.json")

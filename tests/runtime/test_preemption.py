@@ -87,7 +87,7 @@ def test_a_signal_while_the_command_is_loaded(number):
 
 @pytest.mark.parametrize(
     ("module", "loads"),
-    [("extras.chat.__main__", "jax"), ("report.__main__", "jaxrl.utils.files")],
+    [("extras.chat.__main__", "jax"), ("extras.view.__main__", "jaxrl.utils.files")],
 )
 def test_a_signal_while_a_command_is_loaded_that_saves_nothing(module, loads):
     ended = ended_while_loading(signal.SIGINT, f"jaxrl.{module}", loads)

@@ -1,7 +1,5 @@
-"""A local page about runs: curves as they grow, trajectories token by token, questions over steps.
+"""The page about runs: served live by `jaxrl view`, written as one file by `jaxrl report`.
 
-`python -m jaxrl.extras.view RUN [RUN ...]`, or `jaxrl view`. It reads what a run writes and changes
-nothing in it: `index.py` knows trajectories by their place in their files, `curves.py` follows
-`metrics.jsonl`, `evaluations.py` reads `eval/`, `tokens.py` makes numbers and texts of a
-trajectory's tokens, `pages.py` answers what the page asks, `server.py` is HTTP.
+`reader` and `trajectories` read a workdir, `facts`, `responses` and `tokens` compute what is shown,
+`viewer` answers the requests of the page (`page.js`), `server` serves it and `report` embeds it.
 """

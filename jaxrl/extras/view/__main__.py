@@ -1,47 +1,62 @@
-"""The command: `python -m jaxrl.extras.view RUN [RUN ...] [--port=N]`."""
+"""Show runs in a browser, or write the page as a file: `python -m jaxrl.extras.view RUN`."""
 
 from __future__ import annotations
 
 from jaxrl.runtime.preemption import end_on_signals
-from jaxrl.utils.text import printable, replace_unencodable
 
 if __name__ == "__main__":
-    end_on_signals("ended", code=None)
-    replace_unencodable()
+    end_on_signals("ended", code=None)  # also during the imports below
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.extras.view.pages import Pages, open_runs
+from jaxrl.extras.view.reader import open_runs
+from jaxrl.extras.view.report import write_report
 from jaxrl.extras.view.server import Server
+from jaxrl.extras.view.viewer import Viewer
 from jaxrl.utils.files import system_message
+from jaxrl.utils.text import printable, replace_unencodable
 
 PORT = 8780
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves the page of the runs that are named, until a signal ends it."""
+    """Serve the page of the named runs until a signal ends it, or write it as a file."""
+    replace_unencodable()
     parser = argparse.ArgumentParser(
-        prog="python -m jaxrl.extras.view",
-        description="Shows runs in a browser on this machine: curves, trajectories, questions.",
+        prog="jaxrl view", description="Show runs in a browser on this machine, live."
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's workdir")
-    parser.add_argument(
-        "--port", type=int, default=PORT, metavar="N", help=f"default: {PORT}; 0: any that is free"
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    add("--port", type=int, default=PORT, help=f"default: {PORT}; 0: any free one")
+    add("--static", action="store_true", help="write the page as a file; `jaxrl report` does that")
+    add("--out", type=Path, metavar="FILE", help="path of that file; default: RUN/report.html")
+    add(
+        "--ignore",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="KEY,KEY",
+        help="keys or sections that may differ among seeds of a group, such as model,tasks",
     )
     arguments = parser.parse_args(argv)
+
+    def log(text: str) -> None:
+        print(printable(text), flush=True)
+
     try:
+        if arguments.static:
+            out, ignore = arguments.out, arguments.ignore
+            log(str(write_report(arguments.runs, out=out, ignore=ignore, log=log)))
+            return
         if not 0 <= arguments.port < 2**16:
-            raise ValueError(f"--port={arguments.port}; expected 0 to 65535.")
-        pages = Pages(open_runs(arguments.runs))
-        server = Server(pages, arguments.port)
+            raise ValueError(f"--port is {arguments.port}; expected 0 to 65535.")
+        server = Server(Viewer(open_runs(arguments.runs), arguments.ignore), arguments.port)
     except (OSError, ValueError) as error:
         known = system_message(error) if isinstance(error, OSError) else None
         sys.exit(printable(f"error: {known or error}"))
-    pages.follow()
-    print(f"{server.address} (end with Ctrl-C)", flush=True)
+    log(f"http://{server.hosts[0]}/ (Ctrl-C to end)")
     server.serve_forever()
 
 

@@ -1,747 +1,840 @@
-// The page of `jaxrl view`. Texts of models and data become text nodes, never markup: elements are
-// made by `el`, and the page's Content-Security-Policy forbids every other way.
+// The page of `jaxrl view` and `jaxrl report`. Text from files becomes text nodes, never markup.
 "use strict";
 
-const NUM_COLORS = 6;
-const POLL_MS = 1500;
 const main = document.getElementById("main");
 const tip = document.getElementById("tip");
-let state = { runs: [] };
-let hidden = new Set();  // runs that are switched off
-let shown = null;  // of the view: what to do when the state has changed
-let turn = 0;  // counts views, so that a late answer to an earlier one is dropped
+const dataElement = document.getElementById("data");
+const embedded = dataElement && JSON.parse(dataElement.textContent);  // null on the live page
+const settings = { smoothing: 5, isLog: false, isCombined: true };
+const hiddenRuns = new Set();
+const tables = [];  // trajectories, by run
+let overview = null;
+let update = null;  // redraws the current view when files have changed
+let numViews = 0;
 
-function el(tag, attributes = {}, ...children) {
-  const element = /^(svg|g|path|line|text|circle|title)$/.test(tag)
-    ? document.createElementNS("http://www.w3.org/2000/svg", tag)
+async function ask(address, names = []) {
+  if (embedded) {
+    const value = embedded[address];
+    if (!value) throw new Error("This file does not hold it; `jaxrl view` shows everything.");
+    if (value.error) throw new Error(value.error);
+    return value;
+  }
+  const query = new URLSearchParams(names.map((name) => ["name", name]));
+  const response = await fetch(`/api/${address}?${query}`);
+  const value = await response.json();
+  if (!response.ok) throw new Error(value.error);
+  return value;
+}
+
+// ---------------------------------------------------------------- elements and numbers
+
+const SVG = new Set(["svg", "g", "path", "line", "text", "circle", "title"]);
+
+function el(tag, attributes, ...children) {
+  const element = SVG.has(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag)
     : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((one) => one !== null && one !== undefined && one !== ""));
+  element.append(...children.flat(Infinity).filter((child) => child || child === 0));
   return element;
 }
 
-async function ask(address, parameters = []) {
-  const query = new URLSearchParams(parameters).toString();
-  const answer = await fetch(query ? `${address}?${query}` : address);
-  const value = await answer.json();
-  if (!answer.ok) throw new Error(value.error);
-  return value;
-}
+const div = (kind, ...children) => el("div", { class: kind }, ...children);
+const said = (...children) => el("span", { class: "said" }, ...children);
+const soft = (...children) => el("p", { class: "soft said" }, ...children);
+const small = (...children) => el("small", {}, ...children);
+const facts = (pairs) => div("facts", pairs.map(([label, value]) => el("span", {}, small(label), said(value))));
+const card = (title, ...children) => el("section", { class: "card" }, el("h2", {}, title), ...children);
+const words = (name) => String(name).replaceAll("_", " ");
+const integer = (value) => Math.round(value).toLocaleString("en");
+const sum = (values) => values.reduce((total, value) => total + value, 0);
+const unique = (values) => [...new Set(values)];
+const objects = (value) => (Array.isArray(value) ? value : []).filter((item) => item && typeof item === "object");
+const isNumber = (value) => typeof value === "number";
+const score = (value) => (Math.abs(value) < 100 ? value.toFixed(3) : number(value));
 
 function number(value, digits = 4) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value !== "number") return String(value);
-  if (value === 0) return "0";
-  if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
+  if (!isNumber(value)) return "–";
   const size = Math.abs(value);
-  if (size >= 1e7 || size < 1e-4) return String(Number(value.toPrecision(Math.min(digits, 3)))).replace("e+", "e");
+  if (size < 1e7 && (Number.isInteger(value) || size >= 1e4)) return integer(value);
+  if (size >= 1e7 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(digits)));
 }
 
-const count = (value) => value.toLocaleString("en");
-const words = (name) => name.replaceAll("_", " ");
-const debounced = (run, ms = 150) => {
+function duration(seconds) {
+  if (seconds < 60) return seconds < 1 ? `${number(1000 * seconds, 2)} ms` : `${number(seconds, 3)} s`;
+  const minutes = Math.round(seconds / 60);
+  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+// A table whose first columns are texts and the others numbers. A cell is a value or [value, note].
+function table(heads, rows, numTexts = 1) {
+  const kind = (column) => (column < numTexts ? null : "n");
+  const cell = (value, column) => el(column ? "td" : "th", { class: kind(column) },
+    Array.isArray(value) ? [value[0], value[1] && small(value[1])] : value);
+  return div("scroll", el("table", {},
+    el("thead", {}, el("tr", {}, heads.map((head, i) => el("th", { class: kind(i) }, head)))),
+    el("tbody", {}, rows.map((row) => el("tr", {}, row.map(cell))))));
+}
+
+const hash = (view, parameters) => `#${view}?${new URLSearchParams(parameters)}`;
+
+function keepHash(view, parameters, inputs = []) {
+  const filled = inputs.filter((input) => input.value).map((input) => [input.name, input.value]);
+  history.replaceState(null, "", hash(view, [...parameters, ...filled]));
+}
+
+const input = (query, name, placeholder, type = "search") => el("input",
+  { name, type, placeholder, "aria-label": placeholder, value: query.get(name) || "" });
+
+const select = (query, name, options, value = query.get(name) || "") => el("select",
+  { name, "aria-label": words(name) },
+  options.map(([key, label]) => el("option", { value: key, selected: String(key) === value }, label)));
+
+function debounce(run) {
   let timer;
-  return () => { clearTimeout(timer); timer = setTimeout(run, ms); };
-};
-
-// ---------------------------------------------------------------- addresses, runs, changes
-
-function place() {
-  const [view, query] = location.hash.slice(1).split("?");
-  return { view: view || "curves", query: new URLSearchParams(query || "") };
+  return () => { clearTimeout(timer); timer = setTimeout(run, 120); };
 }
 
-function address(view, parameters) {
-  const query = new URLSearchParams(parameters).toString();
-  return `#${view}${query ? `?${query}` : ""}`;
+// ---------------------------------------------------------------- runs
+
+const allRuns = () => overview.runs.map((_, run) => run);
+const visibleRuns = () => allRuns().filter((run) => !hiddenRuns.has(run));
+const isSingle = () => overview.runs.length === 1;
+const hasSeeds = () => overview.groups.some((group) => group.runs.length > 1);
+const groupOf = (run) => overview.groups.findIndex((group) => group.runs.includes(run));
+const colorOf = (run) => (settings.isCombined && hasSeeds() ? groupOf(run) : run);
+const dot = (color) => el("i", { class: `dot c${color % 8}` });
+const chosenRun = (query) => Math.min(Number(query.get("run")) || 0, overview.runs.length - 1);
+const suiteLabels = () => Object.assign({}, ...overview.runs.map((run) => run.suites));
+const hasOffsets = () => unique(overview.runs.map((run) => run.offset)).length > 1;
+
+function runSelect(query, view) {
+  if (isSingle()) return null;
+  const box = select(query, "run", overview.runs.map(({ name }, run) => [run, name]));
+  box.addEventListener("input", () => { location.hash = hash(view, [["run", box.value]]); });
+  return box;
 }
 
-// Changes the address without a new view.
-function keep(view, parameters) {
-  history.replaceState(null, "", address(view, parameters));
+function drawHeader() {
+  document.title = `${overview.runs.map((run) => run.name).join(", ")} · jaxrl`;
+  const toggle = (run) => () => {
+    if (!hiddenRuns.delete(run)) hiddenRuns.add(run);
+    drawHeader();
+    route();
+  };
+  document.getElementById("runs").replaceChildren(...isSingle() ? [] : overview.runs.map((run, i) => el("button",
+    { "aria-pressed": String(!hiddenRuns.has(i)), title: run.folder, onclick: toggle(i) },
+    dot(colorOf(i)), run.name)));
+  const [indexed, files] = ["num_indexed", "num_files"]
+    .map((name) => sum(overview.runs.map((run) => run[name])));
+  showStatus(indexed < files ? `Indexing trajectories: ${indexed} of ${files} files.` : "");
 }
 
-function dot(run) {
-  return el("i", { class: `dot p${run % NUM_COLORS}`, title: state.runs[run]?.name });
-}
-
-function drawRuns() {
-  const chips = state.runs.map((run, index) => {
-    const where = run.records ? `step ${count(run.step)}` : "no record yet";
-    return el("button", {
-      class: "run", "aria-pressed": String(!hidden.has(index)), title: run.folder,
-      onclick: () => {
-        if (hidden.has(index)) hidden.delete(index); else hidden.add(index);
-        drawRuns();
-        shown?.(true);
-      },
-    }, dot(index), run.name, el("small", {}, `${where} · ${count(run.trajectories)} trajectories`));
-  });
-  document.getElementById("runs").replaceChildren(...chips);
-  document.title = `${state.runs.map((run) => run.name).join(", ")} · jaxrl view`;
-  const notes = [];
-  const files = state.runs.reduce((sum, run) => sum + run.files, 0);
-  const indexed = state.runs.reduce((sum, run) => sum + run.indexed, 0);
-  if (indexed < files) {
-    notes.push(el("span", {}, el("progress", { max: files, value: indexed }),
-      ` ${count(indexed)} of ${count(files)} files of trajectories are indexed; lists are not whole yet `));
-  }
-  state.runs.forEach((run) => run.problems.forEach((text) => {
-    notes.push(el("span", { class: "bad" }, `${run.name}: ${text}. `));
-  }));
-  (state.failures || []).forEach((text) => notes.push(el("span", { class: "bad" }, `${text}. `)));
-  document.getElementById("told").replaceChildren(...notes);
-}
-
-async function poll() {
-  if (!document.hidden) {
-    try {
-      const before = JSON.stringify(state);
-      state = await ask("/api/state");
-      if (JSON.stringify(state) !== before) {
-        drawRuns();
-        await shown?.(false);
-      }
-    } catch (error) {
-      document.getElementById("told").replaceChildren(
-        el("span", { class: "bad" }, `No answer: ${error.message}. Start jaxrl view again.`));
-    }
-  }
-  setTimeout(poll, POLL_MS);
-}
-
-async function route() {
-  const mine = ++turn;
-  const { view, query } = place();
-  const tab = { trajectory: "trajectories", question: "questions" }[view] || view;
-  document.querySelectorAll("[data-tab]").forEach((link) => {
-    if (link.dataset.tab === tab) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  });
-  tip.hidden = true;
-  shown = null;
-  const views = { curves, trajectories, trajectory, questions, question };
-  try {
-    await (views[view] || curves)(query, () => mine === turn);
-  } catch (error) {
-    if (mine === turn) main.replaceChildren(el("p", { class: "bad" }, error.message));
-  }
-  if (mine === turn) {
-    document.documentElement.dataset.ready = view;
-    document.documentElement.dataset.ms = performance.now().toFixed(0);
-  }
+function showStatus(text) {
+  Object.assign(document.getElementById("status"), { hidden: !text, textContent: text });
 }
 
 // ---------------------------------------------------------------- curves
 
-const WIDTH = 400, HEIGHT = 150, LEFT = 46, RIGHT = 8, TOP = 14, BOTTOM = 18;
+const CHARTS = [
+  ["Reward", "mean of sampled trajectories", [["reward", "critic/rewards/mean"]], true],
+  ["Trajectories with a signal", "share with an advantage", [["share", "rollout/informative_share"]], true],
+  ["Response length", "sampled tokens", [["mean", "response_length/mean"], ["max", "response_length/max"]], true],
+  ["Searches per question", "mean", [["searches", "num_searches/mean"]], true],
+  ["Entropy", "nats per token", [["entropy", "actor/entropy"]], true],
+  ["How episodes ended", "share of trajectories",
+    ["answered", "abstained", "malformed", "out_of_budget", "environment_error"]
+      .map((name) => [words(name), `outcome/${name}`])],
+  ["Groups by correctness", "share, before any filter",
+    ["mixed", "all_right", "all_wrong", "failed"].map((name) => [words(name), `filter/${name}_share`])],
+  ["KL divergence", "nats per token",
+    [["from the reference", "actor/kl_loss"], ["of the update", "actor/ppo_kl"]]],
+  ["Gradient norm", "before clipping", [["gradient", "actor/grad_norm"]]],
+  ["Sampler–trainer gap", "nats, same tokens",
+    [["mean", "rollout_corr/logprob_diff_mean"], ["max", "rollout_corr/logprob_diff_max"]]],
+  ["Throughput", "tokens per second", [["throughput", "perf/throughput"]]],
+  ["Warm-start loss", "nats per token", [["loss", "sft/loss"]], false, "sft"],
+].map(([title, unit, lines, isMain, stage = "train"]) => ({ title, unit, lines, isMain, stage }));
 
-function ticks(low, high, wanted) {
-  const rough = (high - low) / wanted || 1;
+const MAX_CHARTS = 48;
+const WIDTH = 420, HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 20;
+
+function ticks(low, high, count) {
+  const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const size = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
-  const values = [];
-  for (let value = Math.ceil(low / size) * size; value <= high + size * 1e-9; value += size) {
-    values.push(Math.abs(value) < size * 1e-9 ? 0 : value);
-  }
-  return values;
+  const size = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough * 0.999);
+  const first = Math.ceil(low / size - 1e-9), last = Math.floor(high / size + 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * size);
 }
 
-// Smallest and largest value of each column of pixels, in order: what a line through all points shows.
-function reduced(points) {
-  const columns = WIDTH * 2;
-  if (points.length <= 2 * columns) return points;
-  const first = points[0][0], span = points.at(-1)[0] - first || 1, kept = [];
-  let column = -1, least, most;
-  const close = () => {
-    if (column < 0) return;
-    kept.push(...(least[0] <= most[0] ? [least, most] : [most, least]));
-  };
-  for (const point of points) {
-    const own = Math.floor((point[0] - first) / span * columns);
-    if (own !== column) { close(); column = own; least = most = point; }
-    if (point[1] < least[1]) least = point;
-    if (point[1] > most[1]) most = point;
-  }
-  close();
-  return kept;
-}
-
-function smoothed(points) {
-  const half = Math.max(2, Math.floor(points.length / 40));
-  if (points.length < 20) return points;
+// Mean over neighbors; the ends have as many on the left as on the right.
+function smooth(points) {
+  const half = Math.max(2, Math.round(points.length * settings.smoothing / 200));
+  if (!settings.smoothing || points.length < 20) return null;
   const sums = [0];
-  points.forEach(([, value]) => sums.push(sums.at(-1) + value));
+  points.forEach((point) => sums.push(sums.at(-1) + point[1]));
   return points.map(([step], i) => {
-    const low = Math.max(0, i - half), high = Math.min(points.length, i + half + 1);
-    return [step, (sums[high] - sums[low]) / (high - low)];
+    const side = Math.min(half, i, points.length - 1 - i);
+    return [step, (sums[i + side + 1] - sums[i - side]) / (2 * side + 1)];
   });
 }
 
-function chart(name, lines, marks, isSmooth) {
-  const all = lines.flatMap((line) => line.points);
-  const caption = el("figcaption", {}, name);
-  const values = el("div", { class: "values" });
-  const figure = el("figure", { class: "card", "data-metric": name }, caption, values);
-  if (!all.length) {
-    values.append("no value in the chosen runs");
-    return figure;
-  }
-  const range = (i) => all.reduce(([a, b], p) => [Math.min(a, p[i]), Math.max(b, p[i])], [Infinity, -Infinity]);
-  let [left, right] = range(0);
-  let [low, high] = range(1);
+function interpolate(points, step) {
+  const next = Math.max(1, points.findIndex((point) => point[0] >= step));
+  if (points.length === 1) return points[0][1];
+  const [[x0, y0], [x1, y1]] = [points[next - 1], points[next]];
+  return y0 + (y1 - y0) * (step - x0) / (x1 - x0);
+}
+
+// Mean of the curves of several seeds, with the smallest and the largest, at steps that all have reached.
+function combine(curves) {
+  const filled = curves.filter((points) => points.length);
+  if (filled.length < 2) return filled[0] || [];
+  const start = Math.max(...filled.map((points) => points[0][0]));
+  const end = Math.min(...filled.map((points) => points.at(-1)[0]));
+  return filled[0].filter(([step]) => step >= start && step <= end).map(([step]) => {
+    const values = filled.map((points) => interpolate(points, step));
+    return [step, sum(values) / values.length, Math.min(...values), Math.max(...values)];
+  });
+}
+
+// Steps before the stage `train`. They are left out if runs differ in them, so that curves lie together.
+const stepsBefore = (run) => (hasOffsets() ? overview.runs[run].offset : 0);
+
+// A line for each label and visible run; seeds that are combined are one run.
+function makeLines(labels, pointsOf, isShifted = true) {
+  const groups = settings.isCombined ? overview.groups : allRuns().map((run) => ({ runs: [run] }));
+  return groups.flatMap(({ label: group, runs }) => labels.map((label, i) => {
+    const shown = runs.filter((run) => !hiddenRuns.has(run));
+    const name = group && shown.length === runs.length ? group : shown.map((run) => overview.runs[run].name).join(", ");
+    const points = (run) => pointsOf(run, i).map(([step, ...values]) => [
+      step - (isShifted ? stepsBefore(run) : 0), ...values]);
+    return {
+      label: isSingle() ? label : labels.length > 1 ? `${name}: ${label}` : name,
+      color: isSingle() ? i : colorOf(runs[0]),
+      dash: isSingle() ? 0 : i,
+      points: combine(shown.map(points)),
+    };
+  })).filter((line) => line.points.length);
+}
+
+// Draw lines of points [step, value, low, high]. The bounds of scores are error bars, others a band.
+function chart({ title, unit, lines, signs = [], isScore = false }) {
+  const isLog = settings.isLog && lines.every((line) => line.points.every((point) => point[1] > 0));
+  const scale = isLog ? (value) => Math.log10(Math.max(value, Number.MIN_VALUE)) : (value) => value;
+  const points = lines.flatMap((line) => line.points);
+  const steps = points.map((point) => point[0]);
+  let left = Math.min(...steps), right = Math.max(...steps);
   if (left === right) { left -= 1; right += 1; }
-  if (low >= 0 && low < 0.5 * high) low = 0;
-  if (low === 0 && high === 0) high = 1;
-  if (low === high) { low -= Math.abs(low) / 10 || 0.5; high += Math.abs(high) / 10 || 0.5; }
-  const pad = 0.04 * (high - low);
-  const top = high + pad, bottom = low === 0 ? 0 : low - pad;
+  const heights = points.flatMap((point) => point.slice(1)).filter(isNumber).map(scale);
+  let low = Math.min(...heights), high = Math.max(...heights);
+  if (isScore && low >= 0 && high <= 1) [low, high] = [0, 1];
+  if (!isLog && low >= 0 && low < high / 2) low = 0;
+  const pad = 0.05 * (high - low) || Math.abs(high) / 10 || 1;
+  const bottom = low === 0 && !isLog ? 0 : low - pad, top = high + pad;
   const x = (step) => LEFT + (step - left) / (right - left) * (WIDTH - LEFT - RIGHT);
-  const y = (value) => TOP + (top - value) / (top - bottom) * (HEIGHT - TOP - BOTTOM);
-  const svg = el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": name });
-  for (const value of ticks(bottom, top, 4)) {
-    svg.append(el("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }),
-      el("text", { x: LEFT - 4, y: y(value) + 3, "text-anchor": "end" }, number(value, 3)));
+  const yOf = (height) => TOP + (top - height) / (top - bottom) * (HEIGHT - TOP - BOTTOM);
+  const y = (value) => yOf(scale(value));
+  const vertex = ([step, value]) => `${x(step).toFixed(1)} ${y(value).toFixed(1)}`;
+  const path = (of) => `M${of.map(vertex).join("L")}`;
+  const style = ({ color, dash }) => `curve s${color % 8} d${(dash + Math.floor(color / 8)) % 4}`;
+
+  const svg = el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
+  for (const tick of ticks(bottom, top, 4)) {
+    svg.append(el("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: yOf(tick), y2: yOf(tick) }),
+      el("text", { x: LEFT - 6, y: yOf(tick) + 4, "text-anchor": "end" }, number(isLog ? 10 ** tick : tick, 3)));
   }
   for (const step of ticks(left, right, 5).filter(Number.isInteger)) {
-    const isLast = x(step) > WIDTH - RIGHT - 12;
-    svg.append(el("text", { x: x(step), y: HEIGHT - 5, "text-anchor": isLast ? "end" : "middle" }, count(step)));
+    const anchor = x(step) > WIDTH - 25 ? "end" : "middle";
+    svg.append(el("text", { x: x(step), y: HEIGHT - 4, "text-anchor": anchor }, integer(step)));
   }
-  const path = (points) => reduced(points)
-    .map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-  for (const { run, points } of lines) {
-    const style = `s${run % NUM_COLORS} d${Math.floor(run / NUM_COLORS) % 4}`;
-    const isDrawn = isSmooth && points.length >= 20;
-    svg.append(el("path", { class: `curve ${style}${isDrawn ? " pale" : ""}`, d: path(points) }));
-    if (isDrawn) svg.append(el("path", { class: `curve ${style}`, d: path(smoothed(points)) }));
-    if (points.length <= 30) {
-      points.forEach(([step, value]) => svg.append(
-        el("circle", { class: `point ${style}`, cx: x(step), cy: y(value), r: 2 })));
+  const seen = signs.filter(({ step }) => step >= left && step <= right);
+  svg.append(...seen.map(({ step, sign, text }) => el("g", { class: "mark" },
+    el("title", {}, `${sign}, step ${step}: ${text}`),
+    el("line", { x1: x(step), x2: x(step), y1: TOP, y2: HEIGHT - BOTTOM }))));
+  for (const line of lines) {
+    const bounded = line.points.filter((point) => isNumber(point[2]) && isNumber(point[3]));
+    if (isScore) {
+      svg.append(...bounded.map(([step, , from, to]) => el("path", { class: style(line),
+        d: `M${x(step)} ${y(from)}V${y(to)}m-3 0h6M${x(step) - 3} ${y(from)}h6` })));
+      svg.append(...line.points.map(([step, value]) => el("circle",
+        { class: `point ${style(line)}`, cx: x(step), cy: y(value), r: 3 })));
+    } else if (bounded.length > 1) {
+      const back = bounded.map(([step, , from]) => [step, from]).reverse();
+      const outline = [...bounded.map(([step, , , to]) => [step, to]), ...back];
+      svg.append(el("path", { class: `band c${line.color % 8}`, d: `${path(outline)}Z` }));
     }
-  }
-  // Labels of marks that are near each other would lie on one another: the first of them has one.
-  let taken = -Infinity;
-  for (const mark of marks.filter((one) => one.step >= left && one.step <= right)) {
-    const place = x(mark.step);
-    const about = [`${mark.name} at step ${mark.step}`, mark.text,
-      mark.action && `then: ${mark.action}`, `run: ${state.runs[mark.run].name}`];
-    const drawn = el("g", { class: "mark", "data-step": mark.step },
-      el("title", {}, about.filter(Boolean).join("\n")),
-      el("line", { x1: place, x2: place, y1: TOP, y2: HEIGHT - BOTTOM }));
-    // A label near the right edge stands left of its mark, where an earlier one may end.
-    const isRight = place > WIDTH * 0.7, length = 6 * mark.name.length;
-    if ((isRight ? place - length : place) > taken) {
-      drawn.append(el("text", { x: place + (isRight ? -2 : 2), y: TOP - 4, "text-anchor": isRight ? "end" : "start" }, mark.name));
-      taken = isRight ? place : place + length;
-    }
-    svg.append(drawn);
+    const smoothed = isScore ? null : smooth(line.points);
+    svg.append(el("path", { class: `${style(line)}${smoothed ? " pale" : ""}`, d: path(line.points) }));
+    if (smoothed) svg.append(el("path", { class: style(line), d: path(smoothed) }));
   }
   const cursor = el("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM });
   svg.append(cursor);
-  const tell = (at) => {
-    values.replaceChildren(...lines.filter((line) => line.points.length).map(({ run, points }) => {
-      const point = at === null ? points.at(-1)
-        : points.reduce((best, one) => Math.abs(one[0] - at) < Math.abs(best[0] - at) ? one : best);
-      return el("span", { title: state.runs[run].name, "data-run": run, "data-value": point[1] },
-        dot(run), el("b", {}, number(point[1])), `step ${count(point[0])}`);
+
+  const values = div("values");
+  function showValues(at) {
+    values.replaceChildren(...lines.map((line) => {
+      const distance = (point) => Math.abs(point[0] - at);
+      const point = line.points.reduce((best, other) => (distance(other) <= distance(best) ? other : best));
+      return el("span", { "data-label": line.label, "data-value": point[1], title: `step ${number(point[0])}` },
+        el("svg", { viewBox: "0 0 18 6" }, el("path", { class: style(line), d: "M0 3H18" })),
+        line.label, el("b", {}, number(point[1])));
     }));
-  };
+  }
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
-    const place = (event.clientX - box.left) / box.width * WIDTH;
-    const at = left + (place - LEFT) / (WIDTH - LEFT - RIGHT) * (right - left);
-    cursor.setAttribute("x1", place);
-    cursor.setAttribute("x2", place);
-    cursor.style.visibility = "visible";
-    tell(at);
+    const at = (event.clientX - box.left) / box.width * WIDTH;
+    cursor.setAttribute("x1", at);
+    cursor.setAttribute("x2", at);
+    showValues(left + (at - LEFT) / (WIDTH - LEFT - RIGHT) * (right - left));
   });
-  svg.addEventListener("pointerleave", () => { cursor.style.visibility = "hidden"; tell(null); });
-  tell(null);
-  figure.append(svg);
-  return figure;
+  svg.addEventListener("pointerleave", () => showValues(right));
+  showValues(right);
+  return el("figure", { class: "card", "data-chart": title },
+    el("figcaption", {}, el("b", {}, title), " ", small(unit)), values, svg,
+    seen.length ? small("Dashed: ", seen.slice(0, 3).map((one) => `${words(one.sign)} at ${one.step}`).join(", ")) : "");
 }
 
-async function curves(query, isShown) {
-  let metrics = { names: [], defaults: [], marks: [] };
-  let chosen = query.getAll("m");
-  let isSmooth = query.get("smooth") !== "0";
-  const known = [];  // by run: generation, records, points by metric
-  const search = el("input", { type: "search", placeholder: "search metrics", "aria-label": "search metrics" });
-  const list = el("ul", { class: "card" });
-  const seen = el("details", { class: "marks" }), charts = el("div", { class: "charts" });
-  const smooth = el("input", { type: "checkbox", checked: isSmooth });
-  const names = () => chosen.length ? chosen : metrics.defaults;
+function mainScores(run) {
+  const rows = overview.runs[run].scores.filter((row) => row.data_set === "all");
+  const exact = rows.filter((row) => row.measure === "exact_match");
+  return exact.length ? exact : rows.filter((row) => row.weight);
+}
 
-  function drawList() {
-    const wanted = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const matching = metrics.names.filter((name) => wanted.every((word) => name.toLowerCase().includes(word)));
-    const on = new Set(names());
-    matching.sort((a, b) => on.has(b) - on.has(a));
-    list.replaceChildren(...matching.slice(0, 300).map((name) => el("li", {}, el("label", {},
-      el("input", { type: "checkbox", checked: on.has(name), onchange: () => {
-        chosen = on.has(name) ? names().filter((one) => one !== name) : [name, ...names()];
-        update();
-      } }), name))));
-    if (!matching.length) list.append(el("li", { class: "soft" }, "no metric has these words"));
-    if (matching.length > 300) list.append(el("li", { class: "soft" }, `and ${matching.length - 300} more: search`));
-  }
+const isCurve = ({ lines }) => lines.some((line) => line.points.length > 1);
 
-  async function load() {
-    const wanted = names();
-    const missing = wanted.some((name) => known.some((run) => !run.points.has(name)));
-    const since = missing ? [] : known.map((run, i) => ["since", `${i}.${run.generation}.${run.records}`]);
-    const answer = await ask("/api/series", [...wanted.map((name) => ["name", name]), ...since]);
-    answer.runs.forEach((run, index) => {
-      if (run.from === 0 || !known[index]) known[index] = { points: new Map() };
-      Object.assign(known[index], { generation: run.generation, records: run.records });
-      for (const [name, { steps, values }] of Object.entries(run.series)) {
-        const points = steps.map((step, i) => [step, values[i]]);
-        const before = run.from === 0 ? [] : known[index].points.get(name) || [];
-        known[index].points.set(name, before.concat(points));
-      }
+// A chart for each main measure; of several runs one for each suite, as a color is a run.
+function scoreCharts() {
+  const rows = visibleRuns().flatMap((run) => mainScores(run).map((row) => ({ run, ...row })));
+  const title = ({ measure, suite }) => words(measure) + (isSingle() ? "" : `: ${suiteLabels()[suite]}`);
+  return unique(rows.map(title)).map((name) => {
+    const shown = rows.filter((row) => title(row) === name), suites = unique(shown.map((row) => row.suite));
+    const lines = makeLines(suites.map((suite) => suiteLabels()[suite]), (run, i) => {
+      const row = shown.find((other) => other.run === run && other.suite === suites[i]);
+      // Of two evaluations of the same weights, show the one made during training.
+      const isFirst = (point, at, all) => all.findIndex((other) => other[0] === point[0]) === at;
+      return row ? row.points.filter(isFirst).map((point) => point.slice(0, 4)) : [];
     });
-  }
+    const unit = settings.isCombined && hasSeeds() ? "held-out, range of seeds" : "held-out, 95% interval";
+    return { title: name, unit, lines, isScore: true };
+  }).filter(isCurve).map(chart);
+}
 
+async function metricCharts(specs) {
+  const names = unique(specs.flatMap((spec) => spec.lines.map((line) => line[1])));
+  const curves = [];
+  for (const run of visibleRuns()) curves[run] = await ask(`curves/${run}`, names);
+  return specs.map((spec) => {
+    // A color is a run if there are several, so a chart then has one metric.
+    const shown = isSingle() ? spec.lines : spec.lines.slice(0, 1);
+    const title = shown.length < spec.lines.length ? `${spec.title}: ${shown[0][0]}` : spec.title;
+    const signs = spec.stage === "train" ? visibleRuns().flatMap((run) => overview.runs[run].signs
+      .map((sign) => ({ ...sign, step: sign.step - stepsBefore(run) }))) : [];
+    const lines = makeLines(shown.map((line) => line[0]),
+      (run, i) => curves[run][spec.stage]?.[shown[i][1]] || [], spec.stage === "train");
+    return { ...spec, title, lines, signs };
+  }).filter(isCurve).map(chart);
+}
+
+// Charts of metrics that have all words of one of the terms between commas.
+function searchMetrics(text) {
+  const terms = text.toLowerCase().split(",").map((term) => term.trim().split(/\s+/)).filter((term) => term[0]);
+  const specs = new Map();
+  for (const run of visibleRuns()) {
+    for (const [stage, names] of Object.entries(overview.runs[run].metrics)) {
+      for (const name of names) {
+        const key = `${stage} ${name}`.toLowerCase();
+        const isMatch = terms.some((term) => term.every((word) => key.includes(word)));
+        if (isMatch) specs.set(key, { title: name, unit: stage, stage, lines: [[name, name]] });
+      }
+    }
+  }
+  return [...specs.values()];
+}
+
+async function curvesView(query, isCurrent) {
+  const search = input(query, "q", "Find metrics: kl, grad norm");
+  const slider = el("input", { type: "range", max: 30, value: settings.smoothing });
+  const charts = div("charts"), about = small();
+  let turn = 0;
+  async function draw() {
+    const mine = ++turn;
+    keepHash("curves", [], [search]);
+    const isSearch = search.value.trim() !== "";
+    const specs = isSearch ? searchMetrics(search.value) : CHARTS;
+    const drawn = await metricCharts(specs.slice(0, MAX_CHARTS));
+    if (!isCurrent() || mine !== turn) return;
+    charts.replaceChildren(...isSearch ? [] : scoreCharts(), ...drawn);
+    const metrics = unique(visibleRuns().flatMap((run) => Object.values(overview.runs[run].metrics).flat()));
+    about.textContent = isSearch ? `${Math.min(specs.length, MAX_CHARTS)} of ${specs.length} found`
+      : `search for any of ${metrics.length} metrics`;
+  }
+  const checkbox = (name, label) => el("label", {}, el("input", { type: "checkbox", checked: settings[name],
+    oninput: (event) => { settings[name] = event.target.checked; drawHeader(); draw(); } }), label);
+  search.addEventListener("input", debounce(draw));
+  slider.addEventListener("input", debounce(() => { settings.smoothing = Number(slider.value); draw(); }));
+  main.replaceChildren(div("toolbar", search, about, el("label", {}, "smoothing", slider),
+    checkbox("isLog", "log scale"), hasSeeds() ? checkbox("isCombined", "combine seeds") : ""), charts);
+  await draw();
+  update = draw;
+}
+
+// ---------------------------------------------------------------- overview
+
+const ABOUT = {
+  Model: "model.path", Advantage: "advantage.name", Loss: "loss.name", Search: "search.engine",
+  "Training tasks": "tasks.train.source", "Held-out tasks": "tasks.eval.source",
+};
+
+const interval = ([, , low, high]) => (isNumber(low) && isNumber(high) ? `${score(low)} to ${score(high)}` : "");
+const badge = (isGood, text) => el("span", { class: `badge ${isGood ? "good" : "bad"}` }, text);
+const suiteHeads = (suites) => ["", ...suites.map((suite) => suiteLabels()[suite])];
+const fold = (title, ...content) => el("details", {}, el("summary", {}, title), ...content);
+
+function alerts(run) {
+  const { warnings, problems, signs, name } = overview.runs[run];
+  const head = isSingle() ? "" : `${name}: `;
+  const firsts = signs.filter(({ sign }, i) => signs.findIndex((other) => other.sign === sign) === i);
+  return [
+    ...warnings.map(([isSerious, text]) => (isSerious ? div("alert said", head, text) : soft(head, text))),
+    ...firsts.map(({ sign, step, text, action }) => div("alert said", head,
+      el("b", {}, `${words(sign)}, first at step ${step}`), `: ${text} (${action})`)),
+    problems.length ? soft(head, "Not read: ", problems.join("; ")) : "",
+  ];
+}
+
+function tiles(run) {
+  return div("tiles", mainScores(run).map(({ measure, suite, points }) => {
+    const first = points[0], last = points.at(-1), change = last[1] - first[1];
+    const hasTwo = points.length > 1, sign = change < 0 ? "−" : "+";
+    return div("card tile", small(`${words(measure)}, ${suiteLabels()[suite]}`),
+      div("big", score(last[1]), hasTwo ? badge(change >= 0, sign + score(Math.abs(change))) : ""),
+      small(hasTwo ? `${score(first[1])} at step ${first[0]} · ` : "", interval(last) && `95%: ${interval(last)}`));
+  }));
+}
+
+// First and last values of scores: a row for each measure or data set, a column for each suite.
+function scoreTable(rows, key) {
+  const suites = unique(rows.map((row) => row.suite));
+  const cell = (suite, name) => {
+    const points = rows.find((row) => row.suite === suite && row[key] === name)?.points;
+    if (!points) return "–";
+    const first = points.length > 1 ? `${score(points[0][1])} → ` : "";
+    return [[first, el("b", {}, score(points.at(-1)[1]))], interval(points.at(-1))];
+  };
+  return table(suiteHeads(suites), unique(rows.map((row) => row[key])).map((name) => [
+    words(name), ...suites.map((suite) => cell(suite, name))]));
+}
+
+function scoresCard(run) {
+  const { scores } = overview.runs[run], all = scores.filter((row) => row.data_set === "all");
+  const others = all.filter((row) => row.weight === null);
+  const bySet = scores.filter((row) => row.data_set !== "all" && row.measure === all[0]?.measure);
+  const weights = unique(all.filter((row) => row.weight).map((row) => `${words(row.measure)} × ${row.weight}`));
+  return all.length ? card("Held-out scores", scoreTable(all.filter((row) => row.weight !== null), "measure"),
+    soft("First → last evaluation, 95% interval of the last. Reward: ", weights.join(" + ") || "–"),
+    unique(bySet.map((row) => row.data_set)).length > 1 ? fold("By data set", scoreTable(bySet, "data_set")) : "",
+    others.length ? fold("Further measures", scoreTable(others, "measure")) : "") : "";
+}
+
+function failuresCard(run) {
+  const { failures } = overview.runs[run], suites = Object.keys(failures);
+  const kinds = Object.entries(overview.failures).filter(([kind]) => suites.some((suite) => failures[suite][kind]));
+  const rows = kinds.map(([kind, [label, meaning]]) => [
+    [el("a", { href: hash("answers", [["run", run], ["show", kind]]) }, label), meaning],
+    ...suites.map((suite) => integer(failures[suite][kind] || 0))]);
+  const totals = suites.map((suite) => integer(sum(Object.values(failures[suite]))));
+  return suites.length
+    ? card("Answers that went wrong", table(suiteHeads(suites), [...rows, ["of all answers", ...totals]])) : "";
+}
+
+function costsCard({ costs, times }) {
+  const text = (parts) => Object.entries(parts).map(([part, seconds]) => `${part} ${duration(seconds)}`).join(", ");
+  const rows = times.map(({ stage, parts }) => [[stage, text(parts)], duration(sum(Object.values(parts)))]);
+  rows.push(...costs.map(([label, total]) => [words(label), number(total)]));
+  return rows.length ? card("Time and costs, evaluations included", table(["", "in all"], rows)) : "";
+}
+
+async function overviewView(query, isCurrent) {
+  const run = isSingle() || query.has("run") ? chosenRun(query) : null;
+  update = async () => {
+    const metrics = CHARTS.filter((spec) => spec.isMain);
+    const charts = run === null || isSingle() ? [scoreCharts(), await metricCharts(metrics)].flat() : [];
+    if (!isCurrent()) return;
+    const content = run === null ? comparison() : runOverview(run);
+    main.replaceChildren(...content.slice(0, -1).filter(Boolean), div("charts", charts), content.at(-1));
+  };
+  await update();
+}
+
+function runOverview(run) {
+  const summary = overview.runs[run], config = Object.fromEntries(summary.config);
+  const stage = ({ stage: name, num_done: done, num_planned: planned, stopped_early: stopped }) => [
+    `${name}: ${integer(done)}`, isNumber(planned) ? ` of ${integer(planned)}` : "",
+    isNumber(stopped) ? `, stopped early at step ${integer(stopped)}` : ""].join("");
+  return [
+    el("h1", {}, summary.name, badge(summary.is_finished, summary.is_finished ? "finished" : "not finished")),
+    soft(summary.stages.map(stage).join(" · ")),
+    facts(Object.entries(ABOUT).filter(([, key]) => config[key])
+      .map(([label, key]) => [label, String(config[key]).split("/").slice(-2).join("/")])),
+    ...alerts(run), tiles(run),
+    div("columns", div("", scoresCard(run), failuresCard(run)), costsCard(summary))];
+}
+
+function comparison() {
+  const { columns, rows } = overview.comparison;
+  const title = ({ run, group, cells: [[name, below]] }) => [run === null ? [dot(group), el("i", {}, name)]
+    : [dot(colorOf(run)), el("a", { href: hash("overview", [["run", run]]) }, name)], said(below)];
+  const shown = rows.filter(({ run }) => run === null || !hiddenRuns.has(run));
+  return [el("h1", {}, `${overview.runs.length} runs`),
+    soft("Runs that differ only in the seed are a group. The buttons above hide runs; a name opens a run.",
+      hasOffsets() ? " Curves count steps from the end of the warm start." : ""),
+    card("Comparison", table(columns, shown.map((row) => [title(row), ...row.cells.slice(1)]))),
+    ...visibleRuns().flatMap(alerts), ""];
+}
+
+// ---------------------------------------------------------------- answers
+
+const verdict = (isRight) => (isRight ? el("span", { class: "good", title: "right" }, "✓")
+  : isNumber(isRight) || isRight === false ? el("span", { class: "bad", title: "wrong" }, "✗")
+    : el("span", { class: "soft", title: "not scored" }, "–"));
+
+const hasText = (values, part) => values.some((value) => value.toLowerCase().includes(part.toLowerCase()));
+
+function changeOf({ before, is_right: isRight }) {
+  if (isRight === null) return "not scored";
+  if (typeof before?.is_right !== "boolean") return isRight ? "right" : "wrong";
+  if (before.is_right !== isRight) return isRight ? "became right" : "became wrong";
+  return isRight ? "right both times" : "wrong both times";
+}
+
+function answerView({ record, segments }) {
+  const labels = { information: "result", forged: "result, forged by the model", text: "no tag" };
+  return [
+    ...segments.map(([kind, text]) => div(`segment ${kind}`, small(labels[kind] || kind), div("said", text))),
+    soft(`outcome: ${words(record.outcome)}, ${record.num_sampled} tokens. ${record.error || ""}`)];
+}
+
+async function openAnswer(details, addresses) {
+  if (!details.open || details.childElementCount > 1) return;
+  const columns = details.appendChild(div("columns"));
+  for (const [i, address] of addresses.entries()) {
+    const content = await ask(address).then(answerView, (error) => [soft(error.message)]);
+    const title = i + 1 < addresses.length ? "First evaluation" : "Last evaluation";
+    columns.append(div("", el("h3", {}, title), ...content));
+  }
+}
+
+async function answersView(query, isCurrent) {
+  const run = chosenRun(query), { suites, failures } = overview.runs[run], names = Object.keys(suites);
+  const suite = Math.max(0, names.indexOf(query.get("suite")));
+  const rows = names.length ? await ask(`answers/${run}/${suite}`) : [];
+  if (!isCurrent()) return;
+  const labels = Object.fromEntries(rows.map(changeOf).sort().map((change) => [change, change]));
+  rows.filter((row) => row.failure).forEach((row) => { labels[row.failure] = overview.failures[row.failure][0]; });
+  const isShown = (row, key) => !key || changeOf(row) === key || row.failure === key;
+  const options = Object.entries(labels).map(([key, label]) => [
+    key, `${label} (${rows.filter((row) => isShown(row, key)).length})`]);
+  const suiteBox = select(query, "suite", Object.entries(suites));
+  const text = input(query, "text", "Question, answer or id");
+  const showBox = select(query, "show", [["", "all answers"], ...options]);
+  const body = div("card"), count = soft(), total = sum(Object.values(failures[names[suite]] || {}));
+  const answer = (row) => [verdict(row.is_right), " ", row.answer || "no answer"];
   function draw() {
-    const marks = metrics.marks.flatMap((of, run) => hidden.has(run) ? [] : of.map((mark) => ({ ...mark, run })));
-    marks.sort((a, b) => a.step - b.step);
-    seen.hidden = !marks.length;
-    seen.replaceChildren(el("summary", {}, `${count(marks.length)} marks of the sentinel`),
-      ...marks.slice(-200).map((mark) => el("div", { class: "said", "data-mark": mark.name },
-        dot(mark.run), ` step ${count(mark.step)}: `, el("b", {}, words(mark.name)), mark.text && `: ${mark.text}`,
-        mark.action && el("span", { class: "soft" }, ` → ${mark.action}`))));
-    charts.replaceChildren(...names().map((name) => {
-      const lines = known.map((run, index) => ({ run: index, points: run.points.get(name) || [] }));
-      return chart(name, lines.filter((line) => !hidden.has(line.run)), marks, isSmooth);
-    }));
-    if (!names().length) {
-      charts.append(el("p", { class: "soft" }, metrics.names.length
-        ? "Choose a metric on the left." : "No record is written yet; curves appear with the first one."));
-    }
+    keepHash("answers", [["run", run]], [suiteBox, text, showBox]);
+    const shown = rows.filter((row) => isShown(row, showBox.value)
+      && hasText([row.question, row.answer, row.task_id, ...row.accepted], text.value));
+    const part = total > rows.length ? `; this file holds the first of ${integer(total)}` : "";
+    count.textContent = `${integer(shown.length)} of ${integer(rows.length)} answers${part}`;
+    body.replaceChildren(...shown.slice(0, 500).map((row) => el("details",
+      { ontoggle: (event) => openAnswer(event.target, row.addresses) },
+      el("summary", { class: "answer" }, said(row.question),
+        said(row.before ? [answer(row.before), " → "] : "", answer(row)),
+        el("small", { class: "said" }, `accepted: ${row.accepted.join(" | ")}`),
+        small(labels[row.failure] || changeOf(row))))), shown.length > 500 ? soft("The first 500 are shown.") : "");
   }
-
-  async function update() {
-    keep("curves", [...chosen.map((name) => ["m", name]), ...(isSmooth ? [] : [["smooth", "0"]])]);
-    await load();
-    if (!isShown()) return;
-    drawList();
-    draw();
-  }
-
-  search.addEventListener("input", drawList);
-  smooth.addEventListener("change", () => { isSmooth = smooth.checked; update(); });
-  metrics = await ask("/api/metrics");
-  await load();
-  if (!isShown()) return;
-  main.replaceChildren(el("div", { class: "curves" },
-    el("div", { class: "choice" }, search,
-      el("div", { class: "row" }, el("label", {}, smooth, " smooth"),
-        el("button", { onclick: () => { chosen = []; update(); } }, "defaults")),
-      list),
-    el("div", {}, seen, charts)));
-  drawList();
+  text.addEventListener("input", debounce(draw));
+  showBox.addEventListener("input", draw);
+  suiteBox.addEventListener("input", () => {
+    location.hash = hash("answers", [["run", run], ["suite", suiteBox.value]]);
+  });
+  main.replaceChildren(div("toolbar", runSelect(query, "answers"), suiteBox, text, showBox), count, body);
   draw();
-  shown = async (isByHand) => {
-    if (!isByHand) {
-      const next = await ask("/api/metrics");
-      await load();
-      if (!isShown()) return;
-      const isNew = next.names.length !== metrics.names.length;
-      metrics = next;
-      await load();
-      if (isNew) drawList();
-    }
-    if (isShown()) draw();
+}
+
+// ---------------------------------------------------------------- trajectories
+
+const PAGE_ROWS = 50;
+const SORTS = ["step", "reward", "advantage", "sampled"].flatMap((name) => [
+  [name, `${name}: largest first`], [`-${name}`, `${name}: smallest first`]]);
+
+async function loadTrajectories(run) {
+  const known = tables[run] || { generation: 0, rows: [], tasks: [] };
+  const sizes = embedded ? [0, 0, 0] : [known.generation, known.rows.length, known.tasks.length];
+  const more = await ask(`trajectories/${run}/${sizes.join("/")}`), [numRows, numTasks] = more.num_known;
+  const named = (values) => ({ run, ...Object.fromEntries(overview.columns.map((name, i) => [name, values[i]])) });
+  tables[run] = {
+    generation: more.generation,
+    rows: [...known.rows.slice(0, numRows), ...more.rows.map(named)],
+    tasks: [...known.tasks.slice(0, numTasks), ...more.tasks],
   };
 }
 
-// ---------------------------------------------------------------- the list of trajectories
+const trajectoryHash = ({ run, step, line }) => hash("trajectory", [["run", run], ["step", step], ["line", line]]);
 
-function verdict(correct) {
-  return correct === 1 ? el("span", { class: "good", title: "right" }, "✓")
-    : correct === 0 ? el("span", { class: "bad", title: "wrong" }, "✗")
-      : el("span", { class: "soft", title: "not scored" }, "–");
-}
-
-function field(query, name, attributes) {
-  return el("input", { name, value: query.get(name) || "", ...attributes });
-}
-
-async function trajectories(query, isShown) {
-  const text = field(query, "text", { type: "search", placeholder: "text of the question", "aria-label": "text of the question" });
-  const bounds = ["reward_min", "reward_max", "step_min", "step_max"].map((name) => field(query, name, {
-    class: "small", inputmode: "decimal", "aria-label": words(name), placeholder: name.endsWith("min") ? "from" : "to" }));
-  const select = (name, options, label) => el("select", { name, "aria-label": label },
-    ...Object.entries(options).map(([value, shownAs]) => el("option", { value, selected: (query.get(name) || "") === value }, shownAs)));
-  const correct = select("correct", { "": "right or wrong", right: "right", wrong: "wrong", unscored: "not scored" }, "correctness");
-  const sort = select("sort", { "": "by step", reward: "by reward", advantage: "by advantage", length: "by length" }, "order");
-  const order = select("order", { "": "largest first", up: "smallest first" }, "direction");
-  const outcomes = new Set(query.getAll("outcome"));
-  let page = Number(query.get("page")) || 0;
-  const chips = el("span", { class: "row" }), summary = el("p", { class: "soft", id: "counts" });
-  const body = el("tbody"), pager = el("div", { class: "pager" });
-  const inputs = [text, ...bounds, correct, sort, order];
-
-  async function update() {
-    const parameters = inputs.filter((input) => input.value).map((input) => [input.name, input.value.trim()]);
-    parameters.push(...[...outcomes].map((one) => ["outcome", one]));
-    if (page) parameters.push(["page", page]);
-    keep("trajectories", parameters);
-    const runs = state.runs.map((_, index) => index).filter((index) => !hidden.has(index));
-    const mine = ++update.turn;
-    const began = performance.now();
-    let answer;
-    try {
-      answer = await ask("/api/trajectories", [...parameters, ...runs.map((run) => ["run", run])]);
-    } catch (error) {
-      summary.replaceChildren(el("span", { class: "bad" }, error.message));
-      return;
-    }
-    if (!isShown() || mine !== update.turn) return;
-    if (page >= answer.pages) page = Math.max(0, answer.pages - 1);
-    chips.replaceChildren(...answer.known_outcomes.map((name) => el("button", {
-      class: "chip", "aria-pressed": String(outcomes.has(name)),
-      onclick: () => { if (outcomes.has(name)) outcomes.delete(name); else outcomes.add(name); page = 0; update(); },
-    }, words(name), " ", el("small", {}, count(answer.outcomes[name] || 0)))));
-    const { right, wrong, unscored } = answer.correct;
-    summary.replaceChildren(el("b", { "data-count": answer.count }, count(answer.count)), ` of ${count(answer.total)} trajectories · `,
-      `${count(right)} right · ${count(wrong)} wrong · ${count(unscored)} not scored · mean reward ${number(answer.mean_reward)}`);
-    body.replaceChildren(...answer.rows.map((row) => {
-      const to = address("trajectory", [["run", row.run], ["step", row.step], ["line", row.line]]);
-      return el("tr", { class: "go", onclick: (event) => { if (!event.target.closest("a")) location.hash = to; } },
-        el("td", {}, dot(row.run)),
-        el("td", { class: "n" }, el("a", { href: to }, count(row.step))),
-        el("td", {}, verdict(row.correct)),
-        el("td", { class: "n" }, number(row.reward)),
-        el("td", { class: "n" }, number(row.advantage)),
-        el("td", {}, words(row.outcome)),
-        el("td", { class: "n" }, `${count(row.sampled)} / ${count(row.tokens)}`),
-        el("td", { class: "n" }, count(row.turns)),
-        el("td", { class: "text said", title: row.question }, el("a", { href: address("question", [["key", row.key]]) }, row.question || row.task)),
-        el("td", { class: "text said", title: row.answer }, row.answer));
-    }));
-    const go = (to) => () => { page = to; update(); };
-    pager.replaceChildren(
-      el("button", { disabled: page <= 0, onclick: go(page - 1) }, "previous"),
-      el("span", {}, answer.pages ? `page ${count(page + 1)} of ${count(answer.pages)}` : "nothing has these properties"),
-      el("button", { disabled: page + 1 >= answer.pages, onclick: go(page + 1) }, "next"),
-      el("span", { class: "soft" }, `${answer.took_ms.toFixed(0)} ms`));
-    document.documentElement.dataset.filterMs = (performance.now() - began).toFixed(0);
+async function trajectoriesView(query, isCurrent) {
+  const text = input(query, "text", "Question, answer or id");
+  const outcomeBox = select(query, "outcome", [["", "all outcomes"]]);
+  const correctBox = select(query, "correct",
+    [["", "right or wrong"], ["1", "right"], ["0", "wrong"], ["null", "not scored"]]);
+  const bounds = ["step from", "step to", "reward from", "reward to"].map((name) => input(query, name, name, "number"));
+  const sortBox = select(query, "sort", SORTS);
+  const inputs = [text, outcomeBox, correctBox, ...bounds, sortBox];
+  const body = div("card"), count = soft(), pager = div("toolbar");
+  const task = (row) => tables[row.run].tasks[row.task];
+  const allRows = () => visibleRuns().flatMap((run) => tables[run].rows);
+  let page = 0;
+  function selectRows() {
+    const [stepLow, stepHigh, rewardLow, rewardHigh] = bounds.map((box) => box.value);
+    const isWithin = (value, low, high) => (low === "" && high === "") || (isNumber(value)
+      && (low === "" || value >= Number(low)) && (high === "" || value <= Number(high)));
+    const key = sortBox.value.replace("-", ""), sign = sortBox.value === key ? -1 : 1;
+    return allRows().filter((row) => (!outcomeBox.value || row.outcome === outcomeBox.value)
+      && (!correctBox.value || String(row.correct) === correctBox.value)
+      && isWithin(row.step, stepLow, stepHigh) && isWithin(row.reward, rewardLow, rewardHigh)
+      && hasText([...task(row), row.answer], text.value))
+      .sort((a, b) => (a[key] === null) - (b[key] === null) || sign * (a[key] - b[key]) || a.line - b.line);
   }
-  update.turn = 0;
-
-  const later = debounced(() => { page = 0; update(); });
-  inputs.forEach((input) => input.addEventListener("input", later));
-  main.replaceChildren(
-    el("div", { class: "filters" }, text, correct,
-      el("label", {}, "reward", bounds[0], bounds[1]), el("label", {}, "step", bounds[2], bounds[3]), sort, order),
-    el("div", { class: "filters" }, chips), summary,
-    el("div", { class: "scroll card" }, el("table", {}, el("thead", {}, el("tr", {},
-      ...[["", ""], ["step", "n"], ["", ""], ["reward", "n"], ["advantage", "n"], ["outcome", ""],
-        ["sampled / tokens", "n"], ["turns", "n"], ["question", ""], ["answer", ""]]
-        .map(([name, kind]) => el("th", { class: kind, scope: "col" }, name)))), body)), pager);
-  await update();
-  shown = update;
+  function draw() {
+    keepHash("trajectories", [], inputs);
+    const rows = selectRows(), rewards = rows.map((row) => row.reward).filter(isNumber);
+    const numHeld = allRows().length, total = sum(visibleRuns().map((run) => overview.runs[run].num_trajectories));
+    const numRight = rows.filter((row) => row.correct).length;
+    count.replaceChildren(el("b", { id: "count" }, integer(rows.length)), ` of ${integer(numHeld)} trajectories · `,
+      `${integer(numRight)} right · mean reward ${number(sum(rewards) / rewards.length)}`,
+      embedded && total > numHeld ? ` · this file holds ${numHeld} of ${integer(total)}; jaxrl view shows all` : "");
+    const numPages = Math.max(1, Math.ceil(rows.length / PAGE_ROWS));
+    page = Math.max(0, Math.min(page, numPages - 1));
+    const columns = ["step", "reward", "advantage", "sampled", "tokens", "turns"];
+    body.replaceChildren(table(["", "question", "answer", "outcome", ...columns],
+      rows.slice(page * PAGE_ROWS, (page + 1) * PAGE_ROWS).map((row) => [
+        [[isSingle() ? "" : dot(colorOf(row.run)), verdict(row.correct)]],
+        el("a", { class: "said line", href: trajectoryHash(row) }, task(row)[1] || "(no question)"),
+        el("span", { class: "said line" }, row.answer), words(row.outcome),
+        ...columns.map((name) => number(row[name]))]), 4));
+    const go = (label, to) => el("button",
+      { disabled: to < 0 || to >= numPages, onclick: () => { page = to; draw(); } }, label);
+    pager.replaceChildren(go("previous", page - 1), `page ${page + 1} of ${numPages}`, go("next", page + 1));
+  }
+  async function reload() {
+    for (const run of visibleRuns()) await loadTrajectories(run);
+    if (!isCurrent()) return;
+    const outcomes = unique(allRows().map((row) => row.outcome)).sort().map((name) => [name, words(name)]);
+    const chosen = outcomeBox.value || query.get("outcome") || "";
+    outcomeBox.replaceChildren(...select(query, "", [["", "all outcomes"], ...outcomes]).children);
+    outcomeBox.value = chosen;
+    draw();
+  }
+  inputs.forEach((box) => box.addEventListener("input", debounce(() => { page = 0; draw(); })));
+  main.replaceChildren(div("toolbar", ...inputs), count, body, pager);
+  await reload();
+  update = reload;
 }
 
 // ---------------------------------------------------------------- one trajectory
 
-const STRONGEST = 0.8;
-
-function scaleOf(quantity) {
-  const values = quantity.values.filter((value) => value !== null)
-    .map((value) => Math.abs(quantity.scale === "ratio" ? Math.log(value) : value)).sort((a, b) => a - b);
-  // A few outliers would leave all others pale; the legend says that its end is "or more".
-  const most = values.at(-1) || 0, usual = values[Math.floor(0.98 * (values.length - 1))] || 0;
-  return { limit: usual || most || 1, isOpen: usual > 0 && usual < most };
+// Colors are strongest at `limit`, which few tokens exceed. Ratios have the scale of their logarithm.
+function shade({ scale }, amount, limit) {
+  const strength = Math.min(1, Math.abs(amount) / limit) * 0.8;
+  const color = scale === "amount" ? "amount" : amount < 0 ? "minus" : "plus";
+  return strength ? `rgb(var(--${color}) / ${strength.toFixed(3)})` : "";
 }
 
-function color(quantity, value, limit) {
-  if (value === null) return "";
-  if (quantity.scale === "flag") return value ? `rgba(var(--flag), ${value === 1 ? 0.55 : 0.85})` : "";
-  const amount = quantity.scale === "ratio" ? Math.log(value) : value;
-  const strength = Math.min(1, Math.abs(amount) / limit) * STRONGEST;
-  const hue = quantity.scale === "amount" ? "--amount" : amount < 0 ? "--minus" : "--plus";
-  return strength ? `rgba(var(${hue}), ${strength.toFixed(3)})` : "";
+function legendOf(quantity, limit) {
+  const values = quantity.values.filter(isNumber), from = quantity.scale === "amount" ? 0 : -limit;
+  const cells = Array.from({ length: 9 }, (_, i) => {
+    const cell = el("i", { class: "cell" });
+    cell.style.background = shade(quantity, from + (limit - from) * i / 8, limit);
+    return cell;
+  });
+  const isNegative = quantity.scale === "amount" && values.some((value) => value < 0);
+  const end = (amount) => number(quantity.scale === "ratio" ? Math.exp(amount) : isNegative ? -amount : amount, 3);
+  return [el("b", {}, quantity.label), end(from), el("span", {}, cells), `${end(limit)} ${quantity.unit}`,
+    small(`mean ${number(sum(values) / values.length)}`)];
 }
 
-function legendOf(quantity) {
-  const { limit, isOpen } = scaleOf(quantity);
-  const ends = (value, sign) => {
-    const shownAs = quantity.scale === "ratio" ? Math.exp(sign * limit) : sign * value;
-    return number(shownAs, 3);
-  };
-  const cells = (from) => {
-    const drawn = el("span", { class: "cells" });
-    for (let i = 0; i <= 8; i++) {
-      const value = (from + (1 - from) * i / 8) * limit;
-      const cell = el("i");
-      const shownAs = quantity.scale === "ratio" ? Math.exp(value) : value;
-      cell.style.background = color(quantity, shownAs, limit);
-      drawn.append(cell);
-    }
-    return drawn;
-  };
-  const unit = quantity.unit ? ` ${quantity.unit}` : "";
-  const more = isOpen ? " and beyond" : "";
-  const parts = [el("b", {}, quantity.label)];
-  if (quantity.scale === "flag") {
-    const cell = el("i");
-    cell.style.background = color(quantity, 1, 1);
-    const num = quantity.values.filter((value) => value).length;
-    parts.push(el("span", { class: "ramp" }, el("span", { class: "cells" }, cell),
-      `${count(num)} of ${count(quantity.values.filter((value) => value !== null).length)} tokens`));
-  } else if (quantity.scale === "amount") {
-    const isNegative = quantity.values.some((value) => value < 0);
-    parts.push(el("span", { class: "ramp" }, "0", cells(0), `${isNegative ? ends(limit, -1) : ends(limit, 1)}${unit}${more}`));
-  } else {
-    parts.push(el("span", { class: "ramp" }, ends(limit, -1), cells(-1), `${ends(limit, 1)}${unit}${more}`));
-  }
-  const values = quantity.values.filter((value) => value !== null);
-  if (values.length && quantity.scale !== "flag") {
-    const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
-    const [least, most] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
-    parts.push(el("span", { class: "soft" }, `mean ${number(mean)}, ${number(least)} to ${number(most)}`));
-  }
-  return parts;
-}
-
-// A token as it is shown: line ends have a sign, the rest of a character that is in several tokens a dot.
-function shownToken(text, isPiece) {
-  return text === "" && isPiece ? "·" : text.replaceAll("\n", "↵\n");
-}
-
-function segmentsOf(tokens) {
-  const segments = [];
-  tokens.sampled.forEach((isSampled, i) => {
-    const isAgain = tokens.contexts.some(([start, repeated]) => i >= start && i < start + repeated);
-    const kind = isSampled ? "model" : i < (tokens.prompt_length || 0) ? "prompt" : isAgain ? "again" : "inserted";
-    if (!segments.length || segments.at(-1).kind !== kind) segments.push({ kind, start: i });
+// Tokens that belong together: the prompt, what the model sampled, what was inserted or repeated.
+function tokenSegments({ is_sampled: isSampled, record }) {
+  const segments = [], contexts = objects(record.contexts);
+  isSampled.forEach((flag, i) => {
+    const isRepeated = contexts.some(([start, repeated]) => i >= start && i < start + repeated);
+    const kind = flag ? "model" : i < record.prompt_length ? "prompt" : isRepeated ? "repeated" : "inserted";
+    if (segments.at(-1)?.kind !== kind) segments.push({ kind, start: i });
     segments.at(-1).end = i + 1;
   });
   return segments;
 }
 
-function tokenView(answer, by) {
-  const { tokens } = answer;
-  const spans = tokens.texts.map((text, i) => {
-    const isPiece = tokens.bytes[i] !== null;
-    return el("span", { "data-i": i, class: isPiece && text === "" ? "piece" : null }, shownToken(text, isPiece));
-  });
-  const legend = el("div", { class: "legend", id: "legend" });
-  const buttons = answer.quantities.map((quantity) => el("button", {
-    "data-by": quantity.name, disabled: quantity.values === null, title: quantity.why || quantity.label,
-    onclick: () => paint(quantity.name),
-  }, words(quantity.name)));
-
-  function paint(name) {
-    const quantity = answer.quantities.find((one) => one.name === name && one.values)
-      || answer.quantities.find((one) => one.values);
-    by = quantity?.name;
-    buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.by === by)));
-    if (!quantity) {
-      legend.replaceChildren("No quantity is recorded for these tokens.");
-      return;
-    }
-    const { limit } = scaleOf(quantity);
-    spans.forEach((span, i) => { span.style.background = color(quantity, quantity.values[i], limit); });
-    legend.replaceChildren(...legendOf(quantity));
-    keep("trajectory", [["run", answer.run], ["step", answer.step], ["line", answer.line], ["by", by]]);
+function tokenView(answer, query) {
+  const { texts, ids, quantities } = answer;
+  const spans = texts.map((text, i) => el("span", { "data-i": i }, text.replaceAll("\n", "↵\n") || "·"));
+  const legend = div("toolbar");
+  const [available, missing] = [true, false].map((has) => quantities.filter(({ values }) => Boolean(values) === has));
+  const buttons = available.map((quantity) => el("button",
+    { "data-by": quantity.name, onclick: () => paint(quantity) }, words(quantity.name)));
+  function paint(quantity) {
+    const amount = (value) => (quantity.scale === "ratio" ? Math.log(value) : value);
+    const amounts = quantity.values.map((value) => (isNumber(value) ? amount(value) : 0));
+    const sizes = amounts.map(Math.abs).filter(Boolean).sort((a, b) => a - b);
+    const limit = sizes[Math.floor(0.98 * (sizes.length - 1))] || 1;
+    spans.forEach((span, i) => { span.style.background = shade(quantity, amounts[i], limit); });
+    buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.by === quantity.name)));
+    legend.replaceChildren(...legendOf(quantity, limit));
+    query.set("by", quantity.name);
+    keepHash("trajectory", [...query]);
   }
-
-  const box = el("div", { class: "card", id: "tokens" }, ...segmentsOf(tokens).map(({ kind, start, end }) => {
-    const held = el("div", { class: "tokens" }, ...spans.slice(start, end));
-    const label = el("div", { class: "whose" }, kind, el("br", {}), `${count(end - start)} tokens`);
-    if (kind === "model" || end - start <= 400) return el("div", { class: `segment ${kind === "model" ? "" : "given"}` }, label, held);
-    held.hidden = true;
-    const more = el("button", { onclick: () => { held.hidden = !held.hidden; } }, "show or hide");
-    return el("div", { class: "segment given" }, label, el("div", {}, more, held));
+  const box = el("section", { class: "card", id: "tokens" }, tokenSegments(answer).map(({ kind, start, end }) => {
+    const tokens = div("tokens", spans.slice(start, end));
+    const isLong = kind !== "model" && end - start > 400;
+    return div(`tokens-row ${kind}`, div("", small(kind), small(`${integer(end - start)} tokens`)),
+      isLong ? fold("show", tokens) : tokens);
   }));
   box.addEventListener("pointermove", (event) => {
-    const span = event.target.closest("[data-i]");
-    if (!span) { tip.hidden = true; return; }
-    const i = Number(span.dataset.i);
-    const rows = answer.quantities.filter((one) => one.values && one.values[i] !== null).map((one) => el("tr", { class: one.name === by ? "on" : null },
-      el("td", {}, words(one.name)), el("td", { class: "n" }, `${number(one.values[i], 6)}${one.unit ? ` ${one.unit}` : ""}`)));
-    tip.replaceChildren(el("div", {}, el("b", { class: "said" }, JSON.stringify(tokens.texts[i])), ` id ${tokens.ids[i]}, place ${i}`),
-      tokens.bytes[i] === null ? "" : el("div", { class: "soft" }, `part of a character; its bytes: ${tokens.bytes[i]}`),
-      rows.length ? el("table", {}, el("tbody", {}, ...rows)) : el("div", { class: "soft" }, "not sampled by the policy"));
-    tip.hidden = false;
-    const x = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
-    const y = event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18;
-    tip.style.left = `${x}px`;
-    tip.style.top = `${y}px`;
+    const i = event.target.closest("[data-i]")?.dataset.i;
+    tip.hidden = i === undefined;
+    if (tip.hidden) return;
+    const rows = available.filter(({ values }) => isNumber(values[i]))
+      .map(({ label, unit, values }) => [label, `${number(values[i], 6)} ${unit}`]);
+    tip.replaceChildren(el("b", { class: "said" }, JSON.stringify(texts[i])), small(` id ${ids[i]}, position ${i}`),
+      rows.length ? table(["", ""], rows) : small(", not sampled by the policy"));
+    tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
+    tip.style.top = `${Math.min(event.clientY + 18, innerHeight - tip.offsetHeight - 8)}px`;
   });
   box.addEventListener("pointerleave", () => { tip.hidden = true; });
-  const lacking = answer.quantities.filter((one) => one.values === null);
-  paint(by);
-  return [
-    el("div", { class: "by", role: "group", "aria-label": "colour by" }, ...buttons), legend,
-    lacking.length ? el("details", { class: "soft" }, el("summary", {}, `${lacking.length} not available: ${lacking.map((one) => words(one.name)).join(", ")}`),
-      ...lacking.map((one) => el("div", { "data-why": one.name }, `${words(one.name)}: ${one.why}`))) : null,
-    answer.has_tokenizer ? null : el("p", { class: "bad" }, answer.tokenizer),
-    box,
-    answer.has_tokenizer ? null : el("div", {}, el("h2", {}, "Text"), el("pre", { class: "card turn" }, String(answer.record.generated_text || ""))),
-  ];
+  if (available.length) paint(available.find(({ name }) => name === query.get("by")) || available[0]);
+  return [div("toolbar", small("color by"), ...buttons), legend,
+    answer.problem ? div("alert said", answer.problem) : "", box,
+    missing.length ? fold(`${missing.length} quantities are missing`,
+      missing.map(({ label, why }) => soft(`${label}: ${why}.`))) : ""];
 }
 
-// Lists and objects of a record, which may hold anything.
-const listed = (value) => Array.isArray(value) ? value : [];
-const objects = (value) => listed(value).filter((one) => one !== null && typeof one === "object");
-
-function turnView(turnOf, index, record) {
-  const recorded = objects(turnOf.records);
-  const calls = recorded.length ? recorded : turnOf.tool_call !== null && turnOf.tool_call !== undefined
-    ? [{ tool: turnOf.tool, call: turnOf.tool_call }] : [];
-  const facts = [["reward", record.turn_rewards?.[index]], ["advantage", record.turn_advantages?.[index]]]
-    .filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${number(value)}`);
-  if (turnOf.latency_s) facts.push(`${number(turnOf.latency_s, 3)} s`);
-  if (turnOf.is_cut) facts.push("cut by the budget of tokens");
-  return el("div", { class: "card turn" },
-    el("h3", {}, `turn ${index + 1} `, el("small", {}, facts.join(" · "))),
-    ...calls.map((call) => el("div", { class: "call" },
-      el("small", {}, `${call.tool || "search"}${call.source ? ` · ${call.source}` : ""}${call.attempts > 1 ? ` · ${call.attempts} attempts` : ""}${call.waited_s ? ` · waited ${number(call.waited_s, 3)} s` : ""}`),
-      el("pre", {}, String(call.call)), call.error ? el("div", { class: "bad" }, call.error) : null)),
-    turnOf.observation ? el("pre", { class: "found" }, String(turnOf.observation).replace(/^\n+|\n+$/g, "")) : null,
-    turnOf.error ? el("div", { class: "bad said" }, turnOf.error) : null,
-    calls.length || turnOf.observation ? null : el("pre", { class: "soft" }, String(turnOf.text ?? "")));
+function turnView(turn, i, record) {
+  const recorded = objects(turn.records);
+  const calls = recorded.length || !turn.tool_call ? recorded : [{ tool: turn.tool, call: turn.tool_call }];
+  const text = (call) => [call.tool || "search", call.source, call.error].filter(Boolean).join(", ");
+  const numbers = ["reward", "advantage"].filter((name) => isNumber(record[`turn_${name}s`]?.[i]))
+    .map((name) => `${name} ${number(record[`turn_${name}s`][i])}`);
+  return card([`Turn ${i + 1} `, small(numbers.join(", "))],
+    calls.length ? "" : el("pre", {}, String(turn.text ?? "")),
+    calls.map((call) => [small(text(call)), el("pre", { class: "call" }, String(call.call))]),
+    turn.observation ? el("pre", { class: "result" }, String(turn.observation).trim()) : "",
+    turn.error ? div("alert said", turn.error) : "");
 }
 
-function partsTable(record) {
-  const parts = Object.entries(record.reward_parts || {});
-  return el("table", { class: "parts" }, el("tbody", {}, ...parts.map(([name, value]) => el("tr", {},
-    el("th", { scope: "row" }, name), el("td", { class: "n" }, number(value))))));
+async function trajectoryView(query, isCurrent) {
+  const [run, step, line] = ["run", "step", "line"].map((name) => Number(query.get(name)));
+  const answer = await ask(`trajectory/${run}/${step}/${line}`);
+  await loadTrajectories(run);
+  if (!isCurrent()) return;
+  const { record } = answer, { rows } = tables[run];
+  const row = rows.find((other) => other.step === step && other.line === line);
+  const same = rows.filter((other) => other.task === row?.task);
+  const parts = Object.entries(record.reward_parts || {}).map(([name, value]) => [name, number(value)]);
+  const shown = ["turns", "reward_parts", "generated_text", "question", "query", "reward_records"];
+  const others = Object.entries(record).filter(([name]) => !shown.includes(name));
+  const chip = (other) => el("a", { class: "chip", href: trajectoryHash(other), "aria-current": String(other === row) },
+    `step ${other.step} `, verdict(other.correct), ` ${number(other.reward, 3)}`);
+  main.replaceChildren(el("h1", { class: "said" }, String(record.query || record.question || record.task_id)),
+    facts([["run", overview.runs[run].name], ["step", integer(step)], ["outcome", words(record.outcome)],
+      ["answer", [verdict(row?.correct), " ", record.final_answer || "nothing"]],
+      ["accepted", [record.answers].flat().slice(0, 4).join(" | ")],
+      ["reward", number(record.reward)], ["advantage", number(record.advantage)]]),
+    div("toolbar", small(`${same.length} trajectories of this question`), same.slice(0, 60).map(chip)),
+    div("reading", div("", ...tokenView(answer, query).filter(Boolean)), div("",
+      card("Reward", table(["part", "value"], parts)),
+      objects(record.turns).map((turn, i) => turnView(turn, i, record)),
+      objects(record.reward_records).map((call) => card(`Judge ${call.tool}`, el("pre", {}, String(call.call)))),
+      fold("Further fields", el("pre", {}, JSON.stringify(Object.fromEntries(others), null, 1))))));
 }
 
-const OWN = new Set(["task_id", "question", "query", "answers", "outcome", "reward", "reward_parts", "final_answer",
-  "is_correct", "advantage", "generated_text", "turns", "prompt_length", "turn_rewards", "turn_advantages", "reward_records",
-  "uid", "global_id", "ground_truth", "accuracy"]);
+// ---------------------------------------------------------------- details
 
-async function trajectory(query, isShown) {
-  const answer = await ask("/api/trajectory", ["run", "step", "line"].map((name) => [name, query.get(name) ?? ""]));
-  if (!isShown()) return;
-  const { record } = answer;
-  const correct = record.outcome === "environment_error" ? -1 : Number(record.is_correct === true);
-  const others = Object.entries(record).filter(([name]) => !OWN.has(name));
-  main.replaceChildren(
-    el("h1", { class: "said" }, String(record.query || record.question || record.task_id)),
-    el("div", { class: "facts" },
-      el("span", {}, dot(answer.run), ` ${state.runs[answer.run]?.name ?? ""}, step ${count(answer.step)}, line ${answer.line + 1}`),
-      el("span", {}, verdict(correct), " answered ", el("b", { class: "said" }, record.final_answer || "nothing"),
-        el("span", { class: "soft said" }, ` accepted: ${listed(record.answers).slice(0, 4).join(" | ") || "–"}`)),
-      el("span", {}, words(String(record.outcome))),
-      el("span", {}, "reward ", el("b", { id: "reward" }, number(record.reward))),
-      el("span", {}, "advantage ", el("b", {}, number(record.advantage))),
-      el("a", { href: address("question", [["key", answer.key]]) }, "this question over steps")),
-    el("div", { class: "group" }, el("span", { class: "soft" }, "same question, same step:"),
-      ...answer.group.map((row) => el("a", {
-        href: address("trajectory", [["run", row.run], ["step", row.step], ["line", row.line], ...(query.get("by") ? [["by", query.get("by")]] : [])]),
-        title: row.answer, "aria-current": row.line === answer.line ? "true" : null,
-      }, verdict(row.correct), ` ${number(row.reward)}`))),
-    el("div", { class: "two" },
-      el("div", {}, ...tokenView(answer, query.get("by") || "advantage").filter(Boolean)),
-      el("aside", {},
-        el("h2", {}, "Parts of the reward"), partsTable(record),
-        el("h2", {}, "Turns"), ...objects(record.turns).map((one, index) => turnView(one, index, record)),
-        objects(record.reward_records).length ? el("h2", {}, "Judges") : null,
-        ...objects(record.reward_records).map((call) => el("div", { class: "card turn call" }, el("small", {}, `${call.tool}`), el("pre", {}, String(call.call)))),
-        el("details", {}, el("summary", {}, "further fields"), el("pre", {}, JSON.stringify(Object.fromEntries(others), null, 1))))));
-}
-
-// ---------------------------------------------------------------- questions
-
-async function questions(query, isShown) {
-  const text = field(query, "text", { type: "search", placeholder: "text or id of the question", "aria-label": "text or id of the question" });
-  const summary = el("span", { class: "soft" }), body = el("tbody");
-  async function update() {
-    keep("questions", text.value ? [["text", text.value]] : []);
-    const runs = state.runs.map((_, index) => index).filter((index) => !hidden.has(index));
-    const mine = ++update.turn;
-    const answer = await ask("/api/questions", [["text", text.value], ...runs.map((run) => ["run", run])]);
-    if (!isShown() || mine !== update.turn) return;
-    summary.replaceChildren(`${count(answer.count)} questions${answer.count > answer.rows.length ? `, the first ${count(answer.rows.length)}` : ""}`);
-    body.replaceChildren(...answer.rows.map((row) => el("tr", {},
-      el("td", {}, dot(row.run)),
-      el("td", { class: "text said", title: row.question }, el("a", { href: address("question", [["key", row.key]]) }, row.question || row.task)),
-      el("td", { class: "text said soft" }, row.task),
-      el("td", { class: "n" }, count(row.count)), el("td", { class: "n" }, count(row.steps)),
-      el("td", { class: "n" }, row.steps > 1 ? `${number(row.first, 3)} → ${number(row.last, 3)}` : number(row.last, 3)),
-      el("td", { class: "n" }, count(row.answers)))));
+function detailsView(query) {
+  const run = chosenRun(query), { config, changes, starts, folder } = overview.runs[run];
+  const code = (value) => el("code", {}, JSON.stringify(value));
+  const search = input(query, "q", "Find keys"), body = div("");
+  function draw() {
+    const part = search.value.trim();
+    const rows = config.filter(([key, , , isChanged]) => (part ? key.includes(part) : isChanged));
+    body.replaceChildren(table(["key", "value", "default"],
+      rows.map(([key, value, standard]) => [key, code(value), code(standard)]), 3));
   }
-  update.turn = 0;
-  text.addEventListener("input", debounced(update));
-  main.replaceChildren(el("div", { class: "filters" }, text, summary),
-    el("div", { class: "scroll card" }, el("table", {}, el("thead", {}, el("tr", {},
-      ...[["", ""], ["question", ""], ["id", ""], ["trajectories", "n"], ["steps", "n"], ["mean reward, first → last step", "n"], ["evaluation answers", "n"]]
-        .map(([name, kind]) => el("th", { class: kind, scope: "col" }, name)))), body)));
-  await update();
-  shown = update;
+  search.addEventListener("input", draw);
+  draw();
+  const flat = (value, head = "") => Object.entries(value).flatMap(([key, inner]) => (
+    inner && typeof inner === "object" ? flat(inner, `${head}${key}.`) : [[`${head}${key}`, code(inner)]]));
+  main.replaceChildren(div("toolbar", runSelect(query, "details"), soft(folder)),
+    card("Configuration", soft(`Keys that differ from their defaults; search all ${config.length}.`), search, body),
+    ...changes.map((change) => card(`Settings changed after step ${change.step}`,
+      table(["key", "before", "from then on"], Object.entries(change.changes)
+        .map(([key, value]) => [key, code(value?.before), code(value?.now)]), 3))),
+    ...starts.map((start, i) => card(`${i ? "Restart" : "Start"} ${start.started ?? ""}`,
+      fold("Versions, machine, model", table(["", ""], flat(start), 2)))));
 }
 
-function grouped(rows, key) {
-  const groups = new Map();
-  rows.forEach((row) => groups.set(key(row), [...(groups.get(key(row)) || []), row]));
-  return [...groups];
-}
+// ---------------------------------------------------------------- views and changes
 
-async function question(query, isShown) {
-  const answer = await ask("/api/question", [["key", query.get("key") ?? ""]]);
-  if (!isShown()) return;
-  const mean = (rows) => {
-    const paid = rows.map((row) => row.reward).filter((reward) => reward !== null);
-    return paid.length ? number(paid.reduce((sum, one) => sum + one, 0) / paid.length, 3) : "–";
-  };
-  const kind = (is) => is === 1 ? "right" : is === 0 ? "wrong" : "";
-  const column = (title, rows, cards) => el("div", {}, el("h3", {}, title, el("small", {}, `mean ${mean(rows)}`)), ...cards);
-  const sections = [];
-  answer.runs.forEach(({ run, rows, left_out: leftOut }) => {
-    if (!rows.length || hidden.has(run)) return;
-    sections.push(el("h2", {}, dot(run), ` ${state.runs[run]?.name ?? ""}: training`,
-      leftOut ? el("small", {}, ` ${count(leftOut)} earlier ones are left out`) : null));
-    sections.push(el("div", { class: "steps" }, ...grouped(rows, (row) => row.step).map(([step, own]) => column(`step ${count(step)}`, own,
-      own.map((row) => el("a", { class: `one card ${kind(row.correct)}`, href: address("trajectory", [["run", row.run], ["step", row.step], ["line", row.line]]) },
-        el("span", { class: "top" }, el("b", {}, number(row.reward)), el("small", {}, `advantage ${number(row.advantage, 3)}`)),
-        el("span", { class: "said" }, row.answer || words(row.outcome))))))));
-  });
-  answer.evaluations.forEach(({ run, answers }) => {
-    if (!answers.length || hidden.has(run)) return;
-    sections.push(el("h2", {}, dot(run), ` ${state.runs[run]?.name ?? ""}: evaluations`));
-    sections.push(el("div", { class: "steps" }, ...grouped(answers, (one) => `${one.stage} ${one.step}`).map(([title, own]) => column(title, own,
-      own.map((one) => {
-        const more = el("pre", { hidden: true });
-        return el("div", {}, el("button", { class: `one card ${kind(one.exact_match)}`, title: "show the response", onclick: async () => {
-          if (!more.hidden) { more.hidden = true; return; }
-          try {
-            const record = await ask("/api/answer", [["run", run], ["stage", one.stage], ["step", one.step], ["suite", one.suite], ["row", one.row]]);
-            more.replaceChildren(String(record.response ?? ""));
-          } catch (error) {
-            more.replaceChildren(error.message);
-          }
-          more.hidden = false;
-        } }, el("span", { class: "top" }, el("b", {}, number(one.reward)), el("small", {}, `${words(one.suite)} · ${one.num_searches} searches`)),
-        el("span", { class: "said" }, one.answer || words(one.outcome))), more);
-      })))));
-  });
-  main.replaceChildren(el("h1", { class: "said" }, answer.question || answer.task),
-    el("p", { class: "soft said" }, `${answer.task} · accepted: ${answer.accepted.join(" | ") || "–"}`),
-    ...sections, sections.length ? "" : el("p", { class: "soft" }, "No chosen run has this question."));
-}
+const VIEWS = {
+  overview: overviewView, curves: curvesView, answers: answersView, trajectories: trajectoriesView,
+  trajectory: trajectoryView, details: detailsView,
+};
 
-// ---------------------------------------------------------------- begin
-
-addEventListener("hashchange", route);
-(async () => {
+async function route() {
+  const mine = ++numViews, isCurrent = () => mine === numViews;
+  const [name, query] = location.hash.slice(1).split("?");
+  const view = VIEWS[name] ? name : "overview";
+  for (const link of document.querySelectorAll("nav a")) {
+    const isOpen = view.startsWith(link.hash.slice(1, 9));
+    link.setAttribute("aria-current", isOpen ? "page" : "false");
+  }
+  tip.hidden = true;
+  update = null;
   try {
-    state = await ask("/api/state");
+    await VIEWS[view](new URLSearchParams(query), isCurrent);
   } catch (error) {
-    state = { runs: [] };
+    if (isCurrent()) main.replaceChildren(div("alert said", error.message));
   }
-  drawRuns();
+  if (isCurrent()) document.documentElement.dataset.ready = view;
+}
+
+// The live page: draw again when the files of the runs have changed.
+async function poll() {
+  let pause = 1500;
+  try {
+    const state = document.hidden ? null : await ask("state");
+    if (state && state.version !== overview.version) {
+      overview = await ask("overview");
+      drawHeader();
+      if (update) await update();
+    }
+    if (state?.is_indexing) pause = 100;
+  } catch (error) {
+    showStatus(`No answer from jaxrl view (${error.message}); start it again.`);
+  }
+  setTimeout(poll, pause);
+}
+
+async function start() {
+  if (!embedded) await ask("state");
+  overview = await ask("overview");
+  drawHeader();
+  addEventListener("hashchange", route);
   await route();
-  setTimeout(poll, POLL_MS);
-})();
+  if (!embedded) setTimeout(poll, 100);
+}
+
+start();

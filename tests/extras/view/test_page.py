@@ -1,21 +1,25 @@
-"""The page in a browser: figures of the files, text that stays text, runs that grow."""
+"""The page in Chromium, live and static: what it draws, and text that stays text."""
 
 import json
 import shutil
 
-import numpy as np
 import pytest
 
+from jaxrl.extras.view.report import write_report
+from jaxrl.utils.text import printable
 from tests.browser import Browser, needs_chromium
-from tests.extras.view.made import (
-    HOSTILE,
+from tests.extras.view.workdirs import (
+    LAST,
     TOKENIZER,
-    Served,
-    drawn_record,
-    evaluation,
+    change_records,
+    make_hostile,
     make_run,
+    served,
     step_file,
+    trajectory,
+    write_evaluation,
     write_lines,
+    write_trajectories,
 )
 
 pytestmark = pytest.mark.minutes
@@ -23,280 +27,262 @@ pytestmark = pytest.mark.minutes
 
 @pytest.fixture
 def browser(tmp_path):
-    with Browser(tmp_path) as found:
-        yield found
-        assert found.errors == []
+    with Browser(tmp_path) as browser:
+        yield browser
+        assert browser.errors == []
+
+
+@pytest.fixture(params=["live", "static"])
+def open_page(request, browser):
+    """A function that opens the page of some runs, in both of its forms."""
+    servers = []
+
+    def open_page(*runs):
+        if request.param == "static":
+            browser.open(write_report(runs).as_uri(), "overview")
+        else:
+            servers.append(served(*runs))
+            browser.open(f"http://{servers[-1].__enter__().hosts[0]}/", "overview")
+
+    yield open_page
+    for server in servers:
+        server.__exit__(None, None, None)
 
 
 def texts(browser, selector):
     """Texts of all elements that match."""
-    code = f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)"
+    code = f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)"
     return browser.evaluate(code)
+
+
+def values(browser, chart):
+    """Last value of each line of a chart, by label."""
+    selector = json.dumps(f'[data-chart="{chart}"] [data-label]')
+    pairs = browser.evaluate(
+        f"[...document.querySelectorAll({selector})].map((e) => [e.dataset.label, e.dataset.value])"
+    )
+    return {label: float(value) for label, value in pairs}
+
+
+def fill(browser, selector, value):
+    browser.evaluate(
+        f"(() => {{ const box = document.querySelector({json.dumps(selector)});"
+        f"box.value = {json.dumps(value)}; box.dispatchEvent(new Event('input')); }})()"
+    )
 
 
 def click(browser, selector):
     browser.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
 
 
-@needs_chromium
-def test_curves_show_the_last_values_and_the_marks(tmp_path, browser):
-    runs = [make_run(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
-    with Served(*runs) as served:
-        browser.open(served.address, "curves")
-        for run, workdir in enumerate(runs):
-            last = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])
-            for metric in ("critic/rewards/mean", "actor/entropy"):
-                shown = f'[data-metric="{metric}"] [data-run="{run}"]'
-                value = browser.evaluate(
-                    f"document.querySelector({json.dumps(shown)}).dataset.value"
-                )
-                assert float(value) == last[metric]
-                assert texts(browser, f"{shown} b") == [f"{last[metric]:.4g}"]
-        assert texts(browser, "figcaption") == ["critic/rewards/mean", "actor/entropy"]
-        [mark, _] = texts(browser, '[data-metric="actor/entropy"] .mark title')
-        assert mark == "entropy_rise at step 3\nit rose\nthen: told\nrun: a"
-        assert texts(browser, "[data-mark]")[0] == " step 3: entropy rise: it rose → told"
-        # A run that is switched off is in no curve.
-        click(browser, ".run")
-        assert texts(browser, '[data-metric="actor/entropy"] .mark title')[0].endswith("run: b")
-        assert len(texts(browser, '[data-metric="actor/entropy"] path')) == 1
-
-
-@needs_chromium
-def test_metrics_are_found_by_their_names(tmp_path, browser):
-    with Served(make_run(tmp_path / "run")) as served:
-        browser.open(served.address, "curves")
-        browser.evaluate(
-            "const box = document.querySelector('.choice input'); box.value = 'RISE sent';"
-            "box.dispatchEvent(new Event('input'))"
-        )
-        assert texts(browser, ".choice li") == ["sentinel/entropy_rise"]
-        click(browser, ".choice li input")
-        browser.wait("document.querySelectorAll('figure').length === 3")
-        assert texts(browser, "figcaption")[0] == "sentinel/entropy_rise"
-        # The choice is in the address, so that it can be kept and sent.
-        address = browser.evaluate("location.href")
-        browser.open(address, "curves")
-        assert texts(browser, "figcaption")[0] == "sentinel/entropy_rise"
-
-
-@needs_chromium
-def test_the_list_and_its_filters(tmp_path, browser):
-    run = make_run(tmp_path / "run", num=40)
-    records = [
-        json.loads(line) for path in (run / "trajectories").iterdir() for line in path.open()
-    ]
-    with Served(run) as served:
-        browser.open(f"{served.address}#trajectories", "trajectories")
-        assert texts(browser, "#counts b") == ["120"]
-        browser.evaluate(
-            "const box = document.querySelector('[name=text]'); box.value = 'ÉLYSÉE';"
-            "box.dispatchEvent(new Event('input'))"
-        )
-        expected = [record for record in records if "élysée" in record["query"].lower()]
-        browser.wait(f"document.querySelector('#counts b').dataset.count === '{len(expected)}'")
-        rewards = [r["reward"] for r in expected if r["reward"] is not None]
-        assert f"mean reward {np.mean(rewards):.4g}" in browser.text("#counts")
-        rows = texts(browser, "tbody tr")
-        assert len(rows) == min(50, len(expected))
-        assert all("l'Élysée" in row for row in rows)
-
-
-@needs_chromium
-def test_a_trajectory_token_by_token(tmp_path, browser):
-    run = make_run(tmp_path / "run")
-    record = drawn_record(np.random.default_rng(3), TOKENIZER, outcome="answered", reward=0.75)
-    write_lines(step_file(run, 2), [record])
-    with Served(run) as served:
-        place = "run=0&step=2&line=0"
-        browser.open(f"{served.address}#trajectory?{place}&by=entropy", "trajectory")
-        assert browser.text("#reward") == "0.75"
-        shown = texts(browser, "#tokens [data-i]")
-        whole = "".join(shown).replace("↵\n", "\n").replace("·", "")
-        assert whole == TOKENIZER.decode(record["token_ids"])
-        colored = browser.evaluate(
-            "[...document.querySelectorAll('#tokens [data-i]')].map((one) => one.style.background)"
-        )
-        strengths = [float(one.rsplit(", ", 1)[1][:-1]) if one else 0.0 for one in colored]
-        values = record["rollout_entropies"]
-        # The stronger the colour, the higher the entropy; nothing else has one.
-        pairs = sorted(zip(values, strengths, strict=True))
-        assert [s for _, s in pairs] == sorted(strengths)
-        assert max(strengths) == 0.8
-        assert all(one == 0 for one, m in zip(strengths, record["loss_mask"], strict=True) if not m)
-        assert "entropy of the sampler" in browser.text("#legend")
-        assert "nats" in browser.text("#legend")
-        # What a token's numbers are is shown when the pointer is over it.
-        i = record["loss_mask"].index(1)
-        browser.evaluate(
-            f"document.querySelector('[data-i=\"{i}\"]').dispatchEvent("
-            "new PointerEvent('pointermove', {bubbles: true, clientX: 50, clientY: 50}))"
-        )
-        tip = browser.text("#tip")
-        assert f"id {record['token_ids'][i]}, place {i}" in tip
-        assert f"entropy{values[i]:.6g} nats" in tip
-        ratio = np.exp(record["new_logprobs"][i] - record["old_logprobs"][i])
-        assert f"ratio{ratio:.6g}" in tip
-        click(browser, '[data-by="clip"]')
-        browser.wait("location.hash.endsWith('by=clip')")
-        assert "of" in browser.text("#legend")
-
-
-@needs_chromium
-def test_what_is_not_recorded_is_told(tmp_path, browser):
-    run = make_run(tmp_path / "run", has_tokenizer=False)
-    record = drawn_record(np.random.default_rng(3), TOKENIZER, has_lists=False)
-    write_lines(step_file(run, 2), [record])
-    with Served(run) as served:
-        browser.open(f"{served.address}#trajectory?run=0&step=2&line=0", "trajectory")
-        lacking = browser.evaluate(
-            "[...document.querySelectorAll('[data-by]:disabled')].map((one) => one.dataset.by)"
-        )
-        assert lacking == ["reference", "ratio", "clip", "gap", "kl_weight", "token_weight"]
-        assert "config.log.tokens" in browser.text('[data-why="gap"]')
-        ids = " ".join(map(str, record["token_ids"])) + " "
-        assert "".join(texts(browser, "#tokens [data-i]")) == ids
-        assert "no tokenizer" in browser.text("main")
-        assert "as said" in browser.text("main")
-
-
-@needs_chromium
-def test_the_beginning_of_a_later_context_is_told_from_what_was_inserted(tmp_path, browser):
-    run = make_run(tmp_path / "run")
-    record = drawn_record(np.random.default_rng(3), TOKENIZER)
-    count, prompt = len(record["token_ids"]), record["prompt_length"]
-    lists = {n: v for n, v in record.items() if isinstance(v, list) and len(v) == count}
-    # The episode once more behind itself, as a context that begins with the prompt and two tokens.
-    twice = {name: [*values, *values] for name, values in lists.items()}
-    twice["loss_mask"][count : count + prompt + 2] = [0] * (prompt + 2)
-    twice["loss_mask"][count + prompt + 2] = 0  # inserted
-    twice["loss_mask"][count - 1] = 1  # so that the contexts do not run into one another
-    write_lines(step_file(run, 2), [record | twice | {"contexts": [[count, prompt + 2]]}])
-    with Served(run) as served:
-        browser.open(f"{served.address}#trajectory?run=0&step=2&line=0", "trajectory")
-        told = texts(browser, "#tokens .whose")
-        again = told.index(f"again{prompt + 2} tokens")
-        assert told[again - 1].startswith("model")
-        assert told[again + 1].startswith("inserted")
-        assert told[0] == f"prompt{prompt} tokens"
-
-
-def hostile_run(workdir):
-    """A run whose every text would like to be more than text."""
-    run = make_run(workdir, steps=(1,))
-    ids = TOKENIZER.encode(HOSTILE)
-    lists = {"token_ids": ids, "loss_mask": [1] * len(ids), "prompt_length": 0}
-    lists |= {"contexts": [[1, "x"], "<b>", 3, None]}
-    zeros = dict.fromkeys(
-        ("rollout_logprobs", "rollout_entropies", "policy_versions"), [0] * len(ids)
-    )
-    turn = {"text": HOSTILE, "tool_call": HOSTILE, "tool": HOSTILE, "observation": HOSTILE}
-    turn |= {"error": HOSTILE, "latency_s": HOSTILE}
-    record = {
-        **{name: HOSTILE for name in ("query", "question", "final_answer", "generated_text")},
-        **{"task_id": HOSTILE, "outcome": HOSTILE, "answers": [HOSTILE, HOSTILE], "more": HOSTILE},
-        **{"reward": 1.0, "reward_parts": {HOSTILE: 1.0}, "is_correct": True, "advantage": 1.0},
-        **{"turns": [turn], "reward_records": [{"call": HOSTILE, "tool": HOSTILE}]},
-    }
-    write_lines(step_file(run, 2), [record | lists | zeros, record | lists | {"turns": HOSTILE}])
-    odd = record | {"turns": [3, None, {"records": 3}], "answers": {"a": 1}, "reward_parts": [1]}
-    write_lines(step_file(run, 3), [odd | lists | zeros | {"reward": HOSTILE, "outcome": "x"}])
-    metrics = {"step": 6, "stage": "train", f"sentinel/{HOSTILE}": 1, HOSTILE: 2.0, "a": 1}
-    told = {"step": 6, "sign": HOSTILE, "text": HOSTILE, "action": HOSTILE}
-    write_lines(run / "metrics.jsonl", [metrics | {"step": 5}, metrics])
-    write_lines(run / "sentinel.jsonl", [told])
-    content = evaluation(5, (HOSTILE, HOSTILE, True))
-    (run / "eval" / "train_5.json").write_text(json.dumps(content))
+def make_full(workdir, **settings):
+    run = make_run(workdir, **settings)
+    write_trajectories(run)
     return run
 
 
 @needs_chromium
-def test_hostile_text_stays_text(tmp_path, browser):
-    run = hostile_run(tmp_path / "run <img src=x onerror='window.hit=9'>")
-    with Served(run) as served:
-        browser.open(f"{served.address}#curves", "curves")
-        click(browser, ".choice input[type=checkbox]")
-        views = [
-            ("curves", ""),
-            ("trajectories", ""),
-            ("trajectory", "run=0&step=2&line=0"),
-            ("trajectory", "run=0&step=2&line=1"),
-            ("trajectory", "run=0&step=3&line=0"),
-            ("questions", ""),
-        ]
-        key = served.pages._key(HOSTILE)
-        for view, query in [*views, ("question", f"key={key}")]:
-            browser.go("none")
-            browser.go(view, query)
-            assert browser.evaluate("document.querySelectorAll('script').length") == 1
-            assert (
-                browser.evaluate("document.querySelectorAll('img, iframe, object, form').length")
-                == 0
-            )
-            assert browser.evaluate("window.hit === undefined")
-            attributes = browser.evaluate(
-                "[...document.querySelectorAll('*')].flatMap((one) => one.getAttributeNames())"
-                ".filter((name) => name.startsWith('on'))"
-            )
-            assert attributes == []
-            shown = browser.text()
-            assert "<script>window.hit=1</script>" in shown, view
-            assert not {"\x00", "\x1b", "\u202e"} & set(shown)
-        click(browser, "button.one")
-        browser.wait(
-            "document.querySelector('button.one + pre').textContent.includes('window.hit=1')"
-        )
-        # Not even the page's own script could make elements of text.
-        refused = browser.evaluate(
-            "(() => { try { document.body.innerHTML = '<b>x</b>'; return false; }"
-            " catch (error) { return error instanceof TypeError; } })()"
-        )
-        assert refused
-        own = [request for request in browser.requests if request != "about:blank"]
-        assert own
-        assert all(request.startswith(served.address) for request in own)
-        browser.errors.clear()  # the one that was provoked
+def test_overview_of_a_run(tmp_path, browser, open_page):
+    run = make_full(tmp_path / "run")
+    sign = {
+        "step": 4,
+        "stage": "train",
+        "sign": "entropy_rise",
+        "text": "it rose",
+        "action": "warn",
+    }
+    write_lines(run / "sentinel.jsonl", [sign])
+    open_page(run)
+    assert browser.text("h1") == "runfinished"
+    assert texts(browser, ".tile .big") == ["0.750+0.500", "0.250"]
+    assert "entropy rise, first at step 4: it rose (warn)" in browser.text(".alert")
+    assert values(browser, "exact match") == {"sampled": 0.75, "search finds nothing": 0.25}
+    assert values(browser, "Reward") == {"reward": 0.75}
+    # Five points of two suites have an error bar each; the sign is a line in charts of training.
+    assert len(texts(browser, '[data-chart="exact match"] circle')) == 3
+    assert texts(browser, '[data-chart="Reward"] .mark title') == ["entropy_rise, step 4: it rose"]
+    assert texts(browser, '[data-chart="exact match"] .mark') == []
+    rows = texts(browser, "section:first-of-type tbody tr")
+    assert "exact match0.250 → 0.7500.625 to 0.8750.2500.125 to 0.375" in rows
+    assert "Wrong, evidence found" in browser.text()
+    click(browser, ".card td a, .card th a")
+    browser.wait("document.documentElement.dataset.ready === 'answers'")
+    assert [text.startswith("Where is d?") for text in texts(browser, "summary")] == [True]
 
 
 @needs_chromium
-def test_a_run_that_grows(tmp_path, browser):
-    run = make_run(tmp_path / "run")
-    with Served(run, follows=True) as served:
-        browser.open(served.address, "curves")
+def test_curves_are_found_and_smoothed(tmp_path, browser, open_page):
+    open_page(make_run(tmp_path / "run", rewards=[0.0] * 20 + [1.0]))
+    browser.go("curves")
+    assert "Warm-start loss" in texts(browser, "figcaption b")
+    paths = json.dumps('[data-chart="critic/rewards/mean"] svg[role=img] path')
+    fill(browser, "[name=q]", "REWARDS mean")
+    browser.wait(f"document.querySelectorAll({paths}).length === 2")
+    assert texts(browser, "figcaption b") == ["critic/rewards/mean"]
+    fill(browser, "[type=range]", "0")
+    browser.wait(f"document.querySelectorAll({paths}).length === 1")
+    # The search is in the address, so that it can be kept.
+    assert browser.evaluate("location.hash") == "#curves?q=REWARDS+mean"
+
+
+@needs_chromium
+def test_runs_and_seeds_are_compared(tmp_path, browser, open_page):
+    rewards = {0: (0.0, 0.5, 1.0), 1: (0.5, 0.5, 0.5)}
+    runs = [make_full(tmp_path / f"s{seed}", seed=seed, rewards=r) for seed, r in rewards.items()]
+    runs.append(make_full(tmp_path / "warm", **{"optimizer.lr": 3e-4}))
+    open_page(*runs)
+    assert values(browser, "Reward") == {"s0 (2 seeds)": 0.75, "warm": 0.75}
+    assert len(texts(browser, '[data-chart="Reward"] .band')) == 1
+    rows = texts(browser, "tbody tr")
+    assert rows[0].strip().startswith("s0optimizer.lr=1e-06")
+    assert "0.250 ± 0.000 → 0.750 ± 0.000of 2 finished" in rows[2]
+    # A run that is hidden is in no curve and no row.
+    click(browser, "#runs button")
+    browser.wait("document.querySelectorAll('tbody tr').length === 3")
+    assert values(browser, "Reward") == {"s1": 0.5, "warm": 0.75}
+    browser.go("curves")
+    click(browser, "label:last-of-type input")
+    browser.wait("document.querySelectorAll('[data-chart=Reward] .s2').length > 1")
+    assert values(browser, "Reward") == {"s1": 0.5, "warm": 0.75}
+    browser.go("overview", "run=2")
+    assert browser.text("h1") == "warmfinished"
+
+
+@needs_chromium
+def test_answers_before_and_after(tmp_path, browser, open_page):
+    open_page(make_full(tmp_path / "run"))
+    browser.go("answers")
+    assert len(texts(browser, "summary")) == 4
+    fill(browser, "[name=show]", "became right")
+    browser.wait("document.querySelectorAll('summary').length === 2")
+    fill(browser, "[name=text]", "IS A?")
+    browser.wait("document.querySelectorAll('summary').length === 1")
+    click(browser, "summary")
+    browser.wait("document.querySelectorAll('.segment').length === 4")
+    assert texts(browser, ".segment") == [
+        *("answerOslo", "searchq", "resultDoc 1(Title: X) born in Tarvik.", "answerTarvik"),
+    ]
+
+
+@needs_chromium
+def test_trajectories_are_filtered_and_sorted(tmp_path, browser, open_page):
+    open_page(make_full(tmp_path / "run"))
+    browser.go("trajectories")
+    assert browser.text("#count") == "12"
+    for selector, value, count in (
+        ("[name=text]", "TASK 1", 6),
+        ("[name=correct]", "1", 3),
+        ('[name="step from"]', "4", 2),
+        ('[name="reward to"]', "0.5", 0),
+    ):
+        fill(browser, selector, value)
+        browser.wait(f"document.querySelector('#count').textContent === '{count}'")
+    fill(browser, '[name="reward to"]', "")
+    fill(browser, "[name=sort]", "-step")
+    browser.wait("document.querySelector('tbody td:nth-child(5)')?.textContent === '4'")
+    click(browser, "tbody a")
+    browser.wait("document.documentElement.dataset.ready === 'trajectory'")
+    assert browser.evaluate("location.hash").startswith("#trajectory?run=0&step=4&line=3")
+
+
+@needs_chromium
+def test_a_trajectory_token_by_token(tmp_path, browser, open_page):
+    run = make_full(tmp_path / "run")
+    record = trajectory(
+        "one", contexts=[[9, 2]], old_logprobs=[0.0], reward_records=[{"tool": "j", "call": "ok?"}]
+    )
+    write_lines(step_file(run, 6), [record, trajectory("one", reward=0.0)])
+    open_page(run)
+    browser.go("trajectory", "run=0&step=6&line=0&by=entropy")
+    tokens = "[...document.querySelectorAll('#tokens [data-i]')]"
+    whole = "".join(texts(browser, "#tokens [data-i]")).replace("↵\n", "\n").replace("·", "")
+    assert whole == printable(TOKENIZER.decode(record["token_ids"]))
+    colors = browser.evaluate(f"{tokens}.map((e) => e.style.background)")
+    strengths = [float(c.rsplit("/", 1)[1][:-1]) if c else 0.0 for c in colors]
+    # The entropies grow with the position, and so do the colors of sampled tokens.
+    sampled = [s for s, flag in zip(strengths, record["loss_mask"], strict=True) if flag]
+    assert sampled == sorted(sampled)
+    assert (max(strengths), strengths.count(0.0)) == (0.8, record["loss_mask"].count(0))
+    position = record["loss_mask"].index(1)
+    browser.evaluate(
+        f"document.querySelector('[data-i=\"{position}\"]').dispatchEvent("
+        "new PointerEvent('pointermove', {bubbles: true, clientX: 50, clientY: 50}))"
+    )
+    tip = browser.text("#tip")
+    assert f"id {record['token_ids'][position]}, position {position}" in tip
+    assert f"entropy at sampling{record['rollout_entropies'][position]:g} nats" in tip
+    assert "old_logprobs is not one number per token" in browser.text("details")
+    kinds = texts(browser, "#tokens .tokens-row small:first-child")
+    assert (kinds[0], "model" in kinds, "inserted" in kinds) == ("prompt", True, True)
+    assert texts(browser, ".chip") == ["step 6 ✓ 1", "step 6 ✗ 0"]
+    assert texts(browser, "pre.call") == ["字"]
+    click(browser, '[data-by="advantage"]')
+    browser.wait("location.hash.endsWith('by=advantage')")
+    assert texts(browser, '[aria-pressed="true"]') == ["advantage"]
+
+
+@needs_chromium
+def test_hostile_text_stays_text_and_in_its_place(tmp_path, browser, open_page):
+    run = make_hostile(tmp_path / "run <img src=x onerror='window.hit=9'>")
+    change_records(run, lambda record: record | {"<script>window.hit=5</script>": 1.0})
+    open_page(run, make_run(tmp_path / "other run with quite a long name"))
+    start = browser.evaluate("location.href").split("#")[0]
+    for name, query in (
+        *(("overview", "run=0"), ("curves", "q=hit"), ("answers", ""), ("trajectories", "")),
+        *(("trajectory", "run=0&step=3&line=0"), ("trajectory", "run=0&step=3&line=1")),
+        ("details", "q=prompt.system"),
+    ):
+        browser.go(name, query)
+        browser.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+        if name == "answers":
+            browser.wait("document.querySelectorAll('.segment').length > 4")
+        shown = browser.text("main")
+        assert "window.hit" in shown, name
+        assert not {"\x00", "\x1b", "\u202e"} & set(shown)
+        assert browser.evaluate("window.hit === undefined")
+        assert texts(browser, "img, iframe, form, [onerror], [onmouseover]") == []
+        for width in (390, 1280):
+            size = {"width": width, "height": 860, "deviceScaleFactor": 1, "mobile": False}
+            browser.call("Emulation.setDeviceMetricsOverride", **size)
+            assert browser.evaluate("document.scrollingElement.scrollWidth") <= width, name
+    assert all(url.startswith((start, "about:", "data:")) for url in browser.requests)
+    # Not even the page's own script can make elements of text, or ask another server.
+    refused = "(() => { try { document.body.innerHTML = 'x'; } catch (error) { return true; } })()"
+    assert browser.evaluate(refused)
+    assert browser.evaluate("fetch('http://127.0.0.1:9/').then(() => false, () => true)")
+    browser.errors.clear()  # the two that were provoked
+
+
+@needs_chromium
+def test_a_run_that_grows_is_drawn_again(tmp_path, browser):
+    run = make_full(tmp_path / "run")
+    with served(run) as server:
+        browser.open(f"http://{server.hosts[0]}/", "overview")
+        chart = "document.querySelector('[data-chart=\"Reward\"] [data-label]').dataset.value"
         with (run / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 6, "stage": "train", "actor/entropy": 0.8125, "new/one": 3}\n')
-        shown = "[data-metric=\"actor/entropy\"] [data-run='0']"
-        browser.wait(f"document.querySelector({json.dumps(shown)}).dataset.value === '0.8125'")
-        assert "step 6" in browser.text(".run")
-        browser.wait("document.querySelector('.choice').textContent.includes('new/one')")
+            file.write('{"step": 6, "stage": "train", "critic/rewards/mean": 0.8125, "new/x": 1}\n')
+        browser.wait(f"{chart} === '0.8125'")
+        write_evaluation(run, "train", 6, {"sampled": LAST, "greedy": LAST})
+        browser.wait("document.querySelectorAll('.tile').length === 3")
         browser.go("trajectories")
-        browser.wait("document.querySelector('#counts b').dataset.count === '21'")
-        rng = np.random.default_rng(8)
-        write_lines(step_file(run, 6), [drawn_record(rng, TOKENIZER), '{"task_id": "cut'])
-        browser.wait("document.querySelector('#counts b').dataset.count === '22'")
-        browser.wait("document.querySelector('#told').textContent.includes('is damaged and left')")
-        # A restart: the record begins anew, with fewer steps.
-        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (run / "new").write_text("".join(lines[:4]))
-        (run / "new").replace(run / "metrics.jsonl")
+        fill(browser, "[name=text]", "task")
+        write_lines(step_file(run, 6), [trajectory("task 9"), '{"task_id": "cut'])
+        browser.wait("document.querySelector('#count').textContent === '13'")
         shutil.rmtree(run / "trajectories")
-        browser.wait("document.querySelector('#counts b').dataset.count === '0'")
-        browser.go("curves")
-        browser.wait(f"document.querySelector({json.dumps(shown)}).textContent.includes('step 4')")
+        browser.wait("document.querySelector('#count').textContent === '0'")
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [390, 820, 1600])
-def test_nothing_sticks_out(tmp_path, width):
-    run = hostile_run(tmp_path / "run with quite a long name that does not end soon")
-    with Served(run) as served, Browser(tmp_path, width=width) as browser:
-        browser.open(f"{served.address}#curves", "curves")
-        for view, query in (
-            *(("curves", ""), ("trajectories", ""), ("questions", "")),
-            *(("trajectory", "run=0&step=1&line=0"), ("trajectory", "run=0&step=2&line=0")),
-            ("question", f"key={served.pages._key('task 1')}"),
-        ):
-            browser.go("none")
-            browser.go(view, query)
-            wide = browser.evaluate("document.scrollingElement.scrollWidth")
-            assert wide <= width, view
+def test_a_page_of_fifty_thousand_trajectories(tmp_path, browser):
+    run = make_run(tmp_path / "run")
+    lines = [trajectory(f"task {i}", reward=float(i % 2)) for i in range(500)]
+    write_lines(step_file(run, 1), lines)
+    for step in range(2, 101):
+        step_file(run, step).hardlink_to(step_file(run, 1))
+    with served(run) as server:
+        browser.open(f"http://{server.hosts[0]}/", "overview")
+        browser.go("trajectories")
+        browser.wait("document.querySelector('#count').textContent === '50,000'", seconds=120)
+        fill(browser, "[name=text]", "task 77")
+        browser.wait("document.querySelector('#count').textContent === '100'")
+        assert len(texts(browser, "tbody tr")) == 50

@@ -1,0 +1,440 @@
+"""Facts about runs as JSON values: scores, progress, costs, times, and a comparison."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl.config.schema import default_config, flatten
+from jaxrl.config.settings import STAGES
+from jaxrl.extras.view.reader import Evaluation, RunReader, as_dict, as_list
+from jaxrl.utils.json_io import number_of
+
+STAGE_LABELS = {"sft": "warm start", "train": "reinforcement learning", "evaluate": "evaluation"}
+
+SUITE_LABELS = {
+    "sampled": "sampled",
+    "greedy": "greedy",
+    "empty_search": "search finds nothing",
+    "random_search": "search finds anything",
+    "blank_images": "images show nothing",
+}
+"""Evaluation suites in the order in which they are shown."""
+
+COUNTS = ("num_questions", "unscored_questions", "environment_errors")
+"""Measures of an evaluation that are counts, not means."""
+
+TIMINGS = {
+    "compiling": "timing_s/compile",
+    "generation": "timing_s/gen",
+    "update": "timing_s/update_actor",
+    "evaluation": "timing_s/testing",
+    "checkpoint": "timing_s/save_checkpoint",
+}
+"""Parts of a run's time, and the metrics that measure them."""
+
+TOTALS = {
+    "ledger/total/trajectories": "trajectories",
+    "ledger/total/sampled_tokens": "sampled tokens",
+    "ledger/total/observation_tokens": "inserted tokens",
+    "perf/ledger/total/cost": "cost",
+    "perf/ledger/total/cache_hits": "calls answered by the cache",
+    "perf/ledger/total/shared": "calls shared with another episode",
+    "perf/ledger/total/replayed": "calls answered by a recording",
+    "perf/ledger/total/retries": "retries",
+    "perf/ledger/total/failed": "failed calls",
+    "timing_s/ledger/total/p50": "wait for a call, median, s",
+    "timing_s/ledger/total/p95": "wait for a call, 95th percentile, s",
+    "timing_s/ledger/total/max": "longest wait for a call, s",
+}
+"""Metrics with totals of a run, and their labels."""
+
+Point = tuple[int, float, float | None, float | None, str]
+"""Step of the weights, value, bounds of the 95% interval, and the stage that evaluated."""
+
+
+def summarize_run(run: RunReader) -> dict[str, Any]:
+    """Return everything that the page shows of a run, but for curves, answers and trajectories."""
+    return {
+        "name": run.name,
+        "folder": str(run.workdir.resolve()),
+        "step": run.records[-1]["step"] if run.records else None,
+        "offset": next((r["step"] for r in reversed(run.records) if r["stage"] == "sft"), 0),
+        "stages": progress(run),
+        "is_finished": is_finished(run),
+        "warnings": find_warnings(run),
+        "problems": run.problems,
+        "signs": [
+            {name: sign.get(name) for name in ("step", "sign", "text", "action")}
+            for sign in run.signs.records
+        ],
+        "scores": scores(run),
+        "suites": {suite: SUITE_LABELS.get(suite, suite) for suite in suites_of(run)},
+        "failures": count_failures(run),
+        "costs": costs(run),
+        "times": times(run),
+        "metrics": metric_names(run),
+        "config": config_rows(run),
+        "changes": run.changes,
+        "starts": run.starts,
+        "num_trajectories": len(run.index.rows),
+        "num_files": run.index.num_files,
+        "num_indexed": run.index.num_indexed,
+    }
+
+
+def progress(run: RunReader) -> list[dict[str, Any]]:
+    """Return the steps done and planned of each stage; an evaluation counts as one step."""
+    planned = {"sft": run.config.get("sft.num_steps"), "train": run.config.get("num_steps")}
+    present = {record["stage"] for record in run.records}
+    wanted = as_list(run.config.get("stages"))
+    rows = []
+    for stage in (name for name in STAGES if name in wanted or name in present):
+        records = [record for record in run.records if record["stage"] == stage]
+        num_done = sum("timing_s/step" in record for record in records)
+        num_planned = number_of(planned.get(stage))
+        stopped = [record["step"] for record in records if record.get("stopped_early")]
+        is_done = bool(stopped) or (num_planned is not None and num_done >= num_planned)
+        is_done |= stage == "sft" and "train" in present
+        if stage == "evaluate":
+            num_done, num_planned, is_done = min(len(records), 1), 1, bool(records)
+        counts = {"num_done": num_done, "num_planned": num_planned, "is_done": is_done}
+        label = {"stage": STAGE_LABELS[stage], "stopped_early": stopped[-1] if stopped else None}
+        rows.append(label | counts)
+    return rows
+
+
+def is_finished(run: RunReader) -> bool:
+    """Return True if every configured stage has ended."""
+    stages = progress(run)
+    return bool(stages) and all(stage["is_done"] for stage in stages)
+
+
+def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
+    """Return a sentence for everything that went wrong, and whether it is serious."""
+    steps = [r for r in run.records if r["stage"] == "train" and "timing_s/step" in r]
+    failed = [step for step in steps if step.get("outcome/environment_error") == 1]
+    silent = [step for step in steps if step.get("rollout/informative_share") == 0]
+    skipped = [step for step in steps if step.get("actor/skipped") == 1]
+    learned = [step.get("actor/num_learned", step.get("actor/grad_norm")) for step in steps]
+    measured = [value for value in map(number_of, learned) if value is not None]
+    warnings = []
+    if measured and not any(measured):
+        warnings.append((True, "nothing learned: no update had a gradient"))
+    for reason, without in (
+        ("every episode failed", failed),
+        ("all rewards that are compared were equal", [s for s in silent if s not in failed]),
+        ("the gradient was not finite", skipped),
+    ):
+        if without:
+            text = f"{len(without)} of {len(steps)} steps taught nothing: {reason}"
+            warnings.append((2 * len(without) >= len(steps), text))
+    for evaluation in evaluations_of(run):
+        for suite, by_set in evaluation.summary.items():
+            num_questions, num_unscored, _ = map(as_dict(as_dict(by_set).get("all")).get, COUNTS)
+            if num_questions and num_questions == num_unscored:
+                text = f"{STAGE_LABELS[evaluation.stage]}, step {evaluation.step}, {suite}"
+                warnings.append((True, f"every episode failed in an evaluation: {text}"))
+    answers = [rows for e in evaluations_of(run) for rows in e.answers.values()]
+    errors = [run.index.error, *(row["error"] for rows in answers for row in rows)]
+    if error := next(filter(None, errors), ""):
+        warnings.append((True, f"an environment error: {error}"))
+    for change in run.changes:
+        if accepted := as_list(change.get("accepted")):
+            keys = ", ".join(map(str, accepted))
+            text = f"{keys} changed after step {change.get('step')}: not one experiment"
+            warnings.append((True, text))
+    return warnings
+
+
+def evaluations_of(run: RunReader) -> list[Evaluation]:
+    """Return the evaluations up to the last record; later ones belong to a killed run."""
+    end = run.records[-1]["step"] if run.records else math.inf
+    return [evaluation for evaluation in run.evaluations if evaluation.step <= end]
+
+
+def suites_of(run: RunReader) -> list[str]:
+    """Return the suites of all evaluations, in the order in which they are shown."""
+    present = {
+        suite: None
+        for evaluation in evaluations_of(run)
+        for suite in (*evaluation.summary, *evaluation.answers)
+    }
+    order = list(SUITE_LABELS)
+    return sorted(present, key=lambda suite: order.index(suite) if suite in order else len(order))
+
+
+def scores(run: RunReader) -> list[dict[str, Any]]:
+    """Return the means of all evaluations, by suite, data set and measure.
+
+    Rewards come first: exact match, then the other parts of the reward, then what else was
+    measured. `weight` is that of a part of the reward, else None.
+    """
+    points: dict[tuple[str, str, str], list[Point]] = {}
+    weights: dict[str, float] = {}
+    for evaluation in evaluations_of(run):
+        for suite in (name for name in suites_of(run) if name in evaluation.summary):
+            for part, weight in as_dict(evaluation.weights.get(suite)).items():
+                weights[part] = number_of(weight) or 0.0
+            for data_set, means in as_dict(evaluation.summary[suite]).items():
+                for measure, mean in as_dict(means).items():
+                    value = number_of(mean)
+                    if value is None or measure in COUNTS:
+                        continue
+                    interval: Any = evaluation.intervals
+                    for key in (suite, data_set, measure):
+                        interval = as_dict(interval).get(key)
+                    low, high = map(number_of, [*as_list(interval), None, None][:2])
+                    point = (evaluation.weights_step, value, low, high, evaluation.stage)
+                    points.setdefault((suite, data_set, measure), []).append(point)
+
+    def rank(key: tuple[str, str, str]) -> tuple[bool, bool, bool]:
+        measure = key[2]
+        return measure != "exact_match", not weights.get(measure), measure not in weights
+
+    return [
+        {
+            "suite": suite,
+            "data_set": data_set,
+            "measure": measure,
+            "weight": weights.get(measure),
+            "points": points[suite, data_set, measure],
+        }
+        for suite, data_set, measure in sorted(points, key=rank)
+    ]
+
+
+def held_out(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]]:
+    """Return the first and the last score over all held-out questions, by measure and suite.
+
+    The measure is exact match; without it, each part of the reward that has weight. The first
+    score is None if there is only one.
+    """
+    rows = [row for row in scores(run) if row["data_set"] == "all"]
+    main = [row for row in rows if row["measure"] == "exact_match"]
+    main = main or [row for row in rows if row["weight"]]
+    return {
+        (row["measure"], row["suite"]): (
+            row["points"][0] if len(row["points"]) > 1 else None,
+            row["points"][-1],
+        )
+        for row in main
+    }
+
+
+def one_line(run: RunReader) -> str:
+    """Return held-out scores before and after in one line; "" without any."""
+    by_measure: dict[str, list[str]] = {}
+    for (measure, suite), (first, last) in held_out(run).items():
+        before = "" if first is None else f"{first[1]:.3f} -> "
+        text = f"{SUITE_LABELS.get(suite, suite)} {before}{last[1]:.3f}"
+        by_measure.setdefault(measure.replace("_", " "), []).append(text)
+    return "; ".join(f"{measure}: {', '.join(texts)}" for measure, texts in by_measure.items())
+
+
+def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
+    """Count the answers of the last evaluation, by suite and kind of failure ("" for none)."""
+    asked = [evaluation for evaluation in evaluations_of(run) if evaluation.answers]
+    return {
+        suite: dict(Counter(row["failure"] or "" for row in rows))
+        for evaluation in asked[-1:]
+        for suite, rows in evaluation.answers.items()
+    }
+
+
+def costs(run: RunReader) -> list[tuple[str, float]]:
+    """Return labeled totals of the run, evaluations included; empty if no record has any."""
+    records = (r for r in reversed(run.records) if "ledger/total/trajectories" in r)
+    record: dict[str, Any] = next(records, {})
+    calls = "ledger/total/calls/"
+    tools = [name.removeprefix(calls) for name in record if name.startswith(calls)]
+    labels = TOTALS | {calls + tool: f"calls of {tool}" for tool in tools}
+    labels |= {f"perf/ledger/total/attempts/{tool}": f"attempts of {tool}" for tool in tools}
+    totals = [(label, number_of(record.get(name))) for name, label in labels.items()]
+    return [(label, total) for label, total in totals if total]
+
+
+def times(run: RunReader) -> list[dict[str, Any]]:
+    """Return the seconds of each stage by their parts.
+
+    Time between two records, such as a checkpoint, counts with the later one.
+    """
+    rows = []
+    for stage in dict.fromkeys(record["stage"] for record in run.records):
+        records = [record for record in run.records if record["stage"] == stage]
+
+        def total(name: str, records: Sequence[dict[str, Any]] = records) -> float:
+            return sum(number_of(record.get(name)) or 0.0 for record in records)
+
+        parts = {part: total(name) for part, name in TIMINGS.items()}
+        step_s = total("timing_s/step")
+        if not parts["update"]:  # a supervised step is nothing but its update
+            parts["update"] = step_s - parts["generation"]
+        measured = sum(parts.values())
+        parts["other"] = max(total("timing_s/wall"), step_s, measured) - measured
+        parts = {part: seconds for part, seconds in parts.items() if seconds >= 0.05}
+        if parts:
+            rows.append({"stage": STAGE_LABELS.get(stage, stage), "parts": parts})
+    return rows
+
+
+def metric_names(run: RunReader) -> dict[str, list[str]]:
+    """Return the names of the metrics that have a number, by stage."""
+    names: dict[str, dict[str, None]] = {}
+    for record in run.records:
+        by_stage = names.setdefault(record["stage"], {})
+        for name, value in record.items():
+            if name not in by_stage and name != "step" and number_of(value) is not None:
+                by_stage[name] = None
+    return {stage: sorted(by_stage) for stage, by_stage in names.items()}
+
+
+def curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[float]]:
+    """Return steps and values of a metric in a stage.
+
+    Beyond `max_points` neighbors are put together: mean step, mean, smallest and largest value.
+    """
+    points = [
+        [record["step"], value]
+        for record in run.records
+        if record["stage"] == stage and (value := number_of(record.get(name))) is not None
+    ]
+    size = math.ceil(len(points) / max_points)
+    if size <= 1:
+        return points
+    bins = [points[start : start + size] for start in range(0, len(points), size)]
+    result = []
+    for part in bins:
+        steps, values = zip(*part, strict=True)
+        means = statistics.fmean(steps), statistics.fmean(values)
+        result.append([*means, min(values), max(values)])
+    return result
+
+
+def config_rows(run: RunReader) -> list[tuple[str, Any, Any, bool]]:
+    """Return every key with its value, its default, and whether they differ."""
+    defaults = flatten(default_config())
+    return [
+        (key, value, defaults.get(key), _as_json(value) != _as_json(defaults.get(key)))
+        for key, value in run.config.items()
+    ]
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)  # a tuple is a list in a file
+
+
+def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Group runs whose configurations differ in nothing but the seed.
+
+    Args:
+        runs: Runs in the order of the command line.
+        ignore: Further keys or sections that may differ within a group.
+
+    Returns:
+        Of each group the positions of its `runs`, a `label`, and the values of the `settings` in
+        which groups differ.
+    """
+    defaults = flatten(default_config())
+
+    def compared(run: RunReader) -> dict[str, Any]:
+        # A key that the run does not have had its default's effect.
+        config = defaults | run.config if run.config else {}
+        names = ("seed", *ignore)
+        return {
+            key: value
+            for key, value in config.items()
+            if not any(key == name or key.startswith(f"{name}.") for name in names)
+        }
+
+    members: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
+        # Without its configuration, a run is no seed of another.
+        alone = None if run.config else number
+        key = _as_json([alone, compared(run)])
+        members.setdefault(key, []).append(number)
+    configs = [compared(runs[numbers[0]]) for numbers in members.values()]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differ = [key for key in keys if len({_as_json(config.get(key)) for config in configs}) > 1]
+    groups = []
+    for numbers, config in zip(members.values(), configs, strict=True):
+        names = [runs[number].name for number in numbers]
+        label = names[0] if len(names) == 1 else f"{names[0]} ({len(names)} seeds)"
+        settings = [f"{key}={_shorten(repr(config.get(key)))}" for key in differ]
+        groups.append({"label": label, "runs": numbers, "settings": settings})
+    return groups
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:30]}…{text[-30:]}"
+
+
+def compare(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a table with a row per run, and a row of means per group of several runs.
+
+    Returns:
+        `columns`, and `rows` with the position of the `run` (None for means) and of the `group`,
+        and `cells` of two texts each: the value, and a note below it.
+    """
+    results = [held_out(run) for run in runs]
+    names = list(dict.fromkeys(name for result in results for name in result))
+    labels = [
+        f"{measure.replace('_', ' ')}, {SUITE_LABELS.get(suite, suite)}" for measure, suite in names
+    ]
+    rows = []
+    for number, group in enumerate(groups):
+        for position in group["runs"]:
+            run, result = runs[position], results[position]
+            step = f"{run.records[-1]['step']:,}" if run.records else "–"
+            sampled = dict(costs(run)).get("sampled tokens")
+            seconds = sum(sum(row["parts"].values()) for row in times(run))
+            cells = [(step, "" if is_finished(run) else "not finished")]
+            cells += [_score_cell(*result[name]) if name in result else ("–", "") for name in names]
+            cells.append((f"{sampled:,.0f}" if sampled else "–", ""))
+            cells.append((format_seconds(seconds) if seconds else "–", ""))
+            title = (run.name, "\n".join(group["settings"]))
+            rows.append({"run": position, "group": number, "cells": [title, *cells]})
+        if len(group["runs"]) > 1:
+            # The last score of an unfinished run is of some step on the way.
+            done = [results[n] for n in group["runs"] if is_finished(runs[n])]
+            cells = [_mean_cell([r[name] for r in done if name in r]) for name in names]
+            title = ("mean ± sd", group["label"])
+            cells = [title, ("", ""), *cells, ("", ""), ("", "")]
+            rows.append({"run": None, "group": number, "cells": cells})
+    return {"columns": ["run", "step", *labels, "tokens sampled", "time"], "rows": rows}
+
+
+def _score_cell(first: Point | None, last: Point) -> tuple[str, str]:
+    _, value, low, high, _ = last
+    before = "" if first is None else f"{first[1]:.3f} → "
+    interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+    return f"{before}{value:.3f}", interval
+
+
+def _mean_cell(pairs: Sequence[tuple[Point | None, Point]]) -> tuple[str, str]:
+    if not pairs:
+        return "–", ""
+    before = [first[1] for first, _ in pairs if first]
+    text = _mean_and_deviation([last[1] for _, last in pairs])
+    if len(before) == len(pairs):
+        text = f"{_mean_and_deviation(before)} → {text}"
+    return text, f"of {len(pairs)} finished"
+
+
+def _mean_and_deviation(values: Sequence[float]) -> str:
+    mean = f"{statistics.fmean(values):.3f}"
+    return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a short duration: 12.3 s, 4 min 05 s, 2 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"

@@ -1,0 +1,302 @@
+"""Read a workdir: files may be missing, cut short, damaged or still growing."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl.config.schema import flat_json
+from jaxrl.config.settings import STAGES
+from jaxrl.extras.view.responses import failure_kind, is_right
+from jaxrl.extras.view.trajectories import (
+    MAX_ANSWER,
+    MAX_QUESTION,
+    Identity,
+    TrajectoryIndex,
+    identify,
+)
+from jaxrl.runtime.history import HISTORY, read_history
+from jaxrl.utils.json_io import number_of, parse_json, read_object
+
+FILES = ("metrics.jsonl", "config.json", "eval", "trajectories")
+"""A run's workdir holds at least one of these."""
+
+
+@dataclass
+class JsonLines:
+    """Records of a JSONL file that grows. Each line is parsed once.
+
+    Attributes:
+        path: The file, which need not exist.
+        names: Required fields and their types.
+        records: Valid records in the order of the file.
+        num_damaged: Number of lines that are no such record.
+    """
+
+    path: Path
+    names: dict[str, type]
+    records: list[dict[str, Any]] = field(default_factory=list)
+    num_damaged: int = 0
+    _inode: int = 0
+    _end: int = 0
+    _rest: bytes = b""
+
+    def refresh(self) -> bool:
+        """Read appended lines; start over if the file was replaced or cut.
+
+        Returns:
+            True if anything changed. A last line without an end waits for its rest.
+        """
+        identity = identify(self.path)
+        inode, size, _ = identity or (0, 0, 0)
+        is_new = self._end > 0 and (size < self._end or inode != self._inode)
+        if is_new:
+            self.records, self.num_damaged, self._end, self._rest = [], 0, 0, b""
+        self._inode = inode
+        if identity is None or size == self._end:
+            return is_new
+        with self.path.open("rb") as file:
+            file.seek(self._end)
+            data = file.read()
+        self._end += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            record = self._parse(line)
+            if record is not None:
+                self.records.append(record)
+            elif line.strip():
+                self.num_damaged += 1
+        return True
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            record = parse_json(line, "")
+        except ValueError:
+            return None
+        if not isinstance(record, dict):
+            return None
+        # Keys repeat in every record: share their memory.
+        record = {"stage": "train"} | {sys.intern(name): value for name, value in record.items()}
+        is_valid = all(type(record.get(name)) is kind for name, kind in self.names.items())
+        return record if is_valid and abs(record["step"]) < 2**53 else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """One file of `eval/`; responses stay in the file.
+
+    Attributes:
+        path: The file.
+        stage: Stage that evaluated.
+        step: Global step at which it did.
+        weights_step: Global step whose weights were evaluated.
+        summary: Means by suite, data set and measure.
+        intervals: Likewise, the 95% intervals.
+        weights: By suite, the weight of each part of the reward.
+        answers: By suite, one row per sample in the order of the file.
+    """
+
+    path: Path
+    stage: str
+    step: int
+    weights_step: int
+    summary: dict[str, Any]
+    intervals: dict[str, Any]
+    weights: dict[str, Any]
+    answers: dict[str, list[dict[str, Any]]]
+
+
+class _File(NamedTuple):
+    """A file as it was read, or why it could not be."""
+
+    identity: Identity | None
+    value: Any
+    problem: str
+
+
+class RunReader:
+    """Contents of one workdir as of the last `refresh`.
+
+    Attributes:
+        workdir: Folder of the run.
+        name: Display name, unique among the runs that are shown.
+        version: Number of refreshes that changed something.
+        config: Flat configuration; empty if there is none.
+        evaluations: Evaluations in the order of the run.
+        starts: Objects of `environment.json`, one per start.
+        changes: Lines of `config_history.jsonl` that changed settings.
+        index: Index of `trajectories/`.
+    """
+
+    def __init__(self, workdir: Path, name: str):
+        self.workdir, self.name, self.version = workdir, name, 0
+        step = {"step": int, "stage": str}
+        self.metrics = JsonLines(workdir / "metrics.jsonl", step)
+        self.signs = JsonLines(workdir / "sentinel.jsonl", step | {"sign": str})
+        self.index = TrajectoryIndex(workdir / "trajectories")
+        self.config: dict[str, Any] = {}
+        self.starts: list[dict[str, Any]] = []
+        self.changes: list[dict[str, Any]] = []
+        self.evaluations: list[Evaluation] = []
+        self._files: dict[Path, _File] = {}
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Records of `metrics.jsonl`."""
+        return self.metrics.records
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences about files and lines that could not be read."""
+        problems = [file.problem for file in self._files.values() if file.problem]
+        for lines in (self.metrics, self.signs):
+            if lines.num_damaged:
+                problems.append(f"{lines.num_damaged} lines of {lines.path.name} are damaged")
+        return problems + self.index.problems
+
+    def refresh(self, seconds: float = float("inf")) -> None:
+        """Read what changed.
+
+        Args:
+            seconds: Time after which indexing of trajectories pauses until the next refresh.
+        """
+        changed = [self.metrics.refresh(), self.signs.refresh()]
+        readers: dict[Path, Callable[[Path], Any]] = {
+            self.workdir / "config.json": flat_json,
+            self.workdir / "environment.json": _read_starts,
+        }
+        readers |= dict.fromkeys(self.workdir.glob(HISTORY), _read_changes)
+        paths = [path for path in self.workdir.glob("eval/*") if _EVALUATION.fullmatch(path.name)]
+        readers |= dict.fromkeys(paths, _read_evaluation)
+        changed.append(bool(self._files.keys() - readers.keys()))
+        self._files = {path: file for path, file in self._files.items() if path in readers}
+        changed += [self._read(path, read) for path, read in readers.items()]
+        values = {path.name: file.value for path, file in self._files.items()}
+        self.config = values.get("config.json") or {}
+        self.starts = values.get("environment.json") or []
+        self.changes = values.get(HISTORY) or []
+        evaluations = (value for value in values.values() if isinstance(value, Evaluation))
+        self.evaluations = sorted(evaluations, key=lambda e: (e.step, STAGES.index(e.stage)))
+        changed.append(self.index.refresh(time.monotonic() + seconds))
+        self.version += any(changed)
+
+    def _read(self, path: Path, read: Callable[[Path], Any]) -> bool:
+        """Read a file if it has changed."""
+        identity = identify(path)
+        if path in self._files and self._files[path].identity == identity:
+            return False
+        value, problem = None, f"{path.name} is missing"
+        if identity is not None:  # a pipe would never end
+            try:
+                value, problem = read(path), ""
+            except (OSError, ValueError, AttributeError, TypeError) as error:
+                problem = f"{path.name} cannot be read ({error})"
+        self._files[path] = _File(identity, value, problem)
+        return True
+
+    def read_answer(self, evaluation: Evaluation, suite: str, row: int) -> dict[str, Any]:
+        """Read the whole record of an answer from its file.
+
+        Raises:
+            LookupError: The file has changed and has no such row.
+            OSError, ValueError: The file cannot be read.
+        """
+        return _records(_read_content(evaluation.path, identify(evaluation.path)), suite)[row]
+
+
+_EVALUATION = re.compile(rf"({'|'.join(STAGES)})_(\d{{1,9}})\.json")
+
+
+def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
+    """Return a reader for each distinct workdir, with unique names.
+
+    Raises:
+        FileNotFoundError: A folder does not exist, or holds no file of a run.
+    """
+    folders: dict[Path, Path] = {}
+    for workdir in workdirs:
+        if not workdir.is_dir():
+            raise FileNotFoundError(
+                f"{workdir} is not a folder; expected a run's folder, given as --workdir."
+            )
+        if not any((workdir / name).exists() for name in FILES):
+            raise FileNotFoundError(
+                f"{workdir} is not a run: it holds none of {', '.join(FILES)}. Name a run's folder."
+            )
+        folders.setdefault(workdir.resolve(), workdir)
+    names = [path.name for path in folders]
+    if len(set(names)) < len(names):
+        names = list(map(str, folders))
+    return [RunReader(folder, name) for folder, name in zip(folders.values(), names, strict=True)]
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """Return the value if it is a dict, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the value if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
+
+
+def _read_starts(path: Path) -> list[dict[str, Any]]:
+    starts = as_list(parse_json(path.read_bytes(), path.name))
+    return [start for start in starts if isinstance(start, dict)]
+
+
+def _read_changes(path: Path) -> list[dict[str, Any]]:
+    lines, _ = read_history(path.parent)
+    return [line for line in lines if line["changes"]]
+
+
+def _records(content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
+    """Return the answers of a suite; entries that are no objects are left out."""
+    records = as_list(as_dict(content.get("questions")).get(suite))
+    return [record for record in records if isinstance(record, dict)]
+
+
+@lru_cache(maxsize=4)
+def _read_content(path: Path, identity: Identity | None) -> dict[str, Any]:
+    """Read an evaluation's file; `identity` makes the cache miss if the file has changed."""
+    return read_object(path)
+
+
+def _read_evaluation(path: Path) -> Evaluation:
+    content = read_object(path)
+    match = _EVALUATION.fullmatch(path.name)
+    assert match
+    step, weights_step = int(match[2]), content.get("weights_step")
+    return Evaluation(
+        path=path,
+        stage=match[1],
+        step=step,
+        weights_step=weights_step if isinstance(weights_step, int) else step,
+        summary=as_dict(content.get("summary")),
+        intervals=as_dict(content.get("intervals")),
+        weights=as_dict(content.get("reward_weights")),
+        answers={
+            suite: [_answer_row(record) for record in _records(content, suite)]
+            for suite in as_dict(content.get("questions"))
+        },
+    )
+
+
+def _answer_row(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what the list of answers shows of a record."""
+    return {
+        "task_id": str(record.get("task_id")),
+        "sample": number_of(record.get("sample_index")) or 0,
+        "question": str(record.get("question") or record.get("task_id"))[:MAX_QUESTION],
+        "accepted": [str(answer)[:MAX_ANSWER] for answer in as_list(record.get("answers"))[:4]],
+        "answer": str(record.get("final_answer") or "")[:MAX_ANSWER],
+        "is_right": is_right(record),
+        "failure": failure_kind(record),
+        "error": str(record.get("error") or ""),
+    }

@@ -1,0 +1,168 @@
+"""Write the page as one self-contained file, and compare runs on the terminal."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl.extras.view.facts import one_line, suites_of
+from jaxrl.extras.view.reader import open_runs
+from jaxrl.extras.view.viewer import Viewer, to_plain
+from jaxrl.utils.files import written_whole
+
+MAX_ANSWERS = 100
+"""Held-out answers of each suite of a run in the static page."""
+
+MAX_TRAJECTORIES = 32
+"""Trajectories of each run in the static page."""
+
+MAX_DETAIL_BYTES = 8 * 2**20
+"""Size of all whole answers and trajectories in the static page."""
+
+
+def write_report(
+    workdirs: Sequence[Path],
+    *,
+    out: Path | None = None,
+    ignore: Sequence[str] = (),
+    log: Callable[[str], None] | None = None,
+) -> Path:
+    """Write the page of some runs as one self-contained file.
+
+    Args:
+        workdirs: Folders of the runs, finished or not.
+        out: Path of the page; by default `report.html` in the run, or in the folder that the runs
+            have in common.
+        ignore: Keys or sections that may differ among the seeds of one group.
+        log: Receives the result of a run in one line, or a table of several runs.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        FileNotFoundError: A folder is not a run.
+    """
+    viewer = Viewer(open_runs(workdirs), ignore)
+    viewer.refresh()
+    folders = [run.workdir.resolve() for run in viewer.runs]
+    if out is None:
+        parents = [folder.parent for folder in folders]
+        folder = folders[0] if len(folders) == 1 else Path(os.path.commonpath(parents))
+        out = folder / "report.html"
+    page = render(snapshot(viewer))
+    with written_whole(out) as file:
+        file.write(page)
+    if log and len(viewer.runs) > 1:
+        log(format_comparison(viewer.at("overview")["comparison"]))
+    elif log and (line := one_line(viewer.runs[0])):
+        log(line)
+    return out
+
+
+def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
+    """Write the report of a run that ends; an error is only a warning."""
+    try:
+        log(f"report: {write_report([workdir], log=log)}")
+    except Exception as error:
+        command = f"jaxrl report {shlex.quote(str(workdir))}"
+        log(f"warning: no report: {error!r}. The run is complete; to try again: {command}")
+
+
+def snapshot(viewer: Viewer) -> dict[str, Any]:
+    """Return the answers that the static page needs, by address.
+
+    Whole trajectories and, after these, whole answers are limited in number and size.
+    """
+    data = {"overview": viewer.at("overview")}
+    details: list[str] = []
+    for number, run in enumerate(viewer.runs):
+        data[f"curves/{number}"] = viewer.at(f"curves/{number}")
+        table = data[f"trajectories/{number}/0/0/0"] = viewer.at(f"trajectories/{number}/0/0/0")
+        table["rows"] = select_rows(table["rows"])
+        used = {row[2] for row in table["rows"]}
+        table["tasks"] = [t if n in used else ["", ""] for n, t in enumerate(table["tasks"])]
+        details += [f"trajectory/{number}/{row[0]}/{row[1]}" for row in table["rows"]]
+        for suite in range(len(suites_of(run))):
+            address = f"answers/{number}/{suite}"
+            data[address] = viewer.at(address)[:MAX_ANSWERS]
+            details += [detail for row in data[address] for detail in row["addresses"]]
+    size = 0
+    for address in sorted(details, key=lambda address: address.startswith("answer")):
+        try:
+            data[address] = viewer.at(address)
+        except (LookupError, ValueError, OSError) as error:
+            data[address] = to_plain({"error": str(error)})
+        size += len(json.dumps(data[address]))
+        if size > MAX_DETAIL_BYTES:
+            break
+    return data
+
+
+def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
+    """Choose trajectories for the static page: half from the first steps, half from the last."""
+    ordered = sorted(rows, key=lambda row: (row[0], row[1]))
+    half = MAX_TRAJECTORIES // 2
+    if len(ordered) <= 2 * half:
+        return ordered
+    return ordered[:half] + [row for row in ordered[half:] if row[0] == ordered[-1][0]][:half]
+
+
+def render(data: dict[str, Any]) -> str:
+    """Return the page with its style, its script and the data in it.
+
+    The Content-Security-Policy names the hashes of these two, so nothing else can run.
+    """
+    folder = Path(__file__).parent
+    html, css, js = (
+        (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    )
+
+    def source(text: str) -> str:
+        digest = hashlib.sha256(text.encode()).digest()
+        return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+    policy = (
+        f"default-src 'none'; script-src {source(js)}; style-src {source(css)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
+        "trusted-types 'none'"
+    )
+    # In JSON a "<" is only in strings; escaped, no text can end the script element.
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    data_tag = f'<script type="application/json" id="data">{text}</script>'
+    head, rest = html.split('<link rel="stylesheet" href="/page.css">')
+    body, end = rest.split('<script src="/page.js" defer></script>')
+    return f"{head}{meta}<style>{css}</style>{body}{data_tag}<script>{js}</script>{end}"
+
+
+def format_comparison(comparison: dict[str, Any]) -> str:
+    """Return the comparison as a table, as wide as the terminal or as its numbers need."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for position, name in enumerate(comparison["columns"]):
+        head = Text(name.replace(", ", ",\n"))
+        # Names and settings may be folded; a cut number would be another number.
+        table.add_column(head, overflow="fold", no_wrap=position > 0)
+    for row in comparison["rows"]:
+        # Text, not markup: names and settings are foreign.
+        table.add_row(*(Text(f"{value}\n{note}".rstrip()) for value, note in row["cells"]))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.width = max(width, Measurement.get(console, console.options, table).minimum)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())

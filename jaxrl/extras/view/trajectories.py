@@ -1,0 +1,212 @@
+"""Index the trajectories of a run: one short row each, and where its line is in its file.
+
+The files of a run can be gigabytes, so no trajectory stays in memory. Each file is read once, the
+newest first, and again only if it changes.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxrl.utils.json_io import number_of, parse_json
+
+Identity = tuple[int, int, int]
+"""Inode, size and modification time of a file."""
+
+COLUMNS = (
+    *("step", "line", "task", "sample", "outcome", "correct", "reward", "advantage"),
+    *("sampled", "tokens", "turns", "answer"),
+)
+"""Fields of a row; `task` is a position in `TrajectoryIndex.tasks`."""
+
+MAX_ANSWER = 200
+"""Characters of a final answer in a list."""
+
+MAX_QUESTION = 400
+"""Characters of a question in a list."""
+
+_FILE = re.compile(r"step_(\d{6,9})\.jsonl")
+_TOKENS, _MASK = b', "token_ids": [', b', "loss_mask": ['
+
+
+class TrajectoryIndex:
+    """Rows of the trajectories of `folder`, in the order in which they were indexed.
+
+    Attributes:
+        folder: Folder `trajectories/` of a run.
+        generation: Number of times that the rows started over, because a file changed.
+        rows: Values of `COLUMNS` of each trajectory.
+        tasks: (id, question) of each task.
+        num_files: Number of files in the folder.
+        num_indexed: Number of files that are indexed.
+        num_damaged: Number of lines that are no trajectory.
+        error: Text of an environment error, of the first step that has one; "" without any.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.generation, self.num_files = folder, 0, 0
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.rows: list[list[Any]] = []
+        self.tasks: list[tuple[str, str]] = []
+        self.num_damaged = 0
+        self.error, self._error_step = "", 10**9
+        self._tasks: dict[str, int] = {}
+        self._offsets: dict[tuple[int, int], tuple[int, int]] = {}  # by step and line
+        self._indexed: dict[int, Identity] = {}  # by step
+        self._unreadable: list[str] = []
+
+    @property
+    def num_indexed(self) -> int:
+        """Number of files that are indexed."""
+        return len(self._indexed)
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences about files and lines that could not be read."""
+        problems = list(self._unreadable)
+        if self.num_damaged:
+            problems.append(f"{self.num_damaged} lines of trajectories/ are damaged")
+        return problems
+
+    def refresh(self, deadline: float) -> bool:
+        """Index new and changed files, the newest first, until a time of `time.monotonic`.
+
+        Returns:
+            True if anything changed.
+        """
+        files = self._list_files()
+        is_stale = any(files.get(step) != identity for step, identity in self._indexed.items())
+        if is_stale:
+            self.generation += 1
+            self._start_over()
+        self.num_files = len(files)
+        new = sorted(files.keys() - self._indexed.keys(), reverse=True)
+        for step in new:
+            self._indexed[step] = files[step]
+            try:
+                self._index(step)
+            except OSError as error:
+                self._unreadable.append(f"{self._path(step).name} cannot be read ({error})")
+            if time.monotonic() > deadline:
+                break
+        return is_stale or bool(new)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}.jsonl"
+
+    def _list_files(self) -> dict[int, Identity]:
+        """Return the identity of each regular file by its step."""
+        files = {}
+        for path in self.folder.glob("step_*.jsonl"):
+            match = _FILE.fullmatch(path.name)
+            if match and path.name == self._path(int(match[1])).name:
+                identity = identify(path)
+                if identity is not None:
+                    files[int(match[1])] = identity
+        return files
+
+    def _index(self, step: int) -> None:
+        offset = 0
+        with self._path(step).open("rb") as file:
+            for number, line in enumerate(file):
+                row = self._row(line, step, number)
+                if row is not None:
+                    self.rows.append(row)
+                    self._offsets[step, number] = offset, len(line)
+                elif line.strip():
+                    self.num_damaged += 1
+                offset += len(line)
+
+    def _row(self, line: bytes, step: int, number: int) -> list[Any] | None:
+        record, num_tokens, num_sampled = parse_head(line)
+        task_id, outcome = record.get("task_id"), record.get("outcome")
+        if not isinstance(task_id, str) or not isinstance(outcome, str):
+            return None
+        if task_id not in self._tasks:
+            texts = (record.get("query"), record.get("question"))
+            question = next((text for text in texts if isinstance(text, str) and text), task_id)
+            self._tasks[task_id] = len(self.tasks)
+            self.tasks.append((task_id, question[:MAX_QUESTION]))
+        turns, answer = record.get("turns"), record.get("final_answer")
+        turns = turns if isinstance(turns, list) else []
+        is_scored = outcome != "environment_error"
+        if not is_scored and step < self._error_step:
+            errors = [
+                turn["error"] for turn in turns if isinstance(turn, dict) and turn.get("error")
+            ]
+            if errors:
+                self.error, self._error_step = str(errors[0]), step
+        return [
+            step,
+            number,
+            self._tasks[task_id],
+            number_of(record.get("sample_index")),
+            outcome,
+            int(record.get("is_correct") is True) if is_scored else None,
+            number_of(record.get("reward")),
+            number_of(record.get("advantage")),
+            num_sampled,
+            num_tokens,
+            len(turns),
+            answer[:MAX_ANSWER] if isinstance(answer, str) else "",
+        ]
+
+    def read(self, step: int, line: int) -> dict[str, Any]:
+        """Read one trajectory from its file.
+
+        Raises:
+            LookupError: There is no such trajectory.
+            ValueError: Its line is damaged.
+            OSError: The file cannot be read.
+        """
+        if (step, line) not in self._offsets:
+            raise LookupError(f"There is no trajectory at step {step}, line {line + 1}.")
+        offset, length = self._offsets[step, line]
+        with self._path(step).open("rb") as file:
+            file.seek(offset)
+            record = parse_json(file.read(length), f"{self._path(step).name}:{line + 1}")
+        if not isinstance(record, dict):
+            raise ValueError(f"{self._path(step).name} has changed; reload the page.")
+        return record
+
+
+def identify(path: Path) -> Identity | None:
+    """Return what differs when a file has changed; None if it is no regular file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def parse_head(line: bytes) -> tuple[dict[str, Any], int | None, int | None]:
+    """Parse a line up to its lists of numbers, which are most of it and come last.
+
+    The lists are counted, not parsed, so damage in them shows only when the trajectory is opened.
+    No string can hold the key that ends the head: a quote in a string has a backslash before it.
+
+    Returns:
+        The fields before the lists, empty if the line is damaged; the number of tokens and of
+        sampled tokens, None if the line is laid out differently.
+    """
+    line = line.strip()
+    head, key, arrays = line.partition(_TOKENS)
+    num_tokens = num_sampled = None
+    if key and line.endswith(b"}"):
+        ids = arrays.partition(b"]")[0]
+        num_tokens = ids.count(b",") + 1 if ids.strip() else 0
+        num_sampled = arrays.partition(_MASK)[2].partition(b"]")[0].count(b"1")
+        line = head + b"}"
+    try:
+        record = parse_json(line, "")
+    except ValueError:
+        record = None
+    return (record if isinstance(record, dict) else {}), num_tokens, num_sampled

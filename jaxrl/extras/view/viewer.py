@@ -1,0 +1,197 @@
+"""Answer the requests of the page, as JSON values.
+
+The live server and the static page ask the same functions at the same addresses: a name and
+integers, such as `trajectory/0/20/3`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxrl.extras.view import facts
+from jaxrl.extras.view.reader import RunReader
+from jaxrl.extras.view.responses import FAILURES, split_response
+from jaxrl.extras.view.tokens import Tokens, load_vocabulary, quantities, token_texts
+from jaxrl.extras.view.trajectories import COLUMNS
+from jaxrl.utils.text import printable
+
+MAX_POINTS = 600
+"""Points of a curve."""
+
+ARRAYS = (
+    *("token_ids", "loss_mask", "rollout_logprobs", "rollout_entropies", "policy_versions"),
+    *("old_logprobs", "new_logprobs", "ref_logprobs", "token_advantages", "token_weights"),
+    "kl_weights",
+)
+"""Lists by token of a trajectory, which the page gets as quantities."""
+
+
+class Viewer:
+    """Some runs, and what the page asks about them.
+
+    Methods named in `ADDRESSES` raise LookupError for what does not exist, and ValueError or
+    OSError for what cannot be read.
+    """
+
+    def __init__(self, runs: Sequence[RunReader], ignore: Sequence[str] = ()):
+        """Answer about `runs`, of which nothing is read before `refresh`.
+
+        Args:
+            runs: Readers of the runs.
+            ignore: Keys or sections that may differ among the seeds of one group.
+        """
+        self.runs, self.ignore = runs, ignore
+        self._vocabularies: dict[int, tuple[list[bytes], str]] = {}
+
+    def refresh(self, seconds: float = math.inf) -> None:
+        """Read what changed; indexing of trajectories pauses after `seconds`."""
+        for run in self.runs:
+            run.refresh(seconds / len(self.runs))
+
+    def state(self) -> dict[str, Any]:
+        """Return what changes when the page must be drawn again."""
+        return {
+            "version": sum(run.version for run in self.runs),
+            "is_indexing": any(run.index.num_indexed < run.index.num_files for run in self.runs),
+        }
+
+    def overview(self) -> dict[str, Any]:
+        """Return the facts of all runs, their groups and their comparison."""
+        groups = facts.group_runs(self.runs, self.ignore)
+        return self.state() | {
+            "runs": [facts.summarize_run(run) for run in self.runs],
+            "groups": groups,
+            "comparison": facts.compare(self.runs, groups),
+            "failures": FAILURES,
+            "columns": COLUMNS,
+        }
+
+    def curves(self, number: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the points of metrics of a run, by stage and name; None for all names."""
+        run = self.runs[number]
+        return {
+            stage: {
+                name: facts.curve(run, stage, name, MAX_POINTS)
+                for name in known
+                if names is None or name in names
+            }
+            for stage, known in facts.metric_names(run).items()
+        }
+
+    def answers(self, number: int, suite: int) -> list[dict[str, Any]]:
+        """Return the held-out answers of a suite, in its first and its last evaluation.
+
+        Each is a row of the last evaluation, with `before` from the first one if there are two, and
+        the `addresses` of the whole records.
+        """
+        run = self.runs[number]
+        name = facts.suites_of(run)[suite]
+        asked = [
+            (position, evaluation.answers[name])
+            for position, evaluation in enumerate(facts.evaluations_of(run))
+            if evaluation.answers.get(name)
+        ]
+        if not asked:
+            return []
+        (first, before), (last, after) = asked[0], asked[-1]
+        rows_before = {} if first == last else {_key(row): i for i, row in enumerate(before)}
+        rows = []
+        for i, row in enumerate(after):
+            addresses = [f"answer/{number}/{last}/{suite}/{i}"]
+            earlier = rows_before.get(_key(row))
+            if earlier is not None:
+                addresses.insert(0, f"answer/{number}/{first}/{suite}/{earlier}")
+            known = None if earlier is None else before[earlier]
+            rows.append(row | {"before": known, "addresses": addresses})
+        return rows
+
+    def answer(self, number: int, evaluation: int, suite: int, row: int) -> dict[str, Any]:
+        """Return the whole record of an answer, its response in segments."""
+        run = self.runs[number]
+        name = facts.suites_of(run)[suite]
+        record = dict(run.read_answer(run.evaluations[evaluation], name, row))
+        response = str(record.pop("response", None) or "")
+        return {"record": record, "segments": split_response(response)}
+
+    def trajectories(
+        self, number: int, generation: int, num_rows: int, num_tasks: int
+    ) -> dict[str, Any]:
+        """Return the rows and tasks of the index behind those that the page has already."""
+        index = self.runs[number].index
+        if generation != index.generation:
+            num_rows = num_tasks = 0
+        return {
+            "generation": index.generation,
+            "num_known": [num_rows, num_tasks],
+            "rows": index.rows[num_rows:],
+            "tasks": index.tasks[num_tasks:],
+        }
+
+    def trajectory(self, number: int, step: int, line: int) -> dict[str, Any]:
+        """Return a trajectory with the texts and quantities of its tokens."""
+        run = self.runs[number]
+        record = run.index.read(step, line)
+        tokens = Tokens.from_record(record)
+        vocabulary, problem = self._vocabularies.get(number, ([], ""))
+        if not vocabulary:
+            vocabulary, problem = load_vocabulary(run.workdir, run.config)
+            self._vocabularies[number] = vocabulary, problem
+        return {
+            "record": {name: value for name, value in record.items() if name not in ARRAYS},
+            "problem": problem,
+            "ids": tokens.ids,
+            "texts": token_texts(tokens.ids, vocabulary),
+            "is_sampled": [int(value) for value in tokens.is_sampled],
+            "quantities": quantities(tokens),
+        }
+
+    def at(self, address: str, **options: Any) -> Any:
+        """Return the answer at an address, with all texts printable.
+
+        Args:
+            address: Name and integers, separated by slashes.
+            options: Further arguments of the method.
+
+        Raises:
+            LookupError: There is nothing at this address.
+        """
+        name, *numbers = address.split("/")
+        method, count = ADDRESSES.get(name, (None, 0))
+        is_valid = len(numbers) == count and all(map(_NUMBER.fullmatch, numbers))
+        if method is None or not is_valid:
+            raise LookupError(f"There is nothing at {address!r:.80}.")
+        return to_plain(method(self, *map(int, numbers), **options))
+
+
+_NUMBER = re.compile("[0-9]{1,15}")
+
+ADDRESSES: dict[str, tuple[Callable[..., Any], int]] = {
+    "state": (Viewer.state, 0),
+    "overview": (Viewer.overview, 0),
+    "curves": (Viewer.curves, 1),
+    "answers": (Viewer.answers, 2),
+    "answer": (Viewer.answer, 4),
+    "trajectories": (Viewer.trajectories, 4),
+    "trajectory": (Viewer.trajectory, 3),
+}
+"""Methods by the first part of an address, and how many integers follow."""
+
+
+def _key(row: dict[str, Any]) -> tuple[str, float]:
+    return row["task_id"], row["sample"]
+
+
+def to_plain(value: Any) -> Any:
+    """Return the value as strict JSON: printable texts, and null for what is not finite."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(str(key)): to_plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

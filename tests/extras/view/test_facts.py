@@ -1,0 +1,255 @@
+"""Facts about runs, with numbers that are worked out on paper."""
+
+import json
+
+import pytest
+
+from jaxrl.extras.view import facts
+from jaxrl.extras.view.responses import failure_kind, split_response
+from tests.extras.view.workdirs import (
+    FIRST,
+    FOUND,
+    LAST,
+    change_records,
+    make_run,
+    question,
+    step_file,
+    trajectory,
+    view,
+    write_evaluation,
+    write_json,
+    write_lines,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run")
+
+
+def read(run):
+    [reader] = view(run).runs
+    return reader
+
+
+def points_of(run):
+    """Step, value and interval of every score, by suite, data set and measure."""
+    return {
+        (row["suite"], row["data_set"], row["measure"]): [point[:4] for point in row["points"]]
+        for row in facts.scores(read(run))
+    }
+
+
+class TestScores:
+    def test_before_and_after_with_intervals(self, run):
+        assert points_of(run) == {
+            ("sampled", "all", "exact_match"): [(2, 0.25, 0.125, 0.375), (5, 0.75, 0.625, 0.875)],
+            ("empty_search", "all", "exact_match"): [(5, 0.25, 0.125, 0.375)],
+        }
+
+    def test_rewards_come_first_and_data_sets_apart(self, run):
+        means = {"searches": 1.5, "mine.brevity": 0.5, "f1": 0.125}
+        summary = {"greedy": {"all": means, "one": {"f1": 0.5}, "two": {"f1": None}}}
+        weights = {"greedy": {"mine.brevity": 0.5, "f1": 0}}
+        for stage, step in (("train", 2), ("evaluate", 5)):
+            write_evaluation(run, stage, step, {}, summary=summary, reward_weights=weights)
+        rows = facts.scores(read(run))
+        assert [(row["measure"], row["data_set"], row["weight"]) for row in rows] == [
+            ("mine.brevity", "all", 0.5),
+            ("f1", "all", 0.0),
+            ("f1", "one", 0.0),
+            ("searches", "all", None),
+        ]
+        # Without exact match, the parts with weight are the held-out scores.
+        assert facts.one_line(read(run)) == "mine.brevity: greedy 0.500 -> 0.500"
+
+    def test_early_stopping(self, run):
+        """At step 5 of 12, with an evaluation of the weights of step 4."""
+        config = json.loads((run / "config.json").read_text())
+        write_json(run / "config.json", config | {"num_steps": 10})
+        end = {"step": 5, "stage": "train", "timing_s/step": 2.0}
+        change_records(run, lambda r: r | {"stopped_early": 1} if end.items() <= r.items() else r)
+        write_evaluation(run, "train", 5, {"sampled": FIRST})
+        write_evaluation(run, "evaluate", 5, {"sampled": LAST}, weights_step=4)
+        write_evaluation(run, "train", 9, {"greedy": LAST})  # left behind by a killed run
+        [scores] = points_of(run).values()
+        assert [(step, value) for step, value, *_ in scores] == [(2, 0.25), (5, 0.25), (4, 0.75)]
+        assert facts.is_finished(read(run))
+        assert facts.progress(read(run))[1]["stopped_early"] == 5
+
+
+class TestAnswers:
+    @pytest.mark.parametrize(
+        ("kind", "fields"),
+        [
+            (None, {"right": 1.0}),
+            ("environment_error", {"right": 1.0, "outcome": "environment_error"}),
+            ("malformed", {"outcome": "malformed"}),
+            ("no_search", {"response": "<answer> Oslo </answer>"}),
+            ("found", {"response": FOUND}),
+            ("not_found", {"response": FOUND, "answers": ["Oslo"]}),
+            ("not_found", {"response": FOUND, "answers": ["Tar"]}),  # only part of a word
+            ("not_found", {"response": FOUND, "answers": ["the"]}),  # nothing is left of it
+            # A result that the model wrote is no evidence.
+            ("no_search", {"response": "<information>Tarvik</information>"}),
+        ],
+    )
+    def test_kinds_of_failure(self, kind, fields):
+        assert failure_kind(question("a", **fields)) == kind
+
+    def test_answers_of_the_first_and_the_last_evaluation(self, run):
+        viewer = view(run)
+        rows = viewer.at("answers/0/0")
+        verdicts = {row["task_id"]: (row["before"]["is_right"], row["is_right"]) for row in rows}
+        a, b, c, d = (False, True), (True, True), (False, True), (False, False)
+        assert verdicts == {"a": a, "b": b, "c": c, "d": d}
+        before, after = (viewer.at(address) for address in rows[0]["addresses"])
+        assert before["segments"] == [["answer", "Oslo"]]
+        assert after["segments"][-1] == ["answer", "Tarvik"]
+        # A suite that was evaluated once has nothing before.
+        [row, *_] = viewer.at("answers/0/1")
+        assert (row["before"], len(row["addresses"])) == (None, 1)
+        with pytest.raises(LookupError):
+            viewer.at("answer/0/1/0/4")
+
+    def test_responses_are_split_by_their_tags(self):
+        assert split_response(f"<think> t </think>{FOUND}so <answer> x </answer>") == [
+            ("think", "t"),
+            ("search", "q"),
+            ("information", "Doc 1(Title: X) born in Tarvik."),
+            ("text", "\n\nso "),
+            ("answer", "x"),
+        ]
+        assert split_response("<think> a <search> b") == [("think", "a"), ("search", "b")]
+        assert split_response("<information>x</information>") == [("forged", "x")]
+
+
+class TestProgress:
+    def test_a_run_that_is_not_finished(self, run):
+        rows = [(row["num_done"], row["num_planned"]) for row in facts.progress(read(run))]
+        assert rows == [(2, 2), (3, 3), (1, 1)]
+        assert facts.is_finished(read(run))
+        path = run / "metrics.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
+        assert not facts.is_finished(read(run))
+
+    def test_times(self, run):
+        assert [row["parts"] for row in facts.times(read(run))] == [
+            {"update": 4.0, "other": 2.0},
+            {"generation": 1.5, "update": 4.5, "evaluation": 4.0, "checkpoint": 0.75},
+        ]
+
+    def test_costs_are_those_of_the_newest_record(self, run):
+        totals = {"ledger/total/trajectories": 20, "ledger/total/calls/search": 8}
+        more = {"perf/ledger/total/attempts/search": 6, "perf/ledger/total/failed": None}
+        assert facts.costs(read(run)) == []
+        change_records(run, lambda r: r | (totals | more if r["stage"] == "train" else {}))
+        assert dict(facts.costs(read(run))) == {
+            "trajectories": 20,
+            "calls of search": 8,
+            "attempts of search": 6,
+        }
+
+    def test_keys_that_differ_from_the_defaults(self, run):
+        rows = facts.config_rows(read(run))
+        changed = {key: (value, default) for key, value, default, is_changed in rows if is_changed}
+        assert set(changed) == {"stages", "num_steps", "sft.num_steps", "model.path"}
+        assert changed["num_steps"] == (3, 100)
+        assert len(rows) > 300
+
+
+class TestWarnings:
+    def test_a_run_that_learned(self, run):
+        assert facts.find_warnings(read(run)) == []
+
+    def test_a_run_that_learned_nothing(self, run):
+        def spoil(record):
+            if record["step"] < 3 or record["stage"] != "train":
+                return record
+            failed = float(record["step"] == 3)
+            more = {"rollout/informative_share": 0.0, "actor/num_learned": 0}
+            return record | more | {"outcome/environment_error": failed}
+
+        change_records(run, spoil)
+        turns = [{"error": None}, {"error": "no <host>"}]
+        failed = trajectory(outcome="environment_error", turns=turns)
+        write_lines(step_file(run, 3), [trajectory(), failed])
+        assert facts.find_warnings(read(run)) == [
+            (True, "nothing learned: no update had a gradient"),
+            (False, "1 of 3 steps taught nothing: every episode failed"),
+            (True, "2 of 3 steps taught nothing: all rewards that are compared were equal"),
+            (True, "an environment error: no <host>"),
+        ]
+
+    def test_failed_evaluations_and_changed_settings(self, run):
+        failed = [question("a", outcome="environment_error", error="down")]
+        counts = {"all": {"num_questions": 1, "unscored_questions": 1}}
+        write_evaluation(run, "evaluate", 5, {"greedy": failed}, summary={"greedy": counts})
+        change = {"optimizer.lr": {"before": 1e-6, "now": 1e-3}}
+        line = {"step": 4, "changes": change, "accepted": ["optimizer.lr"]}
+        write_lines(run / "config_history.jsonl", [{"step": 0, "changes": {}}, line, "{"])
+        assert read(run).changes == [line]
+        assert facts.find_warnings(read(run)) == [
+            (True, "every episode failed in an evaluation: evaluation, step 5, greedy"),
+            (True, "an environment error: down"),
+            (True, "optimizer.lr changed after step 4: not one experiment"),
+        ]
+
+
+class TestCurves:
+    def test_by_stage_and_without_gaps(self, run):
+        curves = view(run).at("curves/0")
+        assert curves["sft"]["sft/loss"] == [[1, 4.0], [2, 2.0]]
+        assert curves["train"]["critic/rewards/mean"] == [[3, 0.25], [4, 0.5], [5, 0.75]]
+        assert "actor/ppo_kl" not in curves["train"]  # null throughout
+        assert view(run).at("curves/0", names=["sft/loss"]) == {
+            "sft": {"sft/loss": [[1, 4.0], [2, 2.0]]},
+            "train": {},
+            "evaluate": {},
+        }
+
+    def test_long_curves_keep_means_and_extremes(self, tmp_path):
+        run = make_run(tmp_path / "run", rewards=[float(i % 2) for i in range(7)])
+        # Steps 3 to 9 in bins of three.
+        assert facts.curve(read(run), "train", "critic/rewards/mean", 3) == [
+            [4, pytest.approx(1 / 3), 0, 1],
+            [7, pytest.approx(2 / 3), 0, 1],
+            [9, 0, 0, 0],
+        ]
+
+
+class TestComparison:
+    def test_groups_are_runs_that_differ_only_in_the_seed(self, tmp_path):
+        runs = [
+            make_run(tmp_path / "a", seed=1),
+            make_run(tmp_path / "b", **{"kl.coef": 0.1}),
+            make_run(tmp_path / "c", seed=2),
+        ]
+        readers = view(*runs).runs
+        groups = facts.group_runs(readers)
+        assert [(group["runs"], group["settings"]) for group in groups] == [
+            ([0, 2], ["kl.coef=0.0"]),
+            ([1], ["kl.coef=0.1"]),
+        ]
+        assert len(facts.group_runs(readers, ["kl"])) == 1
+        assert len(facts.group_runs(readers, ["kl.coe"])) == 2
+        # Without a configuration nothing is known to be the same.
+        for run in runs:
+            (run / "config.json").unlink()
+        assert len(facts.group_runs(view(*runs).runs)) == 3
+
+    def test_means_are_over_the_finished_seeds(self, tmp_path):
+        # Three of four, two of four, and one that was killed on the way.
+        lasts = (LAST, FIRST[:1] + LAST[1:3] + FIRST[3:], LAST)
+        runs = [
+            make_run(tmp_path / f"s{seed}", seed=seed, last=last) for seed, last in enumerate(lasts)
+        ]
+        path = runs[2] / "metrics.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+        *_, killed, mean = view(*runs).at("overview")["comparison"]["rows"]
+        assert killed["cells"][1] == ["4", "not finished"]
+        # 0.75 and 0.5: the deviation is 0.25 / √2.
+        assert (mean["run"], mean["cells"][2]) == (
+            None,
+            ["0.250 ± 0.000 → 0.625 ± 0.177", "of 2 finished"],
+        )

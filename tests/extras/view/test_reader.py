@@ -1,0 +1,229 @@
+"""Workdirs that are whole, damaged, missing files, or still growing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl.extras.view.reader import JsonLines, RunReader
+from jaxrl.extras.view.trajectories import COLUMNS, TrajectoryIndex, parse_head
+from tests.extras.view.workdirs import (
+    HOSTILE,
+    LAST,
+    make_run,
+    step_file,
+    trajectory,
+    view,
+    write_evaluation,
+    write_json,
+    write_lines,
+    write_trajectories,
+)
+
+FOREVER = float("inf")
+
+
+def read(workdir):
+    reader = RunReader(workdir, "run")
+    reader.refresh()
+    return reader
+
+
+def lines_of(path):
+    return JsonLines(path, {"step": int, "stage": str})
+
+
+def rows_of(index):
+    """Rows by column names, sorted by step and line."""
+    named = [dict(zip(COLUMNS, row, strict=True)) for row in index.rows]
+    return sorted(named, key=lambda row: (row["step"], row["line"]))
+
+
+class TestJsonLines:
+    def test_each_line_is_read_once_it_is_whole(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        lines = lines_of(path)
+        text = "".join(json.dumps({"step": step, "a": step / 4}) + "\n" for step in range(40))
+        for start in range(0, len(text), 17):
+            with path.open("a") as file:
+                file.write(text[start : start + 17])
+            assert lines.refresh()
+            assert len(lines.records) == text[: start + 17].count("\n")
+        assert not lines.refresh()
+        assert [record["a"] for record in lines.records] == [step / 4 for step in range(40)]
+        assert lines.records[0]["stage"] == "train"
+
+    def test_damaged_lines_are_counted(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        bad = ["{", "[]", "3", '{"stage": "train"}', '{"step": true}', '{"step": 1, "stage": 2}']
+        write_lines(path, [{"step": 1}, *bad, "", "  ", '{"step": 1e400}', {"step": 2}])
+        lines = lines_of(path)
+        lines.refresh()
+        assert [record["step"] for record in lines.records] == [1, 2]
+        assert lines.num_damaged == len(bad) + 1
+
+    def test_a_file_that_is_replaced_or_cut_is_read_again(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        write_lines(path, [{"step": 1}, {"step": 2}, "{"])
+        lines = lines_of(path)
+        lines.refresh()
+        # A restart puts another file in its place, here a longer one.
+        write_lines(tmp_path / "new", [{"step": step} for step in range(5, 9)])
+        os.replace(tmp_path / "new", path)
+        lines.refresh()
+        assert [record["step"] for record in lines.records] == [5, 6, 7, 8]
+        assert lines.num_damaged == 0
+        write_lines(path, [{"step": 9}])
+        lines.refresh()
+        assert [record["step"] for record in lines.records] == [9]
+        path.unlink()
+        assert lines.refresh()
+        assert lines.records == []
+
+
+class TestRunReader:
+    def test_a_run_that_lacks_files(self, tmp_path):
+        run = make_run(tmp_path / "run")
+        for name in ("metrics.jsonl", "config.json"):
+            (run / name).unlink()
+        shutil.rmtree(run / "eval")
+        (run / "trajectories").mkdir()
+        reader = read(run)
+        assert (reader.records, reader.config, reader.evaluations) == ([], {}, [])
+        assert reader.problems == ["config.json is missing", "environment.json is missing"]
+
+    @pytest.mark.parametrize("content", ["", "{", "3", "[]", "{}", '[3, {"a": 1}]', "\x00"])
+    def test_files_that_hold_something_else(self, tmp_path, content):
+        run = make_run(tmp_path / "run")
+        for name in ("metrics.jsonl", "config.json", "environment.json", "config_history.jsonl"):
+            (run / name).write_text(content)
+        for path in (run / "eval").iterdir():
+            path.write_text(content)
+        viewer = view(run)
+        [summary] = viewer.at("overview")["runs"]
+        assert (summary["step"], summary["config"], summary["scores"]) == (None, [], [])
+        assert viewer.at("curves/0") == {}
+
+    @pytest.mark.parametrize("value", [None, 5, "x", [1], {"a": 1}])
+    def test_answers_with_fields_of_other_types(self, tmp_path, value):
+        run = make_run(tmp_path / "run")
+        path = run / "eval" / "evaluate_5.json"
+        content = json.loads(path.read_text())
+        content["questions"] = {"sampled": [dict.fromkeys(LAST[0], value), 3, *LAST], "x": 4}
+        write_json(path, content | {"weights_step": [1], "summary": 3, "reward_weights": []})
+        last = read(run).evaluations[-1]
+        assert [len(rows) for rows in last.answers.values()] == [5, 0]
+        assert last.weights_step == 5
+
+    def test_a_run_that_grows(self, tmp_path):
+        run = make_run(tmp_path / "run")
+        reader = read(run)
+        version = reader.version
+        reader.refresh()
+        assert reader.version == version
+        write_evaluation(run, "train", 4, {"sampled": LAST})
+        reader.refresh()
+        assert [evaluation.step for evaluation in reader.evaluations] == [2, 4, 5]
+        (run / "eval" / "train_4.json").unlink()
+        write_trajectories(run, steps=[3])
+        reader.refresh()
+        assert [evaluation.step for evaluation in reader.evaluations] == [2, 5]
+        assert len(reader.index.rows) == 4
+        assert reader.version == version + 2
+
+
+class TestTrajectoryIndex:
+    def test_rows_are_the_records(self, tmp_path):
+        records = [
+            trajectory("a", reward=0.0, advantage=-0.25),
+            "{",
+            trajectory("b", outcome="environment_error", reward=None, advantage=None),
+            '{"task_id": 3, "outcome": "answered"}',
+            "",
+            trajectory("a", final_answer="é" * 300, query=None, turns="none", sample_index=2),
+        ]
+        write_lines(step_file(tmp_path, 7), records)
+        index = TrajectoryIndex(tmp_path / "trajectories")
+        assert index.refresh(FOREVER)
+        first, failed, last = rows_of(index)
+        length = len(records[0]["token_ids"])
+        assert first == {
+            "step": 7, "line": 0, "task": 0, "sample": 0, "outcome": "answered", "correct": 0,
+            "reward": 0.0, "advantage": -0.25, "sampled": sum(records[0]["loss_mask"]),
+            "tokens": length, "turns": 2, "answer": "x",
+        }  # fmt: skip
+        assert (failed["line"], failed["correct"], failed["reward"]) == (2, None, None)
+        assert (last["line"], last["answer"], last["turns"]) == (5, "é" * 200, 0)
+        assert index.tasks == [("a", "Where is a?"), ("b", "Where is b?")]
+        assert index.num_damaged == 2
+        for line in (0, 2, 5):
+            assert index.read(7, line) == records[line]
+
+    def test_a_text_cannot_pass_for_the_lists(self):
+        text = ', "token_ids": [1, 2], "loss_mask": [1]}' + HOSTILE
+        record = trajectory(query=text, final_answer=text)
+        head, tokens, sampled = parse_head(json.dumps(record).encode())
+        assert (head["query"], head["final_answer"]) == (text, text)
+        assert (tokens, sampled) == (len(record["token_ids"]), sum(record["loss_mask"]))
+
+    def test_damage_in_the_lists_shows_when_a_trajectory_is_opened(self, tmp_path):
+        line = json.dumps(trajectory()).replace('"loss_mask": [', '"loss_mask": [x')
+        write_lines(step_file(tmp_path, 1), [line, trajectory()])
+        index = TrajectoryIndex(tmp_path / "trajectories")
+        index.refresh(FOREVER)
+        with pytest.raises(ValueError, match=r"step_000001\.jsonl:1 is not valid JSON"):
+            index.read(1, 0)
+        assert index.read(1, 1) == trajectory()
+        with pytest.raises(LookupError):
+            index.read(2, 0)
+
+    def test_files_that_change_or_go(self, tmp_path):
+        write_trajectories(tmp_path, steps=[1, 2])
+        index = TrajectoryIndex(tmp_path / "trajectories")
+        index.refresh(FOREVER)
+        os.mkfifo(step_file(tmp_path, 4))  # would never end
+        shutil.copy(step_file(tmp_path, 1), f"{step_file(tmp_path, 5)}.unfinished")
+        assert not index.refresh(FOREVER)
+        assert [row[0] for row in index.rows] == [2] * 4 + [1] * 4  # the newest first
+        write_trajectories(tmp_path, steps=[3], num=1)
+        index.refresh(FOREVER)
+        assert (index.generation, [row[0] for row in index.rows]) == (0, [2] * 4 + [1] * 4 + [3])
+        write_trajectories(tmp_path, steps=[2], num=2)
+        step_file(tmp_path, 1).unlink()
+        assert index.refresh(FOREVER)
+        assert (index.generation, [row[0] for row in index.rows]) == (1, [3, 2, 2])
+
+    def test_indexing_pauses_at_its_deadline(self, tmp_path):
+        write_trajectories(tmp_path, steps=[1, 2, 3])
+        index = TrajectoryIndex(tmp_path / "trajectories")
+        for count in (1, 2, 3):
+            assert index.refresh(-FOREVER)
+            assert (index.num_indexed, index.num_files, len(index.rows)) == (count, 3, 4 * count)
+        assert not index.refresh(-FOREVER)
+
+    def test_fifty_thousand_trajectories_do_not_stay_in_memory(self, tmp_path):
+        long = {name: [12345] * 600 for name in ("token_ids", "loss_mask", "rollout_logprobs")}
+        write_lines(step_file(tmp_path, 1), [trajectory(f"task {i}", **long) for i in range(500)])
+        for step in range(2, 101):
+            os.link(step_file(tmp_path, 1), step_file(tmp_path, step))
+        command = [sys.executable, "-c", INDEX, str(tmp_path / "trajectories")]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        num_rows, num_tasks, mib = map(int, output.split())
+        assert (num_rows, num_tasks) == (50_000, 500)
+        assert step_file(tmp_path, 1).stat().st_size * 100 / 2**20 > 400
+        assert mib < 80
+
+
+INDEX = """
+import resource, sys
+from pathlib import Path
+from jaxrl.extras.view.trajectories import TrajectoryIndex
+index = TrajectoryIndex(Path(sys.argv[1]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+index.refresh(float("inf"))
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(len(index.rows), len(index.tasks), (after - before) // 1024)
+"""

@@ -1,0 +1,153 @@
+"""The static page, and runs compared on the terminal."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from jaxrl.extras.view import report
+from jaxrl.extras.view.__main__ import main
+from jaxrl.extras.view.report import write_or_warn, write_report
+from tests.extras.view.workdirs import (
+    make_hostile,
+    make_run,
+    question,
+    step_file,
+    trajectory,
+    view,
+    write_evaluation,
+    write_lines,
+    write_trajectories,
+)
+
+
+class Page(HTMLParser):
+    """Elements and attributes of a page as a browser parses them, and its data."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.attributes, self.texts, self.current = [], [], {}, ""
+        self.text = path.read_text(encoding="utf-8")
+        self.feed(self.text)
+        self.data = json.loads(self.texts["data"])
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.current = dict(attrs).get("id", tag)
+
+    def handle_data(self, data):
+        self.texts[self.current] = self.texts.get(self.current, "") + data
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = make_run(tmp_path / "run")
+    write_trajectories(run)
+    return run
+
+
+class TestStaticPage:
+    def test_its_data_are_the_answers_of_the_live_page(self, run):
+        data = Page(write_report([run])).data
+        viewer = view(run)
+        assert {address.split("/")[0] for address in data} == {
+            *("overview", "curves", "answers", "answer", "trajectories", "trajectory"),
+        }
+        assert len(data) == 1 + 1 + 2 + (8 + 4) + 1 + 12
+        for address, answer in data.items():
+            if not address.startswith("trajectories"):
+                assert answer == json.loads(json.dumps(viewer.at(address))), address
+        table, live = data["trajectories/0/0/0/0"], viewer.at("trajectories/0/0/0/0")
+        assert sorted(table["rows"]) == sorted(live["rows"])
+        assert table["tasks"] == [list(task) for task in live["tasks"]]
+
+    def test_it_is_one_file_that_asks_for_nothing(self, run):
+        page = Page(write_report([run]))
+        assert page.tags.count("script") == 2
+        links = [value for name, value in page.attributes if name in ("href", "src", "action")]
+        assert all(link.startswith(("#", "data:")) for link in links)
+        markup = page.text.replace(page.texts["data"], "")
+        assert set(re.findall(r"https?://[^\s\"'`]+", markup)) == {"http://www.w3.org/2000/svg"}
+
+    def test_answers_and_trajectories_are_limited(self, run, monkeypatch):
+        path = step_file(run, 3)
+        path.write_text(path.read_text().replace('"loss_mask": [', '"loss_mask": [x', 1))
+        many = [question(f"q{i}", right=1.0) for i in range(30)]
+        write_evaluation(run, "evaluate", 5, {"sampled": many})
+        write_lines(step_file(run, 6), [trajectory(f"new {i}") for i in range(20)])
+        monkeypatch.setattr(report, "MAX_ANSWERS", 10)
+        monkeypatch.setattr(report, "MAX_TRAJECTORIES", 6)
+        data = Page(write_report([run])).data
+        assert [row["task_id"] for row in data["answers/0/0"]] == [f"q{i}" for i in range(10)]
+        rows = data["trajectories/0/0/0/0"]["rows"]
+        assert [row[:2] for row in rows] == [[3, 0], [3, 1], [3, 2], [6, 0], [6, 1], [6, 2]]
+        assert data["overview"]["runs"][0]["num_trajectories"] == 32
+        assert "step_000003.jsonl:1 is not valid JSON" in data["trajectory/0/3/0"]["error"]
+        monkeypatch.setattr(report, "MAX_DETAIL_BYTES", 1)
+        details = [
+            key for key in Page(write_report([run])).data if "answer/" in key or "ory/" in key
+        ]
+        assert details == ["trajectory/0/3/0"]
+
+    def test_hostile_text_is_only_data(self, tmp_path):
+        run = make_hostile(tmp_path / "<b>run")
+        page = Page(write_report([run]))
+        assert "img" not in page.tags
+        assert page.tags.count("script") == 2
+        assert not [name for name, _ in page.attributes if name.startswith("on")]
+        assert "<script>window.hit" not in page.text
+        text = json.dumps(page.data)
+        assert "<script>window.hit=1" in text
+        assert not {"\x00", "\x1b", "\u202e"} & set(
+            "".join(page.data["answers/0/0"][0]["question"])
+        )
+
+    def test_where_it_is_written(self, run, tmp_path):
+        other = make_run(tmp_path / "more" / "other")
+        assert write_report([run]) == run / "report.html"
+        assert write_report([run, run.parent / "." / run.name]) == run / "report.html"
+        assert write_report([run, other]) == tmp_path / "report.html"
+        assert write_report([run], out=tmp_path / "x" / "a.html") == tmp_path / "x" / "a.html"
+        assert not list(tmp_path.rglob(".*"))
+
+
+class TestTerminal:
+    def test_a_run_is_one_line(self, run, capsys):
+        main(["--static", str(run)])
+        line = "exact match: sampled 0.250 -> 0.750, search finds nothing 0.250"
+        assert capsys.readouterr().out.splitlines() == [line, str(run / "report.html")]
+
+    def test_several_runs_are_a_table(self, tmp_path, capsys):
+        runs = [make_run(tmp_path / f"lr_{lr}", **{"optimizer.lr": lr}) for lr in (1e-6, 3e-6)]
+        main(["--static", *map(str, runs)])
+        *_, first, below, second, last, path = capsys.readouterr().out.splitlines()
+        cells = [re.split(r"\s{2,}", line.strip()) for line in (first, below, second, last)]
+        scores = ["0.250 → 0.750", "0.250"]
+        assert cells == [
+            ["lr_1e-06", "5", *scores, "–", "16.8 s"],
+            ["optimizer.lr=1e-06", "0.625 to 0.875", "0.125 to 0.375"],
+            ["lr_3e-06", "5", *scores, "–", "16.8 s"],
+            ["optimizer.lr=3e-06", "0.625 to 0.875", "0.125 to 0.375"],
+        ]
+        assert path == str(tmp_path / "report.html")
+
+    def test_what_the_system_refuses_is_one_line(self, run, tmp_path):
+        (tmp_path / "page.html").mkdir()
+        with pytest.raises(SystemExit, match=r"^error: .*Is a directory; a file belongs there"):
+            main(["--static", str(run), f"--out={tmp_path / 'page.html'}"])
+
+    def test_a_run_ends_in_its_scores_and_the_page(self, run):
+        lines = []
+        write_or_warn(run, lines.append)
+        assert lines[-1] == f"report: {run / 'report.html'}"
+        assert lines[0].startswith("exact match: sampled 0.250 -> 0.750")
+
+    def test_an_error_spoils_no_run(self, run, monkeypatch):
+        monkeypatch.setattr(report, "render", lambda _: 1 / 0)
+        lines = []
+        write_or_warn(run, lines.append)
+        [line] = lines
+        assert line.startswith("warning: no report: ZeroDivisionError")
+        assert f"jaxrl report {run}" in line
