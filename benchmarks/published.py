@@ -35,12 +35,12 @@ from unittest import mock
 
 import jax
 from jax.experimental import topologies
-from ml_collections import ConfigDict
 
 from benchmarks import common, floors
 from benchmarks.common import table
 from jaxrl.builders.capacity import GIB, check_rows
 from jaxrl.builders.method import batch_shape
+from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan.memory import Target, cache_pages, rollout_phase, target_mesh
 from jaxrl.models.attention.choice import decide
 from jaxrl.models.attention.kernels import SHARES_PROMPTS
@@ -86,7 +86,7 @@ class Case:
             memory_bytes=int(device.memory_gib * GIB),
         )
 
-    def made(self, num_layers: int = 0) -> tuple[ConfigDict, Any]:
+    def made(self, num_layers: int = 0) -> tuple[ResolvedConfig, Any]:
         """The configuration with the micro-batch that the devices allow, and its model."""
         shipped = memory.shipped_on(self.config, self.model, self.target, num_layers, self.keys)
         check_rows(shipped[0], target_mesh(*shipped, self.target), self.target.num_processes)
@@ -264,7 +264,7 @@ class Step:
     num_devices: int
 
     @classmethod
-    def of(cls, case: Case, config: ConfigDict, model: Any) -> Step:
+    def of(cls, case: Case, config: ResolvedConfig, model: Any) -> Step:
         """Counts the calls and their stages."""
         target, rollout = case.target, config.rollout
         mesh = target_mesh(config, model, target)

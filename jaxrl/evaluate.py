@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config.settings import STAGES
 from jaxrl.logs.eval_summary import (
     CONTROLS,
     Summary,
@@ -31,6 +30,7 @@ from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.sampling.weights import given_up
 from jaxrl.training.failures import first_error
 from jaxrl.training.run_state import OF_CODE, Session
+from jaxrl.training.settings import STAGES
 from jaxrl.training.usage import Ledger
 from jaxrl.types import Draw, Group, Params, members
 from jaxrl.utils.files import written_whole

@@ -42,7 +42,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from jaxrl.builders import validation
 from jaxrl.config import loading
 from jaxrl.config import schema as configuration
 from jaxrl.config.keys import optional
@@ -161,7 +160,10 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
     """The checked configuration, the workdir, and the job that this process belongs to."""
     try:
         config, workdir = _read(argv)
-        config = validation.validate(config, needs_data=not _PLAN.value)
+        # Imported late: a misspelled key is reported at once, without loading JAX.
+        from jaxrl.builders.validation import validate
+
+        config = validate(config, needs_data=not _PLAN.value)
         # JAX would tell on a host without accelerators that it found none.
         for name in ("absl", "jax._src.xla_bridge", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -179,7 +181,6 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
                 json_file=_PLAN_JSON.value,
             )
             sys.exit(0 if fits else 1)
-        # Imported late: a mistake in the configuration is told at once, without loading JAX.
         from jaxrl.runtime.job import find_job
 
         job = find_job(
@@ -299,7 +300,7 @@ def make_ready(
             change it.
         OutageError: what the environment asks has not answered a first time.
     """
-    # Imported late: a mistake in the configuration is told at once, without loading JAX.
+    from jaxrl.builders import validation
     from jaxrl.builders.components import build, run_settings
     from jaxrl.logs.trackers import check_mirrors
     from jaxrl.run import evaluate_step, run

@@ -14,7 +14,6 @@ import jax
 from jaxrl.builders.components import RunComponents
 from jaxrl.config.keys import optional
 from jaxrl.config.schema import flat_pairs
-from jaxrl.config.settings import Settings
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
 from jaxrl.logs.tokens import make_notes
@@ -31,6 +30,7 @@ from jaxrl.train import train
 from jaxrl.training.collect import ENDING, NotEnoughGroupsError
 from jaxrl.training.failures import Failures
 from jaxrl.training.run_state import Components, Progress, Session
+from jaxrl.training.settings import Settings
 from jaxrl.training.update import init_state, state_shardings
 from jaxrl.training.usage import BudgetSpentError, Ledger
 from jaxrl.training.watch import RollBack, UnsoundError

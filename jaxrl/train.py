@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.config.settings import STAGES, Settings
 from jaxrl.data.stream import Stream
 from jaxrl.envs.base import Task
 from jaxrl.logs.metrics import num_unscored_suites, plain_number, rollout_metrics
@@ -51,6 +50,7 @@ from jaxrl.training.method import is_measured
 from jaxrl.training.minibatches import make_minibatches, put_minibatches, trained_share
 from jaxrl.training.reference_kl import make_measure
 from jaxrl.training.run_state import Progress, Session
+from jaxrl.training.settings import STAGES, Settings
 from jaxrl.training.update import ScoreStep
 from jaxrl.training.usage import Ledger
 from jaxrl.training.watch import ACTIONS, RollBack, UnsoundError, action_on, goal_of, look

@@ -26,12 +26,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from ml_collections import ConfigDict
 
 from jaxrl.builders.capacity import GIB
 from jaxrl.builders.method import batch_shape, build_method, optimizer_settings
 from jaxrl.builders.method import policy_architecture as architecture_of
-from jaxrl.builders.resolved import resolve_names
+from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.extras.plan import advice, memory
 from jaxrl.models.attention.choice import choose
@@ -100,15 +99,17 @@ MODELS["30b-a3b"] = read_model(MIXTURE)
 MODELS["4b"] = read_model(MIXTURE.with_name("qwen3-4b"))
 
 
-def small_run(data: int, fsdp: int, tensor: int, context: int = 1, expert: int = 1) -> ConfigDict:
-    """The default configuration with a micro-batch that is whole on the mesh."""
+def small_run(
+    data: int, fsdp: int, tensor: int, context: int = 1, expert: int = 1
+) -> ResolvedConfig:
+    """Return the default configuration with a micro-batch that is whole on the mesh."""
     config = default_config()
     config.mesh.update(data=data, fsdp=fsdp, context=context, expert=expert, tensor=tensor)
     config.optimizer.micro_rows = 2 * data * fsdp * expert
     config.rollout.max_total_tokens = 1024
     config.rollout.max_prompt_tokens = 256
     config.rollout.num_rows = 16 * data * fsdp * context * expert
-    return config
+    return resolve_names(config, needs_data=False)
 
 
 def like(tree: Any, shardings: Any) -> Any:
@@ -118,7 +119,7 @@ def like(tree: Any, shardings: Any) -> Any:
     )
 
 
-def policy_of(config: ConfigDict, model: QwenConfig, mesh: Any) -> Model:
+def policy_of(config: ResolvedConfig, model: QwenConfig, mesh: Any) -> Model:
     """The policy as a run has it."""
     return Model(
         architecture_of(config, model).on_mesh(mesh, experts=config.model.experts),
@@ -132,13 +133,9 @@ def policy_of(config: ConfigDict, model: QwenConfig, mesh: Any) -> Model:
     )
 
 
-def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
+def trainer_programs(config: ResolvedConfig, policy: Model) -> dict[str, Any]:
     """Lowering of the train stage's update of micro-batches, its optimizer and its scoring."""
-    method, trained, mesh = (
-        build_method(resolve_names(config, needs_data=False)),
-        policy.trained,
-        policy.mesh,
-    )
+    method, trained, mesh = build_method(config), policy.trained, policy.mesh
     optimizer = make_optimizer(method.optimizer)
     step = UpdateStep(policy, make_policy_loss(method), optimizer)
     abstract = jax.eval_shape(
@@ -165,7 +162,7 @@ def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
     }
 
 
-def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
+def abstract_batch(config: ResolvedConfig, policy: Model) -> Batch:
     """A mini-batch of the train stage for shapes alone."""
     shape = shape_of(config, policy)
     whole = shape.num_micro, shape.micro_rows, shape.row_tokens
@@ -188,14 +185,14 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
     return like(batch, jax.tree.map(lambda _: sharding.batch_sharding(policy.mesh), batch))
 
 
-def shape_of(config: ConfigDict, policy: Model) -> BatchShape:
+def shape_of(config: ResolvedConfig, policy: Model) -> BatchShape:
     """Shape of the mini-batches of the train stage."""
     return batch_shape(
         config, "train", policy.shards_with_prompts, policy.num_pieces, policy.architecture
     )
 
 
-def abstract_patches(config: ConfigDict, policy: Model) -> Any:
+def abstract_patches(config: ResolvedConfig, policy: Model) -> Any:
     """Abstract patches of a micro-batch and their places; None where there are none."""
     tower, shape = policy.architecture.tower, shape_of(config, policy)
     if tower is None:
@@ -210,7 +207,7 @@ def abstract_patches(config: ConfigDict, policy: Model) -> Any:
 
 
 def sampler_programs(
-    config: ConfigDict, model: QwenConfig, devices: list[Any], target: memory.Target
+    config: ResolvedConfig, model: QwenConfig, devices: list[Any], target: memory.Target
 ) -> dict[str, Any]:
     """The sampler's chunk of decoding steps and its reading of tokens, in their largest shapes.
 
@@ -325,12 +322,9 @@ def compiled_bytes(program: Any, platform: str) -> int:
     return compiled(program, platform).total
 
 
-def beside(config: ConfigDict, policy: Model) -> int:
+def beside(config: ResolvedConfig, policy: Model) -> int:
     """Bytes beside the arguments of scoring or adding up gradients, on a device meanwhile."""
-    optimizer, trained = (
-        make_optimizer(optimizer_settings(resolve_names(config, needs_data=False), "train")),
-        policy.trained,
-    )
+    optimizer, trained = make_optimizer(optimizer_settings(config, "train")), policy.trained
     moments = jax.eval_shape(optimizer.init, trained.abstract_params())
     size = held_bytes(like(moments, state_shardings(policy.mesh, trained, optimizer).opt_state))
     if config.kl.coef and config.kl.anchor == "ref":
@@ -354,7 +348,7 @@ Lowering = tuple[Any, int]
 
 
 def programs_of(
-    config: ConfigDict,
+    config: ResolvedConfig,
     model: QwenConfig,
     target: memory.Target,
     devices: Sequence[Any],
@@ -371,7 +365,9 @@ def programs_of(
     return {part: (programs[part], more), "optimizer": (programs["optimizer"], 0)}
 
 
-def planned_bytes(config: ConfigDict, model: QwenConfig, target: memory.Target, part: str) -> int:
+def planned_bytes(
+    config: ResolvedConfig, model: QwenConfig, target: memory.Target, part: str
+) -> int:
     """Bytes of one device that the plan has for one of `PARTS`."""
     if part == "update":
         return memory.update_phase(config, model, target, "train").peak
@@ -383,7 +379,7 @@ def planned_bytes(config: ConfigDict, model: QwenConfig, target: memory.Target, 
 
 
 def compare(
-    config: ConfigDict,
+    config: ResolvedConfig,
     model: QwenConfig,
     target: memory.Target,
     devices: Sequence[Any],
@@ -404,7 +400,7 @@ def shipped_on(
     target: memory.Target,
     num_layers: int = 0,
     keys: Mapping[str, Any] | None = None,
-) -> tuple[ConfigDict, QwenConfig]:
+) -> tuple[ResolvedConfig, QwenConfig]:
     """A shipped configuration with the micro-batch that these devices allow, and its model.
 
     Args:
@@ -420,8 +416,9 @@ def shipped_on(
         config.search.engine = "local"  # vectors are searched by programs of their own
         config.update_from_flattened_dict(dict(keys or {}))
     model = _cut(read_model(Path(__file__).parents[1] / "configs/models" / folder), num_layers)
-    advice.choose_micro_rows(config, model, target, must_fit=False)
-    return config, model
+    resolved = resolve_names(config, needs_data=False)
+    advice.choose_micro_rows(resolved, model, target, must_fit=False)
+    return resolved, model
 
 
 def _cut(model: Any, num_layers: int) -> Any:
@@ -461,11 +458,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         devices = jax.devices()
     sizes = {}
     for name, (mesh, shape) in itertools.product(flags.model.split(","), meshes.items()):
-        config, model = small_run(*shape), _cut(MODELS[name], flags.layers)
-        config.model.dtype = flags.dtype
-        config.update_from_flattened_dict(dict(key_and_value(one) for one in flags.keys))
+        model = _cut(MODELS[name], flags.layers)
+        keys = {"model.dtype": flags.dtype, **dict(key_and_value(one) for one in flags.keys)}
         if flags.topology:
-            config.rollout.cache_gib = 2.0  # not all that is left: so temporaries show
+            keys["rollout.cache_gib"] = 2.0  # not all that is left: so temporaries show
+        config = small_run(*shape).with_values(keys)
         target = memory.Target(
             platform=devices[0].platform, num_devices=math.prod(shape), memory_bytes=80 * GIB
         )

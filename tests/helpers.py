@@ -45,8 +45,8 @@ def build(config, *arguments, **options):
 
 
 def settings_of(config):
-    """Return what the stages read of a configuration."""
-    return components.run_settings(resolve_names(config))
+    """Return what the stages read of a configuration, without sources of tasks."""
+    return components.run_settings(resolved(config))
 
 
 def resolved(config):

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from jaxrl import run
-from jaxrl.config.settings import STAGES
 from jaxrl.data import serialization
 from jaxrl.data.stream import Stream
 from jaxrl.extras.lora.files import load_base
@@ -23,6 +22,7 @@ from jaxrl.runtime.checkpoint import steps_in
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.training.collect import draw
+from jaxrl.training.settings import STAGES
 from jaxrl.types import members
 from jaxrl.utils.callables import UserCodeError
 from tests.helpers import build, settings_of, with_devices

@@ -85,7 +85,7 @@ def test_modules_are_found_where_the_run_found_them(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     start = {"code_folders": [str(tmp_path)]}
     (tmp_path / "run" / "environment.json").write_text(json.dumps([start]))
-    with pytest.raises(ValueError, match=r"'beside_the_script\.Env', a int; expected a class"):
+    with pytest.raises(ValueError, match=r"'beside_the_script\.Env', which lacks"):
         api.evaluate(config, tmp_path / "run")
 
 

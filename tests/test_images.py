@@ -49,6 +49,7 @@ from jaxrl.sampling.demonstrations import read_demonstrations
 from jaxrl.sampling.episodes import EpisodePlayer, Limits, StartError
 from jaxrl.types import Draw, Group
 from tests.episodes import ANSWER, make_trajectory
+from tests.helpers import resolved
 from tests.images import PAD, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor
 from tests.toys import ScriptedEnv, toy_tokenizer
 from tests.vision import golden
@@ -727,12 +728,12 @@ def test_a_processor_of_another_model_is_refused(tmp_path):
     sizes = {"patch_size": model.tower.patch, "merge_size": model.tower.merge}
     for changes, why in (
         ({}, None),
-        ({"patch_size": 4}, "of 96 values"),
-        ({"merge_size": 3}, "9 to"),
+        ({"patch_size": 4}, "96 values"),
+        ({"merge_size": 3}, "9 per token"),
     ):
         config.model.path = save_processor(tmp_path, **sizes | changes)
         with pytest.raises(ValueError, match=why) if why else nullcontext():
-            _build_processor(config, looking_tokenizer(), model)
+            _build_processor(resolved(config), looking_tokenizer(), model)
 
 
 class TestDemonstrations:

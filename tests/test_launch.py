@@ -15,6 +15,7 @@ from absl.testing import flagsaver
 
 from configs import debug_tiny
 from jaxrl import launch
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.config.schema import to_json
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import OutageError
@@ -310,7 +311,7 @@ class TestConfigFile:
     def test_a_key_is_gone(self, refusal, tmp_path):
         lines = ["config.unlock()", "del config.num_steps"]
         message = refusal(config=str(write_config(tmp_path / "bad.py", *lines)))
-        assert message.startswith("the configuration lacks config.num_steps; begin with jaxrl.conf")
+        assert message.startswith("the configuration lacks config.num_steps")
 
     def test_a_prompt_that_no_tokenizer_takes(self, refusal):
         message = refusal("--config.prompt.system=\udcff")  # so does a shell hand on other bytes
@@ -328,10 +329,10 @@ class TestConfigFile:
 
     def test_what_lies_beside_the_configuration_is_found(self, refusal, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "path", [*sys.path])
-        (tmp_path / "beside_it.py").write_text("Env = 3\n")
+        (tmp_path / "beside_it.py").write_text("class Env: ...\n")
         file = write_config(tmp_path / "own.py", 'config.env.name = "beside_it.Env"')
         message = refusal(config=str(file))
-        assert message.startswith("config.env.name names 'beside_it.Env', a int; expected a class")
+        assert message.startswith("config.env.name is 'beside_it.Env', which")
 
     def test_group_of_one(self, refusal):
         message = refusal("--config.rollout.group_size=1")
@@ -492,7 +493,7 @@ class TestFiles:
         file.write_text(json.dumps(fields))
         message = refusal(f"--config.model.path={model}", "--config.prompt.system=Search.")
         wanted = "the tokenizer's chat template refuses a chat of the roles ['system', 'user']"
-        assert message == f"{wanted}: no system"
+        assert message.endswith(f"{wanted}: no system")
 
     def test_a_template_that_drops_system_messages(self, refusal, model):
         file = model / "tokenizer_config.json"
@@ -638,7 +639,7 @@ class TestFaultsOfTheWorkdir:
             )
             config = debug_tiny.get_config(str(tiny_world))
             with pytest.raises(SystemExit) as raised:
-                launch._run(config, tmp_path, lambda: False, lambda: None)
+                launch._run(resolve_names(config), tmp_path, lambda: False, lambda: None)
             return raised.value.code
 
         return ended

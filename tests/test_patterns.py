@@ -24,7 +24,7 @@ EXAMPLES = {
     "names": "think|search|information|answer",
     "name": "enable_thinking",
     "by_length": ["<|im_start|>", "<|im_end|>"],
-    "part": "hunter2" + 9 * "\\" + "and-more",
+    "form": "hunter2",
     "good": r"(?:<(search)></\1><information></information>)*<answer></answer>",
     "pattern": judges.SCORE,
     "self": SimpleNamespace(pattern=judges.SCORE),

@@ -17,7 +17,8 @@ import optax
 import pytest
 
 from jaxrl import run
-from jaxrl.builders import components as assemble
+from jaxrl.builders import components
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.search.base import SearchEngine
 from jaxrl.extras.view import report
@@ -32,7 +33,7 @@ from jaxrl.training.run_state import Session
 from jaxrl.training.update import put_batch
 from jaxrl.types import members, with_fields
 from jaxrl.utils.callables import UserCodeError
-from tests.helpers import UPDATE_PROGRAMS
+from tests.helpers import UPDATE_PROGRAMS, build, settings_of
 from tests.runs import (
     SIZES,
     assert_same_weights,
@@ -70,9 +71,9 @@ def base(tiny_world, tmp_path_factory, quick_compilation):
 def play(config, workdir, **parts):
     """Runs in this process, with some of the parts replaced."""
     workdir.mkdir(parents=True, exist_ok=True)
-    made = assemble.assemble(config)
-    changed, contents = dataclasses.replace(made, **parts), fingerprints(config)
-    run.run(assemble.settings_of(config), workdir, changed, Display(), contents=contents)
+    made = build(config)
+    changed, contents = dataclasses.replace(made, **parts), fingerprints(resolve_names(config))
+    run.run(settings_of(config), workdir, changed, Display(), contents=contents)
     return made
 
 
@@ -136,8 +137,8 @@ def test_a_step_in_the_middle_is_evaluated_and_exported(base, tiny_world, tmp_pa
     }
     config = run_settings(tiny_world, **BASE)
     config.stages = ("evaluate",)
-    parts = assemble.assemble(config)
-    given, known = assemble.settings_of(config), fingerprints(config)
+    parts = build(config)
+    given, known = settings_of(config), fingerprints(resolve_names(config))
     run.evaluate_step(given, workdir, parts, Display(), lambda: False, known, 43)
     new, old = (
         json.loads((workdir / "eval" / f"{name}.json").read_text())
@@ -197,7 +198,7 @@ def test_each_program_is_compiled_once(base, tiny_world):
         assert counts[-1] <= UPDATE_PROGRAMS
     # The sampler's when they are first needed, each at most once.
     counts = [r["perf/num_compilations/sampler"] for r in found[41:45]]
-    functions = assemble.assemble(run_settings(tiny_world, **BASE)).engine.functions
+    functions = build(run_settings(tiny_world, **BASE)).sampler.functions
     assert counts == sorted(counts)
     assert counts[-1] <= sum(len(function.variants) for function in functions)
 
@@ -321,7 +322,7 @@ def live_bytes():
 @pytest.mark.slow(instead="sampling/test_schedule.py::test_who_holds_memory_in_each_phase")
 def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch):
     config = run_settings(tiny_world, **{"sft.num_steps": 2, "num_steps": 2})
-    made, measured = assemble.assemble(config), []
+    made, measured = build(config), []
     before = live_bytes()  # the sampler's tables among them, but neither its weights nor its cache
 
     def measuring(*args):
@@ -337,7 +338,7 @@ def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch)
     monkeypatch.setattr(run.Checkpointer, "save", save_and_wait)
     for module in ("sft", "training.minibatches"):
         monkeypatch.setattr(f"jaxrl.{module}.put_batch", measuring)
-    run.run(assemble.settings_of(config), tmp_path, made, Display())
+    run.run(settings_of(config), tmp_path, made, Display())
     leaves = jax.tree.leaves(made.model.architecture.abstract_params())
     weights = 4 * sum(leaf.size for leaf in leaves)  # float32; the state has two moments as well
     assert len(measured) == 4
@@ -350,7 +351,7 @@ class Flaky(SearchEngine):
     """Fails for every other query, with a text that no file can hold."""
 
     def __init__(self, engine):
-        self._engine = engine
+        self._engine = self.engine = engine
 
     def run(self, query):
         if zlib.crc32(query.encode()) % 2:
@@ -359,8 +360,8 @@ class Flaky(SearchEngine):
 
 
 def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatch, capsys):
-    make_search = assemble._make_search
-    monkeypatch.setattr(assemble, "_make_search", lambda *given: Flaky(make_search(*given)))
+    build_search = components.build_search
+    monkeypatch.setattr(components, "build_search", lambda *given: Flaky(build_search(*given)))
     play(continued(base, tiny_world, num_steps=2), tmp_path)
     told = capsys.readouterr().err
     for record in records(tmp_path)[1:]:
@@ -423,7 +424,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
 ):
     changes = {"optimizer.weight_decay": 0.1, "rollout.max_failed_steps": 3, "num_steps": 2}
     config = continued(base, tiny_world, **changes)
-    parts = assemble.assemble(config)
+    parts = build(config)
     is_mended = False
 
     def all_failed(*args, **kwargs):
@@ -439,7 +440,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
 
     def go_on(workdir):
         failing = dataclasses.replace(made_for(config, parts), rollout=all_failed)
-        run.run(assemble.settings_of(config), workdir, failing, Display())
+        run.run(settings_of(config), workdir, failing, Display())
 
     workdir = tmp_path / "run"
     workdir.mkdir()
@@ -497,7 +498,7 @@ def test_moments_may_be_short_and_in_host_memory_and_activations_too(
         return end(session, state)
 
     monkeypatch.setattr(Session, "end", watched)
-    run.run(assemble.settings_of(config), tmp_path, assemble.assemble(config), Display())
+    run.run(settings_of(config), tmp_path, build(config), Display())
     [state] = states
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}
     assert kinds == {HOST_MEMORY}

@@ -21,7 +21,7 @@ from jaxrl.training.run_state import Progress, Session
 from jaxrl.training.usage import Ledger
 from jaxrl.types import Group, members
 from tests.episodes import ANSWER, SEARCH, NumberedTasks, grouped, make_failure, make_trajectory
-from tests.helpers import method_of, method_with, settings, settings_of
+from tests.helpers import method_of, method_with, resolved, settings, settings_of
 
 
 def trajectory(group_id, reward, seed=0, **fields):
@@ -33,7 +33,7 @@ def minibatches(trajectories, **changes):
     config.update_from_flattened_dict(
         {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "optimizer.micro_rows": 2, **changes}
     )
-    shape, method = batch_shape(config, "train"), method_of(config)
+    shape, method = batch_shape(resolved(config), "train"), method_of(config)
     groups = Estimator(method.advantage, method.seed)(grouped(trajectories), 0, 0)
     return make_minibatches(groups, shape, method, controllers=Controllers())
 
@@ -97,7 +97,7 @@ def test_what_an_interrupted_collection_has_cost_is_counted():
     """A first batch of 2 groups of 2, each with a search, is dropped; the second never ends."""
     searching = trajectory(0, 1.0, turns=(SEARCH, ANSWER))
 
-    def rollout(draws, **_):
+    def rollout(draws, *_, **__):
         if draws[0].stream_index:
             raise Interrupted("a rollout was asked to stop")
         return [Group(trajectories=(searching, searching)) for _ in draws]

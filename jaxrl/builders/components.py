@@ -37,7 +37,6 @@ from jaxrl.builders.probe import probe_method, probe_rewards, probe_schedule, pr
 from jaxrl.builders.resolved import NO_ENGINE, ResolvedConfig
 from jaxrl.config.keys import optional
 from jaxrl.config.schema import OWN_MODEL
-from jaxrl.config.settings import Checkpointing, Costs, Evaluation, Settings
 from jaxrl.data.stream import Mixture, Source
 from jaxrl.data.tasks import Tasks, check_data_sources, open_tasks, overlap_note
 from jaxrl.data.tokenizer import Tokenizer
@@ -68,6 +67,7 @@ from jaxrl.training.method import Method
 from jaxrl.training.optimizer import learning_rate, make_optimizer
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.run_state import Components, Stage
+from jaxrl.training.settings import Checkpointing, Costs, Evaluation, Settings
 from jaxrl.training.update import UpdateStep
 from jaxrl.types import Params
 
@@ -181,10 +181,10 @@ def build(
     env, controls = control, {"empty_search": rollout_of(control)}
     if c.searches:
         search = build_search(c, show, workdir, log)
-        probe_tools(c, tools, search.engine)
         if "random_search" in c.suites:
             random_search = build_random_search(c, search)
             controls["random_search"] = rollout_of(build_environment(c, random_search, tools))
+        probe_tools(c, tools, search.engine)
         env = build_environment(c, search, tools)
     else:
         probe_tools(c, tools, None)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.config.keys import refuse
 from jaxrl.config.registry import (
     check_settings,
     function_settings,
@@ -335,6 +336,8 @@ def _protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Protocol], 
     """Return a function that makes the protocol for some tools, and the protocol without tools."""
     key, name = "env.search.protocol", config.env.search.protocol
     function = resolve(key, name, PROTOCOLS, example="my_protocol.make")
+    if not callable(function):
+        refuse(key, name, "a function from names of tools to a protocol")
     section = config.env.search.get(name)
     make = partial(function, **(section.to_dict() if section else {}))
     protocol: Protocol = probe(

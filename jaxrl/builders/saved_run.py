@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.builders.components import RunComponents, build
 from jaxrl.builders.resolved import ResolvedConfig, adapter_key, resolve_names, training_steps
-from jaxrl.builders.validation import validate
+from jaxrl.builders.validation import check_rules, check_values
 from jaxrl.config.loading import as_default, check_keys, load_values
 from jaxrl.config.schema import KEYS, OWN_MODEL, default_config, with_tuples
 from jaxrl.logs.display import Display
@@ -184,13 +184,16 @@ def resolve_saved(config: ConfigDict, *, is_changed: bool) -> ResolvedConfig:
         config: The run's configuration, which is changed.
         is_changed: Check the rules between keys, because some differ from the run's.
     """
+    if is_changed:
+        check_values(config)
     config.stages = ()  # no data are read
     judges, prices = config.reward.judges, config.ledger.prices
     config.ledger.prices = {name: prices[name] for name in prices if name not in judges}
     config.reward.settings, config.reward.judges, config.reward.weights = {}, {}, {}
     leave_out_method(config)
-    resolve = validate if is_changed else resolve_names
-    resolved = resolve(config, needs_data=False)
+    resolved = resolve_names(config, needs_data=False)
+    if is_changed:
+        check_rules(resolved, needs_data=False)
     config.reward.correct = resolved.correct_by
     # Nothing scores the answers, but an episode ends with a reward.
     return dataclasses.replace(resolved, reward_weights={resolved.environment_parts[0]: 1.0})

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.builders.resolved import (
-    CORPORA,
-    NO_ENGINE,
-    ResolvedConfig,
-    resolve_names,
-)
+from jaxrl.builders.resolved import CORPORA, NO_ENGINE, ResolvedConfig, resolve_names
 from jaxrl.config.keys import Rule, refuse
 from jaxrl.config.loading import check_keys
 from jaxrl.config.schema import EXTRA_KEYS, KEYS, OWN_MODEL, SUITES, flatten
@@ -32,6 +28,18 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
     Raises:
         ValueError: A value, name or combination is wrong. The message names the key.
     """
+    check_values(config)
+    resolved = resolve_names(config, needs_data=needs_data)
+    check_rules(resolved, needs_data=needs_data)
+    return resolved
+
+
+def check_values(config: ConfigDict) -> None:
+    """Check every key by itself.
+
+    Raises:
+        ValueError: A key is missing or unknown, or its value is wrong. The message names the key.
+    """
     values = flatten(config)
     check_keys(values)
     missing = next((key for key in KEYS if key not in values), None)
@@ -42,7 +50,20 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
         )
     for name, key in KEYS.items():
         key.check(name, values[name])
-    resolved = resolve_names(config, needs_data=needs_data)
+
+
+def check_rules(resolved: ResolvedConfig, *, needs_data: bool = True) -> None:
+    """Check the rules between keys.
+
+    Args:
+        resolved: Configuration whose values are checked.
+        needs_data: Require the data files of the configured stages.
+
+    Raises:
+        ValueError: A combination is wrong. The message names the key.
+    """
+    config = resolved.config
+    values = flatten(config)
     _check_tools(resolved)
     _check_rewards(resolved)
     _check_signs(resolved)
@@ -56,7 +77,6 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
     _check_sizes(resolved)
     _check_best_metric(config)
     _check_required(resolved, needs_data=needs_data)
-    return resolved
 
 
 def warnings(resolved: ResolvedConfig) -> list[str]:
@@ -82,6 +102,8 @@ def _check_tools(c: ResolvedConfig) -> None:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         refuse(key, names, f"each tool once, not {twice[0]!r} twice")
+    if servers := c.env.search.get("mcp"):
+        pkgutil.resolve_name("jaxrl.extras.mcp.servers:check_servers")(servers)
     if not issubclass(c.env_class, SearchEnv):
         return
     protocol = c.protocol(())
@@ -97,7 +119,7 @@ def _check_tools(c: ResolvedConfig) -> None:
             NO_ENGINE,
             "an engine such as 'local' or 'empty': only env.search.protocol='qwen' does without",
         )
-    if c.env.search.get("mcp") and not engine and not c.tools:
+    if servers and not engine and not c.tools:
         return  # the servers name their tools when they start
     try:
         with_tools(c.protocol, [*engine, *(tool.name for tool in c.tools)])

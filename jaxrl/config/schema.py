@@ -2,8 +2,7 @@
 
 Checks of single values, `default_config()`, what a restart compares and the tables of
 docs/configuration.md come from `KEYS`. Those of an optional capability stand in its folder, and
-rules between keys beside the feature that needs them (`method.py`, `environment.py`,
-`config_checks.py`, `extras/*/keys.py`).
+rules between keys in `jaxrl/builders/validation.py` and `extras/*/keys.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from jaxrl.config.keys import (
     is_finite,
     load_extra_keys,
 )
-from jaxrl.config.settings import STAGES
 from jaxrl.utils.json_io import read_object
 
 SECTIONS = {
@@ -150,6 +148,9 @@ def _tasks(name: str, what: str, split: str, restart: str) -> dict[str, Key]:
             "2.0}, {'source': 'b.jsonl'})`.", restart=restart),
     }
 
+
+STAGES = ("sft", "train", "evaluate")
+"""Stages of a run, in their order."""
 
 KEYS: dict[str, Key] = {
     "stages": Key(("train", "evaluate"), "Stages of the run, in this order: `sft`, `train`, "

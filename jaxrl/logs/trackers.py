@@ -15,9 +15,9 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 
-from jaxrl.config.settings import Settings
 from jaxrl.logs.writers import MetricsLog
 from jaxrl.training.interfaces import Record
+from jaxrl.training.settings import Settings
 
 
 def missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:

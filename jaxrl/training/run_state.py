@@ -14,7 +14,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxrl.config.settings import STAGES, Settings
 from jaxrl.data import serialization
 from jaxrl.envs.base import Task
 from jaxrl.logs.metrics import plain_numbers
@@ -30,6 +29,7 @@ from jaxrl.training.failures import Failures
 from jaxrl.training.interfaces import Checkpoints, Record, Records, Shown, TakeNotes, WriteSamples
 from jaxrl.training.method import Method, OptimizerSettings
 from jaxrl.training.packing import BatchShape, TokenSequence
+from jaxrl.training.settings import STAGES, Settings
 from jaxrl.training.update import UpdateStep, init_state, with_moments_in
 from jaxrl.training.usage import Ledger, check_budget
 from jaxrl.training.watch import Watched

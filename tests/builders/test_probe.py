@@ -111,9 +111,6 @@ class Down(SearchEngine):
     def run(self, call): return ""
 class Silent(SearchEngine):
     def run(self, call): return None
-class Strange(SearchEngine):
-    def __new__(cls): return 3
-    def run(self, call): return ""
 
 class Game(Env):
     stop_strings, reward_parts = ("</a>",), ("exact_match",)
@@ -130,8 +127,6 @@ class Narrow(Game):
     def score(self): return []
 class Failing(Game):
     def __init__(self): raise ValueError("no game")
-class Nobody(Game):
-    def __new__(cls): return None
 class Turned(Game):
     def __init__(self): self.reward_parts = ("f1",)
 game = Game()
@@ -195,7 +190,7 @@ WRONG_NAMES = {
     "optimizer.schedule": "wrong.by_branch wrong.endless wrong.grown wrong.ending wrong.sinking "
     "wrong.rate",
     "filter.name": "wrong.indices wrong.short wrong.nothing wrong.raises wrong.ends",
-    "env.name": "wrong.Comma wrong.Parts wrong.Hollow wrong.Failing wrong.Nobody wrong.game",
+    "env.name": "wrong.Comma wrong.Parts wrong.Hollow wrong.Failing wrong.game",
     "env.search.tools": "wrong.Bell,wrong.Bell wrong.Bell,wrong.Twin wrong.Spaced wrong.Deaf "
     "wrong.Late wrong.Broken wrong.bell",
     "reward.weights": "wrong.one wrong.places wrong.each wrong.Kind wrong.thing wrong.fails "
@@ -204,7 +199,7 @@ WRONG_NAMES = {
     "wrong.no_answer wrong.unmeasured",
     "model.architecture": "jaxrl.models.architecture.Architecture wrong.Sketch wrong.Empty "
     "wrong.Lost",
-    "search.engine": "wrong.Finder wrong.Down wrong.Strange wrong.Silent",
+    "search.engine": "wrong.Finder wrong.Down wrong.Silent",
 }
 """Values of keys that name code which cannot be used."""
 

@@ -470,7 +470,11 @@ def test_unusual_settings_are_warned_of(changes, warned):
 
 def test_parts_that_are_not_the_environments_are_known_by_name(monkeypatch):
     config = helpers.settings(
-        **{"reward.weights": {"exact_match": 1.0}, "reward.correct": "math_verify"}
+        **{
+            "model.path": "a",
+            "reward.weights": {"exact_match": 1.0},
+            "reward.correct": "math_verify",
+        }
     )
     resolved = validate(config, needs_data=False)
     assert [*resolved.reward_parts] == ["math_verify"]

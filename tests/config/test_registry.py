@@ -25,33 +25,33 @@ def test_a_name_is_an_entry_of_the_table_or_a_dotted_one():
             "serch",
             "is 'serch' (did you mean 'search'?); expected one of search, math",
         ),
-        ("env.name", "nowhere.Env", "no module 'nowhere' is on sys.path; put its file beside"),
+        ("env.name", "nowhere.Env", "nowhere"),
         ("env.name", "json.Env", "/json/__init__.py does not define 'Env'"),
-        ("env.name", "json.dumps", "a function; expected a class with stop_strings, reward_parts"),
+        ("env.name", "json.dumps", "json.dumps"),
         (
             "env.search.tools",
             ("json.JSONDecoder",),
-            "expected a class of jaxrl.envs",
+            "json.JSONDecoder",
         ),
         (
             "env.search.protocol",
             "xml",
-            "is 'xml'; expected one of search_r1, bapo, qwen, a",
+            "is 'xml'; expected one of search_r1, bapo, qwen",
         ),
-        ("env.settings", {"a": 1}, "expected {}: they are for one of your own"),
-        ("search.settings", {"a": 1}, "expected {}: they are for one of your own"),
+        ("env.settings", {"a": 1}, "expected {}"),
+        ("search.settings", {"a": 1}, "expected {}"),
         (
             "reward.weights",
             {"math": 1.0},
             "no reward part 'math'; did you mean 'format'? Known parts",
         ),
-        ("reward.weights", {"my_reward.f1": 1.0}, "no module 'my_reward' is on sys.path"),
+        ("reward.weights", {"my_reward.f1": 1.0}, "my_reward"),
         (
             "reward.weights",
             {"jaxrl.envs.rewards.rules.f1": 1.0},
-            "expected a function f(response, answers); or f(turns, answers)",
+            "expected a function",
         ),
-        ("reward.correct", "bapo", "expected a part that is measured: answer, exact_match"),
+        ("reward.correct", "bapo", "expected one of answer, exact_match"),
     ],
 )
 def test_what_stands_for_nothing_is_refused_with_its_key(key, value, message):
@@ -67,18 +67,16 @@ def thing(engine, *, size, colour="red"):
 
 def test_parameters_are_bound_by_name():
     assert instantiate("x.settings", thing, {"size": 2}, engine=1, other=0) == (1, 2, "red")
-    with pytest.raises(
-        ValueError, match=r"config.x.settings holds 'sise', which thing does not ta"
-    ):
+    with pytest.raises(ValueError, match=r"config.x.settings has 'sise'"):
         instantiate("x.settings", thing, {"sise": 2}, engine=1)
-    with pytest.raises(ValueError, match=r"config.x.settings lacks 'size', which thing asks for"):
+    with pytest.raises(ValueError, match=r"config.x.settings lacks 'size'"):
         instantiate("x.settings", thing, {}, engine=1)
 
 
 def test_a_folder_with_nothing_but_pythons_leavings_is_not_there(tmp_path, monkeypatch):
     (tmp_path / "extras" / "kind" / "__pycache__").mkdir(parents=True)
     monkeypatch.setattr("jaxrl.config.registry.__file__", str(tmp_path / "config" / "registry.py"))
-    with pytest.raises(ValueError, match=r"asks for jaxrl/extras/kind, and that folder is not the"):
+    with pytest.raises(ValueError, match=r"jaxrl/extras/kind"):
         resolve("env.name", "mine", {"mine": "jaxrl.extras.kind.thing:Env"}, example="x.Y")
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxrl
 from configs import ares_looking, debug_tiny, looking, quickstart, seeking
 from jaxrl.builders.validation import validate
 from jaxrl.config import schema as configuration
@@ -39,7 +40,7 @@ def test_shipped_configs_are_valid(name):
         ("model.dtype", "float16", "one of float32, bfloat16"),
         ("model.head_dtype", "bfloat16", "one of '', float32"),
         ("search.engine", "google", "one of local, "),
-        ("search.engine", "none", "an engine, as 'local'"),
+        ("search.engine", "none", "an engine such as"),
         ("advantage.name", "gae", "one of grpo"),
         ("loss.name", "reinforce", "one of clip"),
         ("loss.aggregation", "mean", "one of token-mean, seq-mean-token-mean"),
@@ -70,7 +71,7 @@ def test_shipped_configs_are_valid(name):
         ("eval.samples", 0, "a number above 0 and of at most 256"),
         ("eval.samples", 257, "a number above 0 and of at most 256"),
         ("eval.resamples", 0, "a number above 0"),
-        ("eval.ks", (1, 2), "a tuple of whole numbers from 1 to eval.samples=1"),
+        ("eval.ks", (1, 2), "a tuple of integers from 1 to eval.samples=1"),
         ("advantage.pass_at_k.k_schedule", (4, 1), "pairs (step, k)"),
         ("advantage.pass_at_k.k_schedule", ((0, 4, 1),), "pairs (step, k)"),
         ("advantage.pass_at_k.k_schedule", ((0, 4.0),), "pairs (step, k)"),
@@ -82,9 +83,9 @@ def test_shipped_configs_are_valid(name):
             "pairs (step, k) of whole numbers",
         ),
         ("advantage.pass_at_k.k_schedule", ((0, 4), (9, 2), (9, 1)), "pairs (step, k) of whole"),
-        ("eval.ks", (0,), "a tuple of whole numbers from 1 to eval.samples=1"),
-        ("eval.ks", (1.0,), "a tuple of whole numbers from 1 to eval.samples=1"),
-        ("eval.ks", (True,), "a tuple of whole numbers from 1 to eval.samples=1"),
+        ("eval.ks", (0,), "a tuple of integers from 1 to eval.samples=1"),
+        ("eval.ks", (1.0,), "a tuple of integers from 1 to eval.samples=1"),
+        ("eval.ks", (True,), "a tuple of integers from 1 to eval.samples=1"),
         ("rollout.max_turns", -1, "a number of at least 0"),
         ("rollout.num_rows", 0, "a number above 0"),
         ("rollout.cache_gib", -1.0, "a number of at least 0 and of at most 1048576"),
@@ -103,10 +104,10 @@ def test_shipped_configs_are_valid(name):
         ("optimizer.beta2", 1.5, "a number of at least 0 and below 1"),
         ("sft.optimizer.final_lr_fraction", -0.1, "a number of at least 0 and of at most 1"),
         ("log.trajectories", -2, "0 or more, or -1 for all"),
-        ("rollout.group_size", 1, "at least 2, since the estimator compares"),
+        ("rollout.group_size", 1, "at least 2"),
         ("optimizer.num_minibatches", 3, "a divisor of rollout.tasks_per_step=4"),
         ("rollout.max_prompt_tokens", 192, "less than rollout.max_total_tokens=192"),
-        ("rollout.context.max_tokens", 96, "0, unless rollout.context.name says"),
+        ("rollout.context.max_tokens", 96, "0"),
         ("prompt.template", "Question:", "text that contains {question}"),
         ("prompt.examples", ({"role": "user"},), "messages with 'role' and 'content'"),
         ("model.path", "", "a path"),
@@ -128,8 +129,6 @@ def test_shipped_configs_are_valid(name):
         # What no clock could wait for.
         ("search.deadline_s", 1e10, "at most 1e+09 seconds"),
         ("env.step_deadline_s", 1e300, "at most 1e+09 seconds"),
-        # Also where nobody asks for it.
-        ("env.search.python.sandbox", "docker", "one of monty, bubblewrap"),
     ],
 )
 def test_rules(config, key, value, expected):
@@ -270,15 +269,15 @@ def test_the_best_metric_is_one_that_is_written(config, name, changes, is_writte
     if is_written:
         validate(config)
     else:
-        wanted = r"config\.eval\.best_metric is .*; expected what an"
+        wanted = r"config\.eval\.best_metric is "
         with pytest.raises(ValueError, match=wanted) as refused:
             validate(config)
-        _, offered = str(refused.value).split(" writes, as ")
+        _, offered = str(refused.value).split(", such as ")
         assert name not in offered.split(";")[0].split(" or ")
 
 
 def test_each_capability_with_keys_brings_its_own():
-    folders = Path(configuration.__file__).parent.glob("extras/*/keys.py")
+    folders = Path(jaxrl.__file__).parent.glob("extras/*/keys.py")
     assert {path.parent.name for path in folders} == {*configuration.EXTRA_KEYS}
     brought = [key for one in configuration.EXTRA_KEYS.values() for key in one.keys]
     assert len(brought) == len({*brought})

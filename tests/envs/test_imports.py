@@ -19,7 +19,7 @@ print("\\n".join(sys.modules))
 def test_environments_import_no_jax_and_little_of_jaxrl():
     command = [sys.executable, "-c", SHOW, *MODULES]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert {f"jaxrl.envs.{name}" for name in ("search", "math", "tools")} <= set(loaded)
+    assert {f"jaxrl.envs.{name}" for name in ("search_env", "math_env", "protocol")} <= set(loaded)
     ours = [name for name in loaded if name.split(".")[0] == "jaxrl"]
     rooms = ("jaxrl.envs.", "jaxrl.utils.")
     assert [name for name in ours if not f"{name}.".startswith(rooms)] == ["jaxrl"]

@@ -3,6 +3,7 @@
 import http.server
 import itertools
 import json
+import re
 import sys
 import threading
 import urllib.parse
@@ -482,59 +483,31 @@ def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "name"),
     [
-        (
-            {"advantage.name": "my_estimator.by_rank", "advantage.settings": {"k": 3}},
-            "config.advantage.settings holds 'k', which my_estimator.by_rank does not take; it "
-            "takes scale.",
-        ),
-        (
-            {"advantage.settings": {"scale": 3}},
-            "config.advantage.settings is .*; expected {}: they are for one of your own, not for "
-            r"'grpo', whose keys are in config.advantage.grpo\.",
-        ),
-        (
-            {"loss.name": "my_filter.has_success"},
-            "config.loss.name names 'my_filter.has_success', which asks for 'rewards'; expected "
-            "some of logprobs, ",
-        ),
-        (
-            {"filter.settings": {"least": 1}},
-            "config.filter.settings is .*: they are for one of your own, not for 'none'",
-        ),
-        ({"advantage.name": "math.pi"}, "names 'math.pi', a float; expected a function"),
-        ({"advantage.name": "builtins.print"}, "names 'builtins.print'; expected a function whose"),
+        ({"advantage.name": "my_estimator.by_rank", "advantage.settings": {"k": 3}}, "'k'"),
+        ({"advantage.settings": {"scale": 3}}, "advantage.settings"),
+        ({"loss.name": "my_filter.has_success"}, "my_filter.has_success"),
+        ({"filter.settings": {"least": 1}}, "filter.settings"),
+        ({"advantage.name": "math.pi"}, "math.pi"),
+        ({"advantage.name": "builtins.print"}, "builtins.print"),
         (
             {"advantage.name": "my_estimator.by_rank", "advantage.settings": {"scale": {1}}},
-            "config.advantage.settings is .*; expected names with true, false, a number or a text",
+            "advantage.settings",
         ),
-        (
-            {"loss.aggregation": "my_loss.floored"},
-            "config.loss.aggregation names 'my_loss.floored', which asks for 'logprobs'; expected "
-            "some of token_counts",
-        ),
-        (
-            {"kl.estimator": "numpy.linspace"},
-            "config.kl.estimator names 'numpy.linspace', which asks for 'start'; expected some of "
-            "log_ratios",
-        ),
-        (
-            {"sft.optimizer.schedule": "optax.cosine_decay_schedule"},
-            "config.sft.optimizer.schedule names .* asks for 'init_value'; expected some of peak",
-        ),
-        (
-            {"reward.weights": {"math.pi": 1.0}},
-            "names 'math.pi', a float; expected a function f\\(response, answers\\); or ",
-        ),
-        ({"filter.name": "most"}, "config.filter.name is 'most'; expected one of none, varied, "),
+        ({"loss.aggregation": "my_loss.floored"}, "my_loss.floored"),
+        ({"kl.estimator": "numpy.linspace"}, "numpy.linspace"),
+        ({"sft.optimizer.schedule": "optax.cosine_decay_schedule"}, "optax.cosine_decay_schedule"),
+        ({"reward.weights": {"math.pi": 1.0}}, "math.pi"),
+        ({"filter.name": "most"}, "filter.name"),
     ],
 )
-def test_objectives_that_do_not_fit_are_refused(changes, message):
+def test_objectives_that_do_not_fit_are_refused(changes, name):
     config = debug_tiny.get_config()
     config.update_from_flattened_dict(changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(name)) as refusal:
         validate(config)
+    assert str(refusal.value).startswith(f"config.{next(iter(changes)).rpartition('.')[0]}.")
 
 
 def test_a_setting_that_no_key_holds_needs_a_default(monkeypatch, tmp_path):
@@ -545,7 +518,7 @@ def test_a_setting_that_no_key_holds_needs_a_default(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     config = debug_tiny.get_config()
     config.kl.estimator = "my_kl.strict"
-    with pytest.raises(ValueError, match=r"kl.estimator names 'my_kl.strict', which asks for 'lim"):
+    with pytest.raises(ValueError, match=r"config.kl.estimator .*'limit'"):
         validate(config)
     config.kl.estimator = "my_kl.square"
     estimator = validate(config).kl_estimator

@@ -29,6 +29,7 @@ from tests.helpers import (
     policy_loss,
     random_sequences,
     read_tokens,
+    resolved,
     settings_of,
 )
 from tests.toys import Player, one_device_mesh, toy_tokenizer
@@ -96,7 +97,7 @@ def test_a_run_trains_and_exports_it(tiny_world, folder, tmp_path):
     config.model.path = str(folder)
     config.model.architecture = NAME  # the one line
     config.sft.num_steps, config.num_steps, config.eval.max_tasks = 2, 1, 2
-    assert memory.make_plan(config, POCKET, memory.host_target()).fits
+    assert memory.make_plan(resolved(config), POCKET, memory.host_target()).fits
 
     workdir = tmp_path / "run"
     workdir.mkdir()

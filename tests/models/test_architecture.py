@@ -78,9 +78,9 @@ def test_an_unknown_model_type_says_what_to_do(tmp_path):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("nowhere.to.be.Found", "no module 'nowhere' is on sys.path"),
+        ("nowhere.to.be.Found", "nowhere"),
         ("jaxrl.models.qwen.Llama", "qwen.py does not define 'Llama'"),
-        ("no name", "expected one of qwen2, .*, a dotted name"),
+        ("no name", "expected one of qwen2"),
         ("jaxrl.models.qwen.MLP", "is no subclass of jaxrl.models.architecture.Architecture"),
     ],
 )

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from configs import debug_tiny
+from jaxrl.builders import components
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.config.schema import flatten
 from jaxrl.launch import make_ready
@@ -147,15 +148,18 @@ def test_an_adapter_has_a_fingerprint_wherever_it_lies(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key",
+    ("key", "argument"),
     [
-        *("advantage.name", "loss.aggregation", "kl.estimator", "optimizer.schedule"),
-        "sft.optimizer.schedule",
+        ("advantage.name", "rewards"),
+        ("loss.aggregation", "token_counts"),
+        ("kl.estimator", "log_ratios"),
+        ("optimizer.schedule", "peak"),
+        ("sft.optimizer.schedule", "peak"),
     ],
 )
-def test_code_of_ones_own_has_a_fingerprint(key, world, tmp_path, monkeypatch):
+def test_code_of_ones_own_has_a_fingerprint(key, argument, world, tmp_path, monkeypatch):
     file = tmp_path / "mine_alone.py"
-    file.write_text("def estimate(rewards, group_ids):\n    return rewards\n")
+    file.write_text(f"def estimate({argument}):\n    return {argument}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine_alone", raising=False)
     config = debug_tiny.get_config(str(world))
@@ -163,11 +167,13 @@ def test_code_of_ones_own_has_a_fingerprint(key, world, tmp_path, monkeypatch):
     config.update_from_flattened_dict({key: "mine_alone.estimate"})
     found = fingerprints(resolve_names(config))
     assert found.keys() - before.keys() == {f"{key}'s file"}
-    file.write_text("def estimate(rewards, group_ids):\n    return -rewards\n")
+    file.write_text(f"def estimate({argument}):\n    return -{argument}\n")
     changed = fingerprints(resolve_names(config))
     assert {name for name in found if found[name] != changed[name]} == {f"{key}'s file"}
     [change] = changes_since(
-        Begun(step=1, config=plain(flatten(config)), contents=found), config, changed
+        Begun(step=1, config=plain(flatten(config)), contents=found),
+        resolve_names(config),
+        changed,
     )
     assert str(change) == f"config.{key}'s file (content): another one than before"
     assert not change.is_free
@@ -257,16 +263,17 @@ def test_a_run_keeps_the_time_of_its_first_prompts(world, tmp_path, monkeypatch)
     later = dataclasses.replace(first, prompt_time="2030-01-01T00:00:00")
     write_environment(tmp_path / "environment.json", 1, later)
     made, said = [], []
+    original = components.build
 
     def spy(*arguments, **settings):
-        made.append(build(*arguments, **settings))
+        made.append(original(*arguments, **settings))
         return made[-1]
 
     monkeypatch.setattr("jaxrl.builders.components.build", spy)
     display = Display()
     display.log = said.append
     with contextlib.ExitStack() as stack:
-        make_ready(config, tmp_path, display, stack)
+        make_ready(resolve_names(config), tmp_path, display, stack)
     tokenizer = made[0].tokenizer
     prompt = tokenizer.render_prompt([{"role": "user", "content": "Where?"}])
     assert tokenizer.decode(prompt) == "user on 29 Feb 2024: Where?"

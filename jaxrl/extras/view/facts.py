@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.config.schema import default_config, flatten
-from jaxrl.config.settings import STAGES
 from jaxrl.extras.view.reader import Evaluation, RunReader, as_dict, as_list
+from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import number_of
 
 STAGE_LABELS = {"sft": "warm start", "train": "reinforcement learning", "evaluate": "evaluation"}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl.config.schema import flat_json
-from jaxrl.config.settings import STAGES
 from jaxrl.extras.view.responses import failure_kind, is_right
 from jaxrl.extras.view.trajectories import (
     MAX_ANSWER,
@@ -22,6 +21,7 @@ from jaxrl.extras.view.trajectories import (
     identify,
 )
 from jaxrl.runtime.history import HISTORY, read_history
+from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import number_of, parse_json, read_object
 
 FILES = ("metrics.jsonl", "config.json", "eval", "trajectories")

@@ -148,7 +148,7 @@ def test_an_error_is_of_its_episode_alone_with_its_place():
         told = f"in the reward part '{function.__name__}' of the task 't0'"
         assert report.splitlines()[0].endswith(told)
         assert f"in {function.__name__}" in report
-        assert "test_payment.py" in report
+        assert "test_combiner.py" in report
     [[error]] = paid(payment({"ends": 1.0}, ends), ["a"])
     assert isinstance(error, SystemExit)
 

@@ -550,13 +550,13 @@ BUILD_AND_DIE = """
 import os, sys
 from jaxrl.envs.search import bm25
 
-def read_then_die(*about, read=local_search.read_corpus):
+def read_then_die(*about, read=bm25.read_corpus):
     documents = read(*about)
     yield next(documents)
     os._exit(9)
 
-local_search.read_corpus = read_then_die
-local_search.LocalSearch(*sys.argv[1:])
+bm25.read_corpus = read_then_die
+bm25.LocalSearch(*sys.argv[1:])
 """
 
 
@@ -572,7 +572,7 @@ BUILD = """
 import sys
 from jaxrl.envs.search import bm25
 
-found = local_search.LocalSearch(*sys.argv[1:]).run("word 499")
+found = bm25.LocalSearch(*sys.argv[1:]).run("word 499")
 assert found.startswith("Doc 1(Title: word 499)"), found
 """
 

@@ -27,7 +27,7 @@ from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.training.run_state import Progress
 from jaxrl.types import Group, TrainState
 from tests.episodes import make_failure, make_trajectory
-from tests.helpers import as_nobody
+from tests.helpers import as_nobody, resolved
 
 TOOL = '''
 def lookup(word: str) -> str:
@@ -270,7 +270,7 @@ def test_a_search_engine_that_is_not_there_is_told(monkeypatch, capsys):
         raise OutageError(told)
 
     parts = types.SimpleNamespace(rollout=down)
-    opened = lambda *_, **__: (parts, debug_tiny.get_config())  # noqa: E731
+    opened = lambda *_, **__: (parts, resolved(debug_tiny.get_config()))  # noqa: E731
     monkeypatch.setattr(chat, "open_run", opened)
     with pytest.raises(SystemExit) as ended:
         chat.main(["run", "Who taught Ada?", "Who taught Ben?"])
@@ -312,7 +312,7 @@ def talk(rollout, **keys):
     config = debug_tiny.get_config()
     config.prompt.system, config.prompt.template = "Be brief.", "Question: {question}"
     config.update_from_flattened_dict(keys)
-    return Conversation(types.SimpleNamespace(rollout=rollout), config)
+    return Conversation(types.SimpleNamespace(rollout=rollout), resolved(config))
 
 
 def test_a_later_question_stands_behind_what_was_said():

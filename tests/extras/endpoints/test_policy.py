@@ -359,7 +359,7 @@ def test_calls_in_the_chat_template_are_refused():
     prompt = Prompt(system="", template="{question}")
     env = Templated(Capitals(), prompt=prompt, max_turns=1)
     model = ChatModel({"url": "http://127.0.0.1:1", "model": "m"})
-    with pytest.raises(ValueError, match=r"config\.env\.search\.protocol='search_r1'"):
+    with pytest.raises(ValueError, match=r"config\.env\.search\.protocol"):
         ChatRollout(model, env, toy_tokenizer(), LIMITS, Schedule(), lambda groups: [])
 
 

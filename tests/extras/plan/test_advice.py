@@ -43,12 +43,12 @@ class TestMicroRows:
         cpu = replace(NODE, platform="cpu", num_devices=1, memory_bytes=10**15)
         config = large_run(fsdp=1, **{"optimizer.micro_rows": 0})
         peaks = [
-            train_phase(advice._changed(config, {"optimizer.micro_rows": rows}), target=cpu).peak
+            train_phase(config.with_values({"optimizer.micro_rows": rows}), target=cpu).peak
             for rows in (1, 2)
         ]
         tight = replace(cpu, memory_bytes=round(sum(peaks) / 2 / memory.USABLE))
         assert advice.best_micro_rows(config, QWEN_7B, tight, "train") == (1, peaks[0])
-        config.stages, config.sft.batch_size = ("sft",), 1
+        config = config.with_values({"stages": ("sft",), "sft.batch_size": 1})
         assert advice.best_micro_rows(config, QWEN_7B, cpu, "sft")[0] == 1
 
     def test_where_nothing_fits(self):
@@ -64,10 +64,10 @@ class TestAdvice:
         found = advice.advise(config, QWEN_7B, NODE)
         assert {"optimizer.micro_rows": 128} in [one.settings for one in found]
         for one in found:
-            changed = memory.make_plan(advice._changed(config, one.settings), QWEN_7B, NODE)
+            changed = memory.make_plan(config.with_values(one.settings), QWEN_7B, NODE)
             assert (changed.peak, changed.fits) == (one.peak, True)
         assert not memory.make_plan(
-            advice._changed(config, {"optimizer.micro_rows": 256}), QWEN_7B, NODE
+            config.with_values({"optimizer.micro_rows": 256}), QWEN_7B, NODE
         ).fits
 
     def test_rows_stay_multiples_of_what_the_mesh_divides(self):
@@ -162,8 +162,7 @@ class TestWhatElseThereIs:
         ]
 
     def test_moments_of_every_stage_that_runs(self):
-        config = large_run()
-        config.stages = ("sft", "train", "evaluate")
+        config = large_run(stages=("sft", "train", "evaluate"))
         tried = [one for options in advice._options(config, QWEN_7B, NODE) for one in options]
         assert {"sft.optimizer.offload": True, "optimizer.offload": True} in tried
         assert "optimizer.offload" not in keys_tried(large_run(), replace(NODE, platform="cpu"))
@@ -181,7 +180,7 @@ class TestWhatElseThereIs:
 
     def test_a_run_ahead_may_wait_or_sample_on_devices_of_its_own(self):
         config = large_run(**AHEAD, **{"rollout.num_rows": 72})
-        alone = memory.make_plan(advice._changed(config, {"rollout.ahead": 0}), QWEN_7B, NODE)
+        alone = memory.make_plan(config.with_values({"rollout.ahead": 0}), QWEN_7B, NODE)
         assert memory.make_plan(config, QWEN_7B, NODE).peak > alone.peak
         found = advice.advise(config, QWEN_7B, target_of(alone.peak))
         settings = [one.settings for one in found]
@@ -197,7 +196,7 @@ class TestWhatElseThereIs:
             "optimizer.micro_rows": 7,
         }
         for one in found:
-            validate(advice._changed(config, one.settings), needs_data=False)
+            validate(config.with_values(one.settings).config, needs_data=False)
 
     def test_devices_that_only_sample_may_be_fewer_or_none(self):
         own = {"mesh.data": 1, "mesh.rollout_devices": 4, "optimizer.micro_rows": 4}
@@ -215,8 +214,8 @@ class TestWhatElseThereIs:
         assert [one["rollout.num_rows"] for one in divisions] == [6, 6, 8]
         assert [one["rollout.ahead"] for one in divisions] == [1, 1, 0]
         for one in divisions:
-            changed = advice._changed(config, one)
-            validate(changed, needs_data=False)
+            changed = config.with_values(one)
+            validate(changed.config, needs_data=False)
             memory.make_plan(changed, QWEN_7B, NODE)
 
 

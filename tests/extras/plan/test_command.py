@@ -20,7 +20,7 @@ from jaxrl.builders.capacity import GIB, CacheSizes, gib
 from jaxrl.extras.plan import advice, display, memory
 from jaxrl.models.registry import read_model
 from tests.extras.plan.cases import NODE, QWEN_7B, ROOT, large_run
-from tests.helpers import readme_config
+from tests.helpers import readme_config, resolved
 
 FITS = re.findall(
     r"^\| `(--config=(\S+) .*?)` \| ([\d.]+) GiB \| (\w+) \|",
@@ -43,7 +43,8 @@ def test_bytes_for_people_by_hand():
 
 def test_the_plan_of_a_tiny_model_is_in_mib(tiny_world):
     """In GiB each of its rows is 0.00."""
-    config, model = debug_tiny.get_config(str(tiny_world)), read_model(tiny_world / "model")
+    config = resolved(debug_tiny.get_config(str(tiny_world)))
+    model = read_model(tiny_world / "model")
     laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * GIB)
     plan = memory.make_plan(config, model, laptop)
     out = io.StringIO()
@@ -79,12 +80,12 @@ class TestShipped:
     def test_small_ones_fit_a_laptop(self, path, tiny_world):
         names = {}
         exec(path.read_text(encoding="utf-8"), names)
-        config = names["get_config"](str(tiny_world))
+        config = resolved(names["get_config"]())
         laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * GIB)
         assert memory.make_plan(config, read_model(tiny_world / "model"), laptop).fits
 
     def test_the_readme_s_example(self):
-        config = readme_config()
+        config = resolved(readme_config())
         model = read_model(ROOT / "configs/models" / Path(config.model.path).name.lower())
         advice.choose_micro_rows(config, model, NODE)
         assert memory.make_plan(config, model, NODE).fits
@@ -92,7 +93,7 @@ class TestShipped:
 
 class TestMicroRows:
     def test_is_stored_and_kept_at_a_restart(self, tmp_path, monkeypatch, tiny_world):
-        config = debug_tiny.get_config(str(tiny_world))
+        config = resolved(debug_tiny.get_config(str(tiny_world)))
         config.optimizer.micro_rows = config.sft.optimizer.micro_rows = 0
         roomy = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB)
         monkeypatch.setattr(memory, "host_target", lambda: roomy)
@@ -119,7 +120,7 @@ class TestMicroRows:
     def test_resumed_on_other_devices(
         self, tmp_path, monkeypatch, tiny_world, num_devices, began, rows, note
     ):
-        config = debug_tiny.get_config(str(tiny_world))
+        config = resolved(debug_tiny.get_config(str(tiny_world)))
         config.optimizer.micro_rows = 0
         config.mesh.data = -1
         target = memory.Target(platform="cpu", num_devices=num_devices, memory_bytes=GIB)

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl.extras.plan.memory import Target, make_plan
-from tests.helpers import settings
+from tests.helpers import resolved, settings
 from tests.vision import golden
 
 GPU = Target(platform="gpu", num_devices=1, memory_bytes=2**36)
@@ -20,7 +20,7 @@ SIZES = {
 
 
 def phases(name="qwen2_5_vl", **changes):
-    plan = make_plan(settings(**SIZES, **changes), golden(name)[0], GPU)
+    plan = make_plan(resolved(settings(**SIZES, **changes)), golden(name)[0], GPU)
     return {phase.name: phase for phase in plan.phases}
 
 

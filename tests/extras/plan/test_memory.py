@@ -32,7 +32,7 @@ from tests.extras.plan.cases import (
     large_run,
     train_phase,
 )
-from tests.helpers import NUM_TOKENS, TINY_MOE
+from tests.helpers import NUM_TOKENS, TINY_MOE, resolved, settings
 from tests.toys import one_device_mesh
 from tests.vision import golden
 
@@ -65,19 +65,16 @@ class TestByHand:
 
     def test_between_phases_the_fullest_stage_counts(self):
         keys = {"kl.coef": 0.01, "sft.optimizer.micro_rows": 8}
-        config = large_run(**keys)
-        wanted = memory.make_plan(config, QWEN_7B, NODE).between
+        between = lambda **more: memory.make_plan(large_run(**keys, **more), QWEN_7B, NODE).between  # noqa: E731
+        wanted = between()
         names = ["parameters", "optimizer state", "reference parameters", "decode weights"]
         assert list(wanted) == names
         for stages in (default_config().stages, ("sft", "train", "evaluate"), ("sft", "train")):
-            config.stages = stages
-            assert memory.make_plan(config, QWEN_7B, NODE).between == wanted
-        config.stages = ("evaluate",)
-        between = memory.make_plan(config, QWEN_7B, NODE).between
-        assert list(between) == ["decode weights"]  # in the place of the parameters
-        config.stages = ("sft",)  # nothing is sampled
-        between = memory.make_plan(config, QWEN_7B, NODE).between
-        assert list(between) == ["parameters", "optimizer state"]
+            assert between(stages=stages) == wanted
+        # Decode weights take the place of the parameters.
+        assert list(between(stages=("evaluate",))) == ["decode weights"]
+        # Nothing is sampled.
+        assert list(between(stages=("sft",))) == ["parameters", "optimizer state"]
 
     def test_the_cache_takes_what_is_left(self):
         config = large_run(**{"rollout.num_rows": 4096})
@@ -120,7 +117,7 @@ class TestByHand:
         config = large_run(fsdp=64, **{"optimizer.micro_rows": 64, "rollout.num_rows": 64})
         assert config.sft.optimizer.micro_rows == 8
         memory.make_plan(config, QWEN_32B, replace(NODE, num_devices=64))
-        config.stages = ("sft", "train")
+        config = config.with_values({"stages": ("sft", "train")})
         with pytest.raises(ValueError, match=r"config.sft.optimizer.micro_rows is 8; .* = 64"):
             memory.make_plan(config, QWEN_32B, replace(NODE, num_devices=64))
 
@@ -314,8 +311,8 @@ class TestByHand:
         model = replace(programs.MODELS["tiny"], tie_embeddings=tied)
         target = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB)
         for head in ("", "float32"):
-            config = programs.small_run(1, 1, 1)
-            config.model.dtype, config.model.head_dtype = "bfloat16", head
+            keys = {"model.dtype": "bfloat16", "model.head_dtype": head}
+            config = programs.small_run(1, 1, 1).with_values(keys)
             made = jax.eval_shape(
                 partial(policy_architecture(config, model).decode_weights, dtype=jnp.bfloat16),
                 model.abstract_params(),
@@ -366,8 +363,7 @@ class TestByHand:
 
     def test_an_evaluation_reads_parameters_from_disk_one_at_a_time(self):
         one = replace(NODE, num_devices=1)
-        config = large_run(fsdp=1)
-        config.stages = ("evaluate",)
+        config = large_run(fsdp=1, stages=("evaluate",))
         made = memory.make_plan(config, QWEN_7B, one)
         assert [phase.name for phase in made.phases] == ["rollout", "weights to the sampler"]
         # The three kernels of the MLP are the largest: all are cast while the third is there.
@@ -378,16 +374,14 @@ class TestByHand:
             "one parameter": 4 * kernel,
         }
         # After a warm start all parameters are there.
-        config.stages = ("sft", "evaluate")
-        config.sft.optimizer.micro_rows = 1
+        config = config.with_values({"stages": ("sft", "evaluate"), "sft.optimizer.micro_rows": 1})
         handing = memory.make_plan(config, QWEN_7B, one).phases[-1]
         assert handing.kept["parameters"] == 4 * made.num_params
 
     def test_a_cpu_makes_an_output_layer_of_a_tied_table_too(self):
         one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
         tied = replace(QWEN_7B, num_layers=1, tie_embeddings=True)
-        config = large_run(fsdp=1)
-        config.stages = ("evaluate",)
+        config = large_run(fsdp=1, stages=("evaluate",))
         made = memory.make_plan(config, tied, one).phases[-1].moments["handing over"]
         table = 152_064 * 3584
         # The table is the largest: in its file, as it is read and as an array.
@@ -412,7 +406,7 @@ class TestByHand:
             (("evaluate",), ("sampled", "greedy")),
             (("evaluate",), ("greedy",)),
         ):
-            config.stages, config.eval.final_suites = stages, suites
+            config = config.with_values({"stages": stages, "eval.final_suites": suites})
             phase = memory.make_plan(config, QWEN_7B, one).phases[-2 if "train" in stages else 0]
             decode = phase.moments["decode"]
             past[stages, suites] = decode["rows' past"], decode["logits"], phase.kept
@@ -429,8 +423,7 @@ class TestByHand:
 
     def test_what_is_left_of_a_program_is_counted_once(self):
         one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
-        config = large_run(fsdp=1)
-        config.stages = ("evaluate",)
+        config = large_run(fsdp=1, stages=("evaluate",))
         rollout = memory.make_plan(config, QWEN_7B, one).phases[0]
         assert rollout.moments["compiling"]["compiler"] == (100 + 28 * 4) * 2**20 - 28 * 9 * 2**18
 
@@ -686,9 +679,8 @@ class TestAdapters:
     @pytest.mark.slow(instead="extras/plan/test_memory.py::TestAdapters::test_by_hand")
     @pytest.mark.parametrize("dtype", ["float32", "int8"])
     def test_against_the_compiler(self, dtype):
-        config = programs.small_run(1, 1, 1)
         lora = {"model.lora.rank": 8, "model.lora.base_dtype": dtype}
-        config.update_from_flattened_dict(lora)
+        config = programs.small_run(1, 1, 1).with_values(lora)
         target = replace(NODE, platform="cpu", num_devices=1)
         found = programs.compare(config, programs.MODELS["tiny"], target, jax.devices()[:1])
         TestAgainstTheCompiler().check(found)
@@ -701,11 +693,12 @@ class TestAdapters:
 def test_what_experts_compute_is_copied_in_part_on_a_cpu(
     platform, dtype, dense_bytes, expert_bytes, copies_bfloat16
 ):
-    config = default_config()
-    config.model.dtype = dtype
-    config.optimizer.micro_rows = 1
-    config.rollout.max_total_tokens = 100
-    config.rollout.max_prompt_tokens = 50
+    config = resolved(
+        settings(
+            **{"model.dtype": dtype, "optimizer.micro_rows": 1},
+            **{"rollout.max_total_tokens": 100, "rollout.max_prompt_tokens": 50},
+        )
+    )
     target = memory.Target(platform=platform, num_devices=1, memory_bytes=GIB)
     dense, experts = TINY_MOE.memory_terms(1), TINY_MOE.expert_terms(1, 1)
     phase = memory.update_phase(config, TINY_MOE, target, "train")
@@ -723,9 +716,7 @@ def test_an_accelerator_puts_some_of_what_experts_compute_over_others():
     assert terms.activations - terms.reused["gpu"] == k * (5 * D + 4 * F)
     assert terms.activations - terms.reused["tpu"] == k * (3 * D + 2 * F)
     assert terms.read_activations - terms.read_reused == k * (D + 2 * F)
-    config = default_config()
-    config.model.dtype = "bfloat16"
-    config.optimizer.micro_rows = 1
+    config = resolved(settings(**{"model.dtype": "bfloat16", "optimizer.micro_rows": 1}))
     chip = memory.Target(platform="tpu", num_devices=1, memory_bytes=GIB)
     inner = TINY_MOE.memory_terms(1).read_activations + k * (D + 2 * F)
     tokens = batch_shape(config, "train", 0).row_tokens
@@ -736,10 +727,10 @@ def test_an_accelerator_puts_some_of_what_experts_compute_over_others():
 
 
 def test_abstract_batches_have_what_images_and_replay_add():
-    config = default_config()
+    config = resolved(default_config())
     seeing = Model(golden()[0], one_device_mesh(), XLA, num_tokens=96)
     assert programs.abstract_batch(config, seeing).token_arrays.keys() == {"positions", "units"}
-    config.model.replay = True
+    config = config.with_values({"model.replay": True})
     mixed = Model(TINY_MOE, one_device_mesh(), XLA, num_tokens=NUM_TOKENS)
     batch = programs.abstract_batch(config, mixed)
     own = len(TINY_MOE.expert_layers), TINY_MOE.num_chosen

@@ -1,4 +1,4 @@
-"""The part of a configuration that stages read, frozen; `components.settings_of` makes it.
+"""The part of a configuration that the stages read, frozen by `builders.components`.
 
 A field that has the name of a key holds what docs/configuration.md says of that key.
 """
