@@ -88,7 +88,7 @@ else
 	  tests/models/attention tests/models/test_kernel_check.py tests/extras/experts/test_products.py tests/extras/experts/test_gpu.py \
 	  tests/extras/experts/test_tokamax.py \
 	  tests/runtime/test_compilation.py \
-	  tests/runtime/test_program_cache.py tests/runtime/test_sharding.py tests/test_export.py \
+	  tests/runtime/test_compilation_cache.py tests/runtime/test_sharding.py tests/test_export.py \
 	  tests/test_runs.py::test_training_works tests/test_runs.py::test_a_restart_changes_nothing
 endif
 

@@ -165,7 +165,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 
         config = validate(config, needs_data=not _PLAN.value)
         # JAX would tell on a host without accelerators that it found none.
-        for name in ("absl", "jax._src.xla_bridge", "httpx2"):
+        for name in ("absl", "jax._src.compilation_cache", "jax._src.xla_bridge", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
         if _PLAN.value:
             show_plan = optional(SHOW_PLAN)
@@ -305,8 +305,8 @@ def make_ready(
     from jaxrl.logs.trackers import check_mirrors
     from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, history
+    from jaxrl.runtime.compilation_cache import use_compilation_cache
     from jaxrl.runtime.host_memory import give_back_after_compiling
-    from jaxrl.runtime.program_cache import keep_programs
     from jaxrl.runtime.versions import check_alike, fingerprints
 
     _check_workdir(config, workdir, is_accepted=accept_changes)
@@ -327,7 +327,7 @@ def make_ready(
         place = f"changed after step {begun.step}" if step is None else "differs from the run"
         notes += [*begun.warnings, *(f"{place}: {change}" for change in changes)]
     notes += _fit_memory(config, workdir, ignore_memory_plan=ignore_memory_plan)
-    keep_programs(config.compilation_cache, display.log)
+    use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
     # All processes write their prompts at the same time.
     now = datetime.fromisoformat(distributed.from_main(history.prompt_time(workdir).isoformat()))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax._src import compilation_cache
-from jax._src.lru_cache import LRUCache
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxtyping import install_import_hook
 
 # Before the first array: the programs of tests are small, and are compiled in half the time in one
@@ -126,23 +125,21 @@ def quick_compilation(cache_folder):
     """
     settings = {
         "jax_compilation_cache_dir": str(cache_folder),
+        "jax_compilation_cache_max_size": -1,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     before = {name: getattr(jax.config, name) for name in settings}
-    store = compilation_cache.get_file_cache  # of an earlier start in this process, or JAX's
-    compilation_cache.get_file_cache = lambda path: (LRUCache(path, max_size=-1), path)
     for name, value in settings.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    reset_cache()
     less = "jax_disable_most_optimizations"  # which cannot be read
     jax.config.update(less, True)
     yield {name.upper(): str(value) for name, value in (settings | {less: True}).items()}
     jax.config.update(less, False)
     for name, value in before.items():
         jax.config.update(name, value)
-    compilation_cache.get_file_cache = store
-    compilation_cache.reset_cache()
+    reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,7 @@ def test_evidence_is_what_stands_between_the_tags(base):
 def test_random_search_needs_documents_at_hand(tiny_world, source, monkeypatch):
     monkeypatch.syspath_prepend("tests/extending")
     own = {"search.engine": "my_engine.Engine", "eval.final_suites": ("random_search",)}
-    with pytest.raises(ValueError, match=r"'my_engine\.Engine' has no documents at hand to draw"):
+    with pytest.raises(ValueError, match=r"my_engine\.Engine', which has no documents"):
         build(configured(tiny_world, source, **own))
     sys.modules.pop("my_engine")
 

@@ -24,9 +24,9 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.initial_weights import load_base
 from jaxrl.models.policy import Model
 from jaxrl.runtime.checkpoint import read_newest_position, restore_params
+from jaxrl.runtime.compilation_cache import use_compilation_cache
 from jaxrl.runtime.history import check_step, find_code, prompt_time
 from jaxrl.runtime.host_memory import give_back_after_compiling
-from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
 from jaxrl.sampling.weights import given_up
 from jaxrl.training.run_state import Progress
@@ -117,7 +117,7 @@ def open_run(
     resolved = resolve_saved(config, is_changed=bool(keys))
     config.search.replay = "off"  # a question of now is in no recording, and the run stays as it is
     fit_host(config)
-    keep_programs(config.compilation_cache, display.log)
+    use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
     components = build(resolved, display.activity, now=prompt_time(run))
     for note in components.notes:

@@ -161,7 +161,7 @@ KEYS: dict[str, Key] = {
     "num_steps": Key(100, "Steps of the stage `train`: rollouts and their updates.", above=0,
         restart=TRAINING),
     "compilation_cache": Key("", "Folder of compiled programs, which later starts find. Empty: "
-        "`$XDG_CACHE_HOME/jaxrl`; `off`: none.", restart=FREE),
+        "`$XDG_CACHE_HOME/jaxrl/programs`; `off`: none.", restart=FREE),
     # ---------------------------------------------------------------------------- model
     "model.path": Key("", "Local folder in Hugging Face's format.", holds=MODEL,
         written_to="export"),

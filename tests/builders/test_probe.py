@@ -259,9 +259,7 @@ def test_of_several_functions_the_one_without_a_gradient_is_named(
 def test_an_environment_that_measures_something_else_once_it_is_made(tiny_world):
     config = debug_tiny.get_config(str(tiny_world))
     config.env.name = "wrong.Turned"
-    with pytest.raises(
-        ValueError, match=r"^config.reward.weights names 'exact_match', which 'wron"
-    ):
+    with pytest.raises(ValueError, match=r"^config.reward.weights names .*wrong.Turned"):
         build(config)
 
 

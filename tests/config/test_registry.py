@@ -49,7 +49,7 @@ def test_a_name_is_an_entry_of_the_table_or_a_dotted_one():
         (
             "reward.weights",
             {"jaxrl.envs.rewards.rules.f1": 1.0},
-            "expected a function",
+            "'f1'",
         ),
         ("reward.correct", "bapo", "expected one of answer, exact_match"),
     ],

@@ -33,9 +33,9 @@ from jaxrl.logs.display import Display
 from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_model
 from jaxrl.models.wrapper import Around
+from jaxrl.runtime.compilation_cache import use_compilation_cache
 from jaxrl.runtime.history import prompt_time
 from jaxrl.runtime.host_memory import give_back_after_compiling
-from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import given_up
@@ -112,7 +112,7 @@ def open_served(
         longest = read_model(config.model.path, config.model.architecture).max_positions
         config.rollout.max_total_tokens = min(config.rollout.max_total_tokens, longest)
     _fit(config, rows)
-    keep_programs(config.compilation_cache, display.log)
+    use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
     mesh = make_mesh(**config.mesh)
     now = prompt_time(place) if is_run(place) else None

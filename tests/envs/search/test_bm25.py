@@ -14,7 +14,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrl.envs.base import ToolError
@@ -137,6 +137,7 @@ some_script = st.sampled_from(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the first draw makes tables of Unicode
 @given(st.lists(some_script | st.characters(exclude_categories=["Cs"]), max_size=8).map("".join))
 def test_every_normal_form_has_the_same_tokens(text):
     tokens = tokenize(text)

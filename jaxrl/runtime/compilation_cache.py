@@ -1,0 +1,86 @@
+"""Set up JAX's persistent compilation cache."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from jaxrl.runtime.distributed import from_main, gather, is_main
+from jaxrl.utils.files import system_message, users_cache
+
+OFF = "off"
+"""Value of `config.compilation_cache` that disables the cache."""
+
+MAX_BYTES = 4 << 30
+"""Size of the cache. JAX evicts the least recently used programs."""
+
+MIN_COMPILE_S = 0.1
+"""Compilation time in seconds. Programs that take less are not cached."""
+
+_folder_set_here: str | None = None
+"""Folder of an earlier call. Any other folder in JAX's settings is the user's choice."""
+
+
+def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
+    """Let JAX cache compiled programs in a folder. All processes of a job call this.
+
+    A folder that the user gave to JAX, such as by `JAX_COMPILATION_CACHE_DIR`, stays unless
+    `setting` names another. Without a usable folder the run compiles its programs.
+
+    Args:
+        setting: Value of `config.compilation_cache`: a folder, "" for the user's cache, or "off".
+        log: Function that shows a line.
+    """
+    global _folder_set_here
+    current = jax.config.values["jax_compilation_cache_dir"]
+    if not setting and current not in (None, _folder_set_here):
+        return
+    folder, reason = (None, "") if setting == OFF else _prepare_folder(setting)
+    if reason:
+        log(
+            f"warning: compiled programs are not kept in {setting or 'the user cache'}: {reason}. "
+            "Each start compiles them again; set config.compilation_cache to another folder"
+        )
+    if folder is not None:
+        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
+        # JAX does not count XLA's own files in the size.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    _folder_set_here = None if folder is None else str(folder)
+    jax.config.update("jax_compilation_cache_dir", _folder_set_here)
+    reset_cache()
+
+
+def _prepare_folder(setting: str) -> tuple[Path | None, str]:
+    """Make the folder. Return it, or None and the reason why the job cannot use it."""
+    folder, reason = None, ""
+    marker_name = f".job-{from_main(secrets.token_hex(8))}"
+    try:
+        folder = Path(setting).absolute() if setting else users_cache() / "programs"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if is_main():
+            (folder / marker_name).touch()
+            # A full disk or a killed process leaves half a program without its time of use.
+            for program in folder.glob("*-cache"):
+                time_of_use = program.with_name(program.name.removesuffix("cache") + "atime")
+                if not time_of_use.exists():
+                    program.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        known = system_message(error) if isinstance(error, OSError) else None
+        reason = known or str(error)
+    # XLA divides the choice of a GPU's kernels among processes, so all or none of them must find
+    # a program.
+    reasons = [other for other in gather(reason) if other]
+    is_shared = all(gather(folder is not None and (folder / marker_name).exists()))
+    if is_main() and folder is not None and not reason:
+        (folder / marker_name).unlink(missing_ok=True)
+    if not reasons and not is_shared:
+        reasons = ["the processes of the job do not share this folder"]
+    return (None, reasons[0]) if reasons else (folder, "")

@@ -1,0 +1,230 @@
+"""The compilation cache across starts, processes and unusable folders."""
+
+import collections
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from jaxrl.runtime import compilation_cache
+from jaxrl.runtime.compilation_cache import use_compilation_cache
+from tests.helpers import ROOT
+from tests.runs import free_port
+
+EVENTS = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: EVENTS.update([event.split("/")[-1]]))
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch, tmp_path):
+    """JAX's settings as in a new process; those of this one come back."""
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_compilation_cache_max_size",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_enable_xla_caches",
+    ]
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(compilation_cache, "MIN_COMPILE_S", 0.0)
+    monkeypatch.setattr(compilation_cache, "_folder_set_here", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
+
+
+def compiled(size=3):
+    """Run a program; return how it came: compiled, or found."""
+    before = EVENTS["cache_hits"]
+    column = np.linspace(0, 1, size, dtype=np.float32)[:, None]  # of NumPy: no program makes it
+    result = jax.jit(lambda x: jnp.tanh(x @ x.T) + 0.5)(column)
+    np.testing.assert_allclose(result, np.tanh(column * column.T) + 0.5, rtol=1e-6)
+    return "found" if EVENTS["cache_hits"] > before else "compiled"
+
+
+def start(setting=""):
+    """The lines that a start shows."""
+    lines = []
+    use_compilation_cache(setting, lines.append)
+    return lines
+
+
+def programs(folder):
+    return sorted(folder.glob("*-cache"))
+
+
+def test_a_second_start_finds_the_programs(tmp_path):
+    assert start() == []
+    assert compiled() == "compiled"
+    assert start() == []
+    assert compiled() == "found"
+    assert len(programs(tmp_path / "xdg" / "jaxrl" / "programs")) == 1
+
+
+CHILD = """
+import sys
+import jax, jax.numpy as jnp
+from jaxrl.runtime import compilation_cache
+folder, coordinator, number = sys.argv[1:]
+if coordinator:
+    jax.distributed.initialize(coordinator, num_processes=2, process_id=int(number))
+compilation_cache.MIN_COMPILE_S = 0.0
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.split("/")[-1]))
+compilation_cache.use_compilation_cache(folder, print)
+for size in range(4, 10):
+    jax.jit(lambda x: jnp.sin(x) @ x)(jnp.arange(float(size)))
+print("found", hits.count("cache_hits") >= 6)
+"""
+
+
+def children(*arguments):
+    """The lines that processes print that begin at the same time."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, *map(str, each)], stdout=subprocess.PIPE, text=True
+        )
+        for each in arguments
+    ]
+    printed = [process.communicate(timeout=300)[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    return printed
+
+
+def test_several_processes_may_use_a_folder_at_the_same_time(tmp_path):
+    several = [(tmp_path, "", "")] * 3
+    children(*several)
+    assert children(*several) == [["found True"]] * 3
+
+
+def test_processes_of_a_job_use_a_folder_that_they_share(tmp_path):
+    shared, apart = tmp_path / "shared", (tmp_path / "a", tmp_path / "b")
+    for expected in ("found False", "found True"):
+        address = f"127.0.0.1:{free_port()}"
+        printed = children((shared, address, 0), (shared, address, 1))
+        assert printed[0][-1] == expected  # JAX keeps only what the first process compiles
+        assert not any(line.startswith("warning") for lines in printed for line in lines)
+    address = f"127.0.0.1:{free_port()}"
+    for lines in children(*((folder, address, i) for i, folder in enumerate(apart))):
+        assert "the processes of the job do not share this folder" in lines[-2]
+    assert not programs(apart[0])
+
+
+def test_the_key_moves_the_cache_and_turns_it_off(tmp_path):
+    folder = tmp_path / "elsewhere"
+    assert start(str(folder)) == []
+    compiled()
+    assert len(programs(folder)) == 1
+    assert not (tmp_path / "xdg").exists()
+    assert start("off") == []
+    assert compiled() == "compiled"
+    assert start() == []  # a later run of this process has its own key
+    assert compiled() == "compiled"
+    assert len(programs(folder)) == 1
+
+
+def test_what_jax_was_given_stays_unless_the_key_names_another(tmp_path):
+    users, named = str(tmp_path / "users"), str(tmp_path / "named")
+    for setting, expected in (("", users), (named, named), ("off", None)):
+        jax.config.update("jax_compilation_cache_dir", users)
+        assert start(setting) == []
+        assert jax.config.values["jax_compilation_cache_dir"] == expected
+    assert not (tmp_path / "xdg").exists()
+
+
+def test_a_folder_that_cannot_be_written_gives_a_warning_and_the_run_compiles(tmp_path):
+    (tmp_path / "file").write_text("")
+    [line] = start(str(tmp_path / "file"))
+    assert str(tmp_path / "file") in line
+    assert "config.compilation_cache" in line
+    assert compiled() == "compiled"
+
+
+def test_a_folder_that_vanishes_ends_no_run(tmp_path):
+    folder = tmp_path / "programs"
+    start(str(folder))
+    compiled()
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.write_text("")  # nor can it be made again
+    with warnings.catch_warnings(record=True):
+        assert compiled(4) == "compiled"
+
+
+@contextlib.contextmanager
+def file_limit(num_bytes):
+    """Nothing this process writes may be longer, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_ends_no_run_and_the_next_start_mends_the_cache(tmp_path):
+    start(str(tmp_path))
+    with file_limit(100), warnings.catch_warnings(record=True):
+        assert [compiled(size) for size in (3, 4, 5)] == ["compiled"] * 3
+    start(str(tmp_path))
+    assert compiled() == "compiled"
+    start(str(tmp_path))
+    assert compiled() == "found"
+
+
+def test_the_least_recently_used_make_room(monkeypatch, tmp_path):
+    start(str(tmp_path))
+    compiled(3)
+    [first] = programs(tmp_path)
+    monkeypatch.setattr(compilation_cache, "MAX_BYTES", 3 * first.stat().st_size)
+    start(str(tmp_path))
+    for size in range(4, 9):
+        assert compiled(3) == "found"  # again and again: the others are used once
+        compiled(size)
+        total = sum(path.stat().st_size for path in programs(tmp_path))
+        assert total <= compilation_cache.MAX_BYTES
+        start(str(tmp_path))
+    assert compiled(4) == "compiled"
+
+
+LOWERED = """
+import hashlib
+import jax
+from tests.helpers import TINY, TINY_MOE
+from tests.programs import sampler_programs, trainer_programs
+
+for model in (TINY, TINY_MOE):
+    programs = {**trainer_programs(model), **sampler_programs(model)}
+    for name, (function, arguments) in programs.items():
+        text = jax.jit(function).lower(*arguments).as_text()
+        print(type(model).__name__, name, hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_a_program_is_the_same_whatever_python_hashes_to():
+    """Or a later start would compile it again, and processes of a job would run different ones."""
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", LOWERED],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0].count("\n") == 8
+    assert printed[0] == printed[1]
