@@ -158,8 +158,11 @@ def mask_calls(text: str) -> str:
     return "".join([*pieces, text[position:]])
 
 
-# JSON has no `<` outside of strings. What is decoded ends there, so the time stays linear.
-_CALL_JSON = re.compile(r'<tool_call>\s*+(\{(?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+)', re.DOTALL)
+# JSON has no `<` outside of strings, and an object begins with a string. What is decoded ends at
+# such a `<`, so the time stays linear: of two objects, only one can reach beyond the other's start.
+_CALL_JSON = re.compile(
+    r'<tool_call>\s*+(\{(?=\s*+["}])(?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+)', re.DOTALL
+)
 _JSON = json.JSONDecoder()
 
 

@@ -1,6 +1,7 @@
 """Qwen's tool calls: what a turn asks for, what it is answered, what a response is worth."""
 
 import json
+import time
 
 import pytest
 
@@ -9,6 +10,7 @@ from jaxrl.envs.protocol import (
     Asked,
     Reading,
     Unreadable,
+    mask_calls,
     qwen,
     qwen_format,
     read_tool_calls,
@@ -384,6 +386,13 @@ def test_a_call_that_breaks_off_does_not_swallow_the_next():
     broken = '<tool_call>{"name": "double", "arguments": {"text": "a}}</tool_call>\n'
     read = read_tool_calls(broken + call("double", text="</tool_call>"))
     assert [type(one) for one in read.calls] == [Unreadable, Asked]
+
+
+def test_the_time_to_find_calls_is_linear():
+    text = '<tool_call>{"' + '<tool_call>{\\"' * 20_000
+    start = time.process_time()
+    assert mask_calls(text) == text
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("name", ["", "a b", "search", "double", "1st"])
