@@ -211,13 +211,16 @@ def _refuse_constant(name: str) -> Any:
 
 
 def said(text: str) -> str:
-    """Return a text without its thoughts, and with its calls as `mask_calls` leaves them.
+    """Return a response without its thoughts, and with its calls as `mask_calls` leaves them.
 
-    What follows a `<think>` that is never closed is a thought too.
+    What follows a `<think>` that is never closed is a thought too, up to the end of the message:
+    the results of its calls.
     """
-    masked = mask_calls(text)
-    begin, end = _said(masked)
-    return masked[begin:end]
+    rest = mask_calls(text).rpartition("</think>")[2]
+    return _UNCLOSED_THOUGHT.sub("", rest)
+
+
+_UNCLOSED_THOUGHT = re.compile(r"<think>.*?(?:</tool_response>|\Z)", re.DOTALL)
 
 
 def _said(masked: str) -> tuple[int, int]:

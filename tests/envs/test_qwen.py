@@ -388,6 +388,17 @@ def test_a_call_that_breaks_off_does_not_swallow_the_next():
     assert [type(one) for one in read.calls] == [Unreadable, Asked]
 
 
+def test_an_unclosed_thought_ends_with_its_message():
+    protocol = qwen()
+    for asked in (call("a") + "<think>", "<tool_call>{'name': '<think>'}</tool_call>"):
+        response = asked + R + "<answer>Avington</answer>"
+        assert protocol.final_answer(response) == "Avington"
+        assert protocol.correctness(response, ["Avington"]) == 1.0
+        assert protocol.is_abstention(asked + R + "<answer>I don't know</answer>")
+    assert protocol.final_answer(f"{call('a')}<think>{A}{R}no answer") == ""
+    assert protocol.final_answer(f"{call('a')}{R}<think>{A}") == ""
+
+
 def test_the_time_to_find_calls_is_linear():
     text = '<tool_call>{"' + '<tool_call>{\\"' * 20_000
     start = time.process_time()
