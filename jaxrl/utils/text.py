@@ -6,6 +6,9 @@ import codecs
 import io
 import re
 import sys
+import unicodedata
+
+import regex
 
 # What a terminal obeys, a page may not hold or a reader cannot see: C0 but newline and tab, DEL,
 # C1, marks that turn the direction of writing, characters without width, tags.
@@ -14,6 +17,21 @@ _HIDDEN = re.compile(
     "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb"
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
+
+UNSPACED = (
+    r"[\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff"
+    r"\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
+    r"[\p{Line_Break=SA}--\p{M}]]"
+)
+"""A letter of a script without blanks between words, as a set of the `regex` module (`V1`).
+
+Han, kana, Hangul (whose words carry endings), and Thai, Lao, Khmer, Burmese and others whose lines
+are broken by a dictionary (Unicode's SA).
+"""
+
+# Characters that nobody sees, such as soft hyphens, joiners and variation selectors, and marks that
+# enclose a character, such as that of a keycap.
+_IGNORED = regex.compile(r"[\p{Cf}\p{Default_Ignorable_Code_Point}\p{Me}]")
 
 
 def _replaced(error: UnicodeError) -> tuple[bytes, int]:
@@ -32,6 +50,21 @@ def writable(text: str) -> str:
     if type(text) is str and text.isascii():
         return text
     return text.encode("utf-8", "jaxrl.replaced").decode("utf-8")
+
+
+def fold(text: str) -> str:
+    """Return a text in lowercase, with compatibility forms made equal (NFKC).
+
+    Characters that nobody sees are dropped.
+    """
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", _IGNORED.sub("", text))
+    text = text.lower()
+    if text.isascii():
+        return text
+    # Python lowers a Turkish capital "İ" to an "i" with a second dot. Some letters compose only in
+    # lowercase, such as "ẖ".
+    return unicodedata.normalize("NFC", text.replace("i\u0307", "i"))
 
 
 def replace_unencodable() -> None:

@@ -12,13 +12,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import regex
+
 from jaxrl.envs.base import NO_INFORMATION, Turn
-from jaxrl.envs.rewards.qa import normalize_answer
+from jaxrl.envs.rewards.qa import NO_PUNCTUATION, normalize_answer
 from jaxrl.envs.tools.budget import calls_of
+from jaxrl.utils.text import UNSPACED, fold
 
 _TAG = re.compile(r"</?[A-Za-z]\w*>")
 _DOCUMENT = re.compile(r"^ *Doc \d+ ?\(Title: ", re.MULTILINE)
-_NO_WORD = re.compile(r"[\W_]+")
+_NO_WORD = regex.compile(r"[^\p{L}\p{M}\p{N}]+")
+_UNSPACED = regex.compile(rf"({UNSPACED}\p{{M}}*)", regex.V1)
 _ESCAPE = re.compile(r"\\(?:[bfnrt]|u[0-9a-fA-F]{4})")
 _MAX_JOINED = 8  # words of a query that a result may write as one
 
@@ -93,7 +97,10 @@ def _words_of(query: str) -> set[str]:
     words: set[str] = set()
     # A call of several arguments is JSON, which may escape the blanks between words.
     for text in (query, _ESCAPE.sub(" ", query)):
-        for reading in map(str.split, _readings(text)):
+        plain = _plain(text)
+        # What is an article in the query may be a letter of the answer.
+        spellings = plain.translate(NO_PUNCTUATION), _NO_WORD.sub(" ", plain)
+        for reading in map(str.split, (*spellings, *_readings(text))):
             for start in range(len(reading)):
                 words.update(itertools.accumulate(reading[start : start + _MAX_JOINED]))
     return words
@@ -104,7 +111,9 @@ def occurs(answer: str, observation: str) -> bool:
 
     Both are compared as `exact_match` does (case, articles, blanks and punctuation aside), once
     without their punctuation and once with blanks in its place: `U.S.` is `US`, and `1914-1918`
-    holds `1914`. Tags and the numbers of documents are no text.
+    holds `1914`. As in BM25, compatibility forms are equal, characters that nobody sees are none,
+    and a letter of a script without blanks is a word. Tags and the numbers of documents are no
+    text.
     """
     text = _DOCUMENT.sub(" ", _TAG.sub(" ", observation))
     readings = zip(_readings(answer), _readings(text), strict=True)
@@ -113,7 +122,13 @@ def occurs(answer: str, observation: str) -> bool:
 
 def _readings(text: str) -> tuple[str, str]:
     """Return a text normalised without its punctuation, and with blanks in its place."""
+    text = _plain(text)
     return normalize_answer(text), normalize_answer(_NO_WORD.sub(" ", text))
+
+
+def _plain(text: str) -> str:
+    """Return a folded text with blanks around each letter of a script without blanks."""
+    return _UNSPACED.sub(r" \1 ", fold(text))
 
 
 def results_of(observation: str) -> list[str]:

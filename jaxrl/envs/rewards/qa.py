@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _VERDICTS = frozenset({"yes", "no", "noanswer"})
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
@@ -21,7 +21,7 @@ def normalize_answer(text: str) -> str:
     composed first (NFC), so `e` with a combining accent is `é`.
     """
     lowered = unicodedata.normalize("NFC", text).lower()
-    plain = lowered.translate(_NO_PUNCTUATION)
+    plain = lowered.translate(NO_PUNCTUATION)
     return " ".join(_ARTICLE.sub(" ", plain).split() or plain.split() or lowered.split())
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import tempfile
-import unicodedata
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -37,24 +36,14 @@ from jaxrl.envs.search.corpus import (
 )
 from jaxrl.utils.concurrency import MAX_ERROR, side_by_side
 from jaxrl.utils.json_io import read_object
+from jaxrl.utils.text import UNSPACED, fold
 
 # A letter or number, then also marks.
 _WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
 
-# Letters of scripts without blanks between words: Han, kana, Hangul (whose words carry endings),
-# and Thai, Lao, Khmer, Burmese and others whose lines are broken by a dictionary (Unicode's SA).
-_UNSPACED = (
-    r"[\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff"
-    r"\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
-    r"[\p{Line_Break=SA}--\p{M}]]"
-)
 # A letter with the marks above, below and around it, and a part of a word that is all such.
-_CLUSTER = regex.compile(rf"{_UNSPACED}\p{{M}}*", regex.V1)
-_UNSPACED_PART = regex.compile(rf"((?:{_UNSPACED}\p{{M}}*)+)", regex.V1)
-
-# Characters that nobody sees, such as soft hyphens, joiners and variation selectors, and marks that
-# enclose a character, such as that of a keycap.
-_IGNORED = regex.compile(r"[\p{Cf}\p{Default_Ignorable_Code_Point}\p{Me}]")
+_CLUSTER = regex.compile(rf"{UNSPACED}\p{{M}}*", regex.V1)
+_UNSPACED_PART = regex.compile(rf"((?:{UNSPACED}\p{{M}}*)+)", regex.V1)
 
 # Part of the key of every index: raise it when `tokenize` or what is stored changes.
 _INDEX_VERSION = 4
@@ -67,14 +56,9 @@ def tokenize(text: str) -> list[str]:
     Unicode categories. Format characters are dropped. Compatibility forms count as equal (NFKC), so
     full-width letters and combining accents match the usual spelling.
     """
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", _IGNORED.sub("", text))
-    text = text.lower()
+    text = fold(text)
     if text.isascii():
         return _WORD.findall(text)
-    # Python lowers a Turkish capital "İ" to an "i" with a second dot. Some letters compose only in
-    # lowercase, such as "ẖ".
-    text = unicodedata.normalize("NFC", text.replace("i\u0307", "i"))
     tokens: list[str] = []
     for word in _WORD.findall(text):
         if word.isascii():

@@ -285,6 +285,42 @@ def test_words_that_the_result_joins_are_the_query_s():
     assert has_evidence([turn], ("AdaKerr",))
 
 
+@pytest.mark.parametrize(
+    ("query", "answer"),
+    [
+        ("\uff41\uff44\uff41 kerr", "Ada Kerr"),  # full width
+        ("\u200b".join("Washington"), "Washington"),
+        ("\ufb01nland", "Finland"),  # a ligature
+        ("mc\u00b2", "mc2"),
+        ("\u0130stanbul", "Istanbul"),
+        ("A d a K e r r", "AdaKerr"),  # the letters are no articles
+        ("北京是首都吗", "北京"),
+        ("서울은?", "서울"),
+    ],
+)
+def test_spellings_of_an_answer_in_the_query_are_the_answer(query, answer):
+    turn = Turn(text="", tool_call=query, observation=f"Nothing for {answer} here.")
+    assert not has_evidence([turn], (answer,))
+    assert has_evidence([dataclasses.replace(turn, tool_call="x")], (answer,))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "is_there"),
+    [
+        ("Washington", "Wash\u00adington", True),
+        ("Tokyo", "\uff34\uff4f\uff4b\uff59\uff4f", True),
+        ("北京", "中国的首都是北京。", True),
+        ("서울", "서울은 수도다", True),
+        ("กรุงเทพ", "เมืองหลวงคือกรุงเทพ", True),
+        ("北京", "北 aa 京", False),
+        ("दिल", "यह दिल है", True),
+        ("दिल", "दूल", False),  # another vowel, which is a mark
+    ],
+)
+def test_an_answer_in_results_of_any_script(answer, text, is_there):
+    assert occurs(answer, text) == is_there
+
+
 def test_a_call_of_several_arguments_is_read_whole():
     """As of a search tool of one's own, whose calls are JSON."""
     for query in ("Ada Kerr", "\nAda\tKerr", "\u2028Ada\u00a0Kerr"):
