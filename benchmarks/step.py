@@ -36,13 +36,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from benchmarks import common
 from benchmarks.rollout import Episodes, Search, make_episodes
 from benchmarks.update import make_model
 from jaxrl.builders.method import batch_shape, build_method
-from jaxrl.builders.resolved import resolve_names
+from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
@@ -83,7 +82,7 @@ WORK = {
 }  # fmt: skip
 
 
-def make_config(work: Work, max_total_tokens: int) -> ConfigDict:
+def make_config(work: Work, max_total_tokens: int, num_steps: int) -> ResolvedConfig:
     """The default configuration with the sizes of a step and no reference."""
     config = default_config()
     config.rollout.tasks_per_step, config.rollout.group_size = work.num_questions, work.group_size
@@ -91,7 +90,8 @@ def make_config(work: Work, max_total_tokens: int) -> ConfigDict:
     config.optimizer.num_minibatches = work.num_minibatches
     config.optimizer.micro_rows = work.micro_rows
     config.kl.coef = 0.0
-    return config
+    config.num_steps = num_steps
+    return resolve_names(config, needs_data=False)
 
 
 ThreadTimes = dict[str, tuple[float, float]]
@@ -107,9 +107,8 @@ class Steps:
         sampling = common.one_device(work.rollout_devices)
         self.episodes: Episodes = make_episodes(model, work, sampling, folder, train_mesh=mesh)
         self.episodes.env.latency_s = work.latency_ms / 1e3
-        config = make_config(work, self.episodes.max_total_tokens)
-        config.num_steps = num_steps
-        method = self._method = build_method(resolve_names(config, needs_data=False))
+        config = make_config(work, self.episodes.max_total_tokens, num_steps)
+        method = self._method = build_method(config)
         policy = make_model(model, work, mesh)
         self._shape = batch_shape(config, "train", policy.shards_with_prompts, policy.num_pieces)
         optimizer = make_optimizer(method.optimizer)

@@ -14,6 +14,7 @@ from absl.testing import flagsaver
 
 from configs import search_r1, search_r1_lora
 from jaxrl import launch
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.saved_run import open_run
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.lora.files import load_adapter, load_base
@@ -57,7 +58,8 @@ def play(config, workdir, **arguments):
     workdir.mkdir(exist_ok=True)
     parts = build(config)
     write_config(workdir, config)
-    run(settings_of(config), workdir, parts, Display(), contents=fingerprints(config), **arguments)
+    contents = fingerprints(resolve_names(config))
+    run(settings_of(config), workdir, parts, Display(), contents=contents, **arguments)
     return parts
 
 

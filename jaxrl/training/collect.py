@@ -316,8 +316,8 @@ def _metrics(
 def _shares(tried: Sequence[GroupStats]) -> str:
     """Describes the kinds of groups, and why the first that failed did."""
     kinds = Counter(group.kind for group in tried)
-    wrap_user_code = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
-    shares = ", ".join(f"{count} {name}" for count, name in wrap_user_code)
+    counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
+    shares = ", ".join(f"{count} {name}" for count, name in counts)
     error = next((short(group.error) for group in tried if group.error), "")
     return shares + (f" (the first environment error: {error})" if error else "")
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from jaxrl.builders.toolbox import engine
 
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
@@ -60,8 +59,8 @@ def make(url, **settings):
     config.search.local.corpus = ""
     fields = {"url": f"{url}/es/", "index": "wiki", "fields": ("name", "body")}
     config.search.settings = fields | settings
-    validate(config, needs_data=False)
-    return instantiate("search", engine(config), config.search.settings)
+    resolved = validate(config, needs_data=False)
+    return instantiate("search.settings", resolved.engine_class, config.search.settings)
 
 
 def test_queries_go_together_and_documents_come_back():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxrl.builders.components import draw_kinds
-from jaxrl.builders.environment import max_image_tokens
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels.attention_gpu import num_live
 from jaxrl.extras.kernels.attention_tpu import Steps
@@ -17,7 +16,7 @@ from jaxrl.sampling import engine, next_token
 from jaxrl.sampling.buckets import append_sizes, row_sizes
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
-from tests.helpers import ROOT
+from tests.helpers import ROOT, resolved
 from tests.programs import equations
 from tests.toys import SMALL, Player, one_device_mesh, toy_tokenizer
 from tests.vision import golden
@@ -67,29 +66,16 @@ def engine_of(model, *, num_rows=256, max_total_tokens=4096, **settings):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_ten_programs_at_most(path, platform, tiny_world):
+def test_ten_programs_at_most(path, platform):
     names = {}
     exec(path.read_text(encoding="utf-8"), names)
-    published = path.stem in (
-        *(
-            "search_r1",
-            "search_r1_brief",
-            "search_r1_stable",
-            "search_r1_lora",
-            "search_moe",
-            "dapo",
-            "bapo",
-            "ares",
-            "passk",
-        ),
-    )
-    config = names["get_config"]() if published else names["get_config"](str(tiny_world))
+    config = resolved(names["get_config"]())
     for model in MODELS:
         made = engine_of(
             model,
             num_rows=config.rollout.num_rows,
             max_total_tokens=config.rollout.max_total_tokens,
-            max_units=max_image_tokens(config),
+            max_units=config.image_tokens,
             kinds=draw_kinds(config),
         )
         programs = {function.name: function.variants for function in made.functions}

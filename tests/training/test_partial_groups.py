@@ -192,6 +192,6 @@ def test_partial_groups_are_counted():
         made(make_failure, make_failure),  # failed as a whole, which filter/failed_share tells
     ]
     batches = _Batches(num_tasks_taken=4, kept=groups, tried=[*map(GroupStats.of, groups)])
-    metrics = _metrics(batches, num_leftover_before=0, num_leftover=0, method=method)
+    metrics = _metrics(batches, (), num_leftover_before=0, num_leftover=0, method=method)
     assert metrics["rollout/partial_groups"] == 2
     assert metrics["filter/failed_share"] == 0.25

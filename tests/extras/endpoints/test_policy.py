@@ -35,6 +35,7 @@ from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.training.usage import Ledger
 from jaxrl.types import Draw, members
 from tests.images import drawn, encoded, looking_tokenizer, save_processor
+from tests.qwen import TEMPLATE
 from tests.servers import Reply, served
 from tests.toys import toy_tokenizer
 
@@ -359,8 +360,9 @@ def test_calls_in_the_chat_template_are_refused():
     prompt = Prompt(system="", template="{question}")
     env = Templated(Capitals(), prompt=prompt, max_turns=1)
     model = ChatModel({"url": "http://127.0.0.1:1", "model": "m"})
-    with pytest.raises(ValueError, match=r"config\.env\.search\.protocol"):
-        ChatRollout(model, env, toy_tokenizer(), LIMITS, Schedule(), lambda groups: [])
+    tokenizer = toy_tokenizer(chat_template=TEMPLATE)
+    with pytest.raises(ValueError, match=r"config\.policy\.name.*config\.env\.search\.protocol"):
+        ChatRollout(model, env, tokenizer, LIMITS, Schedule(), lambda groups: [])
 
 
 def test_a_rollout_stops_when_it_is_asked_to():
