@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -56,78 +55,39 @@ def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -
     config.update_from_flattened_dict(flat)
 
 
-MOST_BYTES = 4 * 2**20
-"""Size of the largest file of values that is read."""
-
-MOST_VALUES = 100_000
-"""Most values of a file, each counted where it stands and wherever an alias repeats it."""
-
-
 class _Loader(yaml.SafeLoader):
-    """PyYAML's own, which stops at `MOST_VALUES`: a million take it a minute."""
+    """PyYAML's safe loader, except that a repeated key is an error."""
 
-    num_nodes = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """See `yaml.composer.Composer`."""
-        self.num_nodes += 1
-        if self.num_nodes > MOST_VALUES:
-            raise ValueError(f"it has more than {MOST_VALUES:,} values")
-        return super().compose_node(parent, index)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See `yaml.constructor.SafeConstructor`."""
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        if repeated:
+            line = node.start_mark.line + 1
+            raise ValueError(f"{repeated[0]!r:.80} is set twice in the mapping of line {line}")
+        return dict(super().construct_mapping(node, deep=deep))
 
 
 def _read_yaml(file: Path) -> Any:
-    """Reads a YAML or JSON file.
+    """Read a YAML or JSON file.
 
     Raises:
-        ValueError: it cannot be read, is too large, or aliases make it endless.
+        ValueError: The file is not valid.
     """
-    if (size := file.stat().st_size) > MOST_BYTES:
-        raise ValueError(f"{file} has {size:,} bytes; expected at most {MOST_BYTES:,}.")
     try:
-        loader = _Loader(file.read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if _num_values(node, {}) > MOST_VALUES:
-            raise ValueError(f"its aliases make more than {MOST_VALUES:,} values of it")
-        return loader.construct_document(node)
-    except RecursionError:
-        raise ValueError(f"{file} is nested too deeply to be read; flatten it.") from None
-    # The last ones are what PyYAML's own constructors run into, as of `!!bool zz`.
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
+        return yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    # PyYAML's constructors raise the last ones, for example for `!!bool zz`.
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+    ) as e:
         raise ValueError(
-            f"{file} is not valid YAML or JSON: {' '.join(str(error).split())[:500]}."
-        ) from error
-
-
-def _num_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """Values of a node with all that aliases repeat in it.
-
-    Raises:
-        ValueError: it holds itself, or a key twice, of which the last would win.
-    """
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if known.get(node) == 0:  # begun, and met again
-        raise ValueError(f"what begins in line {node.start_mark.line + 1} holds itself")
-    if node not in known:
-        known[node] = 0
-        inner = node.value
-        if isinstance(node, yaml.MappingNode):
-            _refuse_second_keys([key for key, _ in node.value])
-            inner = itertools.chain(*node.value)
-        known[node] = 1 + sum(_num_values(one, known) for one in inner)
-    return known[node]
-
-
-def _refuse_second_keys(keys: Iterable[yaml.Node]) -> None:
-    lines: dict[tuple[str, str], int] = {}
-    for key in keys:
-        name, line = (key.tag, str(key.value)), key.start_mark.line + 1
-        if isinstance(key, yaml.ScalarNode) and name in lines:
-            raise ValueError(f"{key.value!r:.80} stands in line {lines[name]} and in line {line}")
-        lines[name] = line
+            f"{file} is not valid YAML or JSON: {' '.join(str(e).split())[:500]}."
+        ) from e
 
 
 SWITCHES = dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True)

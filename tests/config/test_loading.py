@@ -2,14 +2,13 @@
 
 import json
 import re
-import time
 
 import pytest
 import yaml
 
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
-from jaxrl.config.loading import MOST_VALUES, check_keys, load_values
+from jaxrl.config.loading import check_keys, load_values
 from jaxrl.config.schema import default_config, flat_json, flatten, to_json
 from tests.helpers import without_keys_of
 
@@ -84,7 +83,7 @@ def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
         ("xyzzy: 1", "no key config.xyzzy; docs/configuration.md has all keys."),
         ("- 1", "holds a list; expected keys and values"),
         ("", "is empty; expected keys and values"),
-        ("[" * 10_000, "is nested too deeply to be read; flatten it"),
+        ("[" * 10_000, "is not valid YAML or JSON"),
         ("a: [", "is not valid YAML or JSON"),
         ('seed: !!float ""', "is not valid YAML or JSON: string index out of range"),
         ("seed: !!bool zz", "is not valid YAML or JSON: 'zz'"),
@@ -134,42 +133,23 @@ def test_json_round_trip(config, tmp_path):
     assert to_json(other) == to_json(config)
 
 
-def test_a_file_of_many_values_is_not_read_to_its_end(tmp_path, monkeypatch):
-    file = tmp_path / "values.yaml"
-    file.write_text(f"a: [{'1,' * 50}]\nb: [")
-    monkeypatch.setattr("jaxrl.config.loading.MOST_VALUES", 40)
-    with pytest.raises(ValueError, match="it has more than 40 values"):
-        load_values(default_config(), str(file))
-    monkeypatch.setattr("jaxrl.config.loading.MOST_BYTES", 100)
-    with pytest.raises(ValueError, match="has 110 bytes; expected at most 100"):
-        load_values(default_config(), str(file))
-
-
-BOMB = "a: &a0 [x, x]\n" + "".join(f"b{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stages: &a [*a]", "what begins in line 1 holds itself"),
-        ("env: &a\n  settings: {x: *a}", "holds itself"),
-        ("env: {settings: &a {x: {y: [1, *a]}}}", "what begins in line 1 holds itself"),
-        ("? &a [*a]\n: 1", "what begins in line 1 holds itself"),
-        (BOMB, f"its aliases make more than {MOST_VALUES:,} values of it"),
         ("seed: *a", "found undefined alias"),
-        ("seed: 1\nnum_steps: 2\nseed: 3", "'seed' stands in line 1 and in line 3"),
-        ("rollout:\n  max_turns: 1\n  max_turns: 1", "'max_turns' stands in line 2 and in line 3"),
-        ('{"env": {"settings": {"a": [{"b": 1, "b": 2}]}}}', "'b' stands in line 1 and in line 1"),
+        ("seed: 1\nnum_steps: 2\nseed: 3", "'seed' is set twice"),
+        ("rollout:\n  max_turns: 1\n  max_turns: 1", "'max_turns' is set twice"),
+        ('{"env": {"settings": {"a": [{"b": 1, "b": 2}]}}}', "'b' is set twice"),
         ("rollout: {max_turns: 1}\nrollout.max_turns: 2", "sets rollout.max_turns twice"),
-        ("rollout:\n  max_turns: 1\nrollout:\n  max_calls: 2", "'rollout' stands in line 1 and"),
+        ("rollout:\n  max_turns: 1\nrollout:\n  max_calls: 2", "'rollout' is set twice"),
         ("seed: " + "1" * 5000, "is not valid YAML or JSON"),
         ("seed: 2026-99-99", "month must be in 1..12"),
         ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
         ("seed: 1\n---\nseed: 2", "expected a single document"),
         ("seed: '\x1b[2J'", "special characters are not allowed"),
         ("? [1]\n: 2", "found unhashable key"),
-        ("- " * 100_000 + "1", "is nested too deeply to be read"),
-        ("{a: " * 100_000, "is nested too deeply to be read"),
+        ("- " * 100_000 + "1", "is not valid YAML or JSON"),
+        ("{a: " * 100_000, "is not valid YAML or JSON"),
     ],
 )
 def test_what_no_file_should_hold_is_one_line(config, tmp_path, text, message):
@@ -193,15 +173,6 @@ def test_aliases_and_merges_are_read(config, tmp_path):
     assert config.sft.optimizer.beta1 == 0.5
     settings = {"a": {"b": [1]}, "c": {"b": [1], "d": 2}, "e": {"b": 3}}
     assert config.env.settings == settings
-
-
-def test_a_bomb_costs_no_time(config, tmp_path):
-    file = tmp_path / "my.yaml"
-    file.write_text(BOMB)
-    start = time.process_time()
-    with pytest.raises(ValueError, match="aliases"):
-        load_values(config, str(file))
-    assert time.process_time() - start < 5
 
 
 @without_keys_of("lora")
