@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.envs.base import Episode, Finished, Reward, Task
-from jaxrl.extras.symbolic_math.part import MAX_CHARACTERS, MathVerify
-from jaxrl.utils.worker_pool import WorkerLostError, WorkerPool
+from jaxrl.extras.symbolic_math.part import MAX_CHARACTERS, MathVerify, WorkerLostError
 
 EQUAL = [
     (r"\sqrt{4}", "2"),
@@ -53,16 +52,14 @@ def children():
     """Processes that this one has started and that still run."""
     found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for path in found for pid in path.read_text().split()]
-    return {
-        pid for pid in pids if b"worker.py\0math\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    }
+    return {pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 @pytest.fixture(scope="module")
 def math():
     found = MathVerify(deadline_s=10.0, memory_mib=1024, workers=1)
     yield found
-    found.pool.close()
+    found.close()
     assert children() == set()
 
 
@@ -71,7 +68,7 @@ def strict():
     """With so little time that hostile answers cost little here, and easy ones are compared."""
     found = MathVerify(deadline_s=0.4, memory_mib=1024, workers=1)
     yield found
-    found.pool.close()
+    found.close()
 
 
 def test_expressions_are_compared_by_what_they_mean(math):
@@ -125,29 +122,33 @@ def test_memory_is_bounded(math):
     limits = Path(f"/proc/{worker}/limits").read_text().splitlines()
     [space] = [line.split()[3:5] for line in limits if line.startswith("Max address space")]
     assert space == [str(1024 << 20)] * 2
-    small = WorkerPool("math", deadline_s=20.0, memory_mib=1, size=1)
-    long = "+".join(["y^{12}"] * 280)
-    found = small.ask({"answer": f"x+{long}", "truths": [f"{long}+x"]})
-    assert found.get("equal") is not True  # though it is
+    small = MathVerify(deadline_s=20.0, memory_mib=1, workers=1)
+    long = "+".join(["y^{12}"] * 60)
+    assert small.is_equal(f"x+{long}", (f"{long}+x",)) is not True  # though it is
     small.close()
 
 
-def test_a_worker_that_cannot_begin_is_our_failure():
-    broken = WorkerPool("math", deadline_s=1.0, memory_mib=1024, size=1)
-    broken._command[2:] = ["/nowhere/worker.py"]
-    with pytest.raises(WorkerLostError, match="ended with 2 before it was ready"):
-        broken.ask({"answer": "x", "truths": ["y"]})
-    with pytest.raises(WorkerLostError):  # and it may be tried again
-        broken.ask({"answer": "x", "truths": ["y"]})
+def test_a_worker_without_its_library_is_our_failure(monkeypatch, tmp_path):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('broken')")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = MathVerify(deadline_s=1.0, memory_mib=1024, workers=1)
+    for _ in range(2):
+        with pytest.raises(WorkerLostError, match="broken"):
+            broken.is_equal("x+1", ("x+2",))
+    broken.close()
 
 
 def test_no_process_outlives_the_one_that_started_it():
     program = (
         "import os\n"
+        "from pathlib import Path\n"
         "from jaxrl.extras.symbolic_math.part import MathVerify\n"
         "math = MathVerify(deadline_s=30.0, memory_mib=1024, workers=1)\n"
         "math.is_equal(r'\\sqrt{4}', ('2',))\n"
-        "print(math.pool._all[0].pid, flush=True)\n"
+        "tasks = Path(f'/proc/{os.getpid()}/task').glob('*/children')\n"
+        "pids = [pid for path in tasks for pid in path.read_text().split()]\n"
+        "is_worker = lambda pid: b'spawn_main' in Path(f'/proc/{pid}/cmdline').read_bytes()\n"
+        "print(*filter(is_worker, pids), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     command = [sys.executable, "-c", program]

@@ -13,9 +13,10 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from jaxrl.envs.base import CallRecord, Finished, Task, ToolError
 from jaxrl.envs.rewards.combiner import Call, Measured
@@ -25,7 +26,6 @@ from jaxrl.envs.tools.base import Answer, Tool
 from jaxrl.extras.endpoints.completions import Completions, content_of, first_choice, policy_of
 from jaxrl.utils.concurrency import MAX_S
 from jaxrl.utils.http_client import check_url, plain_text
-from jaxrl.utils.worker_pool import WorkerPool
 
 PLACES = ("question", "response", "answers")
 _PLACE = re.compile(rf"\{{({'|'.join(PLACES)})\}}")
@@ -37,7 +37,7 @@ SCORE = (
 
 _MAX_SHOWN = 200  # characters of a reply that an error shows
 _MAX_READ = 4096  # characters at a reply's end that a user's own pattern reads
-_SEARCH_S = 1.0  # of computing time for it, which may otherwise take forever
+_SEARCH_S = 1.0  # which a search may otherwise exceed by hours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +116,8 @@ class JudgeSettings:
                 f"a judge's prompt is {self.prompt!r:.100}; expected {{response}} in it."
             )
         try:
-            num_groups = re.compile(self.pattern).groups
-        except re.error as error:
+            num_groups = regex.compile(self.pattern).groups
+        except regex.error as error:
             raise ValueError(f"a judge's pattern is {self.pattern!r}: {error}.") from error
         if num_groups != 1:
             raise ValueError(
@@ -201,14 +201,14 @@ def read_number(reply: str, settings: JudgeSettings) -> float:
     if pattern == SCORE:  # whose time is in proportion to the text
         text = (re.findall(pattern, reply) or [""])[-1]
     else:
-        answer = _searchers().ask({"pattern": pattern, "text": reply[-_MAX_READ:]})
-        if "error" in answer:
+        try:
+            matches = regex.findall(pattern, reply[-_MAX_READ:], timeout=_SEARCH_S, concurrent=True)
+        except TimeoutError:
             raise ToolError(
-                f"the judge's pattern {pattern!r:.100} was not done with the last {_MAX_READ:,} "
-                f"characters of a reply after {_SEARCH_S:g} s of computing ({answer['error']}); "
-                "repeat nothing in it that is repeated inside"
-            )
-        text = answer["found"] or ""
+                f"the judge's pattern {pattern!r:.100} took more than {_SEARCH_S:g} s on the last "
+                f"{_MAX_READ:,} characters of a reply; repeat nothing in it that is repeated inside"
+            ) from None
+        text = (matches or [""])[-1]
     try:
         number = float(str(text))
     except ValueError:
@@ -219,12 +219,6 @@ def read_number(reply: str, settings: JudgeSettings) -> float:
             f"{settings.high:g} where {settings.pattern!r} finds it"
         )
     return (number - settings.low) / (settings.high - settings.low)
-
-
-@cache
-def _searchers() -> WorkerPool:
-    """The workers of all judges; none is started before it is asked."""
-    return WorkerPool("pattern", deadline_s=_SEARCH_S, memory_mib=1024, size=4)
 
 
 class Judge:

@@ -6,37 +6,39 @@ import asyncio
 import atexit
 import base64
 import contextlib
-import functools
-import importlib
 import json
 import logging
 import os
+import tempfile
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
 from jaxrl.config.keys import refuse
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.images import Picture, Pictured
 from jaxrl.envs.tools.base import CallError, JsonTool, Tool, check_names
-from jaxrl.extras.mcp.transport import MAX_ANSWER_MIB, MAX_TOLD, StdioServer, bounded_client
 from jaxrl.utils.concurrency import MAX_ERROR, LateError, error_text, event_loop, within
 from jaxrl.utils.http_client import check_url
 from jaxrl.utils.json_io import is_too_deep
 from jaxrl.utils.secrets import redact, register_secret
-from jaxrl.utils.worker_pool import WorkerLostError, WorkerPool
 
-_INVALID_PARAMS = -32602  # of JSON-RPC: the arguments are wrong
-_CLOSING_S = 5.0
-_MAX_TOOLS, _MAX_PAGES = 1_000, 100  # of a list, many times what any server has
-_SHOWN = 500  # characters of what a server wrote on its standard error
+_INVALID_PARAMS = -32602
+"""JSON-RPC error code for wrong arguments."""
+
+_CLOSE_S = 5.0
+"""Seconds that the end of the process waits for connections to close."""
+
+_STDERR_BYTES = 2**16
+_STDERR_SHOWN = 500
+"""Bytes of a server's standard error that are read, and characters that an error shows."""
 
 
 def check_servers(specs: Sequence[Any]) -> None:
-    """Refuses servers in `config.env.search.mcp` that do not say how to reach them.
+    """Refuse servers in `config.env.search.mcp` that cannot be reached as described.
 
     Raises:
-        ValueError: says what is expected.
+        ValueError: The message says what is expected.
     """
     for spec in specs:
         if not _is_server(spec):
@@ -67,15 +69,15 @@ def _is_server(spec: Any) -> bool:
 def offered_tools(
     specs: Sequence[Mapping[str, Any]], deadline_s: float, log: Callable[[str], None]
 ) -> list[Tool]:
-    """Asks servers, which were checked, for their tools.
+    """Ask servers for their tools.
 
     Args:
-        specs: one for each server, see `McpServer`.
-        deadline_s: seconds for a call, and for making the connection.
-        log: told the names of each server's tools.
+        specs: One entry per server, checked by `check_servers`.
+        deadline_s: Seconds that a call or a connection may take.
+        log: Function that shows a line, called with the names of each server's tools.
 
     Raises:
-        ValueError: a server cannot be reached, or is configured by what there is not.
+        ValueError: A server cannot be reached, or the package mcp is not installed.
     """
     tools: list[Tool] = []
     for spec in specs:
@@ -91,98 +93,85 @@ def offered_tools(
 
 
 class McpServer:
-    """A connection to a server, made when it is needed and again after it has died.
+    """A connection to a server, opened when it is needed and again after the server died.
 
-    All of it lives in `event_loop`; `tools` and `call` may be called from any thread.
+    It lives in `event_loop`. `tools` and `call` may be called from any thread.
     """
 
     def __init__(self, spec: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
-        """Connects to nothing yet.
+        """Connect to nothing yet.
 
         Args:
-            spec: either `command`, the words of a command that serves on its standard streams, and
+            spec: Either `command`, the words of a command that serves on its standard streams, and
                 `env`, names of environment variables that it gets beside PATH, HOME and the like;
-                or `url`, of a server of streamable HTTP, and `headers`, names of environment
-                variables that hold the values of HTTP headers.
-            deadline_s: seconds for a call, and for making the connection.
+                or `url`, the address of a streamable HTTP server, and `headers`, which maps HTTP
+                headers to names of environment variables with their values.
+            deadline_s: Seconds that a call or a connection may take.
 
         Raises:
-            ImportError: the package mcp is not installed.
-            ValueError: an environment variable is not set.
+            ImportError: The package mcp is not installed.
+            ValueError: An environment variable is not set.
         """
         try:
-            self._mcp: Any = importlib.import_module("mcp")
-            # It logs what servers send, keys too; what is wrong with that, we are told anyway.
-            logging.getLogger("mcp").setLevel(logging.CRITICAL)
+            import mcp  # noqa: F401
         except ImportError as error:
             raise ImportError("MCP servers need mcp; pip install 'jaxrl[mcp]'.") from error
+        # It logs what servers send, which may contain secrets.
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)
         self._spec, self._deadline_s = spec, deadline_s
         self.name = " ".join(spec["command"]) if "command" in spec else str(spec["url"])
-        self._env = {name: _variable(name) for name in spec.get("env", ())}
-        self._headers = {
-            header: _variable(name) for header, name in spec.get("headers", {}).items()
-        }
-        self._stderr = bytearray()  # the end of what it wrote on its standard error
-        self._held: _Held | None = None
+        self._env = {name: _secret(name) for name in spec.get("env", ())}
+        self._headers = {header: _secret(name) for header, name in spec.get("headers", {}).items()}
+        # Closed with this object.
+        self._stderr = cast(TextIO, tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115
+        self._connection: _Connection | None = None
         self._lock: asyncio.Lock | None = None
 
     def tools(self) -> list[McpTool]:
-        """The tools that the server lists.
+        """Return the tools that the server lists.
 
         Raises:
-            ToolError: it cannot be reached, or lists none.
+            ToolError: The server cannot be reached, or lists none.
         """
-        listed = self._ask(self._list())
+        listed = self._run(self._list())
         if not listed:
             raise ToolError(f"the MCP server {self.name!r} lists no tools")
         return [McpTool(self, tool) for tool in listed]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Calls a tool of the server; an error that it reports is an answer too.
+        """Call a tool and return its text. An error that the tool reports is a text too.
 
         Raises:
-            CallError: the server does not take these arguments.
-            ToolError: it cannot be reached, or does not answer in time.
+            CallError: The server does not accept these arguments.
+            ToolError: The server cannot be reached, or does not answer in time.
         """
-        return _text(self._ask(self._call(name, arguments)))
+        return _text(self._run(self._call(name, arguments)))
 
-    def _ask(self, coroutine: Any) -> Any:
+    def _run(self, coroutine: Any) -> Any:
         try:
             return within(self._deadline_s, coroutine)
-        except (ToolError, CallError):
-            raise
         except LateError as error:
-            self._drop()
+            self._disconnect()
             raise ToolError(
                 f"the MCP server {self.name!r} gave no answer within {self._deadline_s:g} s "
                 "(config.env.search.tool_deadline_s)"
             ) from error
-        except Exception as error:  # of transports of several kinds
+        except Exception as error:  # transports raise many kinds
             if getattr(error, "code", None) == _INVALID_PARAMS:
                 raise CallError(redact(str(error))[:MAX_ERROR]) from error
-            told = self._told()
-            self._drop()
+            stderr = self._read_stderr()
+            self._disconnect()
             text = "; ".join(map(error_text, _leaves(error)))[:MAX_ERROR]
-            raise ToolError(f"the MCP server {self.name!r}: {text}{told}") from None
+            raise ToolError(f"the MCP server {self.name!r}: {text}{stderr}") from None
 
     async def _list(self) -> list[Any]:
         client = await self._client()
-        tools: list[Any] = []
-        cursors: list[str | None] = [None]
-        while len(tools) <= _MAX_TOOLS and len(cursors) <= _MAX_PAGES:
-            page = await client.list_tools(cursor=cursors[-1])
+        page = await client.list_tools()
+        tools = [*page.tools]
+        while page.next_cursor is not None:
+            page = await client.list_tools(cursor=page.next_cursor)
             tools += page.tools
-            if page.next_cursor is None and len(tools) <= _MAX_TOOLS:
-                return tools
-            if page.next_cursor in cursors[1:]:
-                raise ToolError(
-                    f"the MCP server {self.name!r} names the same page again of its tools"
-                )
-            cursors.append(page.next_cursor)
-        raise ToolError(
-            f"the MCP server {self.name!r} lists more than {_MAX_TOOLS} tools, or them on more "
-            f"than {_MAX_PAGES} pages"
-        )
+        return tools
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         client = await self._client()
@@ -192,128 +181,141 @@ class McpServer:
         if self._lock is None:
             self._lock = asyncio.Lock()
         async with self._lock:
-            if self._held is None or self._held.task.done():
-                self._held = held = _Held()
-                held.task = asyncio.create_task(_hold(held, self._opener()))
-                _OPEN.add(held)
-                weakref.finalize(self, held.let_go).atexit = False  # `_end_all` waits for it then
-            return await asyncio.shield(self._held.client)
+            if self._connection is None or self._connection.task.done():
+                arguments = self._spec, self._env, self._headers, self._stderr, self._deadline_s
+                self._connection = _Connection(_open_client(*arguments))
+                weakref.finalize(self, self._connection.close).atexit = False
+            return await asyncio.shield(self._connection.client)
 
-    def _opener(self) -> Callable[[], Any]:
-        """A function that opens a connection; it holds no reference to this object."""
-        spec, env, headers, told = self._spec, self._env, self._headers, self._stderr
-        mcp, deadline_s = self._mcp, self._deadline_s
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
-        @contextlib.asynccontextmanager
-        async def opened() -> AsyncIterator[Any]:
-            async with contextlib.AsyncExitStack() as stack:
-                if "command" in spec:
-                    transport = StdioServer(spec["command"], env, told).opened()
-                else:
-                    client = bounded_client(headers, timeout_s=deadline_s)
-                    await stack.enter_async_context(client)
-                    streams = importlib.import_module("mcp.client.streamable_http")
-                    transport = streams.streamable_http_client(
-                        spec["url"], http_client=client, max_sse_event_size=MAX_ANSWER_MIB * 2**20
-                    )
-                yield await stack.enter_async_context(mcp.Client(transport, cache=None))
-
-        return opened
-
-    def _drop(self) -> None:
-        """Drops a connection in an unknown state."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.let_go()
-
-    def _told(self) -> str:
-        """The end of what a server that could not be opened wrote on its standard error."""
-        held = self._held
-        if held is not None and held.client.done() and held.client.exception() is None:
+    def _read_stderr(self) -> str:
+        """Return the end of what a server that could not be opened wrote, for a message."""
+        connection = self._connection
+        if connection is not None and connection.is_open:
             return ""
-        text = self._stderr.decode("utf-8", "replace")
-        if len(self._stderr) >= MAX_TOLD:  # its first word may be the end of a secret
+        size = os.fstat(self._stderr.fileno()).st_size
+        data = os.pread(self._stderr.fileno(), _STDERR_BYTES, max(size - _STDERR_BYTES, 0))
+        text = data.decode("utf-8", "replace")
+        if size > _STDERR_BYTES:  # the first word may be the end of a secret
             text = text.partition(" ")[2]
-        shown = redact(text).strip()[-_SHOWN:]
-        return f" (it says: {shown})" if shown else ""
+        shown = redact(text).strip()[-_STDERR_SHOWN:]
+        return f" (its standard error ends: {shown})" if shown else ""
 
 
-class _Held:
-    """A connection while it is open; it is opened and closed by one task, as it has to be."""
+@contextlib.asynccontextmanager
+async def _open_client(
+    spec: Mapping[str, Any],
+    env: Mapping[str, str],
+    headers: Mapping[str, str],
+    stderr: TextIO,
+    deadline_s: float,
+) -> AsyncIterator[Any]:
+    """Open a client by the transport that `spec` names."""
+    import httpx2
+    import mcp
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+    from mcp.client.streamable_http import streamable_http_client
 
-    def __init__(self) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        if "command" in spec:
+            program, *arguments = spec["command"]
+            parameters = StdioServerParameters(command=program, args=arguments, env=dict(env))
+            transport: Any = stdio_client(parameters, errlog=stderr)
+        else:
+            http = httpx2.AsyncClient(headers=dict(headers), timeout=deadline_s)
+            await stack.enter_async_context(http)
+            transport = streamable_http_client(spec["url"], http_client=http)
+        yield await stack.enter_async_context(mcp.Client(transport, cache=None))
+
+
+class _Connection:
+    """An open client. One task opens and closes it, as anyio requires."""
+
+    def __init__(self, opened: contextlib.AbstractAsyncContextManager[Any]) -> None:
+        """Start to open the client, in the event loop that runs."""
         self.client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.over = asyncio.Event()
-        self.task: asyncio.Task[None]
+        self._closing = asyncio.Event()
+        self.task = asyncio.create_task(self._hold(opened))
+        _CONNECTIONS.add(self)
 
-    def let_go(self) -> None:
-        """Has the connection closed, soon; one that is being opened too."""
-        event_loop().call_soon_threadsafe(self._end)
+    @property
+    def is_open(self) -> bool:
+        """True once the client is connected."""
+        return self.client.done() and self.client.exception() is None
 
-    def _end(self) -> None:
-        self.over.set()
+    async def _hold(self, opened: contextlib.AbstractAsyncContextManager[Any]) -> None:
+        try:
+            async with opened as client:
+                self.client.set_result(client)
+                await self._closing.wait()
+        except BaseException as error:
+            if self.client.done():
+                if not isinstance(error, Exception):
+                    raise
+                return
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            self.client.set_exception(ConnectionError("cancelled") if is_cancelled else error)
+            self.client.exception()  # mark as retrieved: nobody may be waiting
+
+    def close(self) -> None:
+        """Close the connection soon, even while it is being opened. Any thread may call this."""
+        event_loop().call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
+        self._closing.set()
         if not self.client.done():
             self.task.cancel()
 
 
-_OPEN: weakref.WeakSet[_Held] = weakref.WeakSet()
-
-
-async def _hold(held: _Held, open_client: Any) -> None:
-    try:
-        async with open_client() as client:
-            held.client.set_result(client)
-            await held.over.wait()
-    except BaseException as error:
-        if not held.client.done():
-            is_given_up = isinstance(error, asyncio.CancelledError)
-            held.client.set_exception(ConnectionError("given up") if is_given_up else error)
-            held.client.exception()  # told to whoever waits; nobody may
-        elif not isinstance(error, Exception):
-            raise
+_CONNECTIONS: weakref.WeakSet[_Connection] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_all() -> None:
-    """Closes all connections before the process ends, so that no server is left."""
-    tasks = [held.task for held in _OPEN if not held.task.done()]
-    for held in _OPEN:
-        held.let_go()
+def _close_all() -> None:
+    """Close all connections before the process ends, so that no server is left."""
+    tasks = [connection.task for connection in _CONNECTIONS if not connection.task.done()]
+    for connection in _CONNECTIONS:
+        connection.close()
 
-    async def ended() -> None:
+    async def wait_for_tasks() -> None:
         await asyncio.wait(tasks)
 
     if tasks:
         with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(ended(), event_loop()).result(_CLOSING_S)
+            asyncio.run_coroutine_threadsafe(wait_for_tasks(), event_loop()).result(_CLOSE_S)
 
 
-def _variable(name: str) -> str:
+def _secret(name: str) -> str:
+    """Return the value of an environment variable, and register it as a secret."""
     value = os.environ.get(name)
     if not value:
         raise ValueError(
             f"config.env.search.mcp names the environment variable {name!r}, which is not set."
         )
-    is_place = os.path.isabs(value) and os.path.exists(value)
-    if not is_place:  # which is no secret, and answers speak of it
+    is_path = os.path.isabs(value) and os.path.exists(value)
+    if not is_path:  # paths appear in answers and are not secret
         register_secret(value)
     return value
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions in an error, without the groups around them."""
+    """Return the exceptions in an error, without the groups around them."""
     if isinstance(error, BaseExceptionGroup):
-        for one in error.exceptions:
-            yield from _leaves(one)
+        for inner in error.exceptions:
+            yield from _leaves(inner)
     else:
         yield error
 
 
 def _text(result: Any) -> str:
-    """Text of a result, or its JSON where it has none; images behind it.
+    """Return the text of a result, or its JSON if it has no text, with images behind it.
 
     Raises:
-        ToolError: an image is none.
+        ToolError: An image is not valid base64.
     """
     texts, images = [], []
     for block in result.content:
@@ -334,35 +336,36 @@ def _text(result: Any) -> str:
     return Pictured("\n".join(texts), (Picture(data=data) for data in decoded))
 
 
-_CHECK_S = 1.0
-"""Computing time of one check by a schema; an ordinary one takes less than a thousandth of it."""
-
-
-@functools.cache
-def _checkers() -> WorkerPool:
-    """The workers of all tools; none is started before a schema is listed."""
-    return WorkerPool("schema", deadline_s=_CHECK_S, memory_mib=1024, size=4)
-
-
 class McpTool(JsonTool):
-    """A tool of a server; arguments are checked by the schema that the server gave."""
+    """A tool of a server. Arguments are checked against the schema that the server gave."""
 
     def __init__(self, server: McpServer, listed: Any) -> None:
-        """`listed` is the tool as the server lists it.
+        """Read the tool as the server lists it.
 
         Raises:
-            ToolError: its schema is none, or cannot be read in time.
+            ToolError: Its schema is not valid.
         """
+        import jsonschema
+        import referencing
+
         self.name = redact(str(listed.name))
         self._server = server
         self._description = redact(str(listed.description or listed.title or self.name))
         self._schema = {"properties": {}, "required": [], **redact(listed.input_schema)}
-        self._schema_text = json.dumps(self._schema)
-        if problem := self._problem({}):
+        # Patterns may be of another dialect; the server checks them.
+        kind = jsonschema.validators.extend(
+            jsonschema.Draft202012Validator,
+            dict.fromkeys(("pattern", "patternProperties"), lambda *_: None),
+        )
+        try:
+            kind.check_schema(self._schema)
+        except jsonschema.SchemaError as error:
             raise ToolError(
                 f"the MCP server {server.name!r} lists the tool {self.name!r} with a schema that "
-                f"cannot be read: {problem}"
-            )
+                f"is not valid: {error.message[:500]}"
+            ) from error
+        # An empty registry fetches no references.
+        self._validator = kind(self._schema, registry=referencing.Registry())
 
     @property
     def description(self) -> str:
@@ -371,46 +374,36 @@ class McpTool(JsonTool):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The JSON schema of its arguments."""
+        """JSON schema of the arguments."""
         return self._schema
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Refuses arguments that are not as the schema has them.
+        """Refuse arguments that the schema does not allow.
 
         Raises:
-            CallError: says what is wrong.
-            ToolError: the schema makes the check too long.
+            CallError: The message says which.
+            ToolError: The schema cannot be used.
         """
-        if not self._schema.get("additionalProperties"):  # which most servers leave unsaid
+        if not self._schema.get("additionalProperties"):  # most servers leave it out
             check_names(arguments, list(self._schema["properties"]), self._schema["required"])
         if is_too_deep(json.dumps(arguments), arguments):
             raise CallError("the call is nested too deeply")
-        if problem := self._problem({"arguments": arguments}):
-            raise CallError(problem)
-
-    def _problem(self, question: Mapping[str, Any]) -> str | None:
-        """Checks arguments in a worker: by a few lines of schema that may take hours.
-
-        Raises:
-            ToolError: it could not be done.
-        """
         try:
-            reply = _checkers().ask({"schema": self._schema_text, **question})
-        except (WorkerLostError, TimeoutError) as error:
-            raise ToolError(f"the arguments of {self.name!r} cannot be checked: {error}") from error
-        if "error" in reply:
+            error = next(self._validator.iter_errors(arguments), None)
+        except Exception as problem:  # such as a reference to a missing definition
             raise ToolError(
-                f"the MCP server {self._server.name!r} gives the tool {self.name!r} a schema by "
-                f"which a check was not done after {_CHECK_S:g} s of computing ({reply['error']}); "
-                "leave that tool out, or have its schema made simpler"
-            )
-        return reply["problem"]
+                f"the MCP server {self._server.name!r} gives the tool {self.name!r} a schema that "
+                f"cannot be used: {error_text(problem)}"
+            ) from problem
+        if error is not None:
+            path = "".join(f"[{key!r}]" for key in error.absolute_path)
+            raise CallError(f"arguments{path}: {error.message[:500]}")
 
     def run(self, call: str, /) -> str:
-        """Calls the tool on the server.
+        """Call the tool on the server.
 
         Raises:
-            ToolError: see `McpServer.call`.
+            ToolError: See `McpServer.call`.
         """
         try:
             return self._server.call(self.name, json.loads(call))

@@ -1,78 +1,91 @@
-"""Mathematics by its meaning: math-verify, in worker processes that are bounded and replaced.
+"""Symbolic comparison of answers with math-verify, in worker processes with limits.
 
-What value comparison (`math_answers`) decides, it decides. The rest, as roots, sets, intervals,
-matrices and formulas, goes to a worker.
+Comparison by value (`math_answers`) comes first. Only what it cannot decide, such as roots, sets,
+intervals, matrices and formulas, goes to a worker.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
+import signal
+import threading
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 from jaxrl.envs.base import Finished, Task
 from jaxrl.envs.rewards.combiner import Call, Measured
 from jaxrl.envs.rewards.math_answers import join_thousands, value_equal
 from jaxrl.envs.rewards.rules import last_boxed
-from jaxrl.utils.worker_pool import WorkerPool
+from jaxrl.extras.symbolic_math.worker import equals_any
 
 MAX_CHARACTERS = 2000
-"""A longer answer equals only what it equals by value; it is not sent to a worker."""
+"""Longest answer that is sent to a worker."""
 
-_CACHED = 20_000  # questions
+_CACHE_SIZE = 20_000
+_BUSY_S = 60.0
+_BUSY_FACTOR = 20.0
+"""A call may wait `_BUSY_S + _BUSY_FACTOR * deadline_s` seconds for its result."""
+
+
+class WorkerLostError(RuntimeError):
+    """No worker process could be started."""
 
 
 class MathVerify:
-    """The reward part `math_verify`: 1 where the final answer equals an accepted one, else 0.
+    """Reward part `math_verify`: 1 if the final answer equals an accepted one, else 0.
 
-    The final answer that the environment read is compared. An abstention is 0. An answer that
-    takes too long, or more memory than allowed, or that ends two workers, is not shown to be equal:
-    it is 0 too and counted (`undecided`), as it is the answer that did so. Were it an environment
-    error, a policy could leave the statistics of its group by writing what hangs. A worker that
-    cannot start, or gets no processor for long, is our failure and an environment error.
+    It compares the final answer that the environment read. An abstention is 0. So is an answer that
+    exceeds the limits of time or memory, or ends its worker; these are counted as `undecided`. They
+    are no environment errors, because a policy could leave the statistics of its group by writing
+    what hangs. A worker that cannot start is an environment error.
     """
 
     is_async = False
 
     def __init__(self, *, deadline_s: float, memory_mib: int, workers: int) -> None:
-        """Starts no process yet.
+        """Start no process yet.
 
         Args:
-            deadline_s: computing time a question may take, in seconds.
-            memory_mib: of each worker.
-            workers: at most so many processes.
+            deadline_s: Seconds of computing that a comparison may take.
+            memory_mib: Memory limit of each worker, in MiB.
+            workers: Largest number of processes.
 
         Raises:
             ImportError: math-verify is not installed.
         """
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("math-verify is not installed; pip install -e '.[math]'")
-        self.pool = WorkerPool("math", deadline_s=deadline_s, memory_mib=memory_mib, size=workers)
-        self._ask = lru_cache(maxsize=_CACHED)(self._compared)
+        self._limits = {"deadline_s": deadline_s, "memory_mib": memory_mib}
+        self._wait_s = _BUSY_FACTOR * deadline_s + _BUSY_S
+        self._num_workers = workers
+        self._pool: Any = None
+        self._lock = threading.Lock()
+        self._ask = lru_cache(maxsize=_CACHE_SIZE)(self._compare)
 
     def calls(self, group: Sequence[Finished]) -> list[Call]:
-        """One for each episode."""
+        """Return one call per episode."""
         return [
             Call(members=(index,), make=partial(self.measure, one), read=lambda value: [value])
             for index, one in enumerate(group)
         ]
 
     def lacks(self, task: Task) -> list[str]:
-        """Accepted answers, where a task has none."""
+        """Return the fields that a task lacks."""
         return [] if task.answers else ["answers"]
 
     def measure(self, one: Finished) -> Measured:
-        """Measures an episode's score."""
+        """Score an episode."""
         answer = "" if one.reward.is_abstention else one.reward.final_answer.strip()
         equal = self.is_equal(answer, one.episode.task.answers) if answer else False
         return Measured(score=float(equal is True), others={"undecided": float(equal is None)})
 
     def is_equal(self, answer: str, truths: Sequence[str]) -> bool | None:
-        """Returns True if an answer equals an accepted one; None where limits end the comparison.
+        """Return True if an answer equals an accepted one, or None if limits end the comparison.
 
         Raises:
-            WorkerLostError: no worker can be started.
-            TimeoutError: a worker got no processor.
+            WorkerLostError: No worker answers.
         """
         decided = [value_equal(answer, truth) for truth in truths]
         if True in decided:
@@ -82,13 +95,48 @@ class MathVerify:
             return False
         return self._ask(_inner(answer), open_)
 
-    def _compared(self, answer: str, truths: Sequence[str]) -> bool | None:
-        verdict = self.pool.ask({"answer": answer, "truths": list(truths)})
-        return bool(verdict["equal"]) if "equal" in verdict else None
+    def _compare(self, answer: str, truths: Sequence[str]) -> bool | None:
+        from pebble import ProcessExpired
+
+        for _ in range(2):  # the system may have ended the first worker
+            pool = self._active_pool()
+            try:
+                call = pool.schedule(
+                    equals_any, args=[answer, truths], kwargs=self._limits, timeout=self._wait_s
+                )
+                return bool(call.result(2 * self._wait_s))
+            except ProcessExpired as error:
+                if error.exitcode == -signal.SIGPROF:
+                    return None
+            except (ImportError, TimeoutError) as error:
+                raise WorkerLostError(
+                    f"no worker of math_verify answers ({error}); is the extra `math` installed?"
+                ) from error
+            except Exception:  # MemoryError and RecursionError too
+                if pool.active:
+                    return None
+        return None
+
+    def _active_pool(self) -> Any:
+        """Return the pool. A worker that is killed between two calls breaks it for good."""
+        from pebble import ProcessPool
+
+        with self._lock:
+            if self._pool is None or not self._pool.active:
+                self.close()
+                spawn = multiprocessing.get_context("spawn")
+                self._pool = ProcessPool(max_workers=self._num_workers, context=spawn)
+            return self._pool
+
+    def close(self) -> None:
+        """End the workers. The end of the process does so too."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
 
 
 def _inner(text: str) -> str:
-    """An expression without what is around it."""
+    """Return an expression without the box or dollar signs around it."""
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).strip().rstrip(".")
     for mark in ("$$", "$"):

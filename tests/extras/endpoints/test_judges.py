@@ -321,9 +321,7 @@ def test_a_pattern_of_ones_own_reads_the_end_of_a_reply_and_cannot_hold_up_a_run
 
     counter = threading.Thread(target=count)
     counter.start()
-    with pytest.raises(
-        ToolError, match=r"was not done .* after 1 s of computing \(its time is over"
-    ):
+    with pytest.raises(ToolError, match="took more than 1 s"):
         read_number("a" * 60 + "!", endless)
     counting.set()
     counter.join()

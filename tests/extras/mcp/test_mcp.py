@@ -1,18 +1,11 @@
 """Tools of real MCP servers: one on its standard streams, one over HTTP."""
 
-import asyncio
-import contextlib
 import gc
-import gzip
-import http.server
-import itertools
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +18,6 @@ from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import CallError, run_one
 from jaxrl.extras.mcp.servers import McpServer, McpTool
-from jaxrl.extras.mcp.transport import MAX_TOLD, StdioServer
-from tests.helpers import cancelled, processes_with
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = (sys.executable, str(SERVER))
@@ -100,17 +91,11 @@ def listed(schema):
 @pytest.mark.parametrize(
     "reference", ["#/$defs/Missing", "http://127.0.0.1:1/schema.json", "other.json", "#nowhere"]
 )
-def test_a_schema_that_refers_to_what_is_not_there_is_refused_at_the_start(reference):
-    schema = {
-        "type": "object",
-        "properties": {"place": {"items": {"$ref": reference}}},
-        "$defs": {"Place": {"type": "string"}},
-    }
-    with pytest.raises(
-        ToolError,
-        match=r"lists the tool 'find' .* cannot be read: it refers to '.*', which is not in it",
-    ):
-        McpTool(McpServer({"command": COMMAND}), listed(schema))
+def test_a_missing_reference_is_an_error_of_the_server(reference):
+    schema = {"type": "object", "properties": {"place": {"items": {"$ref": reference}}}}
+    tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
+    with pytest.raises(ToolError, match="the tool 'find' a schema that cannot be used"):
+        tool.call_of({"place": ["here"]})
 
 
 def test_references_within_a_schema_are_followed():
@@ -127,58 +112,6 @@ def test_references_within_a_schema_are_followed():
     assert tool.call_of({"places": ["here"], "$ref": 1})
     with pytest.raises(CallError, match=r"arguments\['places'\]\[0\]: 'nowhere' is not one of"):
         tool.call_of({"places": ["nowhere"]})
-
-
-def doubling(levels):
-    """A schema whose check takes twice as long for each level."""
-    wider = {f"a{j}": {"anyOf": [{"$ref": f"#/$defs/a{j - 1}"}] * 2} for j in range(1, levels + 1)}
-    return {
-        "type": "object",
-        "properties": {"x": {"$ref": f"#/$defs/a{levels}"}},
-        "$defs": {"a0": {"type": "integer"}, **wider},
-    }
-
-
-ENDLESS_REFERENCE = {
-    "type": "object",
-    "properties": {"x": {"$ref": "#/$defs/a"}},
-    "$defs": {"a": {"$ref": "#/$defs/a"}},
-}
-
-
-@pytest.mark.parametrize("schema", [doubling(30), ENDLESS_REFERENCE])
-def test_a_check_by_a_schema_has_an_end(schema):
-    tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.process_time()
-    with pytest.raises(ToolError, match=r"mcp_server.py' gives the tool 'find' a schema by which"):
-        tool.call_of({"x": "no number"})
-    assert time.process_time() - began < 0.5  # of this process, in whose thread the rollout is
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 50 * 2**10
-    prompt = Prompt(system="", template="{question}")
-    env = SearchEnv(None, tools=[tool], prompt=prompt, max_turns=5, protocol=qwen)
-    call = '<tool_call>{"name": "find", "arguments": {"x": ""}}</tool_call>'
-    [reply] = env.step([Episode(task=Task(id="t", question="?", answers=("x",)))], [call])
-    assert reply.outcome == Outcome.ENVIRONMENT_ERROR
-    assert "gives the tool 'find' a schema" in reply.error
-
-
-def test_a_schema_that_takes_long_to_read_is_refused_at_the_start():
-    schema = {"type": "object", "allOf": [{"enum": [1]}] * 300_000}
-    with pytest.raises(ToolError, match="a schema by which a check was not done after 1 s"):
-        McpTool(McpServer({"command": COMMAND}), listed(schema))
-
-
-def test_unique_items_are_told_apart_in_linear_time():
-    items = {"type": "array", "uniqueItems": True}
-    schema = {"type": "object", "properties": {"q": items}}
-    tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
-    many = [{"a": [n]} for n in range(5_000)]
-    assert tool.call_of({"q": many})
-    assert tool.call_of({"q": [1, True, "1", [1], [True], {"1": 1}, 0, False, None]})
-    for same in ([1, 1.0], [True, True], [{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}], many * 2):
-        with pytest.raises(CallError, match=r"arguments\['q'\]: \[.*"):
-            tool.call_of({"q": same})
 
 
 def test_a_tree_of_arguments_is_checked_to_its_depth():
@@ -247,7 +180,7 @@ def test_a_server_that_dies_is_our_failure_and_is_started_again():
         ({"command": ("/nowhere/server",)}, "No such file or directory"),
         (
             {"command": (sys.executable, "-c", "import sys; sys.exit('no way')")},
-            r"Connection closed \(it says: no way\)",
+            r"Connection closed \(its standard error ends: no way\)",
         ),
         ({"url": "http://127.0.0.1:9/mcp"}, "All connection attempts failed"),
     ],
@@ -265,7 +198,7 @@ def test_environment_variables_are_given_by_their_names(monkeypatch):
     assert reveal.run('{"name": "JAXRL_TEST_KEY"}') == "hunter2"
     assert reveal.run('{"name": "JAXRL_TEST_OTHER"}') == "None"
     talks = "import os, sys; sys.exit('key ' + os.environ['JAXRL_TEST_KEY'])"
-    with pytest.raises(ToolError, match=r"it says: key \*\*\*"):
+    with pytest.raises(ToolError, match=r"ends: key \*\*\*"):
         McpServer({**spec, "command": (sys.executable, "-c", talks)}, deadline_s=60).tools()
     monkeypatch.delenv("JAXRL_TEST_KEY")
     with pytest.raises(ValueError, match="names the environment variable 'JAXRL_TEST_KEY', which"):
@@ -318,7 +251,7 @@ def test_no_key_is_in_a_failure(monkeypatch):
 @pytest.mark.parametrize("properties", ["null", '{"x": {"type": "nonsense"}}'])
 def test_a_schema_that_cannot_be_read_is_told_before_a_call(monkeypatch, properties):
     monkeypatch.setenv("MCP_KEY", "very-secret")
-    with pytest.raises(ToolError, match="lists the tool 't' with a schema that cannot be read: "):
+    with pytest.raises(ToolError, match="lists the tool 't' with a schema that is not valid: "):
         scripted(f'{{"type": "object", "properties": {properties}}}').tools()
 
 
@@ -374,180 +307,6 @@ def test_they_answer_tool_calls(stdio):
     assert dead.outcome == Outcome.ENVIRONMENT_ERROR
 
 
-class Endless(http.server.BaseHTTPRequestHandler):
-    """An MCP server over HTTP whose list of tools, or what its path says, has no end."""
-
-    num_sent = num_lists = 0
-
-    def do_GET(self):
-        type(self).num_sent += 1
-        self.send_answer("text/event-stream", itertools.repeat(b": still here\n\n"))
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        method, mode = asked["method"], self.path.strip("/")
-        if "id" not in asked or method == "server/discover":
-            self.send_answer("application/json", [b""], status=202 if "id" not in asked else 404)
-        elif method == "initialize":
-            about = {"name": "x", "version": "1"}
-            version = asked["params"]["protocolVersion"]
-            result = {
-                "protocolVersion": version,
-                "capabilities": {"tools": {}},
-                "serverInfo": about,
-            }
-            self.send_result(asked, result, [("Mcp-Session-Id", "1")])
-        else:
-            type(self).num_lists += 1
-            self.send_list(asked, mode)
-
-    def send_list(self, asked, mode):
-        tool = {"name": f"t{self.num_lists}", "inputSchema": {"type": "object"}}
-        match mode:
-            case "json":
-                self.send_answer("application/json", itertools.repeat(b" " * 2**16))
-            case "event":
-                self.send_answer("text/event-stream", itertools.repeat(b"data: " + b"x" * 2**16))
-            case "events":
-                said = {
-                    "jsonrpc": "2.0",
-                    "method": "notifications/message",
-                    "params": {"level": "info", "data": "x" * 2**16},
-                }
-                event = b"data: " + json.dumps(said).encode() + b"\n\n"
-                self.send_answer("text/event-stream", itertools.repeat(event))
-            case "comments":
-                self.send_answer("text/event-stream", itertools.repeat(b": x\n" * 2**12))
-            case "packed":
-                packed = gzip.compress(b" " * 2**26)
-                self.send_answer("application/json", [packed], [("Content-Encoding", "gzip")])
-            case "headers":
-                self.send_answer("application/json", [b"{}"], [("x", "y" * 2**10)] * 2**10)
-            case "pages":
-                self.send_result(asked, {"tools": [tool], "nextCursor": str(self.num_lists)})
-            case "empty-pages":
-                self.send_result(asked, {"tools": [], "nextCursor": str(self.num_lists)})
-            case "page":
-                self.send_result(asked, {"tools": [tool], "nextCursor": "again"})
-            case "tools":
-                self.send_result(asked, {"tools": [tool] * 2_000})
-            case "drip":
-                self.send_answer(
-                    "application/json", (time.sleep(0.1) or b" " for _ in itertools.count())
-                )
-            case _:
-                self.send_result(asked, {"tools": [tool]})
-
-    def send_result(self, asked, result, headers=()):
-        answer = {"jsonrpc": "2.0", "id": asked["id"], "result": result}
-        self.send_answer("application/json", [json.dumps(answer).encode()], headers)
-
-    def send_answer(self, kind, chunks, headers=(), status=200):
-        self.send_response(status)
-        for name, value in [("Content-Type", kind), *headers]:
-            self.send_header(name, value)
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            for chunk in chunks:
-                self.wfile.write(chunk)
-                type(self).num_sent += len(chunk)
-
-    def log_message(self, *_):
-        pass
-
-
-@contextlib.contextmanager
-def endless():
-    kind = type("Fresh", (Endless,), {})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", kind
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    [
-        ("json", "the answer has more than 16 MiB"),
-        ("event", "the answer has more than 16 MiB|exceed"),
-        ("events", "the answer has more than 16 MiB"),
-        ("comments", "the answer has more than 16 MiB"),
-        ("packed", "the answer is packed \\('gzip'\\)"),
-        ("headers", "RemoteProtocolError|too many|headers"),
-        ("pages", "lists more than 1000 tools, or them on more than 100 pages"),
-        ("empty-pages", "lists more than 1000 tools, or them on more than 100 pages"),
-        ("page", "names the same page again"),
-        ("tools", "lists more than 1000 tools, or them on more than 100 pages"),
-        ("drip", "gave no answer within 3 s"),
-    ],
-)
-def test_what_a_server_over_http_sends_is_bounded(mode, message):
-    with endless() as (url, counts):
-        began = time.monotonic()
-        server = McpServer({"url": f"{url}/{mode}"}, deadline_s=3 if mode == "drip" else 60)
-        with pytest.raises(ToolError, match=message):
-            server.tools()
-        assert time.monotonic() - began < 30
-        time.sleep(0.3)
-        sent = counts.num_sent
-        assert sent < 40 * 2**20
-        time.sleep(0.5)
-        assert counts.num_sent - sent < 2**16  # nobody reads on
-
-
-def test_the_stream_of_what_a_server_says_unasked_is_not_opened():
-    with endless() as (url, counts):
-        [tool] = McpServer({"url": f"{url}/short"}, deadline_s=60).tools()
-        time.sleep(1.5)
-        assert tool.name == "t1"
-        assert counts.num_sent < 2**16
-
-
-FLOODS = """
-import itertools, json, sys
-for line in sys.stdin:
-    asked = json.loads(line)
-    result = {"tools": [{"name": "t", "inputSchema": {"type": "object"}}]}
-    if asked["method"] == "initialize":
-        version = asked["params"]["protocolVersion"]
-        about = {"name": "x", "version": "1"}
-        result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}
-    elif asked["method"] == "tools/list" and sys.argv[1] != "stderr":
-        said = {"jsonrpc": "2.0", "method": "notifications/message"}
-        said["params"] = {"data": "x" * 2**16, "level": "info"}
-        pieces = {"line": "x" * 2**16, "lines": "x" * 2**16 + chr(10)}
-        piece = pieces.get(sys.argv[1]) or json.dumps(said) + chr(10)
-        for _ in itertools.count():
-            sys.stdout.write(piece)
-    elif asked["method"] == "tools/list":
-        sys.stderr.write("y" * 2**26)
-    answer = {"jsonrpc": "2.0", "id": asked.get("id"), "result": result}
-    if asked["method"] == "server/discover":
-        del answer["result"]
-        answer["error"] = {"code": -32601, "message": "no"}
-    if "id" in asked:
-        print(json.dumps(answer), flush=True)
-"""
-
-
-@pytest.mark.parametrize("mode", ["line", "lines", "messages"])
-def test_what_a_server_writes_is_bounded(mode):
-    server = McpServer({"command": (sys.executable, "-c", FLOODS, mode)}, deadline_s=60)
-    with pytest.raises(ToolError, match="the answer has more than 16 MiB"):
-        server.tools()
-
-
-def test_what_a_server_writes_on_its_standard_error_is_read_and_not_kept():
-    server = McpServer({"command": (sys.executable, "-c", FLOODS, "stderr")}, deadline_s=60)
-    [tool] = server.tools()
-    assert tool.name == "t"
-    assert len(server._stderr) <= MAX_TOLD
-
-
 TALKS = """
 import os, sys
 for _ in range({times}):
@@ -593,16 +352,3 @@ def test_an_error_of_a_server_is_redacted_before_it_is_cut(code, monkeypatch):
         McpServer(spec, deadline_s=60).call("t", {})
     assert "xxxx" in str(raised.value)
     assert "012345" not in str(raised.value)
-
-
-@pytest.mark.parametrize(("turns", "times"), [(2, 1), (3, 2)])
-def test_a_server_that_is_given_up_while_it_starts_is_ended(turns, times, tmp_path):
-    """After some turns of the event loop it is there, and not yet all of what asyncio makes."""
-
-    async def start():
-        command = ["sh", "-c", "sleep 60 & wait"]
-        async with StdioServer(command, {"MARK": str(tmp_path)}, bytearray()).opened():
-            await asyncio.sleep(60)
-
-    assert cancelled(start(), turns, times)
-    assert not processes_with(tmp_path)

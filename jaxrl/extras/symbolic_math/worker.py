@@ -1,0 +1,70 @@
+"""Comparison of mathematical expressions in a worker process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable, Sequence
+
+
+def equals_any(answer: str, truths: Sequence[str], *, deadline_s: float, memory_mib: int) -> bool:
+    """Return True if an answer equals one of the accepted ones. All are LaTeX.
+
+    SIGPROF ends the process after `deadline_s` seconds of computing. No exception could interrupt
+    what hangs: often one operation on large integers.
+    """
+    _prepare(memory_mib)
+    signal.setitimer(signal.ITIMER_PROF, deadline_s)
+    try:
+        return any(_comparison()(answer, truth) for truth in truths)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+@functools.cache
+def _prepare(memory_mib: int) -> None:
+    """Load math-verify, bound the memory of this process, and end it with its parent."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _comparison()("x", "x")  # loads everything that the first call loads
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
+
+
+@functools.cache
+def _comparison() -> Callable[[str, str], bool]:
+    """Return a function that compares two expressions by value.
+
+    Only an expression that is read whole counts. By default math-verify also looks for a number
+    anywhere in the text, which would accept an answer with several numbers. Its time limits need
+    signal handlers, which do not run inside of one operation; they are off.
+    """
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.disable(logging.CRITICAL)
+    latex = [LatexExtractionConfig(boxed_match_priority=0)]
+
+    def read(text: str) -> list:
+        return parse(
+            f"\\boxed{{{text}}}",
+            extraction_config=latex,
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+            raise_on_error=True,
+        )
+
+    def is_equal(answer: str, truth: str) -> bool:
+        return bool(verify(read(truth), read(answer), timeout_seconds=None, raise_on_error=True))
+
+    return is_equal
