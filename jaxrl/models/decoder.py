@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import pkgutil
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -42,67 +42,17 @@ from jaxrl.models.aux_arrays import Beside
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.types import Params
 
-Kind = tuple[Callable[[Any], bool], str]
-"""Check of a field of a `config.json`, and the words for what it has to be."""
-
-Kinds = Mapping[str, Kind]
-
-
-def whole(highest: int, *, lowest: int = 1) -> Kind:
-    """A whole number within bounds."""
-    words = f"a whole number from {lowest} to {highest}"
-    return (lambda value: type(value) is int and lowest <= value <= highest), words
-
-
-def number(above: float, below: float) -> Kind:
-    """A number between two others."""
-    words = f"a number between {above:g} and {below:g}"
-    return (lambda value: type(value) in (int, float) and above < value < below), words
-
-
-def list_of(kind: Kind, words: str) -> Kind:
-    """A list of values of a kind."""
-    return (lambda value: isinstance(value, list) and all(map(kind[0], value))), words
-
-
-SIZE = whole(2**24)  # larger ones than any model has end neither a plan nor a trace
-LAYERS = whole(4096)
-POSITIONS = whole(2**31 - 1)
-LAYER_LIST = list_of(whole(4095, lowest=0), "a list of layers' numbers")
-TEXT: Kind = ((lambda value: isinstance(value, str)), "text")
-SWITCH: Kind = ((lambda value: isinstance(value, bool)), "true or false")
-OBJECT: Kind = ((lambda value: isinstance(value, dict)), "an object")
-BASE = number(1, 1e15)  # of rotary frequencies
-EPSILON = number(0, 1)  # of norms
-
-KINDS: Kinds = {
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), OBJECT),
-    **{"rope_theta": BASE, "rms_norm_eps": EPSILON},
-    **dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads"), SIZE),
-    **{"num_key_value_heads": SIZE, "head_dim": SIZE},
-    **{"num_hidden_layers": LAYERS, "max_position_embeddings": POSITIONS},
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "use_sliding_window"), SWITCH),
-    "layer_types": list_of(TEXT, "a list of names"),
-}
-
-
-def check_kinds(fields: Mapping[str, Any], kinds: Kinds, source: str) -> None:
-    """Refuses a field that holds something of another kind than it should."""
-    for name, (is_of_kind, expected) in kinds.items():
-        if name in fields and not is_of_kind(fields[name]):
-            raise ValueError(f"{source}: {name!r} is {fields[name]!r:.80}; expected {expected}.")
-
 
 def whole_number(fields: Mapping[str, Any], name: str, source: str = "config.json") -> int:
-    """A field that is a whole number above 0.
+    """Return a field that holds a whole number above 0.
 
     Raises:
-        ValueError: it is something else, or is not there.
+        ValueError: The field holds something else, or is missing.
     """
     value = fields.get(name)
-    kind = LAYERS if name in ("depth", "num_hidden_layers") else SIZE
-    check_kinds({name: value}, {name: kind}, source)
-    return int(value or 0)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{source}: {name!r} is {value!r:.80}; expected a whole number above 0.")
+    return value
 
 
 def check_heads(width: int, num_heads: int, num_kv_heads: int, head_dim: int, source: str) -> None:
@@ -142,7 +92,8 @@ def _rope_type(fields: dict[str, Any]) -> str:
 def _rope_theta(fields: dict[str, Any], source: str) -> float:
     """The RoPE base: among the RoPE settings since transformers 5, `rope_theta` before."""
     theta: Any = _rope_fields(fields).get("rope_theta", fields.get("rope_theta"))
-    check_kinds({"rope_theta": theta}, KINDS, source)
+    if type(theta) not in (int, float) or theta <= 1:
+        raise ValueError(f"{source}: 'rope_theta' is {theta!r:.80}; expected a number above 1.")
     return float(theta)
 
 
@@ -204,10 +155,12 @@ def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dic
         source: named in errors.
 
     Raises:
-        KeyError: a size is missing.
-        ValueError: the settings of the scaled RoPE are wrong.
+        ValueError: A size is missing, or the settings of the scaled RoPE are wrong.
     """
-    num_heads, width = fields["num_attention_heads"], fields["hidden_size"]
+    for name in ("vocab_size", "num_hidden_layers", "max_position_embeddings"):
+        whole_number(fields, name, source)
+    width = whole_number(fields, "hidden_size", source)
+    num_heads = whole_number(fields, "num_attention_heads", source)
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     head_dim = fields.get("head_dim") or width // num_heads
     check_heads(width, num_heads, num_kv_heads, head_dim, source)

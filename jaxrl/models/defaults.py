@@ -1,4 +1,4 @@
-"""Defaults of transformers for fields that a `config.json` leaves out."""
+"""Validation and defaults of a `config.json` by the configuration classes of transformers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,38 @@ SIZES = (
 
 
 def completed(
-    fields: dict[str, Any], model_type: str, part: str = "", derived: Collection[str] = ()
+    fields: dict[str, Any],
+    model_type: str,
+    part: str = "",
+    derived: Collection[str] = (),
+    *,
+    source: str,
 ) -> dict[str, Any]:
-    """The fields and, for those that are missing or null, the defaults of transformers' class.
+    """Return the fields, with defaults of transformers' class for those that are missing or null.
 
-    A size that every model has its own of (`SIZES`) stays missing, as the file is then no model's.
-    The base of RoPE is `rope_theta` in the result, unless `fields` name it. Keys without a number
-    (`"num_key_value_heads": null`) are as many as queries: null stays.
+    A size that every model sets (`SIZES`) stays missing. The RoPE base is `rope_theta` in the
+    result, unless `fields` name it. `"num_key_value_heads": null` means as many as queries, so null
+    stays.
 
     Args:
-        fields: of a `config.json`, or of a part of it.
-        model_type: whose configuration class it is.
-        part: the name of the part; "" for all.
-        derived: fields that the class makes of others; in a fresh configuration they are of its own
-            sizes, so they stay missing.
+        fields: Fields of a `config.json`, or of a part of it.
+        model_type: Model type of the configuration class.
+        part: Name of the part; "" for the whole file.
+        derived: Fields that the class computes from others. They stay missing.
+        source: Name of the file, for errors.
+
+    Raises:
+        ValueError: The class refuses a field.
     """
     known = {name: value for name, value in fields.items() if value is not None}
+    with quiet_transformers():
+        from transformers import CONFIG_MAPPING
+
+        try:
+            CONFIG_MAPPING[model_type].from_dict({part: known} if part else dict(known))
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            raise ValueError(f"{source} is not a {model_type} configuration: {text}") from error
     defaults = {k: v for k, v in _defaults(model_type, part).items() if k not in derived}
     if "num_key_value_heads" in fields:
         defaults["num_key_value_heads"] = None
@@ -53,4 +69,5 @@ def _defaults(model_type: str, part: str) -> dict[str, Any]:
     fields = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
     if part:
         fields = fields[part]
+    fields.pop("layer_types", None)  # of the default number of layers
     return {name: v for name, v in fields.items() if v is not None and name not in SIZES}

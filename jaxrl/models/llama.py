@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.models.decoder import (
-    KINDS,
-    POSITIONS,
-    SIZE,
-    SWITCH,
-    check_kinds,
     common_fields,
     refuse_unsupported,
+    whole_number,
     without_nulls,
 )
 from jaxrl.models.defaults import completed
@@ -44,25 +40,18 @@ class LlamaConfig(QwenConfig):
         # A window that is missing is 4096 tokens to transformers, and null is none.
         has_window = model_type == "mistral" and fields.get("sliding_window", 0) is not None
         derived = {"llama": ("head_dim", "num_key_value_heads"), "mistral": ("head_dim",)}
-        fields = without_nulls(completed(fields, model_type, derived=derived[model_type]))
-        kinds = {
-            **{"intermediate_size": SIZE, "sliding_window": POSITIONS, "pretraining_tp": SIZE},
-            "mlp_bias": SWITCH,
-        }
-        check_kinds(fields, {**KINDS, **kinds}, source)
+        fields = without_nulls(
+            completed(fields, model_type, derived=derived[model_type], source=source)
+        )
         refuse_unsupported(fields, source)
-        try:
-            common = common_fields(fields, source=source)
-            has_bias = model_type == "llama" and bool(fields["attention_bias"])
-            model = cls(
-                **common,
-                mlp_width=fields["intermediate_size"],
-                qkv_bias=has_bias,
-                output_bias=has_bias,
-                qk_norm=False,
-            )
-        except KeyError as error:
-            raise ValueError(f"{source} lacks the field {error.args[0]!r}.") from error
+        has_bias = model_type == "llama" and bool(fields["attention_bias"])
+        model = cls(
+            **common_fields(fields, source=source),
+            mlp_width=whole_number(fields, "intermediate_size", source),
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            qk_norm=False,
+        )
         refused = {
             "mlp_bias": bool(fields.get("mlp_bias")),
             f"pretraining_tp {fields.get('pretraining_tp')}": fields.get("pretraining_tp", 1) > 1,
@@ -73,11 +62,6 @@ class LlamaConfig(QwenConfig):
         for feature, is_asked in refused.items():
             if is_asked:
                 raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
-        if model.width % model.num_heads:  # transformers refuses to read such a file
-            raise ValueError(
-                f"{source}: 'hidden_size' is {model.width}; expected a multiple of "
-                f"'num_attention_heads', {model.num_heads}."
-            )
         return model
 
     def hf_config(self) -> dict[str, Any]:

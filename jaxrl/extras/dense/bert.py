@@ -22,7 +22,7 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models.attention.reference import LOWEST
-from jaxrl.models.decoder import EPSILON, check_kinds, layer_norm, whole_number
+from jaxrl.models.decoder import layer_norm, whole_number
 from jaxrl.models.defaults import completed
 from jaxrl.models.layers import Stacks
 from jaxrl.types import Params
@@ -85,7 +85,7 @@ class BertConfig:
         Raises:
             ValueError: one is missing, of another kind, or asks for what is not computed here.
         """
-        fields = completed(fields, "bert")
+        fields = completed(fields, "bert", source=source)
         activation = fields["hidden_act"]
         places = fields.get("position_embedding_type", "absolute")
         refused = {
@@ -104,7 +104,6 @@ class BertConfig:
                 f"{source}: 'num_attention_heads' is {num_heads}; expected a divisor of "
                 f"'hidden_size', {width}."
             )
-        check_kinds(fields, {"layer_norm_eps": EPSILON}, source)
         return cls(
             vocab_size=size("vocab_size"),
             width=width,

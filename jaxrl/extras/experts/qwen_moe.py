@@ -33,13 +33,8 @@ from jaxrl.extras.experts.routing import ROUTED, Found
 from jaxrl.models.architecture import Fused, MemoryTerms, Verdict
 from jaxrl.models.aux_arrays import Beside, TokenArray
 from jaxrl.models.decoder import (
-    KINDS,
-    LAYER_LIST,
-    SIZE,
-    SWITCH,
-    Kinds,
-    check_kinds,
     project,
+    whole_number,
     without_nulls,
 )
 from jaxrl.models.defaults import completed
@@ -62,11 +57,6 @@ _SIZES = (
     "num_experts_per_tok",
     "decoder_sparse_step",
 )
-
-_KINDS: Kinds = {
-    **dict.fromkeys((*_SIZES, "num_experts", "num_local_experts"), SIZE),
-    **{"mlp_only_layers": LAYER_LIST, "norm_topk_prob": SWITCH},
-}
 
 _MOST_EXPERTS = 1_000_000
 """Limit for all layers; each has tensors of its own, which are looked for by their names."""
@@ -126,17 +116,17 @@ class QwenMoeConfig(QwenConfig):
                 f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
                 "'qwen3_moe'."
             )
-        check_kinds(without_nulls(fields), {**KINDS, **_KINDS}, source)
-        given, complete = fields, completed(fields, "qwen3_moe")
+        given, complete = fields, completed(fields, "qwen3_moe", source=source)
         if {"hidden_size", "num_attention_heads"} <= complete.keys():  # `qwen3` has 128
             width, heads = complete["hidden_size"], complete["num_attention_heads"]
             complete.setdefault("head_dim", width // heads)
         dense = QwenConfig.from_dict({**complete, "model_type": "qwen3"}, source=source)
         fields = without_nulls(complete)
-        sizes = {name: fields[name] for name in _SIZES}
+        sizes = {name: whole_number(fields, name, source) for name in _SIZES}
         # transformers 5 has another name for it; a default stands under that one.
         is_old = given.get("num_local_experts") is None and "num_experts" in fields
-        sizes["num_experts"] = fields["num_experts" if is_old else "num_local_experts"]
+        name = "num_experts" if is_old else "num_local_experts"
+        sizes["num_experts"] = whole_number(fields, name, source)
         num_experts, num_chosen = sizes["num_experts"], sizes["num_experts_per_tok"]
         if num_chosen > num_experts:
             raise ValueError(

@@ -20,7 +20,7 @@ from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.architecture import Attend
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention import reference
-from jaxrl.models.decoder import SWITCH, check_kinds, whole_number, without_nulls
+from jaxrl.models.decoder import whole_number
 from jaxrl.models.defaults import completed
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.models.qwen import QwenConfig
@@ -88,9 +88,9 @@ class QwenVLConfig(QwenConfig):
         vision_fields = fields.get("vision_config")
         if not isinstance(vision_fields, dict):
             raise ValueError(f"{source} lacks the field 'vision_config', an object.")
-        fields = completed(fields, cls.model_type)
+        fields = completed(fields, cls.model_type, source=source)
         image_id = whole_number(fields, "image_token_id", source)
-        tower = completed(vision_fields, cls.model_type, "vision_config")
+        tower = completed(vision_fields, cls.model_type, "vision_config", source=source)
         vision = cls.tower_class.from_fields(tower, image_id, source)
         if vision.out_width != text.width:
             raise ValueError(
@@ -117,10 +117,8 @@ class QwenVLConfig(QwenConfig):
             ValueError: what should be an object is something else.
         """
         own = section(fields, "text_config", source)
-        text = completed({**fields, **own}, cls.model_type, "text_config")
+        text = completed({**fields, **own}, cls.model_type, "text_config", source=source)
         text["model_type"] = cls.text_type
-        for given in (fields, own):
-            check_kinds(without_nulls(given), {"tie_word_embeddings": SWITCH}, source)
         text["tie_word_embeddings"] = bool(
             fields.get("tie_word_embeddings")
             or (cls.ties_in_text and own.get("tie_word_embeddings"))

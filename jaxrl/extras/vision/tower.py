@@ -24,7 +24,6 @@ from jaxrl.extras.vision.processor import Image
 from jaxrl.models.attachments import Tower
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.decoder import (
-    BASE,
     Angles,
     canonical_activation,
     linear,
@@ -132,7 +131,7 @@ class VisionTower(Tower):
         }
         refuse(
             {
-                f"rope_theta {theta!r:.80}": not BASE[0](theta),
+                f"rope_theta {theta!r:.80}": type(theta) not in (int, float) or theta <= 1,
                 f"hidden_act {act!r:.80}": act != cls.activation,
                 f"a head of {width} / {heads}": width % heads != 0 or width // heads % 4 != 0,
             },

@@ -44,7 +44,7 @@ from jaxrl.extras.vision.tower import (
 )
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.attachments import Arranged
-from jaxrl.models.decoder import LAYER_LIST, linear, rms_norm, whole_number
+from jaxrl.models.decoder import linear, rms_norm, whole_number
 from jaxrl.models.layers import Through
 from jaxrl.types import Params
 
@@ -94,7 +94,7 @@ class QwenVision(VisionTower):
         refuse(
             {
                 f"window_size {own.get('window_size')!r:.80}": window < 1,
-                f"fullatt_block_indexes {full!r:.80}": not LAYER_LIST[0](full),
+                f"fullatt_block_indexes {full!r:.80}": not isinstance(full, list),
             },
             source,
         )

@@ -196,8 +196,8 @@ def test_a_fused_tensor_of_another_shape_is_refused(tmp_path):
     ("changes", "named"),
     [
         ({"num_experts_per_tok": 9}, "'num_experts_per_tok' is 9, but there are 6 experts"),
-        ({"num_local_experts": 0}, "'num_local_experts' is 0; expected a whole number from 1"),
-        ({"moe_intermediate_size": "16"}, "'moe_intermediate_size' is '16'; expected a whole"),
+        ({"num_local_experts": 0}, "'num_local_experts' is 0"),
+        ({"moe_intermediate_size": "16"}, "moe_intermediate_size"),
         ({"mlp_only_layers": [0, 1]}, "leave no layer with experts"),
         ({"decoder_sparse_step": 3}, "leave no layer with experts"),
         ({"hidden_size": None}, "hidden_size"),
