@@ -300,9 +300,10 @@ def _ground_truth(reward_model: dict[str, Any], place: str) -> tuple[str, ...]:
     """
     truth = reward_model.get("ground_truth")
     if isinstance(truth, dict):
-        if "target" not in truth:
+        truth = _without_nulls(truth)  # tables fill in the fields of other rows
+        if truth and "target" not in truth:
             return (json.dumps(truth, ensure_ascii=False),)
-        truth = truth["target"]
+        truth = truth.get("target")
     answers = accepted_answers(truth, place)
     if not answers:
         raise ValueError(

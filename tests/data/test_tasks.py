@@ -493,6 +493,16 @@ class TestVerl:
         assert task.answers == answers
         assert task.metadata["reward_model"]["ground_truth"] == truth
 
+    @pytest.mark.parametrize("name", WITH_NULLS)
+    def test_a_table_may_hold_ground_truths_with_other_fields(self, name, tmp_path):
+        truths = [{"target": "a"}, {"tests": ["t"]}]
+        rows = [{**VERL, "reward_model": {"ground_truth": truth}} for truth in truths]
+        tasks = opened(WRITERS[name](tmp_path / name, rows))
+        assert [task.answers for task in tasks] == [("a",), ('{"tests": ["t"]}',)]
+        rows[1]["reward_model"]["ground_truth"] = {"tests": None}
+        with pytest.raises(ValueError, match=r":[23]: 'reward_model' holds"):
+            opened(WRITERS[name](tmp_path / f"2{name}", rows))
+
     def test_columns_of_search_r1_beside_the_chat(self, tmp_path):
         row = {**VERL, "question": "who wrote emma", "golden_answers": ["x"], "id": "train_0"}
         [task] = opened(write_parquet(tmp_path / "a.parquet", [row]))
