@@ -31,6 +31,7 @@ from jaxrl.data.readers.base import (
     blocks,
     find_files,
     refuse_bytes,
+    without_gaps,
 )
 from jaxrl.data.records import parse_task
 from jaxrl.data.stream import Mixture, Source
@@ -240,6 +241,9 @@ class Tasks(Sequence[Task]):
             kept = {name: value for name, value in record.items() if name not in source.columns}
             named = {new: record[old] for old, new in source.columns.items() if old in record}
             record = kept | {name: value for name, value in named.items() if name}
+        if self._reader.fills_gaps:  # the arguments of a call have those of all others
+            chats = {name: record[name] for name in ("messages", "prompt") if name in record}
+            record = {**record, **without_gaps(chats)}
         refuse_bytes(record, place)
         task = parse_task(record, place, folder=self._reader.folder(index))
         if source.data_source:

@@ -532,6 +532,17 @@ class TestParquet:
         ):
             opened(file)
 
+    @pytest.mark.parametrize("name", ["tasks.jsonl", "tasks.parquet", "hf"])
+    def test_calls_of_other_arguments_add_none(self, name, tmp_path):
+        arguments = [{"query": "x"}, {"place": {"city": "y"}}]
+        calls = [[{"function": {"name": "f", "arguments": given}}] for given in arguments]
+        rows = [
+            {"messages": [*CHAT, {"role": "assistant", "tool_calls": call}], "answers": ["a"]}
+            for call in calls
+        ]
+        tasks = opened(WRITERS[name](tmp_path / name, rows))
+        assert [task.messages[-1]["tool_calls"] for task in tasks] == calls
+
     def test_few_row_groups_are_held(self, tmp_path, many, monkeypatch):
         tasks = opened(write_parquet(tmp_path / "a.parquet", group=5))
         held = tasks._reader._groups

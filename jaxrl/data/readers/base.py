@@ -29,7 +29,13 @@ class Reader(ABC):
     A factory of one takes `source` (the configured text), `config_key` (that configured it, for
     messages) and what else it needs: `split`, `columns`, settings of its own. It raises
     `ValueError` or `OSError`, in one line that names file, row and key.
+
+    Attributes:
+        fills_gaps: True where the objects in a column all have the same fields, and those that an
+            object lacks are null, as in tables of Arrow.
     """
+
+    fills_gaps: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -59,6 +65,7 @@ class Joined(Reader):
     def __init__(self, readers: Sequence[Reader]):
         """A reader over these, at least one."""
         self._readers = readers
+        self.fills_gaps = any(reader.fills_gaps for reader in readers)
         self._ends = np.cumsum([len(reader) for reader in readers]).tolist()
 
     def __len__(self) -> int:
@@ -273,6 +280,13 @@ def as_plain(value: Any) -> Any:
         case decimal.Decimal():
             return str(value)
     raise TypeError(f"a {type(value).__name__}")
+
+
+def without_gaps(value: Any) -> Any:
+    """Return a plain value without the fields of objects that are null."""
+    if isinstance(value, dict):
+        return {name: without_gaps(item) for name, item in value.items() if item is not None}
+    return [without_gaps(item) for item in value] if isinstance(value, list) else value
 
 
 def blocks(count: int, size: int) -> Iterable[range]:

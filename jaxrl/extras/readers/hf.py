@@ -57,6 +57,8 @@ def hugging_face(
 class _Rows(Reader):
     """The rows of one data set."""
 
+    fills_gaps = True
+
     def __init__(self, rows: Any, name: str):
         """Holds what is mapped; images, sound and the like are the bytes they are stored as."""
         self._rows, self._name = rows.with_format("arrow"), name

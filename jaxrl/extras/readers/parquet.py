@@ -37,6 +37,8 @@ def parquet(source: str, config_key: str, columns: Mapping[str, str] | None = No
 class _Parquet(Reader):
     """One file of Parquet."""
 
+    fills_gaps = True
+
     def __init__(self, path: Path, key: str, dropped: set[str]):
         """Reads the file's metadata."""
         self._held = Held(path)
