@@ -343,29 +343,35 @@ def parts_of(content: str) -> list[str | None]:
 
 
 def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse results of tools that are not in the order of the calls.
+    """Refuse results of tools that are not in the order of the calls, or of none of them.
 
-    Most chat templates leave out the ids by which results belong to calls.
+    Most chat templates leave out the ids and names by which results belong to calls.
 
     Raises:
         ValueError: names the message.
     """
     ids: list[Any] = []
+    names: list[Any] = []
     num_results = 0
     for index, message in enumerate(messages):
         if message["role"] != "tool":
-            calls = message.get("tool_calls")
-            ids = [call.get("id") for call in calls if isinstance(call, Mapping)] if calls else []
+            calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+            ids = [call.get("id") for call in calls]
+            names = [dict(call.get("function") or {}).get("name") for call in calls]
             num_results = 0
             continue
-        id, expected = message.get("tool_call_id"), ids[num_results : num_results + 1]
         num_results += 1
-        if id is not None and id in ids and [id] != expected:
-            raise ValueError(
-                f"message {index + 1} has the tool_call_id {id!r}; expected the result of "
-                f"{'no further call' if not expected else repr(expected[0])}: put the results of "
-                "tools into the order of the calls."
-            )
+        for field, known in (("tool_call_id", ids), ("name", names)):
+            given, expected = message.get(field), known[num_results - 1 : num_results]
+            is_unknown = given not in known
+            # A name may be that of a person or a program. An id that is there is one of a call.
+            is_free = is_unknown and (field == "name" or not known or None in known)
+            if given is not None and [given] != expected and not is_free:
+                raise ValueError(
+                    f"message {index + 1} has the {field} {given!r}; expected the result of "
+                    f"{'no further call' if not expected else repr(expected[0])}: put the results "
+                    "of tools into the order of the calls."
+                )
 
 
 def _fields_of(message: Message) -> str:

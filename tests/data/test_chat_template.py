@@ -323,12 +323,23 @@ def test_marks_in_fields_are_refused():
         QWEN.render_prompt([QUESTION, called(calling({"query": "\ue0000\ue001"}))])
 
 
-@pytest.mark.parametrize(("ids", "is_refused"), [("ab", False), ("ba", True), ("b", True)])
+@pytest.mark.parametrize(
+    ("ids", "is_refused"), [("ab", False), ("ba", True), ("b", True), ("c", True)]
+)
 def test_results_in_another_order_than_the_calls_are_refused(ids, is_refused):
     calls = called(calling({"n": 1}, id="a"), calling({"n": 2}, id="b"))
     messages = [QUESTION, calls, *({**RESULT, "tool_call_id": id} for id in ids)]
     if is_refused:
-        with pytest.raises(ValueError, match=r"message 3 has the tool_call_id 'b'; .*'a'"):
+        with pytest.raises(ValueError, match=rf"message 3 has the tool_call_id '{ids[0]}'; .*'a'"):
             QWEN.render_prompt(messages)
     else:
         assert QWEN.render_prompt(messages) == by_transformers(QWEN, messages)
+
+
+def test_results_are_in_the_order_of_the_names_of_their_calls():
+    calls = called(calling({}, name="near", id=None), calling({}, name="far", id=None))
+    results = [{"role": "tool", "content": name, "name": name} for name in ("near", "far")]
+    QWEN.render_prompt([QUESTION, calls, *results])
+    QWEN.render_prompt([QUESTION, calls, *({**one, "name": "ada"} for one in results)])
+    with pytest.raises(ValueError, match=r"message 3 has the name 'far'; .*'near'"):
+        QWEN.render_prompt([QUESTION, calls, *reversed(results)])
