@@ -34,6 +34,9 @@ from jaxrl.utils.json_io import is_too_deep, number_of, parse_json
 from jaxrl.utils.text import writable
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXT_FIELDS = ("type", "text", "cache_control", "annotations", "citations", "logprobs")
+"""Fields of a text in a list of parts or blocks; beside the text, none changes what it says."""
+
 CALL = "<tool_call>"
 MAX_TOOLS = 64
 """Lists of tools that are known to be described; to find out costs a rendering of the template."""
@@ -154,6 +157,7 @@ def _content(fields: Fields) -> str:
                 "server reads.",
                 param=part.place,
             )
+        check_known(part, TEXT_FIELDS)
         texts.append(part.text("text"))
     return "".join(texts)
 

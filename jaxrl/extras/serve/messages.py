@@ -17,7 +17,7 @@ from jaxrl.extras.serve.answers import (
     joined,
     read_question,
 )
-from jaxrl.extras.serve.chats import Call, ChatMessage, Chats, check_known
+from jaxrl.extras.serve.chats import TEXT_FIELDS, Call, ChatMessage, Chats, check_known
 from jaxrl.extras.serve.completions import Shown, Writer
 from jaxrl.extras.serve.fields import Fields, RefusedError, fields_of, shown
 from jaxrl.extras.serve.worker import STOP
@@ -114,6 +114,8 @@ def _blocks(fields: Fields, field: str = "content") -> list[Fields]:
                 f"{', '.join(BLOCKS)}, which are all that this server reads.",
                 param=block.place,
             )
+        if block.values["type"] == "text":
+            check_known(block, TEXT_FIELDS)
     return blocks
 
 
@@ -127,9 +129,12 @@ def _text(fields: Fields, field: str = "content") -> str:
 
 
 def _assistant(message: Fields) -> list[ChatMessage]:
-    texts, calls = [], []
+    texts: list[str] = []
+    calls: list[Call] = []
     for block in _blocks(message):
         if block.values["type"] == "text":
+            if calls and block.text("text").strip():
+                raise block.refuse("text", "text before the calls of a message, not behind one")
             texts.append(block.text("text"))
         elif block.values["type"] == "tool_use":
             block.inner("input")  # refuses what is no object

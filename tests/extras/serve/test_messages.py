@@ -149,6 +149,9 @@ def test_a_prompt_that_is_too_long(client):
     assert error["message"] == f"prompt is too long: {MAX_TOTAL} tokens > {MAX_TOTAL - 1} maximum"
 
 
+CALL = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -162,6 +165,14 @@ def test_a_prompt_that_is_too_long(client):
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0] ",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "alt": 1}]}]},
+            "messages[0].content[0].alt is 1",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [CALL, {"type": "text", "text": "x"}]}]},
+            "messages[0].content[1].text is 'x'",
         ),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is []"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),

@@ -289,6 +289,10 @@ def test_a_server_has_stop_strings_by_default():
             "messages[1].tool_calls[0].extra is 1",
         ),
         (
+            [{"role": "user", "content": [{"text": "x", "image_url": {"url": "u"}}]}],
+            "messages[0].content[0].image_url is",
+        ),
+        (
             [
                 *ASKED,
                 {"role": "assistant", "tool_calls": [SENT_CALL, {**SENT_CALL, "id": "2"}]},
