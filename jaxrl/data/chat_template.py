@@ -61,11 +61,12 @@ def with_fixed_clock(template: str, now: datetime) -> str:
     """Return a chat template whose `strftime_now` writes this time instead of the clock's.
 
     Templates are given no functions but those of transformers, so a macro takes its place. It knows
-    the directives of one letter, with and without the flag `-`.
+    the directives of one letter, with one of glibc's flags and modifiers or none.
     """
     if not reads_clock(template):
         return template
-    directives = [f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters]
+    flags = ("-", "_", "0", "^", "#", "E", "O", "")
+    directives = [f"%{flag}{letter}" for flag in flags for letter in string.ascii_letters]
     written = {directive: now.strftime(directive) for directive in directives}
     written = {"%%": "\ue004", **written, "\ue004": "%"}
     return (
