@@ -158,21 +158,14 @@ def evaluate(session: Session, params: Params) -> Params:
         if sampler is not None:
             sampler.release()
     else:
-        metrics |= _booked(session, Ledger.from_json(distributed.from_main(spent.to_json())))
+        progress.ledger += Ledger.from_json(distributed.from_main(spent.to_json()))
         text = file.with_suffix(".txt")
         session.display.log(f"evaluated before, with the same settings: {text}")
-    metrics |= progress.totals()
+    metrics |= progress.ledger.metrics()
     metrics["weights_step"] = progress.whose_weights
     session.metrics_log.write(progress.step, "evaluate", metrics)
     session.failures.check_suites(errors)
     return params
-
-
-def _booked(session: Session, spent: Ledger) -> dict[str, float]:
-    """Counts what an evaluation took; returns that as metrics."""
-    session.progress.ledger += spent
-    session.uncounted = Ledger()
-    return spent.asked("eval/", session.progress.ledger) | spent.used("eval/")
 
 
 def made_with(session: Session) -> str:
@@ -252,7 +245,8 @@ def run_suites(
     for line in [text] if stage == "evaluate" else lines:
         display.log(line)
     metrics = {"timing_s/testing": time.perf_counter() - started, **memory_metrics()}
-    metrics |= _booked(session, ledger)
+    session.progress.ledger += ledger
+    session.uncounted = Ledger()
     for suite, summary in summaries.items():
         metrics |= as_metrics(suite, summary)
     return metrics, errors

@@ -250,7 +250,7 @@ def roll_back(session: Session, decision: RollBack) -> None:
     line = {"number": number, "sign": decision.sign, "from_step": decision.from_step}
     line |= {"to_step": decision.to_step, "lr_scale": decision.lr_scale}
     progress.give_up_pending()
-    line |= {"ledger": progress.ledger.to_json(), "num_broken_off": progress.num_broken_off}
+    line |= {"ledger": progress.ledger.to_json()}
     if distributed.is_main():
         rollback.write_down(session.workdir, line)
     distributed.meet()
@@ -362,7 +362,6 @@ def gone_back(progress: Progress, decision: Mapping[str, Any], checkpointer: Che
     progress.watched = dataclasses.replace(progress.watched, acting=(), **changed)
     # What the steps and groups that were given up have cost is spent.
     progress.ledger = Ledger.from_json(decision["ledger"])
-    progress.num_broken_off = decision["num_broken_off"]
     progress.pending = None
     values = checkpointer.values()
     if values.get(progress.best.step) != progress.best.value:

@@ -184,8 +184,6 @@ def train(session: Session, params: Params) -> Params:
             **clock.metrics(trajectories),
             **memory_metrics(),
             **packing_metrics(minibatches),
-            **collected.ledger.asked("", progress.ledger),
-            "perf/ledger/cost": collected.ledger.usage.cost,
             **estimate.metrics(progress.stage_step - 1),
             **(lag_metrics(trajectories, policy_version) if method.has_lag else {}),
             **({"actor/lr_scale": scale} if scale != 1 else {}),
@@ -198,7 +196,7 @@ def train(session: Session, params: Params) -> Params:
                 method, progress.watched, progress.record, groups, progress.stage_step
             )
             progress.record |= marks
-        fields = sample_fields(groups, moved, session.settings.ledger.prices)
+        fields = sample_fields(groups, moved)
         if noted:  # scores on the devices, so every process takes part
             fields = [a | b for a, b in zip(fields, noted(state.params), strict=True)]
         log_trajectories(session, trajectories, fields)
@@ -381,7 +379,7 @@ def begin_training(session: Session) -> None:
     best_metric(session.settings, evaluated)  # refused now where it is missing
     update_gate(session, evaluated)
     bootstrap(session)
-    metrics = evaluated | progress.controllers.metrics() | progress.totals()
+    metrics = evaluated | progress.controllers.metrics() | progress.ledger.metrics()
     session.metrics_log.write(progress.step, "train", metrics)
 
 
@@ -443,7 +441,7 @@ def finish_step(session: Session) -> None:
     update_gate(session, evaluated)
     assert progress.record is not None
     record = progress.record | evaluated | progress.controllers.metrics()
-    record |= progress.totals()
+    record |= progress.ledger.metrics()
     progress.record = None
     show_step(session, record)
     progress.value = best_metric(session.settings, evaluated)

@@ -106,8 +106,7 @@ def without_usage(trajectory):
         {name: value for name, value in turn.items() if name not in ("latency_s", "records")}
         for turn in trajectory["turns"]
     ]
-    ledger = {name: value for name, value in trajectory["ledger"].items() if name != "usage"}
-    return {**trajectory, "turns": turns, "ledger": ledger}
+    return {**trajectory, "turns": turns}
 
 
 def evaluation(workdir, name):

@@ -1,9 +1,7 @@
 """What runs spend is counted, and ends them; where answers come from, in a run's evaluation."""
 
 import dataclasses
-import functools
 import json
-import operator
 import os
 import re
 import subprocess
@@ -20,7 +18,7 @@ from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.runtime.checkpoint import steps_in
 from jaxrl.runtime.preemption import EXIT_BUDGET_SPENT, Interrupted
-from jaxrl.training.usage import BudgetSpentError, Ledger
+from jaxrl.training.usage import BudgetSpentError, Ledger, Usage
 from tests.helpers import build, settings_of
 from tests.runs import (
     SIZES,
@@ -101,48 +99,64 @@ def base(tiny_world, source, held_out, parts, tmp_path_factory):
     return workdir
 
 
-def written_ledgers(workdir, step):
-    """That of each trajectory of a step."""
-    return [Ledger.from_json(line["ledger"]) for line in trajectories(workdir, step)]
+def evaluation_ledger(workdir, name):
+    """The counters of an evaluation's file."""
+    return Ledger.from_json(json.loads((workdir / "eval" / f"{name}.json").read_text())["ledger"])
+
+
+def searches_of(line):
+    """The searches of a written trajectory."""
+    calls = [call for turn in line["turns"] for call in turn["records"]]
+    return [call for call in calls if call["tool"] is None]
+
+
+def step_ledger(lines):
+    """The counters of a step, from its written trajectories."""
+    searches = [call for line in lines for call in searches_of(line)]
+    attempts = sum(call["attempts"] for call in searches if call["source"] == "tool")
+    sampled = [sum(line["loss_mask"]) for line in lines]
+    responses = [len(line["token_ids"]) - line["prompt_length"] for line in lines]
+    return Ledger(
+        num_trajectories=len(lines),
+        num_calls={"search": len(searches)},
+        observation_tokens=sum(responses) - sum(sampled),
+        sampled_tokens=sum(sampled),
+        usage=Usage(attempts={"search": attempts}, cost=0.25 * attempts),
+    )
+
+
+def totals(record):
+    return {name: value for name, value in record.items() if "ledger/" in name}
 
 
 def test_totals_are_the_sums_over_all_trajectories(base):
-    workdir = base
-    first, *steps, last = records(workdir)
-    total = first["ledger/total/calls/search"]
-    assert total == first["ledger/eval/calls/search"] > 0
-    tokens = first["ledger/eval/observation_tokens"]
+    first, *steps, last = records(base)
+    spent = evaluation_ledger(base, "train_0")
+    assert totals(first) == spent.metrics()
     for step in steps:
-        each = written_ledgers(workdir, step["step"])
-        summed = functools.reduce(operator.add, each, Ledger())
-        assert step["ledger/trajectories"] == len(each) == 16
-        assert step["ledger/calls/search"] == summed.num_calls["search"] > 0
-        assert step["ledger/observation_tokens"] == summed.observation_tokens > 0
-        assert step["perf/ledger/cost"] == pytest.approx(summed.usage.cost)
-        assert step["perf/ledger/cost"] == 0.25 * step["perf/search/attempts"]
-        assert step["timing_s/ledger/total/max"] >= step["timing_s/search/max"] > 0
-        total += step["ledger/calls/search"] + step.get("ledger/eval/calls/search", 0)
-        tokens += step["ledger/observation_tokens"]
-        tokens += step.get("ledger/eval/observation_tokens", 0)
-        assert step["ledger/total/calls/search"] == total
-        assert step["ledger/total/observation_tokens"] == tokens
+        of_step = step_ledger(trajectories(base, step["step"]))
+        assert of_step.num_trajectories == 16
+        assert of_step.num_calls["search"] > 0
+        assert of_step.usage.attempts["search"] == step["perf/search/attempts"]
+        spent += of_step
+        if step is steps[-1]:
+            spent += evaluation_ledger(base, "train_2")
+        assert totals(step) == spent.metrics()
+    final = evaluation_ledger(base, "evaluate_2")
+    assert totals(last) == (spent + final).metrics()
     # Searches of the control reach no engine, and are not paid.
-    final = json.loads((workdir / "eval" / "evaluate_2.json").read_text())
-    searches = [len(q["searches"]) for q in final["questions"]["sampled"]]
-    assert last["ledger/eval/calls/search"] == sum(searches) > 0
-    assert last["ledger/total/calls/search"] == total + sum(searches)
-    assert final["summary"]["random_search"]["all"]["searches"] > 0
+    assert final.num_calls["search"] == sum(len(q["searches"]) for q in of_suite(base, "sampled"))
+    assert any(question["searches"] for question in of_suite(base, "random_search"))
 
 
 def test_a_trajectory_ends_where_its_calls_would_cost_too_much(base):
     written = [line for step in (1, 2) for line in trajectories(base, step)]
-    assert max(len(line["turns"][0]["records"]) for line in written) == 1
-    assert all(line["ledger"]["num_calls"].get("search", 0) <= 1 for line in written)
+    assert all(len(searches_of(line)) <= 1 for line in written)
     ended = [line for line in written if line["turns"][-1]["text"].endswith("</search>")]
     # Two turns may call, so it is the price that ends those that ask a second time.
     assert ended
     assert all(line["outcome"] == "out_of_budget" for line in ended)
-    assert any(line["ledger"]["num_calls"] == {"search": 1} for line in ended)
+    assert any(len(searches_of(line)) == 1 for line in ended)
 
 
 def of_suite(workdir, suite):
@@ -270,7 +284,7 @@ def test_a_step_that_is_stopped_behind_its_rollout_counts_what_that_cost(
     *_, last = records(tmp_path / "run")
     # What was lost is drawn again: it is asked for once, and paid twice.
     assert lost == last["perf/search/attempts"] > 0
-    assert last[calls] == first[calls] + last["ledger/calls/search"]
+    assert last[calls] == first[calls] + last["perf/search/calls"]
     assert last[attempts] == first[attempts] + 2 * lost
 
 
@@ -293,10 +307,30 @@ def test_an_evaluation_that_is_stopped_counts_its_suites(tiny_world, source, tmp
     [begin, first, _] = records(tmp_path / "run")
     attempts = "perf/ledger/total/attempts/search"
     again = first[attempts] - before.ledger.usage.attempts["search"]
-    assert again == first["perf/ledger/eval/attempts/search"]  # of both suites, played anew
+    both_suites = evaluation_ledger(tmp_path / "run", "train_1")
+    assert again == both_suites.usage.attempts["search"]  # played again
     lost = first[attempts] - begin[attempts] - first["perf/search/attempts"] - again
     assert 0 < lost < again  # of the first suite alone
-    assert before.num_broken_off == 1
+
+
+def test_a_final_evaluation_that_is_stopped_resumes(
+    base, tiny_world, source, parts, tmp_path, held_out, monkeypatch
+):
+    """It is stopped after its first suite, when nothing is left that a checkpoint could hold."""
+    config = configured(tiny_world, source, **{"tasks.eval.source": held_out})
+    suite = evaluate.play
+
+    def stopped(session, name):
+        if name == "random_search":
+            raise Interrupted("the run was asked to stop")
+        return suite(session, name)
+
+    monkeypatch.setattr(evaluate, "play", stopped)
+    with pytest.raises(Interrupted):
+        play(config, tmp_path / "run", parts)
+    monkeypatch.undo()
+    play(config, tmp_path / "run", parts)
+    assert lasting(tmp_path / "run") == lasting(base)
 
 
 @pytest.mark.slow(instead="test_restarts.py::test_patience_ends_a_run_with_its_best_weights")
@@ -315,7 +349,8 @@ def test_groups_that_a_stage_ended_before_count_too(tiny_world, source, tmp_path
     assert before[-1]["stopped_early"]
     num_steps = before[-1]["step"]
     assert num_steps == 2
-    evaluated = sum(record.get("ledger/eval/trajectories", 0) for record in (*before, last))
+    files = [path.stem for path in (tmp_path / "run" / "eval").glob("*.json")]
+    evaluated = sum(evaluation_ledger(tmp_path / "run", name).num_trajectories for name in files)
     assert last["ledger/total/trajectories"] == evaluated + 16 * (num_steps + 1)
 
     # Killed between a best checkpoint and the end of patience.

@@ -129,8 +129,8 @@ def test_a_model_behind_an_endpoint_is_evaluated(tiny_world, bare_model, tmp_pat
         "calls": 2, "attempts": 2, "prompt_tokens": 20, "completion_tokens": 4,
     }  # fmt: skip
     metrics = records(workdir)[-1]
-    assert metrics["perf/ledger/eval/policy/calls"] == played
-    assert metrics["perf/ledger/eval/policy/prompt_tokens"] == 10 * asked
+    assert metrics["perf/ledger/total/policy/calls"] == played
+    assert metrics["perf/ledger/total/policy/prompt_tokens"] == 10 * asked
     assert metrics["val-core/all/exact_match/greedy"] == 0.5
     started = json.loads((workdir / "environment.json").read_text())[-1]
     assert started["model"] == {"external": f"their-model at {server.url}"}

@@ -59,7 +59,6 @@ def search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
         return {}
     sources = [record.source for record in searches]
     waited_s = [record.waited_s for record in searches]
-    p50, p95 = np.percentile(waited_s, [50, 95])
     return {
         "perf/search/calls": len(searches),
         "perf/search/cache_hits": sources.count("cache"),
@@ -69,8 +68,6 @@ def search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
         "perf/search/retries": sum(max(record.attempts - 1, 0) for record in searches),
         "perf/search/failed": sum(record.error is not None for record in searches),
         "timing_s/search/mean": mean(waited_s),
-        "timing_s/search/p50": float(p50),
-        "timing_s/search/p95": float(p95),
         "timing_s/search/max": max(waited_s),
     }
 

@@ -21,7 +21,6 @@ from jaxrl.sampling.interfaces import WAITS, Counts, Sampler
 from jaxrl.training.controllers import BUCKETS, Controllers, mean_divergences
 from jaxrl.training.method import KL
 from jaxrl.training.packing import Packed
-from jaxrl.training.usage import Ledger
 from jaxrl.types import Group, Trajectory, members
 
 SHOWN = {
@@ -181,9 +180,7 @@ def _window_counts(trajectories: Sequence[Trajectory]) -> list[int]:
     return [t.windows.count for t in trajectories if t.windows is not None]
 
 
-def sample_fields(
-    groups: Sequence[Group], controllers: Controllers, prices: Mapping[str, float]
-) -> list[dict[str, Any]]:
+def sample_fields(groups: Sequence[Group], controllers: Controllers) -> list[dict[str, Any]]:
     """Further fields of each trajectory, for the file of a step's trajectories."""
     fields: list[dict[str, Any]] = []
     for group_id, group in enumerate(groups):
@@ -194,7 +191,6 @@ def sample_fields(
                 "global_id": f"{trajectory.task_id}/{trajectory.sample_index}",
                 "ground_truth": list(trajectory.task.answers),
                 "accuracy": float(trajectory.is_correct) if trajectory.is_scored else None,
-                "ledger": Ledger.of([trajectory], prices).to_json(),
             }
             if (windows := trajectory.windows) is not None:
                 has_level = not np.isnan(windows.percentile)

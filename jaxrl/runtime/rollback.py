@@ -1,9 +1,9 @@
 """Going back to an earlier checkpoint: written down first, so a kill on the way changes nothing.
 
 `roll_backs.jsonl` has a line for each time: its `number` from 1, `sign`, `from_step`, `to_step`,
-`lr_scale`, and what had been spent by then (`ledger`, `num_broken_off`). What the run had measured
-and written after the step it goes back to is set aside in `rolled_back/<number>/`; checkpoints of
-later steps are removed.
+`lr_scale`, and what had been spent by then (`ledger`). What the run had measured and written after
+the step it goes back to is set aside in `rolled_back/<number>/`; checkpoints of later steps are
+removed.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def read(workdir: Path) -> list[dict[str, Any]]:
         if not _is_decision(line):
             raise ValueError(
                 f"{path}:{number} is {json.dumps(line):.80}; expected an object with number, sign, "
-                "from_step, to_step, lr_scale, ledger and num_broken_off. Bring it back from a "
-                "copy, or name another --workdir."
+                "from_step, to_step, lr_scale and ledger. Bring it back from a copy, or name "
+                "another --workdir."
             )
     return decisions
 
 
 def _is_decision(line: Any) -> bool:
-    counts = ("number", "from_step", "to_step", "num_broken_off")
+    counts = ("number", "from_step", "to_step")
     return (
         isinstance(line, dict)
         and all(type(line.get(name)) is int and line[name] >= 0 for name in counts)

@@ -116,9 +116,6 @@ class Progress:
     best: Best = field(default_factory=Best)  # of the stage
     stopped_early: bool = False  # the stage ended for want of improvement
     num_failed: int = 0  # batches in a row of which every episode failed
-    # Collections that ended the run after they cost something. It makes this progress differ from
-    # the saved one, so that `save_progress` writes the ledger.
-    num_broken_off: int = 0
     num_learned: int = 0  # the train stage's steps whose update had a gradient
     weights_step: int | None = None  # whose weights it ended with, where it stopped early
     # Of the train stage: the states of its watch and controllers, and the groups left over. What
@@ -129,8 +126,7 @@ class Progress:
     unfinished: list[int] = field(default_factory=list)  # places of tasks that are under way
     # Groups of the next step: the weights that sampled them are gone, so they are not drawn again.
     pending: Collected | None = field(default=None, compare=False)
-    # Of all that was sampled, evaluations too.
-    ledger: Ledger = field(default_factory=Ledger, compare=False)
+    ledger: Ledger = field(default_factory=Ledger)  # of all that was sampled, evaluations too
 
     def is_passed_by(self, record: Record) -> bool:
         """True of a record of `metrics.jsonl` about something after this progress."""
@@ -173,10 +169,6 @@ class Progress:
         """Drops the groups of the next step; what they cost counts."""
         if self.pending is not None:
             self.ledger, self.pending = self.ledger + self.pending.ledger, None
-
-    def totals(self) -> dict[str, float]:
-        """Totals of what the run has taken so far."""
-        return self.ledger.asked("total/") | self.ledger.used("total/")
 
     def to_json(self) -> dict[str, Any]:
         """Converts to plain JSON values."""
@@ -310,7 +302,7 @@ class Session:
         """Ends the run where it has spent what it may, also on the groups of the next step.
 
         Raises:
-            BudgetSpentError: see `ledger.check_budget`.
+            BudgetSpentError: see `usage.check_budget`.
         """
         pending, limits = self.progress.pending, self.settings.ledger
         spent = self.progress.ledger + self.uncounted + (pending.ledger if pending else Ledger())
@@ -319,7 +311,6 @@ class Session:
     def count_lost(self, spent: Ledger) -> None:
         """Counts what lost groups have cost: they are sampled again, and paid for twice."""
         self.progress.ledger += Ledger(usage=spent.usage)
-        self.progress.num_broken_off += spent != Ledger()
 
     @property
     def is_last_step(self) -> bool:
@@ -368,7 +359,9 @@ class Session:
         self.display.stop()
         self.count_lost(self.uncounted)
         self.uncounted = Ledger()
-        if self.progress.stage_step > 0 and self.progress != self.saved:
+        # Without a state, as in the final evaluation, the newest checkpoint has all that remains.
+        has_state = self.state is not None and self.progress.stage_step > 0
+        if has_state and self.progress != self.saved:
             self.save()
         self.display.activity("waiting for the checkpoint to be on the disk")
         self.checkpointer.wait()

@@ -456,7 +456,8 @@ def test_a_template_is_given_one_time(tmp_path):
 
 @pytest.mark.parametrize("start", ["", "\n", "  {% if true %} x\n{% endif %}", "{#- c -#}\n y"])
 @pytest.mark.parametrize(
-    "directives", ["%Y-%m-%d", "%A, %-d %B %y", "%I:%M:%S %p", "%j|%e|%U", "100%%d %"]
+    "directives",
+    ["%Y-%m-%d", "%A, %-d %B %y", "%I:%M:%S %p", "%j|%e|%U", "100%%d %", "%_d|%^a|%Ey"],
 )
 def test_a_fixed_time_changes_nothing_else_of_a_template(tmp_path, start, directives):
     question = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -380,7 +380,6 @@ def test_a_run_with_a_judge_and_mathematics_and_again_without_the_judge(tiny_wor
     for line in lines:
         [judged] = line["reward_records"]
         assert judged["call"] == "Rate " + line["generated_text"]
-        assert line["ledger"]["usage"]["cost"] == 0.5 * judged["attempts"]
     served.shutdown()
     served.server_close()
     folder = str(tmp_path / "run" / "judgements")
@@ -391,7 +390,6 @@ def test_a_run_with_a_judge_and_mathematics_and_again_without_the_judge(tiny_wor
     assert sources <= {"replay", "cache", "shared"}
     for one in (*first, *second):
         one.pop("reward_records", None)
-        del one["ledger"]["usage"]
     assert first == second
     assert again["ledger/total/calls/helpful"] == num_calls
     assert again["perf/ledger/total/attempts/helpful"] == again["perf/ledger/total/cost"] == 0

@@ -31,8 +31,6 @@ from jaxrl.types import with_fields
 from tests.episodes import grouped, make_failure, make_trajectory, strayed, wavering
 from tests.helpers import method_with
 
-PRICES = {"search": 0.5}
-
 
 def update(loss, gap, norm):
     return {
@@ -86,10 +84,7 @@ def test_fields_of_a_sample():
     right = dataclasses.replace(make_trajectory(), is_correct=True)
     groups = grouped([right, make_failure(task_number=4)])
     windows = [wavering(7), wavering(0, percentile=math.nan)]
-    one, failed = sample_fields(with_fields(groups, windows=windows), controllers, PRICES)
-    ledger = one.pop("ledger")
-    assert (ledger["num_calls"], ledger["usage"]["cost"]) == ({"search": 1}, 0.5)
-    assert failed["ledger"]["usage"]["num_failed"] == 1
+    one, failed = sample_fields(with_fields(groups, windows=windows), controllers)
     assert one == {
         "group_id": 0,
         "uid": "t0",
@@ -109,8 +104,7 @@ def test_fields_of_a_sample():
     assert failed["difficulty"] == "hard"
     assert failed["target_high_entropy_token_num"] is None
     assert json.loads(json.dumps([one, failed])) == [one, failed]
-    [plain] = sample_fields(grouped([right]), Controllers(), {})
-    assert plain.pop("ledger")["usage"]["cost"] == 0.0
+    [plain] = sample_fields(grouped([right]), Controllers())
     assert plain == {
         "group_id": 0,
         "uid": "t0",
@@ -123,7 +117,7 @@ def test_fields_of_a_sample():
 def test_a_sample_is_called_the_same_in_every_step():
     of_t1 = [make_trajectory(task_number=1, sample_index=index) for index in (0, 1)]
     alone, beside = (
-        sample_fields(grouped(batch), Controllers(), {})
+        sample_fields(grouped(batch), Controllers())
         for batch in (of_t1, [make_trajectory(), *of_t1])
     )
     assert [fields["global_id"] for fields in alone] == ["t1/0", "t1/1"]

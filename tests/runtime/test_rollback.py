@@ -8,7 +8,7 @@ import pytest
 from jaxrl.runtime import rollback
 
 LINE = {"number": 1, "sign": "bad", "from_step": 7, "to_step": 4, "lr_scale": 0.5}
-LINE |= {"ledger": {}, "num_broken_off": 0}
+LINE |= {"ledger": {}}
 
 
 def filled(workdir):

@@ -1,9 +1,8 @@
-"""Ledgers of trajectories made by hand, and that they add up."""
+"""Counters of trajectories made by hand, their sums, and the budget."""
 
 import dataclasses
 import functools
 import json
-import math
 import operator
 
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.envs.base import SOURCES, CallRecord, Turn
-from jaxrl.logs.metrics import search_metrics
-from jaxrl.training.usage import BudgetSpentError, Ledger, Usage, Waits, check_budget
+from jaxrl.training.usage import BudgetSpentError, Ledger, Usage, check_budget
 from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
 
 PRICES = {"search": 0.5, "python": 0.25}
@@ -40,20 +38,14 @@ def test_a_ledger_by_hand():
     assert got.num_trajectories == 3
     assert got.num_calls == {"search": 6, "python": 1}  # the failure's too
     assert (got.observation_tokens, got.sampled_tokens) == (3, 4 + 4 + 4)
-    usage = got.usage
-    assert usage.attempts == {"search": 3 + 2 + 1, "python": 1}
-    assert usage.sources == {"tool": 3, "cache": 1, "shared": 1, "replay": 1, "fallback": 1}
-    assert (usage.num_retries, usage.num_failed) == (2 + 1, 1 + 1)
-    assert usage.cost == 6 * 0.5 + 0.25
-    assert (usage.waits.num_calls, usage.waits.max_s) == (7, 8.0)
-    assert usage.waits.total_s == 4 + 1 + 8 + 2
+    attempts = {"search": 3 + 2 + 1, "python": 1}
+    assert got.usage == Usage(attempts=attempts, cost=6 * 0.5 + 0.25)
 
 
 def test_environments_without_records_are_counted_too():
     got = Ledger.of([make_trajectory(turns=(SEARCH, COMPUTE, ANSWER))], PRICES)
     assert got.num_calls == got.usage.attempts == {"search": 1, "python": 1}
     assert got.usage.cost == 0.75
-    assert got.usage.waits.total_s == 0.5
 
 
 def test_judges_are_counted_beside_tools_and_spend_the_budget():
@@ -65,8 +57,7 @@ def test_judges_are_counted_beside_tools_and_spend_the_budget():
     assert got.num_calls == {"search": 6, "python": 1, "helpful": 3}  # the failure made a search
     assert got.usage.attempts == {"search": 6, "python": 1, "helpful": 6}
     assert got.usage.cost == 6 * 0.5 + 0.25 + 6 * 2.0
-    assert got.usage.num_retries == 3 + 2 + 2
-    assert got.used("")["perf/ledger/attempts/helpful"] == 6
+    assert got.metrics()["perf/ledger/total/attempts/helpful"] == 6
     check_budget(got, max_cost=15.3, max_calls=14)
     with pytest.raises(BudgetSpentError, match=r"spent 13 of config\.ledger\.max_calls=13"):
         check_budget(got, max_cost=15.3, max_calls=13)
@@ -79,59 +70,35 @@ def test_the_searches_of_a_control_reach_no_engine():
     assert got.sampled_tokens == 4
 
 
-def test_its_metrics_by_hand():
-    run = Ledger.of([with_calls(*CALLS)], PRICES)
-    step = Ledger.of([make_trajectory(turns=(SEARCH, ANSWER))], PRICES)
-    assert step.asked("", run) == {
-        "ledger/trajectories": 1,
-        "ledger/observation_tokens": 0,
-        "ledger/sampled_tokens": 4,
-        "ledger/calls/search": 1,
-        "ledger/calls/python": 0,  # the run has called it
-    }
-    assert run.asked("total/")["ledger/total/calls/search"] == 5
-    used = run.used("total/")
-    assert used["timing_s/ledger/total/max"] == 8.0
-    assert {name: value for name, value in used.items() if name.startswith("perf/")} == {
-        "perf/ledger/total/cost": 2.75,
+def test_metrics_by_hand():
+    assert Ledger.of([with_calls(*CALLS)], PRICES).metrics() == {
+        "ledger/total/trajectories": 1,
+        "ledger/total/observation_tokens": 3,
+        "ledger/total/sampled_tokens": 4,
+        "ledger/total/calls/python": 1,
+        "ledger/total/calls/search": 5,
         "perf/ledger/total/attempts/python": 1,
         "perf/ledger/total/attempts/search": 5,
-        "perf/ledger/total/cache_hits": 1,
-        "perf/ledger/total/shared": 1,
-        "perf/ledger/total/replayed": 1,
-        "perf/ledger/total/retries": 3,
-        "perf/ledger/total/failed": 1,
+        "perf/ledger/total/cost": 2.75,
     }
-    free = Ledger.of([make_trajectory(turns=(ANSWER,))], {})
-    assert free.used("total/") == {}
-    assert "ledger/total/calls/search" not in free.asked("total/")
+    without_calls = Ledger.of([make_trajectory(turns=(ANSWER,))], {}).metrics()
+    assert {name for name, value in without_calls.items() if value} == {
+        "ledger/total/trajectories",
+        "ledger/total/sampled_tokens",
+    }
+    assert not any(name.startswith("perf/") for name in without_calls)
 
 
-def test_searches_are_told_as_a_step_tells_them():
-    searches = [call for call in CALLS if call.tool is None]
-    used, told = Ledger.of([with_calls(*searches)], PRICES).used(""), search_metrics(searches)
-    for name in ("cache_hits", "shared", "replayed", "retries", "failed"):
-        assert used[f"perf/ledger/{name}"] == told[f"perf/search/{name}"]
-    assert used["perf/ledger/attempts/search"] == told["perf/search/attempts"]
-    for name in ("mean", "max"):
-        assert used[f"timing_s/ledger/{name}"] == told[f"timing_s/search/{name}"]
-
-
-def test_waits_by_hand():
-    waits = Waits.of([0.1] * 90 + [2.0] * 9 + [40.0])
-    got = waits.metrics()
-    assert got["p50"] == pytest.approx(0.1, rel=0.022)
-    assert got["p95"] == pytest.approx(2.0, rel=0.022)
-    assert got["max"] == 40.0
-    assert got["mean"] == pytest.approx((9 + 18 + 40) / 100)
-    assert Waits.of([]).metrics() == {}
-    assert Waits.of([0.0, 0.0]).metrics() == {"p50": 0.0, "p95": 0.0, "mean": 0.0, "max": 0.0}
-
-
-@given(st.lists(st.floats(1e-5, 1e4), min_size=1, max_size=60), st.floats(0.01, 1.0))
-def test_percentiles_are_near_those_of_the_sorted_waits(waits, share):
-    exact = sorted(waits)[math.ceil(share * len(waits) - 1e-12) - 1]
-    assert Waits.of(waits).percentile(share) == pytest.approx(exact, rel=0.023)
+def test_the_tokens_of_an_endpoint_are_counted_and_paid():
+    usage = {"calls": 2, "attempts": 3, "prompt_tokens": 14, "completion_tokens": 6, "cost": 0.125}
+    made = dataclasses.replace(make_trajectory(turns=(SEARCH, ANSWER)), usage=usage)
+    got = Ledger.of([made, made], PRICES)
+    assert got.usage.policy == {name: 2 * value for name, value in usage.items()}
+    assert got.usage.cost == 2 * (0.125 + 0.5)
+    assert got.usage.attempts == {"search": 2}  # the model is no tool
+    metrics = got.metrics()
+    assert metrics["perf/ledger/total/policy/prompt_tokens"] == 28
+    assert metrics["perf/ledger/total/policy/cost"] == 0.25
 
 
 calls = st.builds(
@@ -153,21 +120,24 @@ def test_ledgers_add_up(groups, cut):
     each = functools.reduce(operator.add, [Ledger.of([one], PRICES) for one in made], Ledger())
     for other in (parts, each):
         assert other.usage.cost == pytest.approx(whole.usage.cost)
-        assert plain(other) == plain(whole)
+        assert without_cost(other) == without_cost(whole)
         assert Ledger.from_json(json.loads(json.dumps(other.to_json()))) == other
 
 
-def plain(ledger):
-    """Without the floats, whose sums round, and without zeros."""
-    waits = dataclasses.replace(ledger.usage.waits, total_s=0.0)
-    usage = dataclasses.replace(ledger.usage, cost=0.0, waits=waits)
-    return dataclasses.replace(ledger, usage=usage)
+def without_cost(ledger):
+    """Without the float, whose sums round."""
+    return dataclasses.replace(ledger, usage=dataclasses.replace(ledger.usage, cost=0.0))
 
 
 def test_only_what_the_tool_was_asked_is_paid():
     for source in ("cache", "shared", "replay"):
-        assert Usage.of([CallRecord(call="a", source=source)], PRICES).cost == 0.0
-    assert Usage.of([CallRecord(call="a", attempts=4)], {}).cost == 0.0
+        got = Ledger.of([with_calls(CallRecord(call="a", source=source))], PRICES)
+        assert (got.num_calls, got.usage.attempts, got.usage.cost) == (
+            {"search": 1},
+            {"search": 0},
+            0,
+        )
+    assert Ledger.of([with_calls(CallRecord(call="a", attempts=4))], {}).usage.cost == 0
 
 
 def test_a_run_ends_at_its_limits_and_not_before():

@@ -42,14 +42,6 @@ TOTALS = {
     "ledger/total/sampled_tokens": "sampled tokens",
     "ledger/total/observation_tokens": "inserted tokens",
     "perf/ledger/total/cost": "cost",
-    "perf/ledger/total/cache_hits": "calls answered by the cache",
-    "perf/ledger/total/shared": "calls shared with another episode",
-    "perf/ledger/total/replayed": "calls answered by a recording",
-    "perf/ledger/total/retries": "retries",
-    "perf/ledger/total/failed": "failed calls",
-    "timing_s/ledger/total/p50": "wait for a call, median, s",
-    "timing_s/ledger/total/p95": "wait for a call, 95th percentile, s",
-    "timing_s/ledger/total/max": "longest wait for a call, s",
 }
 """Metrics with totals of a run, and their labels."""
 

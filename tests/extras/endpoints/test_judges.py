@@ -212,7 +212,7 @@ def test_each_request_is_in_the_ledger_and_what_was_kept_costs_nothing(server, t
     ledger = ledger_of([*first, *then, *again])
     assert ledger.num_calls == {"helpful": 4}
     assert ledger.usage.attempts == {"helpful": 4} == {"helpful": len(server.requests)}
-    assert (ledger.usage.num_retries, ledger.usage.num_failed, ledger.usage.cost) == (2, 0, 1.0)
+    assert ledger.usage.cost == 1.0
 
 
 def test_equal_prompts_under_way_are_paid_once(server):
@@ -228,9 +228,7 @@ def test_a_judge_that_gave_no_score_is_paid_too(server):
     server.script = [{"text": "no"}] * 20
     [error], bad = counted(part, "bad")
     assert isinstance(error, ToolError)
-    usage = ledger_of([*good, *bad]).usage
-    assert usage.cost == 0.25 * len(server.requests) > 0.5
-    assert usage.num_failed == 1
+    assert ledger_of([*good, *bad]).usage.cost == 0.25 * len(server.requests) > 0.5
     assert "the reply ends 'no'" in bad[0].error
 
 

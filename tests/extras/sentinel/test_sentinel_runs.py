@@ -207,7 +207,7 @@ def damage(workdir, step):
 
 def decided(workdir, to_step):
     line = {"number": 1, "sign": "bad", "from_step": 7, "to_step": to_step, "lr_scale": 0.5}
-    rollback.write_down(workdir, line | {"ledger": {}, "num_broken_off": 0})
+    rollback.write_down(workdir, line | {"ledger": {}})
 
 
 def carried_out(workdir):
@@ -262,10 +262,11 @@ class Values:
 )
 def test_the_best_is_a_checkpoint_that_is_left(values, value, step):
     progress = Progress(best=Best(value=0.5, step=2, mark=0.5, num_stale=1), pending=object())
-    decision = {"number": 2, "lr_scale": 0.25, "ledger": Ledger().to_json(), "num_broken_off": 3}
+    spent = Ledger(num_trajectories=3)
+    decision = {"number": 2, "lr_scale": 0.25, "ledger": spent.to_json()}
     runs.gone_back(progress, decision, Values(values))
     assert (progress.best.value, progress.best.step) == (value, step)
-    assert (progress.pending, progress.num_broken_off) == (None, 3)
+    assert (progress.pending, progress.ledger) == (None, spent)
     assert (progress.watched.lr_scale, progress.watched.num_roll_backs) == (0.25, 2)
 
 

@@ -141,7 +141,7 @@ class TestProgress:
 
     def test_costs_are_those_of_the_newest_record(self, run):
         totals = {"ledger/total/trajectories": 20, "ledger/total/calls/search": 8}
-        more = {"perf/ledger/total/attempts/search": 6, "perf/ledger/total/failed": None}
+        more = {"perf/ledger/total/attempts/search": 6, "perf/ledger/total/cost": None}
         assert facts.costs(read(run)) == []
         change_records(run, lambda r: r | (totals | more if r["stage"] == "train" else {}))
         assert dict(facts.costs(read(run))) == {
