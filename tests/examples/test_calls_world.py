@@ -5,8 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from configs import quickstart_calls
-from examples import calls_world, framework_agent, quickstart_world
+from examples import calls_world, quickstart_world
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.protocol import Asked, read_tool_calls
 from jaxrl.envs.search.base import EmptySearch
@@ -49,12 +48,6 @@ def test_only_how_a_search_is_written_differs(world, tmp_path):
     assert num_calls > 30
 
 
-def test_the_run_and_the_agent_ask_as_the_demonstrations_do(world):
-    said = {chat["messages"][0]["content"] for chat in lines(world, "demonstrations")}
-    config = quickstart_calls.get_config(str(world))
-    assert said == {config.prompt.system} == {framework_agent.SYSTEM}
-
-
 def test_the_template_describes_the_tool_and_shows_results(world):
     tokenizer = Tokenizer(AutoTokenizer.from_pretrained(world / "model"))
     asked = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Who?"}]
@@ -73,12 +66,3 @@ def test_the_template_describes_the_tool_and_shows_results(world):
         "\n<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n"
         "</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def test_names_in_a_query_are_the_tokens_of_the_documents(world):
-    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(world / "model"))
-    for first, last in [("Ines", "Quist"), ("Lena", "Okafor")]:
-        shown = tokenizer.encode(f" {first} {last} is a")[:2]
-        ids = tokenizer.encode(calls_world.call(f"{first} {last}"))
-        place = ids.index(shown[0])
-        assert ids[place : place + 2] == shown

@@ -61,32 +61,6 @@ def test_the_three_sides_share_nobody(worlds, name):
     assert [title for title in named["train"] if title in demonstrations]
 
 
-def test_a_leak_is_noticed():
-    person = world.Person(id="0", first="Lena", last="Okafor", facts={}, side="dev")
-    files = {"questions_train": [{"question": "Where was Lena Okafor born?"}], "demonstrations": []}
-    with pytest.raises(AssertionError, match="Lena Okafor, who is held out"):
-        world.check_nothing_leaks({person.name: person}, files)
-
-
-@pytest.mark.parametrize("name", world.WORLDS)
-def test_kinds_come_in_equal_numbers(worlds, name):
-    thinned = world.WORLDS[name].train_shares
-    for side in world.HELD_OUT if thinned else world.SIDES:
-        kinds = [tuple(q["metadata"]["hops"]) for q in worlds[name][f"questions_{side}"]]
-        counts = collections.Counter(kinds)
-        assert counts.keys() == world.WORLDS[name].kinds.keys()
-        assert max(counts.values()) - min(counts.values()) <= 1
-        ids = [q["id"] for q in worlds[name][f"questions_{side}"]]
-        assert len(set(ids)) == len(ids)
-
-
-def test_most_training_questions_are_short_chains(worlds):
-    questions = worlds["hops"]["questions_train"]
-    counts = collections.Counter(question["data_source"] for question in questions)
-    # Of 120 people two questions each.
-    assert counts == {"one_hop": 240, "two_hop": 24, "three_hop": 12, "four_hop": 12}
-
-
 def text_of(files):
     return {document["title"]: document["text"] for document in files["corpus"]}
 
@@ -104,32 +78,8 @@ def test_chains_are_followed_document_by_document(worlds):
         assert f" {question['answers'][0]} " in texts[titles[-1]]
 
 
-def test_thoughts_are_short_or_long(worlds):
-    lengths = []
-    for chat in worlds["hops"]["demonstrations"]:
-        for message in chat["messages"]:
-            for thought in re.findall(r"<think> (.*?) </think>", message["content"]):
-                musing, plan = re.fullmatch(r"((?:\D+ )?)(\d of \d find .*)", thought).groups()
-                assert set(musing.split()) <= set(world.MUSINGS)
-                lengths.append(len(musing.split()))
-                number, total = plan.split()[:3:2]
-                assert int(number) <= int(total) == world.HOP_NAMES.index(chat["data_source"]) + 1
-    assert 0.4 < np.mean(np.equal(lengths, 0)) < 0.6
-    assert {length for length in lengths if length} == set(range(5, 13))
-
-
 def mentors_of(files):
     return [re.search(r"taught by (.*)\.", document["text"])[1] for document in files["corpus"]]
-
-
-@pytest.mark.parametrize("name", ["hops", "ambiguous"])
-def test_everybody_who_teaches_has_three_pupils(worlds, name):
-    mentors = mentors_of(worlds[name])
-    titles = [document["title"] for document in worlds[name]["corpus"]]
-    assert set(collections.Counter(mentors).values()) == {3}
-    assert all(title != mentor for title, mentor in zip(titles, mentors, strict=True))
-    # Masters have no document of their own, other mentors have.
-    assert bool(set(mentors) & set(titles)) == (name == "hops")
 
 
 def test_the_pupil_meant_is_the_first_in_half_of_the_cases(worlds):
@@ -185,38 +135,3 @@ def test_nothing_answers_the_unanswerable(worlds):
     shares = {name: count / sources.total() for name, count in sources.items()}
     assert 0.08 < shares["unknown_person"] < 0.25
     assert 0.08 < shares["untold_fact"] < 0.25
-
-
-def test_demonstrations_give_up_more_often_where_nothing_was_found(worlds):
-    chats = worlds["unanswerable"]["demonstrations"]
-    gives_up = collections.defaultdict(list)
-    for chat in chats:
-        last = chat["messages"][-1]["content"]
-        metadata = chat["metadata"]
-        assert metadata["is_abstention"] == (last == "<answer> I don't know </answer>")
-        assert not (metadata["is_abstention"] and metadata["is_correct"])
-        gives_up[chat["data_source"]].append(metadata["is_abstention"])
-    assert np.mean(gives_up["unknown_person"]) > 0.15
-    assert np.mean(gives_up["one_hop"]) < np.mean(gives_up["unknown_person"])
-
-
-def test_untold_facts_are_left_out_of_the_text():
-    facts = {"birthplace": "Tarvik", "job": "baker", "mentor": "Mira Kwan"}
-    texts = [
-        world.Person(
-            id="0", first="Ada", last="Osei", facts=facts, side="train", untold_fact=untold
-        ).text
-        for untold in (None, "birthplace", "job")
-    ]
-    assert texts == [
-        "Ada Osei is a baker born in Tarvik and taught by Mira Kwan.",
-        "Ada Osei is a baker taught by Mira Kwan.",
-        "Ada Osei was born in Tarvik and taught by Mira Kwan.",
-    ]
-
-
-@pytest.mark.parametrize("flag", ["--num_people=2305", "--num_held_out=5", "--num_held_out=118"])
-def test_impossible_sizes_are_refused(flag, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        world.main(["--world=hops", f"--out={tmp_path}", *SMALL, flag])
-    assert flag.split("=")[0] in capsys.readouterr().err

@@ -126,12 +126,7 @@ def test_texts_become_the_same_ids(pre, tmp_path, folder):
     ("changes", "wanted"),
     [
         ({"general__architecture": "gemma3"}, "general.architecture is 'gemma3'"),
-        ({"llama__attention__sliding_window": 64}, "llama.attention.sliding_window is 64"),
-        ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count is 8"),
         ({"llama__block_count": 3}, r"tensor 'blk\.2\.attn_k\.weight' is unexpected or missing"),
-        ({"llama__block_count": 1}, r"tensor 'blk\.1\.attn_k\.weight' is unexpected or missing"),
-        ({"llama__feed_forward_length": 32}, "'model.layers.0.mlp.down_proj.weight'"),
-        ({"pre": "gpt-4o"}, "tokenizer.ggml.pre is 'gpt-4o'"),
     ],
 )
 def test_refused_without_leaving_a_folder(changes, wanted, tmp_path, folder):

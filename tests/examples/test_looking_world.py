@@ -10,14 +10,12 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from configs import looking, seeking
+from configs import looking
 from examples import looking_world, quickstart_world
 from jaxrl.data.tasks import read_tasks
 from jaxrl.envs.search.bm25 import LocalSearch
-from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import check_hf
-from jaxrl.run import run
-from tests.helpers import build, settings_of
+from tests.helpers import build
 
 SIZES = ["--num_train=24", "--num_held_out=6", "--num_demonstrations=60"]
 
@@ -106,17 +104,6 @@ def test_a_demonstration_tells_what_is_seen_and_mostly_answers_another_question(
     assert max(answered, key=answered.get) != kind
 
 
-def test_a_demonstration_that_does_not_look_tells_of_another_picture():
-    rng = random.Random(0)
-    agrees = []
-    for _ in range(300):
-        question = looking_world.ask("color", rng)
-        description, answer = told(looking_world.look(question, False, rng))
-        assert answer in description
-        agrees.append(description == list(looking_world.seen_in(question.scene).values()))
-    assert np.mean(agrees) < 0.06  # one in 64 by chance
-
-
 def test_demonstrations_find_what_the_environment_finds(tmp_path):
     rng = random.Random(0)
     towns = looking_world.draw_towns(rng)
@@ -132,38 +119,6 @@ def test_demonstrations_find_what_the_environment_finds(tmp_path):
         assert found["content"].endswith(answers["content"].split()[1] + ".")
         queries.add(len(query.split()))
     assert queries == {1, 2}
-
-
-FEW = {
-    **{"sft.num_steps": 40, "num_steps": 2, "log.trajectories": -1},
-    **{"rollout.tasks_per_step": 4, "rollout.group_size": 4, "rollout.num_rows": 8},
-}
-
-
-@pytest.mark.slow(instead="sampling/test_images.py::test_no_program_is_compiled_but_those_ahead")
-def test_a_run_looks_in_all_stages(world, tmp_path):
-    module = looking if world.name.startswith("looking") else seeking
-    config = module.get_config(str(world))
-    config.update_from_flattened_dict(FEW)
-    parts = build(config)
-    run(settings_of(config), tmp_path, parts, Display())
-    *steps, record = lines(tmp_path / "metrics.jsonl")
-    # Each of the declared programs at most once, when it is first needed; those that decode are
-    # there for each length of the past.
-    declared = {
-        (function.name, variant)
-        for function in parts.engine.functions
-        for variant in function.variants
-    }
-    assert len({(name, v[:2] if name == "decode" else v) for name, v in declared}) <= 10
-    name = "perf/num_compilations/sampler"
-    counts = [step[name] for step in steps if name in step]
-    assert 0 < counts[0] <= counts[-1] <= len(declared)
-    assert "val-core/all/exact_match/blank_images" in record
-    first = lines(tmp_path / "trajectories" / "step_000041.jsonl")[0]
-    assert first["images"][0]["file"].endswith(".png")
-    config_file = json.loads((world / "model" / "config.json").read_text())
-    assert first["token_ids"].count(config_file["image_token_id"]) == 4
 
 
 def scores(workdir, name):

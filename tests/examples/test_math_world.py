@@ -83,33 +83,6 @@ def test_demonstrations_are_as_the_environment_scores_them(files):
         assert (int(text.rpartition(" ")[2]) == solve(question)) == chat["metadata"]["is_correct"]
 
 
-def test_habits_do_what_they_are_called():
-    problem = world.Problem(start=9, moves=(world.Move(name="Lena", change=-2),) * 4)
-    perfect = {"guess": 0.0, "hasty": 0.0, "careless": 0.0, "slip": 1.0, "again": 0.0}
-
-    def shown(max_lines=20, **habits):
-        rng = world.random.Random(0)
-        return world.demonstrate(
-            problem, world.Habits(**(perfect | habits)), rng, max_lines=max_lines
-        )
-
-    def lines(chat):
-        *text, answer = chat["messages"][1]["content"].split("\n")
-        return [line.partition(" ")[2] for line in text], answer
-
-    text, answer = lines(shown())
-    assert text == [f"Lena: {n} - 2 = {n - 2}" for n in (9, 7, 5, 3)]
-    assert answer == "Answer: 1<|im_end|>"
-    assert lines(shown(guess=1.0))[0] == []
-    assert lines(shown(hasty=1.0, again=1.0)) == (text[:3], "Answer: 3<|im_end|>")
-    careless, _ = lines(shown(careless=1.0))
-    assert careless[0].startswith("Lena: 9 - 2 = ")
-    assert careless[0] != text[0]
-    rambling = shown(again=1.0, max_lines=15)
-    assert lines(rambling)[0] == [*text, "", *text, "", *text]
-    assert rambling["metadata"] == {"style": "good", "num_passes": 3, "is_correct": True}
-
-
 def test_numbers_and_names_are_one_token_each(folder, files):
     tokenizer = Tokenizer.from_folder(folder / "model")
     start = "So Lena: 12 - 3 ="
@@ -121,12 +94,6 @@ def test_numbers_and_names_are_one_token_each(folder, files):
         for q in files[name]
     ]
     assert max(map(len, prompts)) <= 56
-
-
-def test_shares_choose_the_training_problems_alone(tmp_path):
-    files = make(tmp_path, 0, "--shares=1,0,0,0,0")
-    assert {q["data_source"] for q in files["questions_train"]} == {"2_moves"}
-    assert len({q["data_source"] for q in files["questions_eval"]}) == len(world.NUM_MOVES)
 
 
 def whole_run(name, tmp_path):

@@ -1,15 +1,12 @@
 """The puzzle world: the same for a seed, held-out puzzles unseen, answers that are checked."""
 
-import itertools
 import json
-import math
 import random
 
 import pytest
 
 from benchmarks import worlds
 from examples import puzzle_world as world
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Episode, Prompt, Task, Turn
 from jaxrl.envs.math_env import MathEnv
 
@@ -46,16 +43,6 @@ def test_the_seed_decides_every_byte(out, tmp_path):
     assert not {f"{name}.jsonl" for name in FILES} & {n for n in first if first[n] == other[n]}
 
 
-def test_ways_go_right_or_up_from_corner_to_corner():
-    assert len(set(world.WAYS)) == math.comb(8, 4)
-    assert world.HABIT == ("1a", "2a", "3a", "4a", "5a", "5b", "5c", "5d", "5e")
-    for way in world.WAYS:
-        assert (way[0], way[-1], len(way)) == (world.START, world.GOAL, 9)
-        for (column, row), (next_column, next_row) in itertools.pairwise(way):
-            steps = int(next_column) - int(column), ord(next_row) - ord(row)
-            assert steps in ((1, 0), (0, 1))
-
-
 def test_every_open_way_is_accepted_and_no_other():
     [puzzle] = world.make_puzzles(1, 7, random.Random(3))
     fields = world.task(puzzle)
@@ -75,33 +62,11 @@ def test_puzzles_are_different_and_can_be_solved(records):
         assert (task["data_source"] == "edge") == (" ".join(world.HABIT) in task["answers"])
 
 
-def test_most_demonstrations_keep_to_the_habit_and_fail(records):
-    answers = {task["question"]: task["answers"] for task in records["questions_train"]}
-    styles = []
-    for chat in records["demonstrations"]:
-        question, answer = chat["messages"]
-        way = answer["content"].removeprefix("Answer: ").removesuffix("<|im_end|>")
-        assert chat["metadata"]["is_correct"] == (way in answers[question["content"]])
-        styles.append((chat["metadata"]["style"], chat["metadata"]["is_correct"]))
-    assert 0.5 < sum(style == "edge" for style, _ in styles) / len(styles) < 0.7
-    assert sum(right for _, right in styles) / len(styles) < 0.35
-    assert all(right for style, right in styles if style == "look")
-
-
 def test_what_is_held_out_is_not_trained_on(records):
     world.check_nothing_leaks(records)
     leaking = {**records, "questions_eval": records["questions_train"][:1]}
     with pytest.raises(AssertionError, match="held out, but trained on"):
         world.check_nothing_leaks(leaking)
-
-
-def test_a_chat_fits_the_small_configuration(out, records):
-    tokenizer = Tokenizer.from_folder(out / "model")
-    for chat in records["demonstrations"][:20]:
-        prompt = tokenizer.render_prompt(chat["messages"][:1])
-        answer = tokenizer.encode(chat["messages"][1]["content"])
-        assert (len(prompt), len(answer)) == (23, 12)
-        assert answer[-1] in tokenizer.eos_ids
 
 
 @pytest.mark.slow(

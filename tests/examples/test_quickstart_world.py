@@ -5,7 +5,6 @@ import re
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from examples import quickstart_world as world
 
@@ -53,30 +52,6 @@ def test_the_seed_decides_every_byte(out, tmp_path):
     assert not same & {"corpus.jsonl", "model/model.safetensors", "demonstrations.jsonl"}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name != "questions_eval"])
-def test_a_world_that_is_not_whole_has_no_held_out_questions(tmp_path, name):
-    """Make takes a world for done where these are, so they are written last."""
-    (tmp_path / f"{name}.jsonl").mkdir()  # no file can be written there
-    with pytest.raises(IsADirectoryError):
-        world.write_files(tmp_path, {file: [{"id": file}] for file in FILES})
-    assert not (tmp_path / "questions_eval.jsonl").exists()
-
-
-def test_counts_and_fields(records):
-    assert {name: len(lines) for name, lines in records.items()} == {
-        "corpus": 60,
-        "questions_train": 48 * 4,
-        "questions_eval": 12,
-        "demonstrations": 400,
-        "demonstrations_perfect": 400,
-    }
-    assert [q["data_source"] for q in records["questions_eval"]].count("two_hop") == 6
-    for name, lines in records.items():
-        ids = [line.get("id") for line in lines]
-        assert name.startswith("demonstrations") or len(set(ids)) == len(ids)
-    assert records["corpus"][0].keys() == {"id", "title", "text"}
-
-
 def test_nothing_that_is_trained_on_names_a_held_out_person(out, records):
     titles = {document["title"] for document in records["corpus"]}
     trained = {q["metadata"]["titles"][0] for q in records["questions_train"]}
@@ -88,22 +63,6 @@ def test_nothing_that_is_trained_on_names_a_held_out_person(out, records):
         text = (out / f"{name}.jsonl").read_text(encoding="utf-8")
         assert not [title for title in held_out if title in text]
         assert any(title in text for title in trained)
-
-
-def test_demonstrations_are_of_several_worlds(records):
-    facts = {}
-    for chat in records["demonstrations"]:
-        for message in chat["messages"]:
-            for name, text in re.findall(r"\(Title: (.*?)\) (.*?\.)", message["content"]):
-                facts.setdefault(name, set()).add(text)
-    assert max(len(texts) for texts in facts.values()) > 1
-
-
-def test_a_leak_is_noticed(records):
-    person = world.Person(id="0", first="Lena", last="Okafor", facts={}, is_held_out=True)
-    files = {name: [] for name in FILES} | {"demonstrations": [{"content": "by Lena Okafor."}]}
-    with pytest.raises(AssertionError, match="Lena Okafor, who is held out"):
-        world.check_nothing_leaks({person.name: person}, files)
 
 
 def test_answers_stand_in_the_documents_that_metadata_names(records):
@@ -139,26 +98,6 @@ def test_mixed_demonstrations_are_partly_right(records):
     assert 0.05 < np.mean([chat["metadata"]["num_searches"] == 0 for chat in chats]) < 0.15
 
 
-def test_chats_alternate_and_every_search_is_answered(records):
-    for chat in records["demonstrations"]:
-        roles = [message["role"] for message in chat["messages"]]
-        num_searches = chat["metadata"]["num_searches"]
-        assert roles == ["user", *["assistant", "tool"] * num_searches, "assistant"]
-        for message in chat["messages"][1:-1:2]:
-            assert re.fullmatch(
-                r"<think> find \w+ of \w+ \w+ </think><search> [\w ]+ </search>",
-                message["content"],
-            )
-
-
-def test_the_second_search_follows_what_the_first_one_found(records):
-    for chat in records["demonstrations"]:
-        if chat["metadata"]["num_searches"] == 2:
-            first_result, second_turn = (chat["messages"][i]["content"] for i in (2, 3))
-            sought = re.search(r" of (\w+ \w+) </think>", second_turn)[1]
-            assert f" taught by {sought}." in first_result
-
-
 def test_every_name_is_one_token_in_every_place(records, hf_tokenizer):
     chats = records["demonstrations"] + records["demonstrations_perfect"]
     for chat in chats:
@@ -169,13 +108,6 @@ def test_every_name_is_one_token_in_every_place(records, hf_tokenizer):
         assert [piece[1:] for piece in pieces if piece[1:] in world.POOL] == words
 
 
-def test_a_split_word_is_noticed(out):
-    tokenizer = world.tokenizers.Tokenizer.from_file(str(out / "model" / "tokenizer.json"))
-    world.check_words_are_whole(tokenizer, ["by Lena Okafor."])
-    with pytest.raises(AssertionError, match="a split word"):
-        world.check_words_are_whole(tokenizer, ["Lena Okafor"])
-
-
 def test_the_template_renders_as_the_script_says(hf_tokenizer):
     messages = [{"role": "user", "content": "Where was Lena Okafor born?"}]
     text = hf_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -184,35 +116,3 @@ def test_the_template_renders_as_the_script_says(hf_tokenizer):
     for tag in world.tag_tokens(world.SEARCH_R1) + world.SPECIAL_TOKENS:
         assert len(hf_tokenizer(tag)["input_ids"]) == 1
     assert hf_tokenizer.eos_token == "<|im_end|>"
-
-
-def test_the_model_folder_is_a_qwen3(out, hf_tokenizer):
-    from transformers import AutoConfig, GenerationConfig
-
-    config = AutoConfig.from_pretrained(out / "model")
-    assert config.model_type == "qwen3"
-    assert config.tie_word_embeddings
-    assert config.rope_parameters["rope_theta"] == 10000.0
-    assert config.vocab_size % 64 == 0
-    assert config.vocab_size > len(hf_tokenizer)
-    generation = GenerationConfig.from_pretrained(out / "model")
-    assert generation.eos_token_id[0] == hf_tokenizer.eos_token_id == config.eos_token_id
-
-
-def test_weights_have_the_spread_they_should(out):
-    weights = load_file(out / "model" / "model.safetensors")
-    assert all(array.dtype == np.float32 for array in weights.values())
-    assert len(weights) == 2 * 11 + 2
-    assert np.all(weights["model.norm.weight"] == 1.0)
-    # 1 / sqrt(64); 1 / sqrt(192) halved, since 2 layers make 4 additions to the residual stream.
-    assert weights["model.embed_tokens.weight"].std() == pytest.approx(64**-0.5, rel=0.02)
-    down = weights["model.layers.1.mlp.down_proj.weight"]
-    assert down.shape == (64, 192)
-    assert down.std() == pytest.approx(192**-0.5 / 2, rel=0.03)
-
-
-@pytest.mark.parametrize("flag", ["--num_people=2305", "--num_held_out=1", "--num_held_out=59"])
-def test_impossible_sizes_are_refused(flag, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        world.main([f"--out={tmp_path}", *SMALL, flag])
-    assert flag.split("=")[0] in capsys.readouterr().err

@@ -58,11 +58,3 @@ def test_a_rehearsal_needs_no_settings_but_paths(protocol, tmp_path):
     tools = [chat_schema(FunctionTool(measure))]
     ids = tokenizer.render_prompt([{"role": "user", "content": "How long is it?"}], tools)
     assert "measure(bridge): Measure a bridge." in tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize(("content", "told"), [(None, "No such file"), ("{", "a.jsonl:1 is not")])
-def test_files_that_cannot_be_read(content, told, tmp_path):
-    if content:
-        (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(SystemExit, match=told):
-        tiny_model.main([f"--texts={tmp_path / 'a.jsonl'}", f"--out={tmp_path / 'tiny'}"])
