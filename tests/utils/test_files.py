@@ -1,7 +1,5 @@
-import errno
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -54,12 +52,6 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         pass
 
 
-def test_of_several_processes_one_touches_the_disk(tmp_path):
-    with folder_taking_place(tmp_path / "out", marker="x", is_writer=False):
-        assert list(tmp_path.iterdir()) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("killed_after", [1, 2, 3])
 def test_a_folder_is_settled_whenever_its_replacement_was_killed(tmp_path, killed_after):
     path, new = tmp_path / "7", tmp_path / "new"
@@ -103,27 +95,6 @@ def test_a_full_disk_takes_nothing_away_and_is_told(tmp_path):
         file.write("new" * 100)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
     assert full_disk(raised.value).filename == str(path)
-
-
-def test_a_folder_that_cannot_be_held_on_a_full_disk(tmp_path):
-    with no_file_beyond(0), pytest.raises(OSError, match="too large") as raised, held(tmp_path):
-        pass
-    assert raised.value.filename == str(tmp_path / ".lock")
-
-
-def test_a_full_disk_is_found_in_what_libraries_say():
-    told = KeyError("later")
-    told.__context__ = ValueError("RESOURCE_EXHAUSTED: params/d/c0: No space left on device [28]")
-    assert full_disk(told).errno == errno.ENOSPC
-    assert full_disk(OSError(errno.EACCES, "Permission denied")) is None
-    assert full_disk(None) is None
-
-
-def test_a_folder_that_cannot_be_made():
-    with pytest.raises(
-        ValueError, match=r"--workdir=/proc/x cannot be made .* name a folder on a "
-    ):
-        held(Path("/proc/x")).__enter__()
 
 
 def test_nothing_is_written_where_a_held_folder_has_been(tmp_path):

