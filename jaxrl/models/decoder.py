@@ -50,7 +50,7 @@ def whole_number(fields: Mapping[str, Any], name: str, source: str = "config.jso
         ValueError: The field holds something else, or is missing.
     """
     value = fields.get(name)
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value < 2**31:
         raise ValueError(f"{source}: {name!r} is {value!r:.80}; expected a whole number above 0.")
     return value
 
