@@ -189,6 +189,7 @@ def resolve_saved(config: ConfigDict, *, is_changed: bool) -> ResolvedConfig:
     config.stages = ()  # no data are read
     judges, prices = config.reward.judges, config.ledger.prices
     config.ledger.prices = {name: prices[name] for name in prices if name not in judges}
+    config.ledger.max_cost = 0.0  # the budget of the run
     config.reward.settings, config.reward.judges, config.reward.weights = {}, {}, {}
     leave_out_method(config)
     resolved = resolve_names(config, needs_data=False)

@@ -140,6 +140,13 @@ def test_a_step_and_keys_are_chosen(run, tiny_world):
     assert refused(run, "?", "--step=20", "--model=x").startswith("error: --step=20 and --model=x")
 
 
+def test_a_budget_for_judges_alone_is_left_out(run):
+    config = saved_run.read_config(run)
+    config.ledger.prices, config.ledger.max_cost = {"helpful": 1.0}, 5.0
+    resolved_run = saved_run.resolve_saved(config, is_changed=True)
+    assert (resolved_run.ledger.prices, resolved_run.ledger.max_cost) == ({}, 0.0)
+
+
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
