@@ -177,6 +177,12 @@ def test_a_bad_answer_box_is_skipped(answer):
     assert [hit.document for hit in hits] == [PARIS, ROME]
 
 
+def test_the_snippet_stands_in_for_an_answer_that_cannot_be_read():
+    box = {"title": "France", "answer": ["Paris"], "snippet": "Its capital is Paris."}
+    [hits], _ = search("serper", {**SERPER, "answerBox": box})
+    assert hits[0].document == Document("", "France", "Its capital is Paris.")
+
+
 def test_an_answer_box_alone_is_enough():
     box = {"title": "France / Capital", "answer": "Paris"}
     for rest in ({}, {"organic": []}, {"organic": [None]}):

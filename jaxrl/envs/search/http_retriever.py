@@ -189,7 +189,9 @@ def _document(fields: Mapping[str, Any]) -> Document:
                 f"a document with {sorted(map(str, fields))[:8]}; expected text as its "
                 '"contents", or as its "title" and "text"'
             )
-    if isinstance(key, bool) or not isinstance(key, str | int | None):
+    if not (document.title or document.text):
+        raise ValueError("a blank document; expected text")
+    if isinstance(key, bool) or not isinstance(key, str | int | float | None):
         raise ValueError(f"{_kind(key)} as an id; expected text or a number")
     return document._replace(id="" if key is None else plain_text(str(key)))
 

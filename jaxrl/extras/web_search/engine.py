@@ -151,7 +151,8 @@ def _serper_results(answer: Mapping[str, Any]) -> list[Any]:
     results = [] if found_nothing else _results(answer, "organic")
     box = answer.get("answerBox")
     if isinstance(box, dict):
-        text = next((box[name] for name in ("answer", "snippet") if box.get(name)), "")
+        texts = [box.get(name) for name in ("answer", "snippet")]
+        text = next((text for text in texts if text and isinstance(text, str)), "")
         results = [{**box, "snippet": text}, *results] if text else results
     return results
 

@@ -197,6 +197,8 @@ BAD_HITS = [
     {"text": ["x"], "title": "t"},
     {"text": "x", "title": 5},
     {"contents": "x", "id": [1]},
+    {"contents": " \n "},
+    {"title": "", "text": " "},
     {"document": PASSAGES[0], "score": "high"},
 ]
 
@@ -213,6 +215,12 @@ def test_a_bad_hit_is_skipped_and_counted(bad):
     one_query = {"protocol": "flashrag", "path": "/search"}
     assert retrieve([bad, good], **one_query) == paris
     assert retrieve([[good, bad], [0.5, 0.1]], **one_query)[0][0] == Hit(PARIS, 0.5)
+
+
+@pytest.mark.parametrize(("key", "shown"), [(7, "7"), (7.0, "7.0"), ("7", "7"), (None, "")])
+def test_an_id_may_be_a_number(key, shown):
+    [[hit]] = retrieve({"result": [[{"contents": "x", "id": key}]]})
+    assert hit.document.id == shown
 
 
 def test_a_bad_score_is_a_bad_hit():
