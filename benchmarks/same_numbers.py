@@ -291,7 +291,9 @@ def content(path: Path) -> Any:
             if folder.name == "position":
                 saved = json.loads((folder / "metadata").read_text(encoding="utf-8"))
                 # Paths are in the configuration, times in the record.
-                kept = {k: v for k, v in saved.items() if k not in ("config", "contents", "record")}
+                gone = ("schedule", "num_broken_off")  # of calibration, and of lost groups
+                left_out = ("config", "contents", "record", *gone)
+                kept = {k: v for k, v in saved.items() if k not in left_out}
                 values |= {f"position/{name}": value for name, value in untimed(kept).items()}
             elif folder.is_dir():
                 leaves = jax.tree_util.tree_leaves_with_path(reader.restore(folder))
