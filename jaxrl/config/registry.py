@@ -250,8 +250,10 @@ def _renamed(key: str, group: str, value: Any, reserved: set[str]) -> Any:
         return renamed
     if not isinstance(value, str) or not value or is_dotted(value) or value in reserved:
         return value
+    if value in pkgutil.resolve_name(_TABLES[group]):
+        return value
     targets = sorted({point.value for point in entry_points(group=group, name=value)})
-    if not targets or value in pkgutil.resolve_name(_TABLES[group]):
+    if not targets:
         return value
     if len(targets) > 1:
         raise ValueError(
