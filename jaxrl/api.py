@@ -31,8 +31,8 @@ from jaxrl.builders import validation
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import parse_record
 from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
-from jaxrl.runtime.history import find_code
 from jaxrl.runtime.preemption import Interrupted
+from jaxrl.runtime.resume import add_code_folders
 from jaxrl.runtime.watchdog import told_of_stalls
 from jaxrl.utils.secrets import redacted_output
 
@@ -141,7 +141,7 @@ def open_run(workdir: str | Path) -> Run:
 def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
     # A copy: what is left to the memory is chosen in it.
     config = config.copy_and_resolve_references()
-    find_code(workdir)
+    add_code_folders(workdir)
     resolved = validation.validate(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(redacted_output())

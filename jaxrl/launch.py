@@ -59,9 +59,8 @@ from jaxrl.utils.secrets import redact, redacted_output
 
 if TYPE_CHECKING:
     from jaxrl.logs.display import Display
-    from jaxrl.runtime.changes import Change
-    from jaxrl.runtime.history import Begun
     from jaxrl.runtime.job import Job
+    from jaxrl.runtime.resume import Change, RunRecord
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
@@ -304,7 +303,7 @@ def make_ready(
     from jaxrl.builders.components import build, run_settings
     from jaxrl.logs.trackers import check_mirrors
     from jaxrl.run import evaluate_step, run
-    from jaxrl.runtime import distributed, history
+    from jaxrl.runtime import distributed, resume
     from jaxrl.runtime.compilation_cache import use_compilation_cache
     from jaxrl.runtime.host_memory import give_back_after_compiling
     from jaxrl.runtime.versions import check_alike, fingerprints
@@ -316,7 +315,7 @@ def make_ready(
                 f"--step={step} evaluates and exports a checkpoint of the run's own model; set "
                 "--config.stages=\"('evaluate',)\", and leave config.policy.name as it is."
             )
-        history.check_step(workdir / "checkpoints", step)
+        resume.check_step(workdir / "checkpoints", step)
     check_mirrors(config.log.wandb_project)
     contents = fingerprints(config)
     check_alike(config, workdir, contents)
@@ -330,7 +329,7 @@ def make_ready(
     use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
     # All processes write their prompts at the same time.
-    now = datetime.fromisoformat(distributed.from_main(history.prompt_time(workdir).isoformat()))
+    now = datetime.fromisoformat(distributed.from_main(resume.prompt_time(workdir).isoformat()))
     components = build(config, display.activity, workdir=workdir, log=display.log, now=now)
     if distributed.is_main():
         stack.enter_context(held(workdir))
@@ -339,7 +338,7 @@ def make_ready(
 
     def adopt() -> None:
         if distributed.is_main():
-            history.adopt(workdir, begun, changes, config, contents)
+            resume.record_start(workdir, begun, changes, config, contents)
 
     def play(should_stop: Callable[[], bool]) -> None:
         given = (run_settings(config), workdir, components, display, should_stop, contents)
@@ -407,9 +406,11 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = Fal
             )
     begun, _ = _compare(config, workdir, is_accepted=is_accepted)
     if begun is not None:
-        from jaxrl.runtime.changes import check_fixed
+        from jaxrl.builders.resolved import fixed_keys
+        from jaxrl.runtime.resume import check_fixed
 
-        check_fixed(workdir, begun, config)
+        fixed = fixed_keys(config, begun.config)
+        check_fixed(workdir, begun, configuration.flatten(config), fixed)
 
 
 def _compare(
@@ -418,18 +419,16 @@ def _compare(
     contents: dict[str, str] | None = None,
     *,
     is_accepted: bool,
-) -> tuple[Begun | None, list[Change]]:
+) -> tuple[RunRecord | None, list[Change]]:
     """Finds what began in the workdir and what is another now; refuses what nobody has accepted."""
-    from jaxrl.runtime import history
+    from jaxrl.runtime import resume
 
-    begun = history.read_begun(workdir, is_accepted=is_accepted)
+    begun = resume.read_record(workdir, is_accepted=is_accepted)
     if begun is None:
         return None, []
-    from jaxrl.runtime.changes import changes_since, check_changes
-
-    changes = changes_since(begun, config, contents)
+    changes = resume.find_changes(begun, configuration.flatten(config), contents)
     if not is_accepted:
-        check_changes(workdir, begun, changes)
+        resume.check_changes(workdir, begun, changes)
     return begun, changes
 
 

@@ -20,7 +20,7 @@ from jaxrl.logs.tokens import make_notes
 from jaxrl.logs.trackers import open_log
 from jaxrl.logs.writers import write_samples
 from jaxrl.models.initial_weights import load_base, load_trained
-from jaxrl.runtime import distributed, rollback
+from jaxrl.runtime import distributed, resume
 from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, by_value, optimizer_items
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.sharding import abstract, param_shardings
@@ -252,11 +252,11 @@ def roll_back(session: Session, decision: RollBack) -> None:
     progress.give_up_pending()
     line |= {"ledger": progress.ledger.to_json()}
     if distributed.is_main():
-        rollback.write_down(session.workdir, line)
+        resume.append_rollback(session.workdir, line)
     distributed.meet()
     session.components.engine.release()
     session.state = session.ref_params = None  # the devices have no room for two
-    aside = session.workdir / rollback.ASIDE / str(number)
+    aside = session.workdir / resume.ASIDE / str(number)
     session.display.log(
         f"going back from step {decision.from_step} to the checkpoint of step {decision.to_step}, "
         f"with other draws and {decision.lr_scale:g} of the learning rate ({decision.sign}); "
@@ -288,7 +288,7 @@ def open_session(
     if adopt is not None:
         adopt()
     if is_main and (checkpoint or set(settings.stages) != {"evaluate"}):
-        rollback.remove_later_files(workdir, progress.step)
+        resume.remove_later_files(workdir, progress.step)
     metrics_log = open_log(
         workdir,
         progress.num_records,
@@ -335,7 +335,7 @@ def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict
     error = None
     if distributed.is_main():
         try:
-            lines = rollback.read(workdir)
+            lines = resume.read_rollbacks(workdir)
         except (ValueError, OSError) as failure:
             error = str(failure)
     lines, error = distributed.from_main((lines, error))
@@ -344,7 +344,7 @@ def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict
     newest = checkpointer.newest_position() if lines else None
     if newest is None:
         if lines and distributed.is_main():  # of a run whose checkpoints were removed
-            (workdir / rollback.FILE).unlink()
+            (workdir / resume.ROLLBACKS).unlink()
         return []
     step, position = newest
     num_done = position.get("watched", {}).get("num_roll_backs", 0)
@@ -352,7 +352,7 @@ def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict
         if step > line["to_step"]:
             checkpointer.forget_after(line["to_step"])
         if distributed.is_main():
-            rollback.set_aside_after(workdir, line["to_step"], line["number"])
+            resume.set_aside_after(workdir, line["to_step"], line["number"])
     return lines if lines[-1]["number"] > num_done else []
 
 

@@ -22,7 +22,7 @@ from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, open_tensors
 from jaxrl.models.params import join
 from jaxrl.run import run
-from jaxrl.runtime.history import write_config
+from jaxrl.runtime.resume import write_config
 from jaxrl.runtime.versions import fingerprints
 from tests.helpers import build, relative_distance, settings_of
 from tests.runs import assert_same_weights, killed, lasting, records, run_settings

@@ -27,7 +27,7 @@ from jaxrl.extras.view.facts import held_out, is_finished, progress
 from jaxrl.extras.view.reader import open_runs
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.runtime import rollback
+from jaxrl.runtime import resume
 from jaxrl.runtime.checkpoint import MANIFEST, steps_in
 from jaxrl.runtime.preemption import EXIT_TRY_AGAIN, Interrupted
 from jaxrl.runtime.versions import fingerprints
@@ -356,7 +356,7 @@ def test_files_beyond_the_checkpoint_are_removed(tmp_path):
     for name in [*kept, *gone]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    rollback.remove_later_files(tmp_path, 4)
+    resume.remove_later_files(tmp_path, 4)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == set(kept)
 
 

@@ -238,6 +238,26 @@ def adapter_key(config: Any) -> str:
     return next((key for key in ADAPTERS if key in KEYS and config[key]), "")
 
 
+def fixed_keys(c: ResolvedConfig, before: Mapping[str, Any]) -> list[str]:
+    """Return the keys with which checkpoints could not be resumed if they changed.
+
+    Args:
+        c: Configuration of this start.
+        before: Flat configuration of the run so far.
+    """
+    fixed = [*ADAPTERS]
+    fixed += [key for key, entry in KEYS.items() if entry.is_fixed and entry.is_fixed(c)]
+    if not adapter_key(c):
+        fixed.append("model.freeze_tower")
+    if "train" in c.stages:
+        fixed.append("kl.anchor")
+        if before.get("kl.coef") == 0:
+            fixed.append("kl.coef")  # the checkpoints hold no reference policy
+        if c.checkpoint.keep_best:  # values of two metrics cannot be ranked together
+            fixed += ["eval.best_metric", "tasks.eval.source", "tasks.eval.sources"]
+    return fixed
+
+
 def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
     """Resolve every name in a configuration.
 

@@ -25,8 +25,8 @@ from jaxrl.models.initial_weights import load_base
 from jaxrl.models.policy import Model
 from jaxrl.runtime.checkpoint import read_newest_position, restore_params
 from jaxrl.runtime.compilation_cache import use_compilation_cache
-from jaxrl.runtime.history import check_step, find_code, prompt_time
 from jaxrl.runtime.host_memory import give_back_after_compiling
+from jaxrl.runtime.resume import add_code_folders, check_step, prompt_time
 from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
 from jaxrl.sampling.weights import given_up
 from jaxrl.training.run_state import Progress
@@ -171,7 +171,7 @@ def read_config(run: Path) -> ConfigDict:
         raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
     if "architectures" in read_object(file):
         raise ValueError(f"{run} is a model, no run; name the run's workdir, and --model={run}.")
-    find_code(run)
+    add_code_folders(run)
     config = default_config()
     load_values(config, str(file), drops_missing=True)
     return config

@@ -19,8 +19,7 @@ from jaxrl.config.schema import flatten
 from jaxrl.launch import make_ready
 from jaxrl.logs.display import Display
 from jaxrl.runtime import versions
-from jaxrl.runtime.changes import changes_since
-from jaxrl.runtime.history import Begun, plain
+from jaxrl.runtime.resume import RunRecord, as_json, find_changes
 from jaxrl.runtime.versions import check_alike, commit, differences, fingerprints, write_environment
 from tests.helpers import build
 
@@ -170,9 +169,9 @@ def test_code_of_ones_own_has_a_fingerprint(key, argument, world, tmp_path, monk
     file.write_text(f"def estimate({argument}):\n    return -{argument}\n")
     changed = fingerprints(resolve_names(config))
     assert {name for name in found if found[name] != changed[name]} == {f"{key}'s file"}
-    [change] = changes_since(
-        Begun(step=1, config=plain(flatten(config)), contents=found),
-        resolve_names(config),
+    [change] = find_changes(
+        RunRecord(step=1, config=as_json(flatten(config)), contents=found),
+        flatten(config),
         changed,
     )
     assert str(change) == f"config.{key}'s file (content): another one than before"

@@ -36,7 +36,7 @@ from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.logs.display import Display
-from jaxrl.runtime.history import folder_of
+from jaxrl.runtime.resume import run_folder
 from jaxrl.training.failures import first_error
 from jaxrl.types import Trajectory
 
@@ -92,7 +92,7 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
     is_talk = not arguments.questions
     lines = typed(sys.stdin) if is_talk else separate(arguments.questions)
     num_refused = 0
-    with contextlib.chdir(folder_of(run)):
+    with contextlib.chdir(run_folder(run)):
         components, config = open_run(run, model, display, step=step, keys=keys, is_talk=is_talk)
         # Weights may be read after the last line that was logged, which starts the spinner again.
         display.stop()

@@ -11,7 +11,7 @@ from jaxrl.extras.plan import memory
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.registry import read_model
 from jaxrl.runtime import distributed
-from jaxrl.runtime.history import read_begun
+from jaxrl.runtime.resume import read_record
 
 
 def fit_memory(
@@ -25,7 +25,7 @@ def fit_memory(
         ValueError: the plan needs more than a device has, or for a run that begins on a CPU more
             than is free, and `ignore_memory_plan` is off.
     """
-    begun = read_begun(workdir, is_accepted=True)
+    begun = read_record(workdir, is_accepted=True)
     began = begun.config if begun else {}
     target = memory.host_target()
     model = read_model(config.model.path, config.model.architecture)

@@ -30,8 +30,8 @@ from jaxrl.builders.saved_run import line, read_keys
 from jaxrl.extras.serve.opening import is_run, open_served
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.logs.display import Display
-from jaxrl.runtime.history import folder_of
 from jaxrl.runtime.preemption import stop_on_signals
+from jaxrl.runtime.resume import run_folder
 
 PORT = 8790
 
@@ -120,7 +120,7 @@ def answer(
 
     place = arguments.place.absolute()
     model = arguments.model and arguments.model.absolute()
-    with contextlib.chdir(folder_of(place) if is_run(place) else Path.cwd()):
+    with contextlib.chdir(run_folder(place) if is_run(place) else Path.cwd()):
         served = open_served(
             place,
             display,

@@ -34,8 +34,8 @@ from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_model
 from jaxrl.models.wrapper import Around
 from jaxrl.runtime.compilation_cache import use_compilation_cache
-from jaxrl.runtime.history import prompt_time
 from jaxrl.runtime.host_memory import give_back_after_compiling
+from jaxrl.runtime.resume import prompt_time
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import given_up

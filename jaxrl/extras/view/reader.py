@@ -20,7 +20,7 @@ from jaxrl.extras.view.trajectories import (
     TrajectoryIndex,
     identify,
 )
-from jaxrl.runtime.history import HISTORY, read_history
+from jaxrl.runtime.resume import HISTORY, read_history
 from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import number_of, parse_json, read_object
 

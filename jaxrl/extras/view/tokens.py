@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from jaxrl.data.tokenizer import bytes_of_ids
-from jaxrl.runtime.history import folder_of
+from jaxrl.runtime.resume import run_folder
 from jaxrl.utils.json_io import number_of, parse_json
 
 Values = list[float | None]
@@ -154,7 +154,7 @@ def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[byte
     """
     folders = [str(workdir / "export")]
     if path := config.get("model.path"):
-        folders.append(str(folder_of(workdir) / str(path)))
+        folders.append(str(run_folder(workdir) / str(path)))
     problem = ""
     for folder in folders:
         try:

@@ -13,7 +13,7 @@ from jaxrl import train
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
-from jaxrl.runtime import rollback
+from jaxrl.runtime import resume
 from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, steps_in
 from jaxrl.runtime.preemption import Best
 from jaxrl.training.collect import Collected
@@ -184,7 +184,7 @@ def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
     )
     runs.roll_back(session, RollBack(sign="bad", from_step=7, to_step=5, lr_scale=0.5))
     progress = Progress(ledger=Ledger(num_trajectories=6), pending=ahead)  # of a checkpoint
-    [decision] = rollback.read(tmp_path)
+    [decision] = resume.read_rollbacks(tmp_path)
     runs.gone_back(progress, decision, Values({5: 0.5}))
     assert progress.ledger == Ledger(num_trajectories=10, num_calls={"search": 7})
     assert progress.pending is None
@@ -207,7 +207,7 @@ def damage(workdir, step):
 
 def decided(workdir, to_step):
     line = {"number": 1, "sign": "bad", "from_step": 7, "to_step": to_step, "lr_scale": 0.5}
-    rollback.write_down(workdir, line | {"ledger": {}})
+    resume.append_rollback(workdir, line | {"ledger": {}})
 
 
 def carried_out(workdir):

@@ -1,13 +1,19 @@
 """What a start that goes on may change, what it needs consent for, and where it is written down."""
 
 import json
+import shutil
 
 import pytest
 
 from jaxrl.config.schema import default_config, flatten, to_json
-from jaxrl.runtime import history as resuming
-from jaxrl.runtime.changes import changes_since, check_changes, check_fixed
-from jaxrl.runtime.history import read_begun, read_history, write_history
+from jaxrl.runtime import resume
+from jaxrl.runtime.resume import (
+    check_changes,
+    check_fixed,
+    read_history,
+    read_record,
+    write_history,
+)
 from tests.helpers import without_keys_of
 
 CONTENTS = {"tasks.train.source": "aa", "search.local.corpus": "cc", "model.path/config.json": "mm"}
@@ -29,27 +35,32 @@ def begin(workdir, *, step=40, config=None, position=None):
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"step": step, **position}))
     (workdir / "config.json").write_text(to_json(config))
-    (workdir / resuming.HISTORY).touch()
+    (workdir / resume.HISTORY).touch()
     return config
+
+
+def changes_since(record, config, contents=None):
+    """The changes of a configuration since the record of a run."""
+    return resume.find_changes(record, flatten(config), contents)
 
 
 def refused(workdir, contents=None, **changes):
     """The keys that a start would be refused for."""
-    begun = read_begun(workdir)
+    begun = read_record(workdir)
     found = changes_since(begun, configured(**changes), contents)
     return [change.key for change in found if not change.is_free]
 
 
 def test_nothing_began_without_a_checkpoint(tmp_path):
-    assert read_begun(tmp_path) is None
+    assert read_record(tmp_path) is None
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text("{")
-    assert read_begun(tmp_path) is None
+    assert read_record(tmp_path) is None
 
 
 def test_the_same_again_is_no_change(tmp_path):
     begin(tmp_path)
-    begun = read_begun(tmp_path)
+    begun = read_record(tmp_path)
     assert (begun.step, begun.warnings) == (40, [])
     assert changes_since(begun, configured(), CONTENTS) == []
 
@@ -77,7 +88,7 @@ def test_the_same_again_is_no_change(tmp_path):
 def test_another_experiment_needs_consent(tmp_path, key, value):
     config = configured(stages=("sft", "train"))
     begin(tmp_path, config=config, position={"config": flatten(config)})
-    begun = read_begun(tmp_path)
+    begun = read_record(tmp_path)
     config = configured(stages=("sft", "train"), **{key: value})
     changes = changes_since(begun, config)
     was = flatten(configured())[key]
@@ -107,7 +118,7 @@ def test_another_experiment_needs_consent(tmp_path, key, value):
 )
 def test_what_changes_no_result_is_told_only(tmp_path, key, value):
     begin(tmp_path)
-    [change] = changes_since(read_begun(tmp_path), configured(**{key: value}))
+    [change] = changes_since(read_record(tmp_path), configured(**{key: value}))
     assert (change.key, change.is_free) == (key, True)
 
 
@@ -151,7 +162,7 @@ class TestContents:
         before, now = (
             CONTENTS | {"loss.name's file": kind, "env.name's file": kind} for kind in ("a", "b")
         )
-        begun = read_begun(tmp_path)
+        begun = read_record(tmp_path)
         begun.contents.update(before)
         free = {
             stages: {c.key: c.is_free for c in changes_since(begun, configured(stages=stages), now)}
@@ -164,7 +175,7 @@ class TestContents:
     def test_the_same_path_with_another_content(self, tmp_path):
         begin(tmp_path)
         now = {**CONTENTS, "tasks.train.source": "xx", "model.path/tokenizer.json": "new"}
-        found = changes_since(read_begun(tmp_path), configured(), now)
+        found = changes_since(read_record(tmp_path), configured(), now)
         keys = ["model.path/tokenizer.json (content)", "tasks.train.source (content)"]
         assert [change.key for change in found] == keys
         assert not any(change.is_free for change in found)
@@ -173,7 +184,7 @@ class TestContents:
     def test_another_path_with_the_same_content(self, tmp_path):
         begin(tmp_path)
         moved = {"tasks.train.source": "elsewhere/train.jsonl", "model.path": "elsewhere/small"}
-        found = changes_since(read_begun(tmp_path), configured(**moved), CONTENTS)
+        found = changes_since(read_record(tmp_path), configured(**moved), CONTENTS)
         assert [(c.key, c.is_free) for c in found] == [(key, True) for key in sorted(moved)]
         assert refused(tmp_path, None, **moved) == []  # not known before the files are read
         other = {**CONTENTS, "tasks.train.source": "xx"}
@@ -182,14 +193,14 @@ class TestContents:
     def test_files_that_no_stage_reads_now_are_left_out(self, tmp_path):
         begin(tmp_path)
         now = {name: value for name, value in CONTENTS.items() if not name.startswith("tasks")}
-        assert changes_since(read_begun(tmp_path), configured(), now) == []
+        assert changes_since(read_record(tmp_path), configured(), now) == []
 
     def test_runs_that_knew_of_none(self, tmp_path):
         begin(tmp_path, position={"config": {}})
-        begun = read_begun(tmp_path)
+        begun = read_record(tmp_path)
         assert changes_since(begun, configured(), CONTENTS) == []
         write_history(tmp_path, begun, [], CONTENTS, ["train"])  # from now on it does
-        assert read_begun(tmp_path).contents == CONTENTS
+        assert read_record(tmp_path).contents == CONTENTS
         assert refused(tmp_path, {**CONTENTS, "search.local.corpus": "xx"}) == [
             "search.local.corpus (content)"
         ]
@@ -201,7 +212,7 @@ class TestOlderRuns:
         fields = json.loads((tmp_path / "config.json").read_text())
         del fields["rollout"]["top_p"], fields["filter"]
         (tmp_path / "config.json").write_text(json.dumps(fields))
-        assert changes_since(read_begun(tmp_path), configured()) == []
+        assert changes_since(read_record(tmp_path), configured()) == []
         # It ran with what is the default now.
         assert refused(tmp_path, **{"rollout.top_p": 0.9}) == ["rollout.top_p"]
 
@@ -212,29 +223,29 @@ class TestOlderRuns:
         (tmp_path / "config.json").write_text(json.dumps(fields))
         told = r"this version does not have: config\.rollout\.num_slots\. Name another --workdir"
         with pytest.raises(ValueError, match=told):
-            read_begun(tmp_path)
-        begun = read_begun(tmp_path, is_accepted=True)
+            read_record(tmp_path)
+        begun = read_record(tmp_path, is_accepted=True)
         assert "another version of jaxrl began" in begun.warnings[0]
         [change] = changes_since(begun, configured(), CONTENTS)
         assert (str(change), change.is_free) == ("config.rollout.num_slots: 8 -> None", False)
         # From then on the workdir is of this version, also before its next checkpoint.
-        resuming.adopt(tmp_path, begun, [change], configured(), CONTENTS)
+        resume.record_start(tmp_path, begun, [change], configured(), CONTENTS)
         [line], _ = read_history(tmp_path)
         assert line["changes"] == {"rollout.num_slots": {"before": 8, "now": None}}
-        assert changes_since(read_begun(tmp_path), configured(), CONTENTS) == []
+        assert changes_since(read_record(tmp_path), configured(), CONTENTS) == []
 
     @pytest.mark.parametrize("rank", [0, 2])
     def test_with_keys_of_a_folder_that_is_not_there(self, tmp_path, rank):
         config = begin(tmp_path, config=configured(**{"model.lora.rank": rank}))
         del config.model.lora
         with without_keys_of("lora"):
-            begun = read_begun(tmp_path)
+            begun = read_record(tmp_path)
             assert changes_since(begun, config, CONTENTS) == []
             if not rank:
-                return check_fixed(tmp_path, begun, config)
+                return check_fixed(tmp_path, begun, flatten(config), ["model.lora.rank"])
             told = r"model\.lora\.rank is 0, but .* began with 2; bring jaxrl/extras/lora back"
             with pytest.raises(ValueError, match=told):
-                check_fixed(tmp_path, begun, config)
+                check_fixed(tmp_path, begun, flatten(config), ["model.lora.rank"])
 
     @pytest.mark.parametrize("damage", [None, "", "[]", "{", "nu\xff", "[" * 100_000])
     def test_a_lost_configuration_does_not_switch_the_guard_off(self, tmp_path, damage):
@@ -244,7 +255,7 @@ class TestOlderRuns:
             path.unlink()
         else:
             path.write_text(damage, encoding="latin-1")
-        [warning] = read_begun(tmp_path).warnings
+        [warning] = read_record(tmp_path).warnings
         assert warning.startswith(f"warning: {path} ")
         assert warning.endswith("checkpoint 40 tells how the run was configured")
         assert refused(tmp_path) == []
@@ -259,11 +270,11 @@ class TestOlderRuns:
         begin(tmp_path, position={})
         (tmp_path / "config.json").write_text("{")
         with pytest.raises(ValueError, match=r"config.json cannot be read .* --accept_changes"):
-            read_begun(tmp_path)
-        begun = read_begun(tmp_path, is_accepted=True)
+            read_record(tmp_path)
+        begun = read_record(tmp_path, is_accepted=True)
         assert begun.warnings[0].endswith("nothing tells how the run was configured")
         assert changes_since(begun, configured(seed=7)) == []
-        resuming.write_config(tmp_path, configured(seed=7))
+        resume.write_config(tmp_path, configured(seed=7))
         assert (tmp_path / "config.json.damaged").read_text() == "{"
         assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
 
@@ -272,7 +283,7 @@ class TestHistory:
     def test_a_line_for_each_start_that_changes_something(self, tmp_path):
         write_history(tmp_path, None, [], CONTENTS, ["train"])
         begin(tmp_path)
-        begun = read_begun(tmp_path)
+        begun = read_record(tmp_path)
         write_history(tmp_path, begun, [], CONTENTS, ["train"])
         changes = changes_since(begun, configured(seed=7, num_steps=7), CONTENTS)
         write_history(tmp_path, begun, changes, CONTENTS, ["train"])
@@ -287,7 +298,7 @@ class TestHistory:
     def test_what_was_accepted_is_what_counts(self, tmp_path):
         begin(tmp_path)
         other = {**CONTENTS, "search.local.corpus": "xx"}
-        begun = read_begun(tmp_path)
+        begun = read_record(tmp_path)
         write_history(tmp_path, begun, changes_since(begun, configured(), other), other, ["train"])
         assert refused(tmp_path, other) == []
         assert refused(tmp_path, CONTENTS) == ["search.local.corpus (content)"]
@@ -295,28 +306,105 @@ class TestHistory:
     def test_an_evaluation_alone_accepts_nothing_for_the_run(self, tmp_path):
         begin(tmp_path)
         other = {**CONTENTS, "search.local.corpus": "xx"}
-        begun = read_begun(tmp_path)
+        begun = read_record(tmp_path)
         changes = changes_since(begun, configured(stages=("evaluate",)), other)
         write_history(tmp_path, begun, changes, other, ["evaluate"])
         assert refused(tmp_path, CONTENTS) == []
 
     def test_a_lost_history_is_told(self, tmp_path):
         begin(tmp_path)
-        (tmp_path / resuming.HISTORY).unlink()
-        [warning] = read_begun(tmp_path).warnings
+        (tmp_path / resume.HISTORY).unlink()
+        [warning] = read_record(tmp_path).warnings
         assert warning.endswith("is missing: earlier changes are forgotten")
 
     def test_damaged_lines_are_named(self, tmp_path):
         write_history(tmp_path, None, [], CONTENTS, ["train"])
-        with (tmp_path / resuming.HISTORY).open("ab") as file:
+        with (tmp_path / resume.HISTORY).open("ab") as file:
             file.write(b'no\n{"changes": {}, "contents": "none"}\n{"changes": ')
         begin(tmp_path)
-        begun = read_begun(tmp_path)
+        begun = read_record(tmp_path)
         assert begun.warnings == [
-            f"warning: {tmp_path / resuming.HISTORY}:{number} is no line of it"
+            f"warning: {tmp_path / resume.HISTORY}:{number} is no line of it"
             for number in (2, 3, 4)
         ]
         changes = changes_since(begun, configured(seed=7))
         write_history(tmp_path, begun, changes, CONTENTS, ["train"])
         lines, bad = read_history(tmp_path)
         assert (len(lines), bad) == (2, [2, 3, 4])
+
+
+LINE = {"number": 1, "sign": "bad", "from_step": 7, "to_step": 4, "lr_scale": 0.5}
+LINE |= {"ledger": {}}
+
+
+def filled(workdir):
+    for step in range(1, 8):
+        for name in (f"trajectories/step_{step:06d}.jsonl", f"eval/train_{step}.json"):
+            (workdir / name).parent.mkdir(exist_ok=True)
+            (workdir / name).write_text(f"of step {step}")
+    (workdir / "metrics.jsonl").write_text("seven lines")
+    (workdir / "sentinel.jsonl").write_text("one line")
+
+
+def names(folder):
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def test_decisions_are_read_as_they_were_written(tmp_path):
+    assert resume.read_rollbacks(tmp_path) == []
+    resume.append_rollback(tmp_path, LINE)
+    resume.append_rollback(tmp_path, LINE | {"to_step": 2})
+    assert resume.read_rollbacks(tmp_path) == [LINE, LINE | {"to_step": 2}]
+
+
+@pytest.mark.parametrize("text", [b'{"sign": "bad"}', b"[]", b"{", b"\xff"])
+def test_a_damaged_decision_is_refused(tmp_path, text):
+    (tmp_path / resume.ROLLBACKS).write_bytes(json.dumps(LINE).encode() + b"\n" + text + b"\n")
+    with pytest.raises(ValueError, match=r"roll_backs.jsonl:2 is"):
+        resume.read_rollbacks(tmp_path)
+
+
+def test_what_was_written_later_is_set_aside(tmp_path):
+    filled(tmp_path)
+    resume.set_aside_after(tmp_path, 4, 1)
+    aside = tmp_path / "rolled_back" / "1"
+    later = [f"eval/train_{n}.json" for n in (5, 6, 7)]
+    later += [f"trajectories/step_{n:06d}.jsonl" for n in (5, 6, 7)]
+    assert names(aside) == sorted(["done", "metrics.jsonl", "sentinel.jsonl", *later])
+    assert not {*later} & {*names(tmp_path)}
+    assert (aside / "trajectories/step_000006.jsonl").read_text() == "of step 6"
+    assert (tmp_path / "metrics.jsonl").read_text() == "seven lines"  # cut when it is opened
+
+
+def test_what_is_done_is_not_done_again(tmp_path):
+    filled(tmp_path)
+    resume.set_aside_after(tmp_path, 4, 1)
+    # The run went on, and was killed before its next checkpoint.
+    (tmp_path / "trajectories/step_000005.jsonl").write_text("anew")
+    (tmp_path / "metrics.jsonl").write_text("five lines")
+    resume.set_aside_after(tmp_path, 4, 1)
+    aside = tmp_path / "rolled_back" / "1"
+    assert (aside / "trajectories/step_000005.jsonl").read_text() == "of step 5"
+    assert (aside / "metrics.jsonl").read_text() == "seven lines"
+    resume.remove_later_files(tmp_path, 4)
+    assert not (tmp_path / "trajectories/step_000005.jsonl").exists()
+
+
+def test_what_was_interrupted_is_finished(tmp_path, monkeypatch):
+    filled(tmp_path)
+    moves = []
+    move = shutil.move
+
+    def killed(path, target):
+        moves.append(path)
+        if len(moves) == 3:
+            raise KeyboardInterrupt
+        return move(path, target)
+
+    monkeypatch.setattr(shutil, "move", killed)
+    with pytest.raises(KeyboardInterrupt):
+        resume.set_aside_after(tmp_path, 4, 1)
+    resume.set_aside_after(tmp_path, 4, 1)
+    aside = tmp_path / "rolled_back" / "1"
+    assert len(names(aside)) == 9
+    assert all((aside / f"eval/train_{n}.json").read_text() == f"of step {n}" for n in (5, 6, 7))

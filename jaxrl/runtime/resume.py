@@ -1,0 +1,457 @@
+"""What a workdir records about its run, and what may change when the run is resumed.
+
+Three places know the configuration, so that the loss of one file hides no difference:
+`config.json`, the position in every checkpoint, and `config_history.jsonl`. Each start that changes
+something adds a line to the latter: when, after which step, and every key with its value before and
+now.
+
+A rollback is recorded in `roll_backs.jsonl` before it is carried out, so that a kill on the way
+changes nothing. A line has `number` from 1, `sign`, `from_step`, `to_step`, `lr_scale` and what had
+been spent by then (`ledger`). What the run wrote after the step that it returns to is set aside in
+`rolled_back/<number>/`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.config.keys import EVALUATION, FREE, RESULTS
+from jaxrl.config.schema import KEYS, flat_json, missing_folder, to_json
+from jaxrl.utils.files import append_line, set_aside, taking_place, written_whole
+from jaxrl.utils.json_io import parse_json
+
+HISTORY = "config_history.jsonl"
+ROLLBACKS = "roll_backs.jsonl"
+ASIDE = "rolled_back"
+
+_FOLDERS = ("trajectories", "eval")
+_OF_STEP = re.compile(r"(?:step|sft|train|evaluate)_(\d+)\.\w+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a workdir records about its run.
+
+    Attributes:
+        step: Step of the newest checkpoint; 0 if none can be read.
+        config: Flat configuration, with defaults for keys that nothing records.
+        contents: Fingerprints of the files that the run read.
+        warnings: Lines for the user.
+    """
+
+    step: int
+    config: dict[str, Any]
+    contents: dict[str, str]
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A difference between a run and the start that resumes it.
+
+    Attributes:
+        key: Key with its sections, or name of a fingerprint and ` (content)`.
+        before: Value in the run so far.
+        now: Value at this start.
+        is_free: True if it needs no consent.
+    """
+
+    key: str
+    before: Any
+    now: Any
+    is_free: bool
+
+    def __str__(self) -> str:
+        """Return `config.key: before -> now`."""
+        if self.key.endswith(" (content)"):
+            return f"config.{self.key}: another one than before"
+        return f"config.{self.key}: {self.before!r} -> {self.now!r}"
+
+
+def check_step(folder: Path, step: int) -> None:
+    """Refuse a step without a checkpoint.
+
+    Raises:
+        ValueError: The message lists the steps that have one.
+    """
+    from jaxrl.runtime.checkpoint import steps_in
+
+    if step not in (steps := steps_in(folder)):
+        held = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"--step={step}: {folder} has no such checkpoint; it holds {held}.")
+
+
+def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None:
+    """Return the record of the run whose checkpoints are in a workdir, or None without any.
+
+    Args:
+        workdir: Folder with `checkpoints/` and `config.json`.
+        is_accepted: Accept a run whose configuration is lost or has unknown keys.
+
+    Raises:
+        ValueError: There are checkpoints, but nothing records the configuration.
+    """
+    # Imported here: the viewer reads the history without loading JAX.
+    from jaxrl.runtime.checkpoint import has_any, read_newest_position
+
+    if not has_any(workdir / "checkpoints"):
+        return None
+    step, position = read_newest_position(workdir / "checkpoints")
+    saved = position.get("config") or {}
+    warnings: list[str] = []
+    path = workdir / "config.json"
+    try:
+        configured = flat_json(path)
+    except (OSError, ValueError) as error:
+        configured = {}
+        damage = f"{path} cannot be read ({' '.join(str(error).split())[:200]}); "
+        if isinstance(error, FileNotFoundError):
+            damage = f"{path} is missing; "
+        if saved:
+            warnings.append(f"warning: {damage}checkpoint {step} tells how the run was configured")
+        elif is_accepted:
+            warnings.append(f"warning: {damage}nothing tells how the run was configured")
+        else:
+            raise ValueError(
+                f"{damage}no checkpoint beside it tells how the run was configured either. Bring "
+                "the file back, or name another --workdir; with --accept_changes the run goes on "
+                "with the configuration that is given now."
+            ) from error
+    # config.json is written last, so a run that was once accepted needs no further consent.
+    unknown = sorted((configured or saved).keys() - KEYS.keys())
+    unknown = [key for key in unknown if not missing_folder(key)]
+    if unknown and not is_accepted:
+        raise ValueError(
+            f"{workdir} holds a run with keys that this version does not have: "
+            f"{', '.join(f'config.{key}' for key in unknown)}. Name another --workdir to begin "
+            "anew; --accept_changes goes on without them."
+        )
+    if unknown:
+        warnings.append(
+            f"warning: another version of jaxrl began {workdir}, with keys that this one does not "
+            "have; its checkpoints may hold other arrays than this one reads"
+        )
+    if configured:  # without keys that were once accepted to be left out
+        saved = {key: value for key, value in saved.items() if key in KEYS or key in configured}
+    lines, bad = read_history(workdir)
+    warnings += [f"warning: {workdir / HISTORY}:{number} is no line of it" for number in bad]
+    if position.get("contents") and not (workdir / HISTORY).exists():
+        warnings.append(f"warning: {workdir / HISTORY} is missing: earlier changes are forgotten")
+    contents = dict(position.get("contents") or {})
+    for line in lines:
+        contents |= line.get("contents") or {}
+    defaults = as_json({name: key.default for name, key in KEYS.items()})
+    return RunRecord(
+        step=step,
+        config={**defaults, **as_json(saved), **as_json(configured)} if saved or configured else {},
+        contents=contents,
+        warnings=warnings,
+    )
+
+
+def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat configuration as it comes back from JSON."""
+    return json.loads(json.dumps(dict(config)))
+
+
+def check_fixed(
+    workdir: Path, record: RunRecord, config: Mapping[str, Any], fixed: Sequence[str]
+) -> None:
+    """Refuse changes with which checkpoints could not be resumed, even if they are accepted.
+
+    Args:
+        workdir: Folder of the run.
+        record: Record of the run.
+        config: Flat configuration of this start.
+        fixed: Keys that may not change. A key without its folder counts as 0.
+
+    Raises:
+        ValueError: The message names the key.
+    """
+    config = as_json(config)
+    for key in fixed:
+        now = config.get(key, 0)
+        before = record.config.get(key, now)
+        if before != now:
+            folder = missing_folder(key)
+            mend = f"bring jaxrl/extras/{folder}" if folder else "set it"
+            raise ValueError(
+                f"config.{key} is {now!r}, but {workdir} began with {before!r}; {mend} back to go "
+                "on, or set --workdir to another folder to begin anew."
+            )
+
+
+def find_changes(
+    record: RunRecord, config: Mapping[str, Any], contents: Mapping[str, str] | None = None
+) -> list[Change]:
+    """Return the differences between a run and this start.
+
+    Args:
+        record: Record of the run.
+        config: Flat configuration of this start.
+        contents: Fingerprints of the files that it names; None to compare no files yet.
+    """
+    now = as_json(config)
+    different = [key for key in now if key in record.config and record.config[key] != now[key]]
+    # 0 stands for a size that the memory plan chooses later.
+    different = [key for key in different if not (key.endswith("micro_rows") and now[key] == 0)]
+    if contents is None:  # another path may hold the same files
+        different = [key for key in different if not _files_of(key, record.contents)]
+        contents = {}
+    changes = []
+    for key in different:
+        # A key that names another path with the same files changes nothing.
+        files = _files_of(key, contents)
+        is_moved = bool(files) and files == _files_of(key, record.contents)
+        free = is_free(key, record.config, now) or is_moved
+        changes.append(Change(key=key, before=record.config[key], now=now[key], is_free=free))
+    # Without the folder of a key, what it configured is refused where a name asks for it.
+    gone = [key for key in record.config.keys() - KEYS.keys() if not missing_folder(key)]
+    changes += [
+        Change(key=key, before=record.config[key], now=None, is_free=False) for key in sorted(gone)
+    ]
+    for name in sorted({*contents, *record.contents}):
+        key, is_model = name.partition("/")[0], name.startswith("model.path/")
+        is_known = is_model and any(n.startswith("model.path/") for n in record.contents)
+        is_read = name in contents or (is_model and contents)
+        if key in different or not is_read or not (name in record.contents or is_known):
+            continue
+        before, after = record.contents.get(name), contents.get(name)
+        if before != after:
+            free = is_free(key, record.config, now)
+            changes.append(Change(key=f"{name} (content)", before=before, now=after, is_free=free))
+    return changes
+
+
+def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return True if a key may change without consent.
+
+    Args:
+        key: Key with its sections, or the name of a file that it names.
+        before: Flat configuration of the run so far.
+        config: Flat configuration of this start.
+    """
+    # Names of files, such as `loss.name's file`, are as free as the key in them.
+    rests = {name: key[len(name) :] for name in KEYS if key.startswith(name)}
+    named = [name for name, rest in rests.items() if not re.match(r"\w", rest)]
+    restart = KEYS[max(named, key=len)].restart if named else RESULTS
+    stages = config["stages"]
+    if set(stages) == {"evaluate"}:
+        return restart != RESULTS
+    if key in ("num_steps", "sft.num_steps"):
+        # A learning rate that falls depends on the number of steps.
+        schedule = f"{key.removesuffix('num_steps')}optimizer.schedule"
+        is_constant = {before.get(schedule), config[schedule]} == {"constant"}
+        return is_constant or (key.startswith("sft") and "sft" not in stages)
+    if key.startswith("sft.") and "sft" not in stages:
+        return True
+    if key == "ledger.prices" and config["rollout.max_cost"]:
+        return False  # they decide when trajectories end
+    has_gate = config["shaping.boundary_aware"] and config["shaping.stage_level"]
+    is_steered = config["checkpoint.keep_best"] or config["eval.patience"] or has_gate
+    return restart == FREE or (restart == EVALUATION and not is_steered)
+
+
+def _files_of(key: str, contents: Mapping[str, str]) -> dict[str, str]:
+    """Return the fingerprints of the files that a key names."""
+    return {name: value for name, value in contents.items() if name.partition("/")[0] == key}
+
+
+def check_changes(workdir: Path, record: RunRecord, changes: Sequence[Change]) -> None:
+    """Refuse changes that make another experiment.
+
+    Raises:
+        ValueError: The message lists them.
+    """
+    refused = [change for change in changes if not change.is_free]
+    if refused:
+        raise ValueError(
+            f"{workdir} stands at step {record.step} of a run with other settings: "
+            f"{'; '.join(map(str, refused))}. Set them back to go on, or set --workdir to another "
+            "folder to begin anew; --accept_changes goes on with them, and the history says so."
+        )
+
+
+def record_start(
+    workdir: Path,
+    record: RunRecord | None,
+    changes: Sequence[Change],
+    config: ConfigDict,
+    contents: Mapping[str, str],
+) -> None:
+    """Record this start: first what it changes, then its configuration."""
+    write_history(workdir, record, changes, contents, config.stages)
+    if record is None or set(config.stages) != {"evaluate"}:
+        write_config(workdir, config)
+
+
+def write_history(
+    workdir: Path,
+    record: RunRecord | None,
+    changes: Sequence[Change],
+    contents: Mapping[str, str],
+    stages: Sequence[str],
+) -> None:
+    """Add this start to the history if it is the first or changes something.
+
+    An evaluation alone changes nothing of the run: only its differences are recorded.
+    """
+    known = {} if record is None else record.contents
+    is_run = set(stages) != {"evaluate"} or record is None
+    if record is not None and not changes and not (is_run and contents.keys() - known.keys()):
+        return
+    line = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": 0 if record is None else record.step,
+        "stages": list(stages),
+        "changes": {change.key: {"before": change.before, "now": change.now} for change in changes},
+        "accepted": [change.key for change in changes if not change.is_free],
+        **({"contents": dict(contents)} if is_run else {}),
+    }
+    if record is None:
+        (workdir / HISTORY).unlink(missing_ok=True)  # of a run that left no checkpoint
+    append_line(workdir / HISTORY, json.dumps(line, ensure_ascii=False))
+
+
+def read_history(workdir: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the lines of the history, oldest first, and the numbers of damaged ones."""
+    path = workdir / HISTORY
+    data = path.read_bytes() if path.is_file() else b""
+    lines: list[dict[str, Any]] = []
+    bad: list[int] = []
+    for number, text in enumerate(data.splitlines(), start=1):
+        try:
+            line = parse_json(text, str(path))
+        except ValueError:
+            line = None
+        fields = (line.get("changes"), line.get("contents", {})) if isinstance(line, dict) else ()
+        if fields and all(isinstance(value, dict) for value in fields):
+            lines.append(line)
+        elif text.strip():
+            bad.append(number)
+    return lines, bad
+
+
+def write_config(workdir: Path, config: ConfigDict) -> None:
+    """Write `config.json`. One that cannot be read is set aside."""
+    path = workdir / "config.json"
+    if path.exists():
+        try:
+            flat_json(path)
+        except (OSError, ValueError):
+            set_aside(path)
+    with written_whole(path) as file:
+        file.write(to_json(config))
+
+
+def run_folder(run: Path) -> Path:
+    """Return the folder from which a run was last started; the current one if it is unknown."""
+    folder = _starts(run)[-1].get("folder")
+    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else Path.cwd()
+
+
+def add_code_folders(run: Path) -> None:
+    """Append the folders in which a run found user code to `sys.path`."""
+    folders = _starts(run)[-1].get("code_folders")
+    for folder in folders if isinstance(folders, list) else []:
+        if isinstance(folder, str) and folder not in sys.path and Path(folder).is_dir():
+            sys.path.append(folder)
+
+
+def prompt_time(run: Path) -> datetime:
+    """Return the time at which the prompts of a run are written: that of its first start.
+
+    Chat templates may write today's date. A run that is resumed tomorrow keeps the first one.
+    """
+    try:
+        times = [start["prompt_time"] for start in _starts(run) if "prompt_time" in start]
+        return datetime.fromisoformat(times[0])
+    except (ValueError, LookupError, TypeError):
+        return datetime.now().replace(microsecond=0)
+
+
+def _starts(run: Path) -> list[dict[str, Any]]:
+    """Return the starts in a run's `environment.json`, at least one; empty if unreadable."""
+    try:
+        file = run / "environment.json"
+        starts = parse_json(file.read_bytes(), str(file))
+    except (OSError, ValueError):
+        return [{}]
+    is_list = isinstance(starts, list) and all(isinstance(start, dict) for start in starts)
+    return starts if is_list and starts else [{}]
+
+
+def append_rollback(workdir: Path, line: Mapping[str, Any]) -> None:
+    """Record a rollback, which this start carries out, or the next one after a kill."""
+    (workdir / ASIDE).mkdir(exist_ok=True)  # a failure shows now, not at every later start
+    lines = [*read_rollbacks(workdir), line]
+    with written_whole(workdir / ROLLBACKS) as file:
+        file.writelines(json.dumps(one) + "\n" for one in lines)
+
+
+def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
+    """Return the rollbacks of a run, oldest first.
+
+    Raises:
+        ValueError: A line is damaged.
+    """
+    path = workdir / ROLLBACKS
+    if not path.exists():
+        return []
+    fields = {"number", "sign", "from_step", "to_step", "lr_scale", "ledger"}
+    lines = path.read_bytes().splitlines()
+    rollbacks = [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    for number, line in enumerate(rollbacks, start=1):
+        if not (isinstance(line, dict) and fields <= line.keys()):
+            raise ValueError(
+                f"{path}:{number} is {json.dumps(line):.80}; expected an object with "
+                f"{', '.join(sorted(fields))}. Bring it back from a copy, or name another "
+                "--workdir."
+            )
+    return rollbacks
+
+
+def set_aside_after(workdir: Path, step: int, number: int) -> None:
+    """Set aside what a run wrote after the step to which rollback `number` returns.
+
+    Trajectories and evaluations are moved; `metrics.jsonl` and `sentinel.jsonl` are copied. What a
+    kill interrupted is finished, and what is done is left alone.
+    """
+    aside = workdir / ASIDE / str(number)
+    done = aside / "done"
+    if done.exists():
+        return
+    for path in (workdir / "metrics.jsonl", workdir / "sentinel.jsonl"):
+        if path.exists() and not (aside / path.name).exists():
+            aside.mkdir(parents=True, exist_ok=True)
+            with taking_place(aside / path.name) as unfinished:
+                shutil.copyfile(path, unfinished)
+    for path in _files_after(workdir, step):
+        (aside / path.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.move(path, aside / path.parent.name / path.name)  # may be on another disk
+    aside.mkdir(parents=True, exist_ok=True)
+    done.touch()
+
+
+def remove_later_files(workdir: Path, step: int) -> None:
+    """Remove what a killed run wrote after the step from which it is resumed."""
+    unfinished = (path for name in _FOLDERS for path in workdir.glob(f"{name}/*.unfinished"))
+    for path in [*_files_after(workdir, step), *unfinished]:
+        path.unlink()
+
+
+def _files_after(workdir: Path, step: int) -> list[Path]:
+    """Return the trajectories and evaluations of later steps."""
+    files = [path for name in _FOLDERS for path in workdir.glob(f"{name}/*")]
+    steps = ((path, _OF_STEP.fullmatch(path.name)) for path in files)
+    return [path for path, match in steps if match and int(match[1]) > step]
