@@ -301,12 +301,12 @@ def make_ready(
     """
     from jaxrl.builders import validation
     from jaxrl.builders.components import build, run_settings
+    from jaxrl.builders.fingerprints import check_alike, fingerprints
     from jaxrl.logs.trackers import check_mirrors
     from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, resume
     from jaxrl.runtime.compilation_cache import use_compilation_cache
     from jaxrl.runtime.host_memory import give_back_after_compiling
-    from jaxrl.runtime.versions import check_alike, fingerprints
 
     _check_workdir(config, workdir, is_accepted=accept_changes)
     if step is not None:

@@ -37,7 +37,6 @@ from jaxrl.training import rewards
 from jaxrl.training.collect import (
     ENDING,
     Collected,
-    Left,
     Measure,
     StepSampler,
     collect,
@@ -292,11 +291,9 @@ class Collector:
                 sampler,
                 self.stream,
                 session.components.method,
-                left=Left(
-                    num_tasks_taken=progress.items_taken,
-                    groups=progress.leftover,
-                    unfinished=progress.unfinished,
-                ),
+                num_tasks_taken=progress.items_taken,
+                leftover=progress.leftover,
+                unfinished=progress.unfinished,
                 controllers=progress.controllers,
                 measure=self.measure,
                 failures=session.failures,
@@ -492,7 +489,7 @@ def act_on_signs(session: Session) -> None:
         )
     if action == "roll_back":
         begun = progress.step - progress.stage_step  # after the stages before
-        steps = [s - begun for s in session.checkpointer.steps() if begun <= s < progress.step]
+        steps = [s - begun for s in session.checkpointer.values() if begun <= s < progress.step]
         goal = begun + goal_of(worst, watch, progress.watched, steps)
         raise RollBack(sign=worst["name"], from_step=progress.step, to_step=goal, lr_scale=scale)
 

@@ -74,15 +74,12 @@ MESHES = {
     "fsdp 8": {"data": 1, "fsdp": 8, "tensor": 1},
     "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
 }
-MORE_MESHES = {
-    "data 8": {"data": 8, "fsdp": 1, "tensor": 1},
-    "data 2, fsdp 4": {"data": 2, "fsdp": 4, "tensor": 1},
-}
+
 CONTEXT_MESHES = {
     "data 2, context 4": {"data": 2, "fsdp": 1, "context": 4, "tensor": 1},
     "fsdp 2, context 2, tensor 2": {"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
 }
-GROUPS = {"rows": MESHES, "more rows": MORE_MESHES, "context": CONTEXT_MESHES}
+GROUPS = {"rows": MESHES, "context": CONTEXT_MESHES}
 EVERY_CONTEXT = [
     {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
     for data, fsdp, context, tensor in itertools.product((1, 2, 4), (1, 2, 4), (2, 4, 8), (1, 2))
@@ -458,26 +455,6 @@ def distances_on(meshes, config=TINY):
     ]
 
 
-def bytes_of_a_long_row():
-    """Bytes of a device's temporaries in the update of one row of 4,096 tokens, by `context`."""
-    found = {}
-    for count in (1, 2, 4, 8):
-        sizes = {"data": 1, "fsdp": 1, "context": count, "tensor": 1}
-        mesh = make_mesh(**sizes, devices=jax.devices()[:count])
-        model = Model(TINY, mesh, num_tokens=NUM_TOKENS, attention=choose("xla", mesh, TINY))
-        gradient = Gradient(model, policy_loss())
-        packed = pack_all(
-            random_sequences([400]), BatchShape.for_sequences(1, micro_rows=1, row_tokens=4096)
-        )
-        params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
-        batch = put_batch(mesh, packed.batch)
-        span = np.int32(0), np.int32(1), 4
-        program = gradient.add.program
-        compiled = program.lower(params, gradient.begin(params, batch), batch, *span).compile()
-        found[count] = compiled.memory_analysis().temp_size_in_bytes
-    return found
-
-
 def of_images(meshes=EVERY_MESH):
     """Gradients of a model that sees, on these meshes, and what two of them move between devices.
 
@@ -581,12 +558,7 @@ def on_two_devices():
 
 
 def main(path, group):
-    if group == "every context":
-        report = {
-            "distances": distances_on(EVERY_CONTEXT),
-            "temporaries": bytes_of_a_long_row(),
-        }
-    elif group == "two devices":
+    if group == "two devices":
         report = on_two_devices()
     elif group == "experts":
         report = of_experts()

@@ -16,7 +16,6 @@ import pytest
 from jaxrl import run
 from jaxrl.data import serialization
 from jaxrl.data.stream import Stream
-from jaxrl.extras.lora.files import load_base
 from jaxrl.logs.display import Display
 from jaxrl.runtime.checkpoint import steps_in
 from jaxrl.runtime.preemption import Interrupted
@@ -28,7 +27,6 @@ from jaxrl.utils.callables import UserCodeError
 from tests.helpers import build, settings_of, with_devices
 from tests.runs import (
     SIZES,
-    Processes,
     assert_close,
     assert_same_weights,
     lasting,
@@ -148,48 +146,6 @@ def test_the_weights_before_an_update_sample_what_the_next_one_learns_from(
     assert min(gaps[1:]) > 1e-3
 
 
-@pytest.mark.slow(
-    instead="test_ahead.py::test_the_weights_before_an_update_sample_what_the_next_one_learns_from"
-)
-def test_an_adapter_of_before_the_update_samples_ahead_and_goes_on(tiny_world, tmp_path):
-    """Sampler and update share the frozen weights; of the adapter the sampler has its own copy."""
-    # The bonus has a gradient whatever is sampled.
-    lora = {"model.lora.rank": 4, "optimizer.lr": 1e-2, "loss.entropy_coef": 0.01}
-    config = settings(tiny_world, **lora)
-    whole = tmp_path / "whole"
-    assert play(config, whole)
-    found = train_records(whole)
-    assert [record["rollout/lag"] for record in found] == [0, 1, 1, 1]
-    gaps = [record["rollout_corr/logprob_diff_mean"] for record in found]
-    assert gaps[0] < 1e-5
-    assert min(gaps[1:]) > 1e-3
-    again = as_of(whole, tmp_path / "again", NUM_SFT + 1)
-    parts = build(config)
-    # What was sampled beside the second update is by the adapter of the first checkpoint.
-    _, adapter = saved_progress(parts, again)
-    assert play(config, again)
-    assert_same_run(again, whole)
-    model = parts.model
-    model.base = load_base(config.model.path, parts.mesh, model.architecture)
-    saved = position(whole, NUM_SFT + 2)
-    parts.engine.set_weights(model.whole(adapter))
-    size = config.rollout.tasks_per_step
-    draws, _ = draw(Stream(parts.tasks, seed=config.seed), saved["items_taken"], size)
-    sampling = Sampling(
-        group_size=config.rollout.group_size,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        seeds=Seeds(seed=config.seed, stage=STAGES.index("train"), step=NUM_SFT + 2),
-        policy_version=1,
-    )
-    wanted = parts.rollout(draws, sampling)
-    parts.engine.clear()
-    ahead = serialization.groups_from_json(saved["pending"]["groups"])
-    for one, other in zip(members(ahead), members(wanted), strict=True):
-        np.testing.assert_array_equal(one.token_ids, other.token_ids)
-        np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)
-
-
 @pytest.mark.parametrize(
     "done",
     [
@@ -283,22 +239,6 @@ def test_devices_that_only_sample_change_no_number(base, tiny_world, tmp_path, q
         assert process.wait(timeout=300) == 0, log.read_text()
     for one, other in zip(records(base), records(workdir), strict=True):
         assert_close(lasting_anywhere(one), lasting_anywhere(other), 1e-4)
-
-
-@pytest.mark.slow(instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does")
-def test_processes_may_have_devices_that_only_sample(base, tiny_world, tmp_path, quick_compilation):
-    changes = {**SETTINGS, "mesh.rollout_devices": 1, "optimizer.lr": 1e-3}
-    environment = quick_compilation | with_devices(2)
-    codes, errors = Processes(tiny_world, tmp_path / "run", environment, **changes).wait()
-    assert codes == [0, 0], errors
-    got = records(tmp_path / "run")
-    assert len(got) == len(records(base))
-    # Weights that differ by rounding draw another token now and then, so only what those of the
-    # warm start have sampled is compared: two steps, the second of them one step ahead.
-    for one, other in list(zip(records(base), got, strict=True))[: NUM_SFT + 3]:
-        pair = [lasting_anywhere(record) for record in (one, other)]
-        trained = [{k: v for k, v in r.items() if not k.startswith("val-")} for r in pair]
-        assert_close(*trained, 1e-2)
 
 
 @pytest.mark.slow(

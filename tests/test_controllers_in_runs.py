@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import ares, bapo, debug_tiny, passk
+from configs import ares, debug_tiny, passk
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data.serialization import to_json
@@ -20,7 +20,7 @@ from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.training.collect import Left, NotEnoughGroupsError, StepSampler, collect
+from jaxrl.training.collect import StepSampler, collect
 from jaxrl.training.controllers import BUCKETS, Controllers, advance
 from jaxrl.training.failures import Failures
 from jaxrl.training.rewards import pay_entropy
@@ -30,7 +30,6 @@ from tests.helpers import build, method_of, settings_of, with_devices
 from tests.runs import (
     JOB_SETTINGS,
     SIZES,
-    Chance,
     Processes,
     Sampler,
     assert_close,
@@ -159,31 +158,6 @@ def test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states(ares_run
     assert_same_end(config, components, workdir, wanted)
 
 
-@pytest.mark.slow(
-    instead="training/test_controllers.py"
-    "::test_the_early_stage_ends_after_the_sixth_validation_below_the_best"
-)
-def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_path):
-    changes = {"shaping.stage_tolerance": 0, "num_steps": 6, "filter.resample_attempts": 1}
-    changes["reward.weights"] = {"exact_match": 1.0}
-    config = configured(tiny_world, source, bapo.set_method, **changes)
-    components = sampler.for_config(config)
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    run(settings_of(config), whole, components, Display())
-    stages = [record["controller/gate/is_late"] for record in records(whole)]
-    assert stages == sorted(stages)
-    assert (stages[0], stages[-1]) == (False, True)
-    for is_late, record in zip(stages, records(whole)[1:], strict=False):
-        # The stage before the step decides: early on, nothing is sampled again.
-        assert is_late or record["filter/resampled_groups"] == 0
-    turn = stages.index(True)
-    for after in {max(turn - 1, 1), min(turn, 5)}:
-        workdir = killed(whole, tmp_path / f"after_{after}", after=after)
-        run(settings_of(config), workdir, components, Display())
-        assert_same_end(config, components, workdir, whole)
-
-
 @pytest.mark.minutes
 @pytest.mark.usefixtures("one_size")
 def test_a_schedule_of_k_is_continued(tiny_world, source, sampler, tmp_path):
@@ -198,47 +172,6 @@ def test_a_schedule_of_k_is_continued(tiny_world, source, sampler, tmp_path):
     workdir = killed(whole, tmp_path / "killed", after=1)
     run(settings_of(config), workdir, components, Display())
     assert_same_end(config, components, workdir, whole)
-
-
-class Hopeless(Chance):
-    """All answers are wrong."""
-
-    def score(self, group):
-        wrong = {"is_correct": False, "total": 0.0}
-        return [dataclasses.replace(reward, **wrong) for reward in super().score(group)]
-
-
-@pytest.mark.slow(
-    instead="training/test_collect.py::test_the_filter_gives_up_and_tells_what_the_groups_were"
-)
-def test_a_filter_that_gives_up_leaves_a_checkpoint_and_says_why(
-    tiny_world,
-    source,
-    sampler,
-    tmp_path,
-):
-    changes = {"checkpoint.every_steps": 100, "filter.max_batches": 3, "num_steps": 2}
-    config = configured(tiny_world, source, ares.set_method, **changes)
-    good, hopeless = sampler.for_config(config), sampler.for_config(config, Hopeless)
-    batches = []
-
-    def rollout(draws, sampling, **settings):
-        batches.append(len(draws))
-        is_first = sampling.seeds.step == 0
-        return (good if is_first else hopeless).rollout(draws, sampling, **settings)
-
-    components = dataclasses.replace(good, rollout=rollout)
-    message = r"after 3 batches .* only 0 of 4 groups"
-    with pytest.raises(NotEnoughGroupsError, match=message) as given:
-        run(settings_of(config), tmp_path, components, Display())
-    assert "12 all wrong" in str(given.value) or "failed" in str(given.value)
-    assert batches[-3:] == [4, 4, 4]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()] == [
-        "1"
-    ]
-    # What was learnt is not lost: in a better world the run goes on from there.
-    run(settings_of(config), tmp_path, good, Display())
-    assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
 
 
 # Several processes decide alike.
@@ -272,7 +205,8 @@ def decisions():
             StepSampler(rollout=roll_out, sampling=None),
             NumberedTasks(7),
             method,
-            left=Left(num_tasks_taken=taken, groups=leftover),
+            num_tasks_taken=taken,
+            leftover=leftover,
             controllers=controllers,
             measure=list,
             failures=failures,

@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from jaxrl import evaluate, train
+from jaxrl import evaluate
 from jaxrl.builders.environment import _check_prices
 from jaxrl.builders.validation import validate
 from jaxrl.envs.search.bm25 import LocalSearch
@@ -17,13 +15,11 @@ from jaxrl.envs.search.random_search import RandomSearch
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.runtime.checkpoint import steps_in
-from jaxrl.runtime.preemption import EXIT_BUDGET_SPENT, Interrupted
+from jaxrl.runtime.preemption import Interrupted
 from jaxrl.training.usage import BudgetSpentError, Ledger, Usage
 from tests.helpers import build, settings_of
 from tests.runs import (
-    SIZES,
     base_config,
-    killed,
     lasting,
     records,
     saved_progress,
@@ -333,47 +329,6 @@ def test_a_final_evaluation_that_is_stopped_resumes(
     assert lasting(tmp_path / "run") == lasting(base)
 
 
-@pytest.mark.slow(instead="test_restarts.py::test_patience_ends_a_run_with_its_best_weights")
-def test_groups_that_a_stage_ended_before_count_too(tiny_world, source, tmp_path, monkeypatch):
-    # Sampled ahead for a third step, which patience has ended before. Each step is the best so far,
-    # and none is so by enough.
-    changes = {"rollout.ahead": 1, "loss.correction.level": "token", "num_steps": 4}
-    changes |= {"eval.every_steps": 1, "eval.patience": 1, "eval.min_delta": 1e3}
-    changes |= {"checkpoint.keep_best": 1, "eval.best_metric": "val-core/all/exact_match/greedy"}
-    config = configured(tiny_world, source, **changes)
-    parts = build(config)
-    steps = iter(range(99))
-    monkeypatch.setattr(train, "best_metric", lambda *_: float(next(steps)))
-    play(config, tmp_path / "run", parts)
-    *before, last = records(tmp_path / "run")
-    assert before[-1]["stopped_early"]
-    num_steps = before[-1]["step"]
-    assert num_steps == 2
-    files = [path.stem for path in (tmp_path / "run" / "eval").glob("*.json")]
-    evaluated = sum(evaluation_ledger(tmp_path / "run", name).num_trajectories for name in files)
-    assert last["ledger/total/trajectories"] == evaluated + 16 * (num_steps + 1)
-
-    # Killed between a best checkpoint and the end of patience.
-    copy = killed(tmp_path / "run", tmp_path / "before", after=1)
-    play(config, copy, parts)
-    assert lasting(copy) == lasting(tmp_path / "run")
-
-    # Killed right after the checkpoint of the step that ends it.
-    class KilledError(Exception):
-        pass
-
-    def kill(*_):
-        raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "take_best", kill)
-        with pytest.raises(KilledError):
-            play(config, tmp_path / "after", parts)
-    assert steps_in(tmp_path / "after" / "checkpoints")[-1] == 2
-    play(config, tmp_path / "after", parts)
-    assert lasting(tmp_path / "after") == lasting(tmp_path / "run")
-
-
 @pytest.mark.slow(instead="test_costs_in_runs.py::test_totals_are_the_sums_over_all_trajectories")
 def test_a_run_that_spent_its_budget_is_as_if_it_had_not(
     base, tiny_world, source, held_out, parts, tmp_path
@@ -393,31 +348,3 @@ def test_a_run_that_spent_its_budget_is_as_if_it_had_not(
     with pytest.raises(BudgetSpentError, match=r"of config\.ledger\.max_cost="):
         play(config, tmp_path / "other", parts)
     assert steps_in(tmp_path / "other" / "checkpoints") == [1]
-
-
-@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_says_how")
-def test_the_command_ends_with_78_and_goes_on_with_a_higher_limit(
-    tiny_world, source, tmp_path, quick_compilation
-):
-    settings = {**SIZES, "stages": "('train',)", "num_steps": 2, "model.path": source}
-    settings |= {"eval.suites": "()", "log.trajectories": 1}
-
-    def launch(max_calls):
-        limits = settings | {"ledger.max_calls": max_calls}
-        command = [
-            *(sys.executable, "-m", "jaxrl.launch"),
-            *(f"--config=configs/debug_tiny.py:{tiny_world}", f"--workdir={tmp_path / 'run'}"),
-            *(f"--config.{key}={value}" for key, value in limits.items()),
-        ]
-        environment = os.environ | quick_compilation
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-    stopped = launch(1)
-    assert stopped.returncode == EXIT_BUDGET_SPENT == 78
-    told = " ".join(stopped.stdout.split())
-    assert "stopped; step 1 is saved; the run has spent" in told
-    assert "of config.ledger.max_calls=1; to go on, raise it and run the same command" in told
-    assert "Traceback" not in stopped.stderr
-    done = launch(1_000_000)  # a limit may change without consent
-    assert done.returncode == 0, done.stderr
-    assert [record["step"] for record in records(tmp_path / "run")] == [0, 1, 2]

@@ -14,6 +14,7 @@ from absl.testing import flagsaver
 
 from configs import search_r1, search_r1_lora
 from jaxrl import launch
+from jaxrl.builders.fingerprints import fingerprints
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.saved_run import open_run
 from jaxrl.extras.chat.conversation import Conversation
@@ -23,7 +24,6 @@ from jaxrl.models.hf_weights import load_hf, open_tensors
 from jaxrl.models.params import join
 from jaxrl.run import run
 from jaxrl.runtime.resume import write_config
-from jaxrl.runtime.versions import fingerprints
 from tests.helpers import build, relative_distance, settings_of
 from tests.runs import assert_same_weights, killed, lasting, records, run_settings
 

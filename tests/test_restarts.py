@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import os
 import random
 import re
@@ -17,20 +16,16 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from jaxrl import run
+from jaxrl.builders.fingerprints import fingerprints
 from jaxrl.builders.resolved import resolve_names
-from jaxrl.extras.view import report
-from jaxrl.extras.view.facts import held_out, is_finished, progress
-from jaxrl.extras.view.reader import open_runs
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import resume
 from jaxrl.runtime.checkpoint import MANIFEST, steps_in
 from jaxrl.runtime.preemption import EXIT_TRY_AGAIN, Interrupted
-from jaxrl.runtime.versions import fingerprints
 from tests.helpers import build, settings_of, with_devices
 from tests.runs import (
     SIZES,
@@ -90,11 +85,6 @@ def warm(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
 
 def plain_trajectories(workdir, step):
     return [*map(without_usage, trajectories(workdir, step))]
-
-
-def contents(workdir, *folders):
-    paths = [path for folder in folders for path in (workdir / folder).rglob("*")]
-    return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
 def files(workdir, folder):
@@ -184,19 +174,6 @@ def test_a_run_stopped_again_and_again_is_as_if_it_had_not_been(base, tiny_world
     assert play(config, workdir)
     out = capsys.readouterr().out
     assert f"resuming after step {LAST} (train {NUM_TRAIN})" in out
-    assert_same_run(workdir, base)
-
-
-@pytest.mark.slow(instead="training/test_run_state.py::test_which_records_come_after_a_checkpoint")
-def test_a_stop_in_the_last_evaluation(base, tiny_world, tmp_path):
-    # Its step is saved, its record is not written: all of that is made up for, export included.
-    workdir = as_of(base, tmp_path / "run", LAST - 2)
-    config = settings(tiny_world)
-    assert not play(config, workdir, evaluating(workdir, LAST))
-    assert position(workdir, LAST)["record"]["critic/rewards/mean"] is not None
-    assert num_lines(workdir) == NUM_SFT + 1 + NUM_TRAIN - 1
-    assert not (workdir / "export").exists()
-    assert play(config, workdir)
     assert_same_run(workdir, base)
 
 
@@ -371,37 +348,13 @@ def test_a_damaged_checkpoint_costs_its_steps_only(base, tiny_world, tmp_path, c
     assert play(settings(tiny_world), workdir)
     told = capsys.readouterr()
     name = file.relative_to(newest)
-    assert f"warning: checkpoint {newest.name} is damaged ({name}: its hash differs" in told.err
+    assert (
+        f"warning: checkpoint {newest.name} is damaged ({name}: missing, or not as it was"
+        in told.err
+    )
     assert f"resuming after step {NUM_SFT + 2} (train 2)" in told.out
     shutil.rmtree(workdir / "checkpoints" / "damaged")
     assert_same_run(workdir, base)
-
-
-@pytest.mark.slow(instead="logs/test_writers.py::TestLog::test_a_bad_line_is_named_and_kept_aside")
-def test_damaged_records_are_told_and_cost_only_themselves(base, tiny_world, tmp_path, capsys):
-    workdir = as_of(base, tmp_path / "run", NUM_SFT + 4)
-    log = workdir / "metrics.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join([*lines[:4], "{\n", *lines[5:]]))
-    (workdir / "environment.json").write_text("[")
-    (workdir / "eval" / f"train_{NUM_SFT}.json").unlink()
-    (workdir / "trajectories" / f"step_{NUM_SFT + 1:06d}.jsonl").unlink()
-    assert play(settings(tiny_world), workdir)
-    warnings = capsys.readouterr().err
-    assert f"warning: {log}:5 is no record and is left out; {log}.damaged keeps it" in warnings
-    assert f"holds {NUM_SFT + 4} of the {NUM_SFT + 5} records" in warnings
-    assert "environment.json cannot be read" in warnings
-    assert f"eval/train_{NUM_SFT}.json, trajectories/step_{NUM_SFT + 1:06d}.jsonl\n" in warnings
-    wanted = lasting(base)
-    assert lasting(workdir) == [*wanted[:4], *wanted[5:]]
-    assert_same_weights(workdir / "export", base / "export")
-    # Once more, from an earlier checkpoint: the loss is told again, and nothing else is lost.
-    shutil.rmtree(workdir / "checkpoints" / str(LAST))
-    assert play(settings(tiny_world), workdir)
-    warnings = capsys.readouterr().err
-    assert "is no record" not in warnings
-    assert " of the " in warnings
-    assert lasting(workdir) == [*wanted[:4], *wanted[5:]]
 
 
 def test_only_damaged_checkpoints_are_refused(warm, tiny_world, tmp_path):
@@ -409,7 +362,7 @@ def test_only_damaged_checkpoints_are_refused(warm, tiny_world, tmp_path):
     for step in steps_in(workdir / "checkpoints"):
         (workdir / "checkpoints" / str(step) / MANIFEST).unlink()
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=rf"checkpoint 4: {MANIFEST}: missing; "):
+    with pytest.raises(ValueError, match=rf"checkpoint 4: {MANIFEST}: missing or unreadable; "):
         play(settings(tiny_world, **{"sft.num_steps": 4}), workdir)
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
@@ -457,80 +410,6 @@ def saved_params(workdir, step):
         _, found = checkpointer.restore(lambda _: {"params": shapes})
         checkpointer.close()
     return found["params"]
-
-
-@pytest.mark.slow(instead="test_restarts.py::test_patience_ends_a_run_with_its_best_weights")
-def test_early_stopping_ends_with_the_best(
-    base, tiny_world, tmp_path, capsys, scripted_scores, monkeypatch, no_pictures
-):
-    # Steps 2 and 3 improve, 4 equals, 5 is worse: two without improvement, so 6 is never reached.
-    config, workdir = with_eval(early(base, tiny_world), 1), tmp_path / "run"
-    assert play(config, workdir)
-    out = capsys.readouterr().out
-    assert "did not improve by more than 0.0 in 2 evaluations; ending with the checkpoint" in out
-    steps = [(r["stage"], r["step"]) for r in records(workdir)]
-    assert steps == [*(("train", step) for step in range(6)), ("evaluate", 5)]
-    assert steps_in(workdir / "checkpoints") == [3, 5]
-    end = position(workdir, 5)
-    assert (end["stopped_early"], end["best"]["step"], end["stage_step"]) == (True, 3, 5)
-    assert end["weights_step"] == 3
-    *_, last, evaluated = records(workdir)
-    assert (last["stopped_early"], evaluated["weights_step"]) == (1, 3)
-    file = workdir / "eval" / "evaluate_5.json"
-    assert json.loads(file.read_text())["weights_step"] == 3
-    assert "weights are those of step 3" in file.with_suffix(".txt").read_text()
-    [reader] = open_runs([workdir])
-    reader.refresh()
-    assert is_finished(reader)
-    assert [stage["stopped_early"] for stage in progress(reader)][-2:] == [5, None]
-    assert {last[0] for _, last in held_out(reader).values()} == {3}  # whose weights they are of
-    exported = load_hf(workdir / "export")
-    for step in (3, 5):
-        jax.tree.map(np.testing.assert_array_equal, exported, saved_params(workdir, step))
-    ended = lasting(workdir)
-    # A restart trains no further. Its evaluation it reads off the disk, where no score is scripted.
-    before = contents(workdir, "checkpoints", "export", "trajectories")
-    assert play(config, workdir)
-    assert contents(workdir, "checkpoints", "export", "trajectories") == before
-    # A run that was stopped in between ends in the same way: while the best was evaluated, while
-    # patience ran out, and when all was over but the evaluate stage.
-    other = tmp_path / "other"
-    monkeypatch.setattr(report, "write_or_warn", no_pictures)
-    for should_stop in (evaluating(other, 3), evaluating(other, 5), after_records(other, 6)):
-        assert not play(config, other, should_stop)
-        assert (other / "report.html").exists()
-        (other / "report.html").unlink()
-    assert play(config, other)
-    assert lasting(other) == ended
-    assert_same_weights(other / "export", workdir / "export")
-    assert steps_in(other / "checkpoints") == [3, 5]
-
-
-@pytest.mark.slow(instead="runtime/test_preemption.py::test_best_and_patience_by_hand")
-def test_the_evaluation_that_ends_patience_may_be_the_best(
-    base, tiny_world, tmp_path, scripted_scores
-):
-    # Steps 2 and 3 are better than all before, but by less than min_delta.
-    config = with_eval(early(base, tiny_world, **{"eval.min_delta": 1.0}), 1)
-    assert play(config, tmp_path)
-    end = position(tmp_path, 3)
-    assert (end["stopped_early"], end["best"]["step"], end["weights_step"]) == (True, 3, 3)
-
-
-@pytest.mark.slow(instead="test_restarts.py::test_patience_ends_a_run_with_its_best_weights")
-def test_without_patience_the_last_weights_are_exported(
-    base, tiny_world, tmp_path, scripted_scores
-):
-    changes = {"eval.patience": 0, "num_steps": 5, "stages": ("train",)}
-    config, workdir = with_eval(early(base, tiny_world, **changes), 1), tmp_path / "run"
-    assert play(config, workdir)
-    assert steps_in(workdir / "checkpoints") == [3, 5]  # the best, and the newest
-    assert position(workdir, 5)["best"] == {"value": 0.5, "step": 3, "mark": 0.5, "num_stale": 2}
-    exported = load_hf(workdir / "export")
-    jax.tree.map(np.testing.assert_array_equal, exported, saved_params(workdir, 5))
-    best = saved_params(workdir, 3)
-    with pytest.raises(AssertionError):
-        jax.tree.map(np.testing.assert_array_equal, exported, best)
 
 
 @pytest.mark.parametrize(("patience", "exported"), [(1, 1), (0, 2)])
@@ -610,45 +489,6 @@ def test_a_run_goes_on_on_other_meshes(tiny_world, tmp_path, quick_compilation, 
         np.testing.assert_allclose(one["rollout_logprobs"], other["rollout_logprobs"], atol=0.01)
     assert [record["actor/num_updates"] for record in got[NUM_SFT + 1 :]] == [1, 2]
     assert max(r["rollout_corr/logprob_diff_max"] for r in got[NUM_SFT + 1 :]) < 1e-4
-
-
-@pytest.mark.slow(instead="runtime/test_sharding.py::test_gradients_are_those_of_one_device")
-@pytest.mark.parametrize("step", [2, 8, 16])
-def test_a_step_from_one_checkpoint_has_one_gradient_on_all_meshes(
-    base, tiny_world, tmp_path, quick_compilation, step
-):
-    changes = {"stages": ("sft",), "sft.num_steps": step + 1}
-    assert play(settings(tiny_world, **changes), as_of(base, tmp_path / "one", step))
-    wanted, wanted_mean = one_step_on(tiny_world, tmp_path / "one", step)
-    assert wanted["sft/loss"] == records(base)[step]["sft/loss"]
-    meshes = ({"fsdp": 2}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"context": 2})
-    for index, mesh in enumerate(meshes):
-        workdir, log = as_of(base, tmp_path / str(index), step), tmp_path / f"{index}.log"
-        environment = os.environ | quick_compilation | with_devices(math.prod(mesh.values()))
-        sizes = {
-            f"mesh.{name}": mesh.get(name, 1) for name in ("data", "fsdp", "context", "tensor")
-        }
-        with log.open("w") as output:
-            process = launch(tiny_world, workdir, environment, output, **{**changes, **sizes})
-            assert process.wait(timeout=300) == 0, log.read_text()
-        got, mean = one_step_on(tiny_world, workdir, step)
-        for name in ("sft/loss", "sft/grad_norm", "sft/entropy"):
-            assert got[name] == pytest.approx(wanted[name], rel=1e-6)
-        # The optimizer's mean of gradients began alike: only the gradient can tell it apart.
-        for one, other in zip(jax.tree.leaves(mean), jax.tree.leaves(wanted_mean), strict=True):
-            assert np.linalg.norm(one - other) < 3e-6 * np.linalg.norm(other)
-
-
-def one_step_on(tiny_world, workdir, step):
-    """The record of the step after this one, and the mean of gradients in its checkpoint."""
-    config = settings(tiny_world, **{"stages": ("sft",), "sft.num_steps": step + 2})
-    parts = build(config)
-    checkpointer = run.Checkpointer(workdir / "checkpoints", keep=100)
-    _, found = checkpointer.restore(lambda saved: run.restore_targets(parts, saved))
-    checkpointer.close()
-    record = records(workdir)[-1]
-    assert record["step"] == step + 1
-    return record, optax.tree.get(found["optimizer"], "mu")
 
 
 def has_lines(workdir, count):

@@ -18,6 +18,7 @@ import pytest
 
 from jaxrl import run
 from jaxrl.builders import components
+from jaxrl.builders.fingerprints import fingerprints
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.search.base import SearchEngine
@@ -25,14 +26,11 @@ from jaxrl.extras.view import report
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import HOST_MEMORY
-from jaxrl.objectives.aggregation import AGGREGATIONS, token_mean
 from jaxrl.runtime.checkpoint import restore_params
-from jaxrl.runtime.versions import fingerprints
 from jaxrl.training.failures import NothingWorksError
 from jaxrl.training.run_state import Session
 from jaxrl.training.update import put_batch
 from jaxrl.types import members, with_fields
-from jaxrl.utils.callables import UserCodeError
 from tests.helpers import UPDATE_PROGRAMS, build, settings_of
 from tests.runs import (
     SIZES,
@@ -249,35 +247,6 @@ def test_evaluating_takes_the_newest_checkpoint(base, tiny_world, tmp_path):
     assert evaluation(workdir, "evaluate_44.json") == evaluation(base, "evaluate_44.json")
 
 
-@pytest.mark.slow(instead="test_evaluate.py::test_several_samples_by_hand")
-def test_several_samples_of_a_question(base, tiny_world, tmp_path):
-    workdir = tmp_path / "samples"
-    shutil.copytree(base, workdir)
-    several = {"eval.samples": 3, "eval.ks": (1, 3), "stages": ("evaluate",)}
-    play(run_settings(tiny_world, **BASE, **several), workdir)
-    got = json.loads((workdir / "eval" / "evaluate_44.json").read_text())
-    before = json.loads((base / "eval" / "evaluate_44.json").read_text())
-    assert got["questions"]["greedy"] == before["questions"]["greedy"]
-    for suite in ("sampled", "empty_search"):
-        questions = got["questions"][suite]
-        assert [q["sample_index"] for q in questions] == [0, 1, 2] * 8
-        assert len({q["response"] for q in questions[:3]}) > 1
-        # The first sample is the one there was without the others. Another number of rows may round
-        # otherwise, which changes a draw that was all but a tie.
-        alone = before["questions"][suite]
-        assert sum(q == old for q, old in zip(questions[::3], alone, strict=True)) >= 7
-        means = got["summary"][suite]["all"]
-        right = np.array([q["exact_match"] for q in questions]).reshape(8, 3)
-        assert means["exact_match"] == pytest.approx(right.mean())
-        assert means["pass@1"] == means["maj@1"] == pytest.approx(right.mean())
-        assert means["pass@3"] == right.any(axis=1).mean()
-    last = records(workdir)[-1]
-    assert (
-        last["val-core/all/exact_match/best@3/mean"] == got["summary"]["sampled"]["all"]["pass@3"]
-    )
-    assert "val-core/two_hop/exact_match/mean@3" in last
-
-
 def continued(base, tiny_world, **changes):
     """Reinforcement learning alone, from the weights that the base run ended with."""
     export = str(base / "export")
@@ -388,35 +357,6 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
     means = summary["sampled"]["all"]
     assert 0 < means["environment_errors"] < means["num_questions"]
     assert means["unscored_questions"] == means["environment_errors"]
-
-
-@pytest.mark.slow(
-    instead="objectives/test_aggregation.py::test_what_an_aggregation_returns_is_checked"
-)
-def test_an_objective_that_fails_in_a_step_costs_that_step_alone(
-    base, tiny_world, tmp_path, monkeypatch
-):
-    changes = {"num_steps": 3, "eval.every_steps": 0, "checkpoint.every_steps": 100}
-    config = continued(base, tiny_world, **changes)
-    play(config, tmp_path / "whole")
-    calls = []
-
-    def fails_once(token_counts):
-        calls.append(len(token_counts))  # twice before the run
-        share = 1.0 if len(calls) != 4 else np.nan
-        return share * token_mean(token_counts)
-
-    monkeypatch.setitem(AGGREGATIONS, "token-mean", fails_once)
-    workdir = tmp_path / "broken"
-    with pytest.raises(
-        UserCodeError, match=r"^config\.loss\.aggregation returned .* with 0 weights"
-    ) as failure:
-        play(config, workdir)
-    assert "mend the code and go on with --accept_changes" in str(failure.value)
-    assert [path.name for path in (workdir / "checkpoints").iterdir()] == ["1"]
-    play(config, workdir)
-    assert lasting(workdir) == lasting(tmp_path / "whole")
-    assert_same_weights(workdir / "export", tmp_path / "whole" / "export")
 
 
 def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
+from jaxrl.builders.fingerprints import search_fingerprints
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.schema import KEYS
 from jaxrl.envs.search.recording import Recording, recorded_engines
-from jaxrl.runtime.versions import search_fingerprints
 from jaxrl.utils.callables import is_dotted
 
 

@@ -1,16 +1,15 @@
-"""Compiled functions whose shapes belong to a set known beforehand."""
+"""Compiled functions for a known set of shapes, shared by equal keys and interruptible."""
 
 from __future__ import annotations
 
 import atexit
-import operator
 import queue
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeVar
 
 import jax
@@ -19,58 +18,50 @@ from cachetools import LRUCache
 from jaxrl.runtime.preemption import Interrupted
 
 MULTIPLIES_BFLOAT16 = jax.__version_info__ >= (0, 12)
-"""True where a CPU multiplies bfloat16 as it is, except for a single row of activations.
+"""True if a CPU multiplies bfloat16 directly, except for a single row of activations.
 
-With JAX 0.10.2 it multiplies float32 copies, and with 0.12.0.1 where there is one row. Of weights
-that a loop reads these copies are made before it, and all of them lie there until its end.
+JAX 0.10.2 multiplies float32 copies, and 0.12.0.1 does for one row. Copies of weights that a loop
+reads are made before it and stay until its end.
 """
 
 LOOK_S = 0.1
-"""Seconds between two looks, during a compilation, for whether it is still wanted."""
+"""Seconds between two checks, during a compilation, whether it is to stop."""
 
 
-class _Asked(threading.local):
-    """Asked by those within whom a thread's compilations are, the innermost last."""
-
-    def __init__(self) -> None:
-        self.all: list[Callable[[], bool]] = []
-
-
-_asked = _Asked()
+_should_stop: ContextVar[Callable[[], bool]] = ContextVar("should_stop", default=lambda: False)
 _threads: list[threading.Thread] = []
 
 
 @contextmanager
 def stopped_by(should_stop: Callable[[], bool]) -> Iterator[None]:
-    """Compilations within raise `Interrupted` once `should_stop` says so.
+    """Let compilations of this thread raise `Interrupted` once `should_stop` returns True.
 
-    For code of one process that leaves all as it was when it is interrupted. In a job the others
-    would wait for this process in the next program that all of them run.
+    Not in a job of several processes: the others would wait in the next program for this one.
     """
-    _asked.all.append(lambda: jax.process_count() == 1 and should_stop())
+    token = _should_stop.set(lambda: jax.process_count() == 1 and should_stop())
     try:
         yield
     finally:
-        _asked.all.pop()
+        _should_stop.reset(token)
 
 
 def compile_all(
     compiling: Sequence[Callable[[], None]], done: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Calls functions that compile, side by side; `done` is told how many have ended.
+    """Call functions that compile, in parallel; `done` receives how many have ended.
 
-    They run in threads, since XLA gives the thread that it compiles in no turn for a signal. One
-    that is interrupted goes on, and its program may be called later.
+    They run in threads, since XLA blocks signals in the thread that it compiles in. An interrupted
+    one continues, and its program may be called later.
 
     Raises:
-        Interrupted: see `stopped_by`.
+        Interrupted: See `stopped_by`.
     """
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def run(compile_it: Callable[[], None]) -> None:
         try:
             compile_it()
-        except BaseException as error:  # raised again where it is waited for
+        except BaseException as error:  # raised again in the waiting thread
             ended.put(error)
         else:
             ended.put(None)
@@ -85,7 +76,7 @@ def compile_all(
         try:
             error = ended.get(timeout=LOOK_S)
         except queue.Empty:
-            if _asked.all and _asked.all[-1]():
+            if _should_stop.get()():
                 raise Interrupted("a compilation was asked to stop") from None
             continue
         if error is not None:
@@ -95,20 +86,20 @@ def compile_all(
 
 
 def is_under_way() -> bool:
-    """True while something compiles, for which the end of the process would wait."""
+    """Return True while something compiles, for which the end of the process would wait."""
     return any(thread.is_alive() for thread in _threads)
 
 
 @atexit.register
 def _wait() -> None:
-    """Lets compilations end: JAX frees at its own exit what they use."""
+    """Let compilations end: JAX frees at its own exit what they use."""
     for thread in _threads:
         thread.join()
 
 
 _kept: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has some twenty
-_code: dict[str, list[Any]] = {}  # of jaxrl, by module and class, as it was at the last look
-_lock = threading.RLock()  # of both: runs begin in threads, and what is made asks in turn
+_code: dict[tuple[str, str], Any] = {}  # contents of jaxrl's modules at the last check
+_lock = threading.RLock()  # for both; `make` in `kept` may call `kept`
 
 Made = TypeVar("Made")
 
@@ -116,18 +107,17 @@ Made = TypeVar("Made")
 def jitted(
     function: Callable[..., Any], *, name: str, key: Hashable = None, **settings: Any
 ) -> Any:
-    """`jax.jit` of a function, or what an earlier call with an equal key returned.
+    """Return `jax.jit` of a function, or what an earlier call with an equal key returned.
 
-    JAX keeps what it has traced and compiled with the result. So a process that makes an engine or
-    an update anew, as a notebook that trains twice, does not trace and compile its programs again.
-    A run that begins calls `forget_if_edited` first.
+    A notebook that trains twice then does not trace and compile its programs again. Each run calls
+    `forget_if_edited` first.
 
     Args:
-        function: is kept, so it may hold no arrays.
-        name: of the program, which a profile shows.
-        key: of what the function computes: whoever has an equal one with this name computes the
-            same, and gives the same `settings`. Nothing equals None, nor what has no hash.
-        settings: of `jax.jit`.
+        function: Function without arrays in its closure, as it is kept.
+        name: Name of the program, which a profile shows.
+        key: Key of what the function computes, together with the name. None, or a key without a
+            hash, equals nothing.
+        settings: Settings of `jax.jit`.
     """
 
     def called(*args: Any, **options: Any) -> Any:
@@ -138,7 +128,7 @@ def jitted(
 
 
 def kept(make: Callable[[], Made], *, name: str, key: Hashable) -> Made:
-    """Makes something, or finds what was made by this name for an equal key; see `jitted`."""
+    """Make something, or return what was made by this name for an equal key; see `jitted`."""
     try:
         hash(key)
     except TypeError:
@@ -153,40 +143,28 @@ def kept(make: Callable[[], Made], *, name: str, key: Hashable) -> Made:
 
 
 def joined(*parts: Hashable) -> Hashable:
-    """A key of several parts, for `jitted`; None where one of them is."""
+    """Return a key of several parts for `jitted`; None if one of them is None."""
     return None if any(part is None for part in parts) else parts
 
 
 def forget_if_edited() -> None:
-    """Forgets all that was kept once code of jaxrl was loaded again or replaced in this process."""
-    spaces: dict[str, Mapping[str, Any]] = {
-        name: vars(one) for name, one in [*sys.modules.items()] if name.startswith("jaxrl.")
-    }
-    for module, space in [*spaces.items()]:
-        for name, value in [*space.items()]:
-            if isinstance(value, type) and value.__module__ == module:
-                spaces[f"{module}:{name}"] = vars(value)
-    code = {
-        place: [v.__code__ if isinstance(v, FunctionType) else v for v in [*space.values()]]
-        for place, space in spaces.items()
-    }
+    """Drop all programs if code of jaxrl was reloaded or replaced since the last call."""
+    modules = [(name, vars(m)) for name, m in [*sys.modules.items()] if name.startswith("jaxrl.")]
+    code = {(name, key): v for name, space in modules for key, v in [*space.items()]}
     with _lock:
-        # What was loaded since then stands behind the names that there were.
-        if not all(
-            all(map(operator.is_, before, code.get(at, [None]))) for at, before in _code.items()
-        ):
+        # Modules that were first loaded since the last call are no edits.
+        if any(code.get(place) is not value for place, value in _code.items()):
             _kept.clear()
         _code.clear()
         _code.update(code)
 
 
 class CompiledFunction:
-    """A function with the shapes it may be compiled for, and a count of its compilations.
+    """A function with the variants it may be compiled for, each once.
 
-    A shape that slips in unnoticed costs seconds to minutes on every new batch, so it is an error
-    here. The caller names the variant of each call; every variant is compiled once, and later calls
-    run that program. `jax.jit` would trace it again whenever anything changes that JAX takes for
-    its tracing context, as the first import of `jax.experimental.pallas` does since JAX 0.12.
+    An unexpected shape costs seconds to minutes on every new batch, so it is an error here. The
+    caller names the variant of each call. `jax.jit` would trace again whenever its tracing context
+    changes, as the first import of `jax.experimental.pallas` does since JAX 0.12.
     """
 
     def __init__(
@@ -215,15 +193,15 @@ class CompiledFunction:
 
     @property
     def num_programs(self) -> int:
-        """Variants that were compiled so far, or found."""
+        """Number of variants compiled so far."""
         return len(self._programs)
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:
-        """Calls the function.
+        """Call the function.
 
         Raises:
-            RuntimeError: `variant` is outside the set, or was compiled before for other shapes,
-                dtypes or places of the arguments.
+            RuntimeError: `variant` is unknown, or was compiled for other shapes, dtypes or
+                shardings of the arguments.
         """
         self._check(variant)
         if variant not in self._programs:
@@ -239,10 +217,7 @@ class CompiledFunction:
             ) from error
 
     def ahead(self, *args: Any, variant: Hashable = ()) -> Callable[[], None]:
-        """Traces the function for abstract arguments; what is returned compiles it, in any thread.
-
-        Later calls of the variant run this program. A variant that was compiled before is left.
-        """
+        """Trace the function for abstract arguments; the result compiles it, in any thread."""
         self._check(variant)
         if variant in self._programs:
             return lambda: None
@@ -261,5 +236,5 @@ class CompiledFunction:
             )
 
     def lower(self, *args: Any) -> Any:
-        """The function lowered for these (possibly abstract) arguments, for inspection."""
+        """Lower the function for these (possibly abstract) arguments, for inspection."""
         return jax.jit(self.function, static_argnums=self._static_argnums).lower(*args)

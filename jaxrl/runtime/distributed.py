@@ -22,21 +22,21 @@ _BLOCKS = (1 << 12, 1 << 20)
 
 
 def is_main() -> bool:
-    """True in the process that writes files and talks: the first one."""
+    """Return True in the first process, which writes files and prints."""
     return jax.process_index() == 0
 
 
 def share(count: int) -> slice:
-    """Slice of `count` items, in order, that is this process's."""
+    """Return this process's slice of `count` items in order."""
     index, size = jax.process_index(), jax.process_count()
     return slice(count * index // size, count * (index + 1) // size)
 
 
 def gather(value: Value) -> list[Value]:
-    """Every process's value, in their order; all processes call this.
+    """Return every process's value, in their order; all processes call this.
 
-    The values travel as JSON over the devices' own network, in blocks of few shapes: what another
-    process sends is read, never run. Tuples arrive as lists.
+    The values travel as JSON over the devices' own network, in blocks of few shapes. Tuples arrive
+    as lists.
     """
     if jax.process_count() == 1:
         return [value]
@@ -55,22 +55,22 @@ def gather(value: Value) -> list[Value]:
 
 
 def _gather_lengths(length: int) -> list[int]:
-    """Gathers the length of every process, as bytes: JAX makes 32 bits of an int64."""
+    """Gather the length of every process, as bytes: JAX truncates int64 to 32 bits."""
     own = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
     every = multihost_utils.process_allgather(own)
     return [int.from_bytes(row.tobytes(), "little") for row in every]
 
 
 def meet() -> None:
-    """Waits for all processes, so that what they did to the disk is done."""
+    """Wait for all processes, so that what they did to the disk is done."""
     gather(None)
 
 
 def anywhere(flag: bool) -> bool:
-    """True in all processes if `flag` is true in any; all processes call this."""
+    """Return True in all processes if `flag` is true in any; all processes call this."""
     return any(gather(flag))
 
 
 def from_main(value: Value) -> Value:
-    """The first process's value; all processes call this."""
+    """Return the first process's value; all processes call this."""
     return gather(value)[0]

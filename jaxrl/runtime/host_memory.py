@@ -10,17 +10,16 @@ from typing import Any
 import jax
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-"""The event of JAX that tells how long a program was compiled."""
+"""JAX event with the duration of a compilation."""
 
 LONG_COMPILE_S = 0.5
 """A shorter compilation leaves little behind."""
 
 
 def give_back() -> None:
-    """Gives memory that nothing uses any more back to the system.
+    """Return freed memory to the system, as far as glibc keeps it.
 
-    The C library keeps what was freed in small pieces, for later. What is never given back counts
-    as this process's: of a compiler that is most of what it took. Only glibc can be asked.
+    After a compilation that is most of what the compiler took.
     """
     _trim()(0)
 
@@ -35,7 +34,7 @@ def _trim() -> Callable[[int], Any]:
 
 @functools.cache
 def give_back_after_compiling() -> None:
-    """Gives memory back after each long compilation from now on."""
+    """Return memory to the system after each long compilation from now on."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILED and duration_secs > LONG_COMPILE_S:

@@ -1,4 +1,4 @@
-"""Place of a process in a job of several, one a host, as flags or the cluster tell it."""
+"""Place of a process in a job of several, from flags or from the cluster."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Place of this process in its job.
+    """Place of this process in its job."""
 
-    Attributes:
-        coordinator: host and port at which process 0 listens; None where JAX finds out by itself.
-        num_processes: of the job; None likewise.
-        process_id: of this process, from 0; None likewise.
-    """
-
+    # Host:port of process 0; None if JAX finds it by itself, as the next two.
     coordinator: str | None
     num_processes: int | None
-    process_id: int | None
+    process_id: int | None  # from 0
 
 
 def find_job(
@@ -28,16 +23,10 @@ def find_job(
     process_id: int | None,
     cluster: str | None,
 ) -> Job | None:
-    """The job this process belongs to; None if it is on its own.
-
-    Args:
-        coordinator: `--coordinator`.
-        num_processes: `--num_processes`.
-        process_id: `--process_id`.
-        cluster: `--cluster`, where the environment tells: `slurm` or `tpu`.
+    """Return the job of this process by its flags, or None if it is on its own.
 
     Raises:
-        ValueError: the flags are incomplete or contradict each other, or the environment lacks what
+        ValueError: The flags are incomplete or contradict each other, or the environment lacks what
             the cluster should have set.
     """
     flags = {
@@ -75,7 +64,7 @@ def find_job(
 
 
 def _slurm_job() -> Job:
-    """The place in a Slurm job step: first host of the step, a port made of the job's number."""
+    """Return the place in a Slurm job step; its number gives the port on the first host."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -97,7 +86,7 @@ def _slurm_job() -> Job:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `a12` of `a[12-15,20],b3`."""
+    """Return the first host of a Slurm node list: `a12` of `a[12-15,20],b3`."""
     head, bracket, rest = nodes.partition("[")
     if not bracket or "," in head:
         return nodes.partition(",")[0]

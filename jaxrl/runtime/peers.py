@@ -1,4 +1,4 @@
-"""Joins several processes, one a host, into one job, and notices who is lost."""
+"""Join several processes, one per host, into one job, and notice losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxrl.utils.secrets import redact
 from jaxrl.utils.text import printable
 
 JOIN_S = 300.0
-"""Seconds in which all processes of a job must have come."""
+"""Seconds in which all processes of a job must have joined."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """First bytes of a client of HTTP/2, and empty settings (RFC 9113, sections 3.4 and 6.5)."""
@@ -33,17 +33,12 @@ _SETTINGS = 4  # the type of the frame with which a server answers
 
 
 def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
-    """Refuses a coordinator's address at which something else listens.
+    """Refuse a coordinator's address at which something else listens.
 
-    JAX's coordinator speaks gRPC, so HTTP/2. Where nothing listens yet, process 0 has not come.
-    Process 0 itself finds out when it listens.
-
-    Args:
-        job: of this process.
-        timeout_s: for an answer.
+    JAX's coordinator speaks gRPC, so HTTP/2. Process 0 notices by itself when it listens.
 
     Raises:
-        OSError: what listens there gives another answer, or none.
+        OSError: A program listens there that does not answer as a server of HTTP/2.
     """
     if not job.coordinator or job.process_id == 0:
         return
@@ -67,14 +62,14 @@ def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
 
 
 class Peers:
-    """This process's side of its monitor; a context around its work."""
+    """This process's side of its monitor; a context manager around its work."""
 
     def __init__(self, coordinator: str | None, deadline_s: float):
-        """Starts the monitors of all processes; every process of the job calls this.
+        """Start the monitors of all processes; every process of the job calls this.
 
         Args:
-            coordinator: host and port of process 0; None where JAX has found out by itself.
-            deadline_s: seconds without a sign of life after which a process counts as lost.
+            coordinator: host:port of process 0; None if JAX has found it by itself.
+            deadline_s: Silence after which a process counts as lost.
         """
         index, name = jax.process_index(), f"{socket.gethostname()}, pid {os.getpid()}"
         # Each process may know the host of process 0 by another address.
@@ -92,8 +87,7 @@ class Peers:
             "token": token,
             "deadline_s": deadline_s,
         }
-        # A session of its own: a signal to the process group must not reach the monitor. Isolated:
-        # beside the script lies a `types.py`, which is not the standard library's.
+        # In a session of its own, as a signal to the process group must not reach the monitor.
         self._monitor = Child(
             [sys.executable, "-I", monitor.__file__],
             what="the monitor of this process",
@@ -138,7 +132,7 @@ class Peers:
             os._exit(EXIT_LOST)
 
     def everywhere(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Widens `should_stop` to the job: a process that is asked to stop asks all others."""
+        """Extend `should_stop` to the job: a process that is asked to stop asks all others."""
         self._should_stop = should_stop
         return lambda: should_stop() or self._is_stopping.is_set()
 
@@ -146,7 +140,7 @@ class Peers:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Tells the job how this process ends; a failure ends it here."""
+        """Report how this process ends; a failure ends it here."""
         is_told = isinstance(error, SystemExit)  # and its message is meant for the user
         if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
             jax.distributed.shutdown()  # waits for the others, while their loss is still noticed
@@ -172,12 +166,12 @@ class Peers:
 
 
 def join(job: Job, *, deadline_s: float) -> Peers | None:
-    """Joins the job; before anything that touches a device. None where it has one process.
+    """Join the job, before anything touches a device. Return None if it has one process.
 
-    Where not all processes come within `JOIN_S` seconds, it ends the process with `EXIT_LOST`.
+    The process ends with `EXIT_LOST` if not all processes come within `JOIN_S` seconds.
 
     Raises:
-        OSError: process 0 cannot listen at the coordinator's port.
+        OSError: Process 0 cannot listen at the coordinator's port.
     """
     known: dict[str, Any] = {}
     if job.coordinator is not None:
@@ -191,7 +185,7 @@ def join(job: Job, *, deadline_s: float) -> Peers | None:
             # All devices of the host are this process's; JAX would take one a process under Slurm.
             "cluster_detection_method": "deactivate",
         }
-    # Its handler would swallow SIGTERM, which `stopping` answers.
+    # Its handler would swallow SIGTERM, which `stop_on_signals` answers.
     jax.config.update("jax_enable_preemption_service", False)
     # JAX ends processes without a name when it notices a loss; the monitors should be first.
     with _waiting(job):
@@ -204,7 +198,7 @@ def join(job: Job, *, deadline_s: float) -> Peers | None:
 
 
 def _check_port(coordinator: str) -> None:
-    """Refuses a port that is taken; JAX would say neither which nor what to do."""
+    """Refuse a port that is taken; JAX would say neither which nor what to do."""
     _, _, port = coordinator.rpartition(":")
     bound, _, _ = _bound(coordinator).get("coordinator_bind_address", "").rpartition(":")
     host = bound.strip("[]")
@@ -220,7 +214,7 @@ def _check_port(coordinator: str) -> None:
 
 @contextlib.contextmanager
 def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> Iterator[None]:
-    """Says what this process waits for when it takes long, and ends it when it takes too long."""
+    """Report what this process waits for, and end it when that takes too long."""
     arrived = threading.Event()
     who = "" if job.process_id is None else f"process {job.process_id} of {job.num_processes}: "
     where = "" if job.coordinator is None else f" at {job.coordinator}, process 0's address,"
@@ -243,7 +237,7 @@ def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> It
 
 
 def _bound(coordinator: str) -> dict[str, Any]:
-    """Addresses of JAX's coordinator: loopback if it is called there, else all."""
+    """Bind JAX's coordinator to loopback if its address is there, else to all addresses."""
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):  # of a name
         if ipaddress.ip_address(host).is_loopback:
@@ -252,32 +246,29 @@ def _bound(coordinator: str) -> dict[str, Any]:
 
 
 def first_address(coordinator: str | None) -> str:
-    """The name or address by which every host reaches that of process 0; all processes call this.
-
-    Where JAX has found the coordinator by itself, the first process tells its own address.
-    """
+    """Return the host of process 0 as every host reaches it; all processes call this."""
     if coordinator is not None:
         return coordinator.rpartition(":")[0].strip("[]")
     return from_main(own_address())
 
 
 def own_address() -> str:
-    """This host's address on the network of its default route; its name where it has none."""
+    """Return this host's address on the network of its default route, or its name."""
     for family, far_away in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((far_away, _ANY_PORT))  # kept free for documents; nothing is sent
+            probe.connect((far_away, _ANY_PORT))  # reserved for documentation; nothing is sent
             return str(probe.getsockname()[0])
     return socket.gethostname()
 
 
 def route_to(host: str) -> str:
-    """The address by which this host reaches another; its name where the system knows none."""
+    """Return the address by which this host reaches another, or its name if there is none."""
     addresses: list[Any] = []
     with contextlib.suppress(OSError):
         addresses = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     for family, kind, protocol, _, address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # of UDP: asks for the route and sends nothing
+            probe.connect(address)  # UDP: asks for the route and sends nothing
             return str(probe.getpeername()[0])
     return host
 
@@ -291,10 +282,10 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def listen_for(routes: Sequence[str]) -> socket.socket:
-    """A socket that is reached at the one address by which all others know this host.
+    """Return a socket that listens at the one address by which all others know this host.
 
-    Where they know it by several, or by one that it does not have itself (a virtual address in
-    front of it), the socket is reached at all addresses of this host.
+    It listens at all addresses if they know it by several or by one that it does not have, such as
+    a virtual one.
     """
     if len(set(routes)) == 1:
         with contextlib.suppress(OSError):

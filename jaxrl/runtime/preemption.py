@@ -12,43 +12,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 EXIT_TRY_AGAIN = 75
-"""Exit code of a run that a signal ended early; EX_TEMPFAIL of sysexits.h."""
+"""A signal ended the run early; EX_TEMPFAIL of sysexits.h."""
 
 EXIT_NOTHING_WORKS = 69
-"""Exit code of a run that ended since every episode failed, or the search engine stayed away;
-EX_UNAVAILABLE of sysexits.h."""
+"""Every episode failed, or the search engine stayed away; EX_UNAVAILABLE of sysexits.h."""
 
 EXIT_BUDGET_SPENT = 78
-"""Exit code of a run that has spent its budget and needs a higher one to go on; EX_CONFIG of
-sysexits.h."""
+"""The run has spent its budget; EX_CONFIG of sysexits.h."""
 
 EXIT_LOST = 76
-"""Exit code of a process that waited for what never came, another process of its job say;
-EX_PROTOCOL of sysexits.h."""
+"""The process waited for something that never came; EX_PROTOCOL of sysexits.h."""
 
 EXIT_UNSOUND = 70
-"""Exit code of a run that `watch.action` has ended since it was about to fail; EX_SOFTWARE of
-sysexits.h."""
+"""`watch.action` ended the run; EX_SOFTWARE of sysexits.h."""
 
 ENDED_EARLY = "ended before the first step; there is nothing to save"
 
 
 class Interrupted(Exception):  # noqa: N818, nothing went wrong
-    """Raised where work under way ends early because it was asked to.
-
-    A rollout that raises it leaves its engine empty, and both can be used again.
-    """
+    """Work ended early because it was asked to. A rollout and its engine can be used again."""
 
 
 _CURSOR = "\x1b[?25h"  # shows it again, which a live line hides
 
 
 def end_on_signals(said: str = ENDED_EARLY, code: int | None = EXIT_TRY_AGAIN) -> None:
-    """Ends the process at once on SIGTERM or SIGINT, from now on.
+    """End the process at once on SIGTERM or SIGINT, from now on.
 
     Args:
-        said: in one line with the signal's name.
-        code: exit code; None: 128 and the signal's number.
+        said: Text to print after the signal's name.
+        code: Exit code; None for 128 plus the signal's number.
     """
 
     def end(number: int, _: object) -> None:
@@ -60,7 +53,7 @@ def end_on_signals(said: str = ENDED_EARLY, code: int | None = EXIT_TRY_AGAIN) -
 
 
 def _write(line: str) -> None:
-    """Writes to stderr; not by print, as a signal may come while another print holds the buffer."""
+    """Write to stderr; not by print, as a signal may come while another print holds the buffer."""
     os.write(2, f"{line}\n{_CURSOR if os.isatty(2) else ''}".encode())
 
 
@@ -68,14 +61,14 @@ def _write(line: str) -> None:
 def stop_on_signals(
     is_begun: Callable[[], bool] = lambda: True,
 ) -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether SIGTERM or SIGINT has arrived.
+    """Yield a function that returns True once SIGTERM or SIGINT has arrived.
 
-    The first signal only asks; a second one ends the process at once. A thread answers them: the
+    The first signal only asks; a second one ends the process at once. A thread handles them: the
     main one may be in a compilation, or wait for other processes, when they come.
 
     Args:
-        is_begun: while it says no there is nothing to save, and a signal ends the process at once
-            with `EXIT_TRY_AGAIN`. (An exception in its place would crash libraries that load.)
+        is_begun: Returns False while there is nothing to save. A signal then ends the process at
+            once with `EXIT_TRY_AGAIN`.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
     asked = threading.Event()
@@ -122,11 +115,10 @@ class Best:
 
 
 def update_best(best: Best, step: int, value: float, *, min_delta: float) -> Best:
-    """The best evaluation after one more.
+    """Return the best evaluation after one more; NaN, without a score, changes nothing.
 
-    Any higher value is the new best. Patience begins anew when the value is more than `min_delta`
-    above the one at which it last did, so that many small improvements add up to one. An
-    evaluation that could not be scored (NaN) changes nothing.
+    Any higher value is the new best. Patience restarts when the value is more than `min_delta`
+    above the one at which it last did, so that many small improvements add up to one.
     """
     if math.isnan(value):
         return best

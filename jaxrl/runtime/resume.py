@@ -13,6 +13,7 @@ been spent by then (`ledger`). What the run wrote after the step that it returns
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -40,36 +41,22 @@ _OF_STEP = re.compile(r"(?:step|sft|train|evaluate)_(\d+)\.\w+")
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a workdir records about its run.
+    """What a workdir records about its run."""
 
-    Attributes:
-        step: Step of the newest checkpoint; 0 if none can be read.
-        config: Flat configuration, with defaults for keys that nothing records.
-        contents: Fingerprints of the files that the run read.
-        warnings: Lines for the user.
-    """
-
-    step: int
-    config: dict[str, Any]
-    contents: dict[str, str]
-    warnings: list[str] = field(default_factory=list)
+    step: int  # step of the newest checkpoint; 0 if none can be read
+    config: dict[str, Any]  # flat, with defaults for keys that nothing records
+    contents: dict[str, str]  # fingerprints of the files that the run read
+    warnings: list[str] = field(default_factory=list)  # lines for the user
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A difference between a run and the start that resumes it.
+    """A difference between a run and the start that resumes it."""
 
-    Attributes:
-        key: Key with its sections, or name of a fingerprint and ` (content)`.
-        before: Value in the run so far.
-        now: Value at this start.
-        is_free: True if it needs no consent.
-    """
-
-    key: str
+    key: str  # config key, or name of a fingerprint and ` (content)`
     before: Any
     now: Any
-    is_free: bool
+    is_free: bool  # True if it needs no consent
 
     def __str__(self) -> str:
         """Return `config.key: before -> now`."""
@@ -114,42 +101,38 @@ def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None
         configured = flat_json(path)
     except (OSError, ValueError) as error:
         configured = {}
-        damage = f"{path} cannot be read ({' '.join(str(error).split())[:200]}); "
-        if isinstance(error, FileNotFoundError):
-            damage = f"{path} is missing; "
-        if saved:
-            warnings.append(f"warning: {damage}checkpoint {step} tells how the run was configured")
-        elif is_accepted:
-            warnings.append(f"warning: {damage}nothing tells how the run was configured")
-        else:
+        damage = f"{path} is missing or cannot be read ({' '.join(str(error).split())[:200]})"
+        if not (saved or is_accepted):
             raise ValueError(
-                f"{damage}no checkpoint beside it tells how the run was configured either. Bring "
+                f"{damage}; no checkpoint beside it tells how the run was configured either. Bring "
                 "the file back, or name another --workdir; with --accept_changes the run goes on "
                 "with the configuration that is given now."
             ) from error
+        source = f"checkpoint {step}" if saved else "nothing"
+        warnings.append(f"warning: {damage}; {source} tells how the run was configured")
     # config.json is written last, so a run that was once accepted needs no further consent.
     unknown = sorted((configured or saved).keys() - KEYS.keys())
     unknown = [key for key in unknown if not missing_folder(key)]
-    if unknown and not is_accepted:
-        raise ValueError(
-            f"{workdir} holds a run with keys that this version does not have: "
-            f"{', '.join(f'config.{key}' for key in unknown)}. Name another --workdir to begin "
-            "anew; --accept_changes goes on without them."
-        )
     if unknown:
-        warnings.append(
-            f"warning: another version of jaxrl began {workdir}, with keys that this one does not "
-            "have; its checkpoints may hold other arrays than this one reads"
-        )
+        names = ", ".join(f"config.{key}" for key in unknown)
+        line = f"{workdir} holds a run with keys that this version does not have: {names}"
+        if not is_accepted:
+            raise ValueError(
+                f"{line}. Name another --workdir to begin anew; --accept_changes goes on without "
+                "them."
+            )
+        warnings.append(f"warning: {line}; its checkpoints may hold other arrays too")
     if configured:  # without keys that were once accepted to be left out
         saved = {key: value for key, value in saved.items() if key in KEYS or key in configured}
-    lines, bad = read_history(workdir)
-    warnings += [f"warning: {workdir / HISTORY}:{number} is no line of it" for number in bad]
-    if position.get("contents") and not (workdir / HISTORY).exists():
-        warnings.append(f"warning: {workdir / HISTORY} is missing: earlier changes are forgotten")
+    lines, num_damaged = read_history(workdir)
     contents = dict(position.get("contents") or {})
-    for line in lines:
-        contents |= line.get("contents") or {}
+    if num_damaged or (contents and not (workdir / HISTORY).exists()):
+        warnings.append(
+            f"warning: {workdir / HISTORY} is missing or has damaged lines; changes that these "
+            "recorded are forgotten"
+        )
+    for change in lines:
+        contents |= change.get("contents") or {}
     defaults = as_json({name: key.default for name, key in KEYS.items()})
     return RunRecord(
         step=step,
@@ -167,13 +150,9 @@ def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_fixed(
     workdir: Path, record: RunRecord, config: Mapping[str, Any], fixed: Sequence[str]
 ) -> None:
-    """Refuse changes with which checkpoints could not be resumed, even if they are accepted.
+    """Refuse changes of the `fixed` keys, with which checkpoints could not be resumed.
 
-    Args:
-        workdir: Folder of the run.
-        record: Record of the run.
-        config: Flat configuration of this start.
-        fixed: Keys that may not change. A key without its folder counts as 0.
+    A key whose extra is missing counts as 0.
 
     Raises:
         ValueError: The message names the key.
@@ -196,10 +175,7 @@ def find_changes(
 ) -> list[Change]:
     """Return the differences between a run and this start.
 
-    Args:
-        record: Record of the run.
-        config: Flat configuration of this start.
-        contents: Fingerprints of the files that it names; None to compare no files yet.
+    `contents` are the fingerprints of this start; None to compare no files yet.
     """
     now = as_json(config)
     different = [key for key in now if key in record.config and record.config[key] != now[key]]
@@ -208,18 +184,16 @@ def find_changes(
     if contents is None:  # another path may hold the same files
         different = [key for key in different if not _files_of(key, record.contents)]
         contents = {}
+    # Keys of a missing extra are no change: names that need it are refused elsewhere.
+    gone = [key for key in record.config.keys() - KEYS.keys() if not missing_folder(key)]
     changes = []
-    for key in different:
+    for key in [*different, *sorted(gone)]:
         # A key that names another path with the same files changes nothing.
         files = _files_of(key, contents)
         is_moved = bool(files) and files == _files_of(key, record.contents)
-        free = is_free(key, record.config, now) or is_moved
-        changes.append(Change(key=key, before=record.config[key], now=now[key], is_free=free))
-    # Without the folder of a key, what it configured is refused where a name asks for it.
-    gone = [key for key in record.config.keys() - KEYS.keys() if not missing_folder(key)]
-    changes += [
-        Change(key=key, before=record.config[key], now=None, is_free=False) for key in sorted(gone)
-    ]
+        free = key in now and (is_free(key, record.config, now) or is_moved)
+        change = Change(key=key, before=record.config[key], now=now.get(key), is_free=free)
+        changes.append(change)
     for name in sorted({*contents, *record.contents}):
         key, is_model = name.partition("/")[0], name.startswith("model.path/")
         is_known = is_model and any(n.startswith("model.path/") for n in record.contents)
@@ -234,13 +208,7 @@ def find_changes(
 
 
 def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return True if a key may change without consent.
-
-    Args:
-        key: Key with its sections, or the name of a file that it names.
-        before: Flat configuration of the run so far.
-        config: Flat configuration of this start.
-    """
+    """Return True if a key, or a fingerprint under its name, may change without consent."""
     # Names of files, such as `loss.name's file`, are as free as the key in them.
     rests = {name: key[len(name) :] for name in KEYS if key.startswith(name)}
     named = [name for name, rest in rests.items() if not re.match(r"\w", rest)]
@@ -323,48 +291,44 @@ def write_history(
     append_line(workdir / HISTORY, json.dumps(line, ensure_ascii=False))
 
 
-def read_history(workdir: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the lines of the history, oldest first, and the numbers of damaged ones."""
+def read_history(workdir: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of the history, oldest first, and the number of damaged ones."""
     path = workdir / HISTORY
     data = path.read_bytes() if path.is_file() else b""
-    lines: list[dict[str, Any]] = []
-    bad: list[int] = []
-    for number, text in enumerate(data.splitlines(), start=1):
-        try:
+    texts = [text for text in data.splitlines() if text.strip()]
+    lines = []
+    for text in texts:
+        with contextlib.suppress(ValueError):
             line = parse_json(text, str(path))
-        except ValueError:
-            line = None
-        fields = (line.get("changes"), line.get("contents", {})) if isinstance(line, dict) else ()
-        if fields and all(isinstance(value, dict) for value in fields):
-            lines.append(line)
-        elif text.strip():
-            bad.append(number)
-    return lines, bad
+            fields = [line.get("changes"), line.get("contents", {})] if type(line) is dict else [0]
+            if all(isinstance(value, dict) for value in fields):
+                lines.append(line)
+    return lines, len(texts) - len(lines)
 
 
 def write_config(workdir: Path, config: ConfigDict) -> None:
-    """Write `config.json`. One that cannot be read is set aside."""
+    """Write `config.json`, and set aside one that cannot be read."""
     path = workdir / "config.json"
-    if path.exists():
-        try:
-            flat_json(path)
-        except (OSError, ValueError):
-            set_aside(path)
+    try:
+        flat_json(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError):
+        set_aside(path)
     with written_whole(path) as file:
         file.write(to_json(config))
 
 
 def run_folder(run: Path) -> Path:
     """Return the folder from which a run was last started; the current one if it is unknown."""
-    folder = _starts(run)[-1].get("folder")
-    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else Path.cwd()
+    folder = Path(str(_starts(run)[-1].get("folder", "")))
+    return folder if folder.is_absolute() and folder.is_dir() else Path.cwd()
 
 
 def add_code_folders(run: Path) -> None:
     """Append the folders in which a run found user code to `sys.path`."""
-    folders = _starts(run)[-1].get("code_folders")
-    for folder in folders if isinstance(folders, list) else []:
-        if isinstance(folder, str) and folder not in sys.path and Path(folder).is_dir():
+    for folder in _starts(run)[-1].get("code_folders", []):
+        if folder not in sys.path and Path(folder).is_dir():
             sys.path.append(folder)
 
 
@@ -373,22 +337,28 @@ def prompt_time(run: Path) -> datetime:
 
     Chat templates may write today's date. A run that is resumed tomorrow keeps the first one.
     """
-    try:
-        times = [start["prompt_time"] for start in _starts(run) if "prompt_time" in start]
-        return datetime.fromisoformat(times[0])
-    except (ValueError, LookupError, TypeError):
-        return datetime.now().replace(microsecond=0)
+    times = [start["prompt_time"] for start in _starts(run) if "prompt_time" in start]
+    return datetime.fromisoformat(times[0]) if times else datetime.now().replace(microsecond=0)
 
 
 def _starts(run: Path) -> list[dict[str, Any]]:
-    """Return the starts in a run's `environment.json`, at least one; empty if unreadable."""
+    """Return the starts in a run's `environment.json`, or an empty one if it is unreadable."""
     try:
-        file = run / "environment.json"
-        starts = parse_json(file.read_bytes(), str(file))
+        return read_starts(run / "environment.json") or [{}]
     except (OSError, ValueError):
         return [{}]
-    is_list = isinstance(starts, list) and all(isinstance(start, dict) for start in starts)
-    return starts if is_list and starts else [{}]
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """Read `environment.json`, which has an object for each start of a run.
+
+    Raises:
+        OSError, ValueError: The file is missing or damaged.
+    """
+    starts = parse_json(path.read_bytes(), str(path))
+    if not (isinstance(starts, list) and all(isinstance(start, dict) for start in starts)):
+        raise ValueError(f"{path} holds no list of objects")
+    return starts
 
 
 def append_rollback(workdir: Path, line: Mapping[str, Any]) -> None:
@@ -406,26 +376,25 @@ def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
         ValueError: A line is damaged.
     """
     path = workdir / ROLLBACKS
-    if not path.exists():
-        return []
     fields = {"number", "sign", "from_step", "to_step", "lr_scale", "ledger"}
-    lines = path.read_bytes().splitlines()
-    rollbacks = [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-    for number, line in enumerate(rollbacks, start=1):
+    rollbacks = []
+    for number, text in enumerate(path.read_bytes().splitlines() if path.exists() else [], start=1):
+        line = parse_json(text, f"{path}:{number}")
         if not (isinstance(line, dict) and fields <= line.keys()):
             raise ValueError(
                 f"{path}:{number} is {json.dumps(line):.80}; expected an object with "
                 f"{', '.join(sorted(fields))}. Bring it back from a copy, or name another "
                 "--workdir."
             )
+        rollbacks.append(line)
     return rollbacks
 
 
 def set_aside_after(workdir: Path, step: int, number: int) -> None:
     """Set aside what a run wrote after the step to which rollback `number` returns.
 
-    Trajectories and evaluations are moved; `metrics.jsonl` and `sentinel.jsonl` are copied. What a
-    kill interrupted is finished, and what is done is left alone.
+    Trajectories and evaluations are moved; `metrics.jsonl` and `sentinel.jsonl` are copied. A call
+    after a kill finishes what is missing.
     """
     aside = workdir / ASIDE / str(number)
     done = aside / "done"

@@ -1,4 +1,4 @@
-"""The device mesh and how arrays lie on it: the only place that knows.
+"""The device mesh and the shardings of arrays.
 
 Parameters name their axes (`Architecture.logical_axes`); the rules below map those names to the
 mesh axes. Packed rows of tokens are split over data, fsdp and expert, and each of them over
@@ -57,12 +57,12 @@ def mesh_sizes(
     rollout_devices: int = 0,
     num_processes: int = 1,
 ) -> dict[str, int]:
-    """The sizes of the mesh axes; one of them may be -1, which stands for the devices left.
+    """Return the sizes of the mesh axes; one of them may be -1, for the devices left.
 
-    `rollout_devices` of those of each process are not in the mesh.
+    `rollout_devices` of each process are not in the mesh.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices.
+        ValueError: The sizes do not multiply to the number of devices.
     """
     num_local = num_devices // num_processes
     together = max(tensor, 1) * max(expert, 1)
@@ -90,19 +90,12 @@ def mesh_sizes(
     return sizes
 
 
-def make_mesh(
-    *,
-    data: int,
-    fsdp: int,
-    tensor: int,
-    context: int = 1,
-    expert: int = 1,
-    rollout_devices: int = 0,
-    devices: Any = None,
-) -> Mesh:
-    """A mesh over all devices but the last `rollout_devices` of each process; see `mesh_sizes`."""
+def make_mesh(*, rollout_devices: int = 0, devices: Any = None, **axes: int) -> Mesh:
+    """Make a mesh over all devices but the last `rollout_devices` of each process.
+
+    `axes` are those of `mesh_sizes`.
+    """
     devices, count = jax.devices() if devices is None else devices, jax.process_count()
-    axes = {"data": data, "fsdp": fsdp, "context": context, "expert": expert, "tensor": tensor}
     sizes = mesh_sizes(len(devices), **axes, rollout_devices=rollout_devices, num_processes=count)
     if rollout_devices:
         own = [[d for d in devices if d.process_index == index] for index in range(count)]
@@ -115,19 +108,19 @@ def make_mesh(
 
 
 def arrange(devices: Sequence[Any], sizes: Mapping[str, int], *, with_gaps: bool = False) -> Any:
-    """Devices in the shape of a mesh, those of `expert` and `tensor` within one process.
+    """Arrange devices in the shape of a mesh, those of `expert` and `tensor` within one process.
 
     On a TPU the axes follow the links between chips where that leaves these together; they may
     share a dimension of its torus. Elsewhere the processes come in their order. `jax.make_mesh`
     refuses both GPUs of several hosts and shared dimensions, and knows nothing of processes.
 
     Args:
-        devices: as many as the mesh has.
-        sizes: of the mesh axes, in their order.
-        with_gaps: some devices are left out, so that the others are no torus.
+        devices: Devices of the mesh.
+        sizes: Sizes of the mesh axes, in their order.
+        with_gaps: Some devices are left out, so that the others are no torus.
 
     Raises:
-        ValueError: the devices of a process are no multiple of `expert` times `tensor`.
+        ValueError: The devices of a process are no multiple of `expert` times `tensor`.
     """
     shape, size = tuple(sizes.values()), devices_together(sizes)
 
@@ -148,12 +141,12 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int], *, with_gaps: bool
 
 
 def devices_together(sizes: Mapping[str, int]) -> int:
-    """Devices that sample the same rows, or have each other's experts: `expert` times `tensor`."""
+    """Return the number of devices that sample the same rows: `expert` times `tensor`."""
     return sizes["expert"] * sizes["tensor"]
 
 
 def spans_processes(sizes: Mapping[str, int], num_local: int) -> ValueError:
-    """The error of axes `expert` and `tensor` beyond the `num_local` devices of a process."""
+    """Return the error for axes `expert` and `tensor` beyond a process's `num_local` devices."""
     names = [name for name in ("expert", "tensor") if sizes[name] > 1]
     keys = " and ".join(f"config.mesh.{name}={sizes[name]}" for name in names)
     return ValueError(
@@ -163,10 +156,10 @@ def spans_processes(sizes: Mapping[str, int], num_local: int) -> ValueError:
 
 
 def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
-    """The part of the mesh on this process's devices, its rows all along `data`.
+    """Return the sampler's mesh of this process's devices, its rows all along `data`.
 
-    The sampler works on it, so that no process waits for another between two updates. With one
-    process it is the mesh itself; where there are `rollout_devices`, it is these.
+    No process waits for another between two updates. With one process it is the mesh itself; if
+    there are `rollout_devices`, it is these.
     """
     if rollout_devices:
         own = [device for device in jax.local_devices() if device not in mesh.devices.flat]
@@ -181,10 +174,9 @@ def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
 
 
 def on_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
-    """An array of the mesh that trains, `mesh`, as one of this process's sampler.
+    """Move an array of the training mesh to this process's sampler.
 
-    Its parts on this process's devices must be whole rows of these. They are moved where `sharding`
-    has other devices.
+    Its parts on this process's devices must be whole rows.
     """
     parts = [shard.data for shard in array.addressable_shards]
     own = NamedSharding(local_mesh(mesh), sharding.spec)
@@ -193,55 +185,54 @@ def on_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.
 
 
 def check_model_fits(mesh: Mesh, config: Architecture) -> None:
-    """Refuses a tensor axis that would cut through an attention head, and uneven shares of experts.
+    """Refuse a mesh that splits key-value heads or experts unevenly.
 
     Raises:
-        ValueError: `mesh` splits the key-value heads or the experts unevenly.
+        ValueError: The message names the axis.
     """
-    num_shares, num_experts = mesh.shape["expert"], config.num_experts
-    if num_shares > 1 and (not num_experts or num_experts % num_shares):
-        has = f"does not divide the model's {num_experts} experts; set it to a divisor"
-        raise ValueError(
-            f"config.mesh.expert={num_shares} {has if num_experts else 'is for experts, of which '}"
-            f"{'' if num_experts else 'the model has none; set it to 1'}."
-        )
-    if config.num_kv_heads % mesh.shape["tensor"]:
-        raise ValueError(
-            f"config.mesh.tensor={mesh.shape['tensor']} does not divide the model's "
-            f"{config.num_kv_heads} key-value heads; set it to a divisor."
-        )
+    counts = {
+        "expert": (config.num_experts, "experts"),
+        "tensor": (config.num_kv_heads, "key-value heads"),
+    }
+    for axis, (count, what) in counts.items():
+        size = mesh.shape[axis]
+        if size > 1 and (not count or count % size):
+            raise ValueError(
+                f"config.mesh.{axis}={size} does not divide the model's {count} {what}; set it to "
+                "a divisor, or to 1."
+            )
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Number of parts into which packed rows are split."""
+    """Return the number of parts into which packed rows are split."""
     return math.prod(mesh.shape[axis] for axis in BATCH)
 
 
 def num_pieces(mesh: Mesh) -> int:
-    """Number of parts into which tokens are split, and the sampler's rows."""
+    """Return the number of parts into which tokens are split, and the sampler's rows."""
     return math.prod(mesh.shape[axis] for axis in PIECES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A whole copy on every device."""
+    """Return the sharding of a whole copy on every device."""
     return NamedSharding(mesh, P())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Mini-batches `[A, b, T]`: rows over data, fsdp, expert, the tokens of each over context."""
+    """Shard mini-batches `[A, b, T]`: rows over data, fsdp and expert, tokens over context."""
     return NamedSharding(mesh, P(None, BATCH, CONTEXT))
 
 
 def piece_sharding(mesh: Mesh) -> NamedSharding:
-    """The first axis over data, fsdp, expert and context, the others whole."""
+    """Shard the first axis over data, fsdp, expert and context."""
     return NamedSharding(mesh, P(PIECES))
 
 
 def in_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """Rows `[b, T, ...]` as pieces `[C * b, T / C, ...]`, those of one device one after another.
+    """Cut rows `[b, T, ...]` into pieces `[C * b, T / C, ...]`; C is the size of `context`.
 
-    Of a device's rows the first pieces come first, then the second ones, and so on: each piece is
-    where the mesh has it, and what is computed of it stays there. C is the size of `context`.
+    Of a device's rows the first pieces come first, then the second ones, and so on, so that each
+    piece stays on its device.
     """
     count = mesh.shape[CONTEXT]
     if count == 1:
@@ -253,7 +244,7 @@ def in_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
 
 
 def in_rows(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The inverse of `in_pieces`: rows `[b, T]`, of the pieces' tokens in any shape."""
+    """Invert `in_pieces`: return rows `[b, T]` of the pieces' tokens in any shape."""
     count, shards = mesh.shape[CONTEXT], num_batch_shards(mesh)
     if count == 1:
         return x.reshape(shape)
@@ -261,28 +252,28 @@ def in_rows(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def whole_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """Rows `[b, T]` with all their tokens on each device that has a piece of them."""
+    """Put all tokens of rows `[b, T]` on each device that has a piece of them."""
     if mesh.shape[CONTEXT] == 1:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(BATCH)))
 
 
 def cache_sharding(mesh: Mesh) -> NamedSharding:
-    """Pages `[pages, n * K, page, H]`: over data, fsdp, expert and context, heads over tensor."""
+    """Shard `[pages, n * K, page, H]`: pages over `PIECES`, heads over tensor."""
     return NamedSharding(mesh, P(PIECES, "tensor", None, None))
 
 
 def param_shardings(mesh: Mesh, declared: Declared, *, for_decode: bool = False) -> dict[str, Any]:
-    """A sharding for every parameter, of a model or of a part of a policy.
+    """Return a sharding for every parameter of a model or of a part of a policy.
 
     A dimension that its mesh axes do not divide stays whole. With `for_decode` only `tensor` and,
-    of experts, `expert` split weights, so that a decoding step gathers none.
+    for experts, `expert` split weights, so that a decoding step gathers none.
     """
     return _shardings(mesh, declared.logical_axes(), declared.abstract_params(), for_decode)
 
 
 def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> dict[str, Any]:
-    """A sharding for every weight of `decode_weights`, as `for_sampler` has them."""
+    """Return a sharding for every weight of `decode_weights` after `for_sampler`."""
     stacked = jax.eval_shape(
         lambda params: config.decode_weights(params, jnp.float32), config.abstract_params()
     )
@@ -308,7 +299,7 @@ def _shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode: boo
 
 
 def _split_by(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any:
-    """Mesh axes that split a dimension: the first ones of those that may, while they divide it."""
+    """Return the first mesh axes of `names` that together divide a dimension."""
     if names is None:
         return None
     first, *others = (names,) if isinstance(names, str) else names
@@ -319,7 +310,7 @@ def _split_by(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any
 
 
 def abstract(tree: Any, shardings: Any) -> Any:
-    """Shapes, dtypes and shardings to restore into."""
+    """Return shapes, dtypes and shardings to restore into."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         tree,

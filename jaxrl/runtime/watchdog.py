@@ -1,4 +1,4 @@
-"""Runs that do not move: they say what they wait for and where their threads are, and then end."""
+"""Watchdog: dump stack traces when a run stops making progress, and end it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from jaxrl.runtime.preemption import EXIT_LOST
 class Moving(Protocol):
     """Progress as `logs.display.Display` knows it."""
 
-    moved_at: float
-    """Time at which it was last told of any, by `time.monotonic`."""
-
-    doing: str
-    """The text that it was told then."""
+    moved_at: float  # time of the last progress, by `time.monotonic`
+    doing: str  # text shown then
 
     def log(self, text: str) -> None:
-        """Prints a line."""
+        """Print a line."""
         ...
 
 
@@ -39,15 +36,15 @@ def told_of_stalls(
     *,
     end: Callable[[int], None] = os._exit,
 ) -> Iterator[None]:
-    """Watches progress from a thread while the body runs.
+    """Watch progress from a thread while the body runs.
 
     Args:
-        display: is told of all progress.
-        seconds: without any after which a warning says so, with the stack of every thread; again
-            after twice as long. 0: never.
-        deadline_s: without any after which the process ends with `EXIT_LOST`, since what it waits
-            for has no deadline of its own, or one that does not hold. 0: never.
-        end: the process, with an exit code. Nothing is saved: what hangs may hold what would be.
+        display: Display that receives all progress.
+        seconds: Silence after which a warning shows the stack of every thread; again after twice
+            as long. 0 for never.
+        deadline_s: Silence after which the process ends with `EXIT_LOST`. 0 for never.
+        end: Function that ends the process with an exit code. Nothing is saved: what hangs may
+            hold what would be saved.
     """
     limits = [one for one in (seconds, deadline_s) if one]
     if not limits:
@@ -93,7 +90,7 @@ def told_of_stalls(
 
 
 def tell_on_signal() -> None:
-    """Prints the stacks whenever SIGUSR1 arrives."""
+    """Print the stacks whenever SIGUSR1 arrives."""
     if sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 

@@ -17,7 +17,7 @@ from jaxrl.runtime.sharding import param_shardings
 
 
 def num_values(tree: Any, shardings: Any = None) -> int:
-    """Elements of a tree of abstract arrays, on one device where shardings are given."""
+    """Count the elements of abstract arrays, on one device if shardings are given."""
     leaves = jax.tree.leaves(tree)
     if shardings is None:
         return sum(math.prod(leaf.shape) for leaf in leaves)
@@ -27,23 +27,14 @@ def num_values(tree: Any, shardings: Any = None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyWeights:
-    """The weights of a policy on one device.
+    """The weights of a policy on one device."""
 
-    Attributes:
-        trained: values that an optimizer changes, float32.
-        has_adapter: these are an adapter's.
-        base_bytes: of the weights that are not trained.
-        cast_bytes: of what the update casts to the dtypes that products read.
-        cast_tables: of these, in tables for tokens.
-        dequantised: values of the largest int8 layer, which a product casts as it takes it.
-    """
-
-    trained: int
-    has_adapter: bool = False
-    base_bytes: int = 0
-    cast_bytes: int = 0
-    cast_tables: int = 0
-    dequantised: int = 0
+    trained: int  # values that an optimizer changes, float32
+    has_adapter: bool = False  # True if these are an adapter's
+    base_bytes: int = 0  # frozen weights
+    cast_bytes: int = 0  # what the update casts to the dtypes of its products
+    cast_tables: int = 0  # the part of `cast_bytes` in token tables
+    dequantised: int = 0  # values of the largest int8 layer, which a product casts on the fly
 
 
 Leaves = dict[tuple[str, ...], tuple[int, np.dtype]]
@@ -51,9 +42,9 @@ Leaves = dict[tuple[str, ...], tuple[int, np.dtype]]
 
 
 def cast_leaves(model: Architecture, held: Leaves, dtype: np.dtype) -> dict[tuple[str, ...], int]:
-    """Bytes of what an update casts each parameter to: the compute dtype, or the output layer's.
+    """Return the bytes of each parameter's casts in an update.
 
-    A tied table is read in both.
+    The dtype is the compute dtype or the output layer's; a tied table is read in both.
     """
     cast = {}
     for path, (size, kind) in held.items():
@@ -65,7 +56,7 @@ def cast_leaves(model: Architecture, held: Leaves, dtype: np.dtype) -> dict[tupl
 
 
 def leaves(declared: Declared, mesh: Any, **settings: bool) -> Leaves:
-    """Values on one device and dtype of each parameter."""
+    """Return values on one device and dtype of each parameter."""
     shapes = flatten_dict(declared.abstract_params())
     layouts = flatten_dict(param_shardings(mesh, declared, **settings))
     return {

@@ -1,7 +1,7 @@
-"""Groups that a step trains on, from tasks: draw, roll out, shape rewards, filter.
+"""Collect the groups of a training step: draw tasks, roll out, shape rewards, filter.
 
-Everything here is decided from the trajectories of all processes, in task order, so that all of
-them decide alike.
+Decisions depend on the trajectories of all processes, in task order, so that all processes decide
+alike.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
 from jaxrl.training.estimators import returns_of
 from jaxrl.training.failures import Failures, NothingWorksError, short
-from jaxrl.training.method import Filter, Method
+from jaxrl.training.method import Method
 from jaxrl.training.usage import BudgetSpentError, Ledger
 from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members, with_fields
 from jaxrl.utils.callables import NamedFunction, UserCodeError, wrap_user_code
 
 Measure = Callable[[Sequence[Group]], list[Group]]
-"""Puts the divergence of each trajectory on it, where the method has a use for it."""
+"""Adds the divergence of each trajectory, if the method uses it."""
 
 
 class NotEnoughGroupsError(ValueError):
@@ -43,76 +43,48 @@ ENDING = (NotEnoughGroupsError, NothingWorksError, OutageError, UserCodeError, B
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """Groups that a step trains on, and how they came about."""
+    """Groups for one training step, with sampling statistics."""
 
     groups: list[Group]
     leftover: list[Group]  # groups beyond the need, for the next step
-    unfinished: list[int] = field(default_factory=list)  # places in the stream of those under way
+    unfinished: list[int] = field(default_factory=list)  # stream indices of tasks in flight
     num_tasks_taken: int  # from the stream, in all
     tried: list[GroupStats]  # every group that was sampled, whether it passed the filter or not
     metrics: dict[str, float]
     ledger: Ledger = field(default_factory=Ledger)  # of all that was sampled, dropped groups too
 
     def to_json(self) -> dict[str, Any]:
-        """Converts to plain JSON values, exactly; before anything of it was measured."""
+        """Convert to plain JSON values, exactly; before divergences are measured."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], leftover=[]))
         groups = {name: serialization.groups_to_json(getattr(self, name)) for name in _GROUPS}
         return {**plain, **groups}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Collected:
-        """The inverse of `to_json`."""
-        made: dict[str, Any] = {n: serialization.groups_from_json(saved[n]) for n in _GROUPS}
-        made["tried"] = [GroupStats(**s) for s in saved["tried"]]
-        made["ledger"] = Ledger.from_json(saved["ledger"]) if "ledger" in saved else Ledger()
-        return cls(**{**saved, **made})
+        """Restore what `to_json` returned."""
+        fields: dict[str, Any] = {n: serialization.groups_from_json(saved[n]) for n in _GROUPS}
+        fields["tried"] = [GroupStats(**stats) for stats in saved["tried"]]
+        fields["ledger"] = Ledger.from_json(saved["ledger"])
+        return cls(**{**saved, **fields})
 
 
 _GROUPS = ("groups", "leftover")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Left:
-    """Progress and leftovers of earlier steps.
-
-    Attributes:
-        num_tasks_taken: tasks that were taken from the stream.
-        groups: beyond what the step before needed.
-        unfinished: places in the stream of tasks that are under way.
-    """
-
-    num_tasks_taken: int = 0
-    groups: Sequence[Group] = ()
-    unfinished: Sequence[int] = ()
-
-
 @dataclass(kw_only=True)
 class StepSampler:
-    """Samples groups for one step, on all processes, and counts what they cost.
+    """Samples groups for one step, on all processes, and counts what they cost."""
 
-    Attributes:
-        rollout: Rollout of all processes.
-        sampling: Sampling settings of the step.
-        should_stop: Returns True once the rollout is to be interrupted.
-        progress: Receives how many trajectories have ended, and of how many.
-        check_budget: Raises `BudgetSpentError` if the run may not sample more.
-        on_usage: Receives the usage of all calls so far.
-        prices: Price of each tool, for the usage.
-        usage: Usage of all calls so far, dropped groups included.
-        unfinished: Draws whose groups resume in the next call.
-        records: Tool calls of all trajectories so far.
-    """
-
-    rollout: RolloutFunction
+    rollout: RolloutFunction  # of all processes
     sampling: Sampling
     should_stop: Callable[[], bool] = lambda: False
-    progress: Callable[[int, int], None] = lambda done, total: None
-    check_budget: Callable[[], None] = lambda: None
-    on_usage: Callable[[Ledger], None] = lambda usage: None
-    prices: Mapping[str, float] = field(default_factory=dict)
-    usage: Ledger = field(default_factory=Ledger)
-    unfinished: list[Draw] = field(default_factory=list)
-    records: list[CallRecord] = field(default_factory=list)
+    progress: Callable[[int, int], None] = lambda done, total: None  # in trajectories
+    check_budget: Callable[[], None] = lambda: None  # may raise `BudgetSpentError`
+    on_usage: Callable[[Ledger], None] = lambda usage: None  # receives all usage so far
+    prices: Mapping[str, float] = field(default_factory=dict)  # by tool
+    usage: Ledger = field(default_factory=Ledger)  # so far, dropped groups included
+    unfinished: list[Draw] = field(default_factory=list)  # their groups resume in the next call
+    records: list[CallRecord] = field(default_factory=list)  # tool calls so far
 
     def sample(self, draws: Sequence[Draw]) -> list[Group]:
         """Sample a group for each draw; those that are not finished are left out.
@@ -157,115 +129,102 @@ class StepSampler:
         return groups, num_resampled
 
 
-@dataclass(kw_only=True)
-class _Batches:
-    """Groups and counts of a step's batches so far."""
-
-    num_tasks_taken: int
-    kept: list[Group]
-    tried: list[GroupStats] = field(default_factory=list)
-    count: int = 0
-    num_resampled: int = 0
-    num_generated: int = 0
-
-
 def collect(
     sampler: StepSampler,
     stream: Stream[Task],
     method: Method,
     *,
-    left: Left,
+    num_tasks_taken: int = 0,
+    leftover: Sequence[Group] = (),
+    unfinished: Sequence[int] = (),
     controllers: Controllers,
     measure: Measure,
     failures: Failures,
 ) -> Collected:
-    """Draws batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
+    """Draw batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
 
     Args:
-        sampler: samples groups.
-        stream: tasks in their order.
-        method: says what is kept.
-        left: by the steps before.
-        controllers: before the step; give the tasks to skip, the early or late stage, and the KL
-            coefficient for the filter.
-        measure: adds divergences, for a filter that compares rewards with their KL term.
-        failures: counts batches in which every episode failed, and logs warnings.
+        sampler: Samples groups.
+        stream: Tasks in their order.
+        method: Method of the run.
+        num_tasks_taken: Number of tasks that earlier steps took from the stream.
+        leftover: Groups that earlier steps did not need.
+        unfinished: Stream indices of the tasks in flight.
+        controllers: Controllers before the step; they hold the tasks to skip, the early or late
+            stage, and the KL coefficient for the filter.
+        measure: Adds divergences, for a filter that compares rewards with their KL term.
+        failures: Counts batches in which every episode failed, and logs warnings.
 
     Raises:
-        NothingWorksError: see `Failures.count`.
-        OutageError: what the environment asks has answered nobody for too long.
-        NotEnoughGroupsError: after `filter.max_batches` batches there are still too few.
+        NothingWorksError: See `Failures.count`.
+        OutageError: A service that the environment needs has been away for too long.
+        NotEnoughGroupsError: There are still too few after `filter.max_batches` batches.
     """
     settings, wanted = method.filter, method.tasks_per_step
-    batches = _Batches(
-        num_tasks_taken=left.num_tasks_taken,
-        kept=list(left.groups),
-    )
-    sampler.unfinished = [
-        Draw(task=stream.take(at, 1)[0], stream_index=at) for at in left.unfinished
-    ]
-    attempts = settings.resample_attempts
-    if not (controllers.is_late or settings.resample_early):
-        attempts = 0
-    while len(batches.kept) < wanted:
-        if 0 < settings.max_batches <= batches.count:
-            raise NotEnoughGroupsError(_complaint(settings, batches, wanted))
+    kept, tried = list(leftover), list[GroupStats]()
+    num_batches = num_resampled = num_generated = 0
+    sampler.unfinished = [Draw(task=stream.take(at, 1)[0], stream_index=at) for at in unfinished]
+    is_resampled = controllers.is_late or settings.resample_early
+    attempts = settings.resample_attempts if is_resampled else 0
+    while len(kept) < wanted:
+        if 0 < settings.max_batches <= num_batches:
+            raise NotEnoughGroupsError(_complaint(method, num_batches, len(kept), tried))
         count = settings.tasks_per_batch or wanted
-        # Begin so many that the step is full while unfinished_tasks are still under way.
+        # Begin so many that the step is full while unfinished_tasks are still in flight.
         if settings.unfinished_tasks or sampler.unfinished:
             to_begin = settings.unfinished_tasks - len(sampler.unfinished)
-            count = max(wanted - len(batches.kept) + to_begin, 0)
-        draws, batches.num_tasks_taken = draw(
-            stream, batches.num_tasks_taken, count, controllers.skipped
-        )
-        draws = [*sampler.unfinished, *draws]
-        groups, num_retried = sampler.sample_with_retries(draws, attempts)
+            count = max(wanted - len(kept) + to_begin, 0)
+        draws, num_tasks_taken = draw(stream, num_tasks_taken, count, controllers.skipped)
+        groups, num_retried = sampler.sample_with_retries([*sampler.unfinished, *draws], attempts)
         failures.count(members(groups))
         shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
         if settings.sees_kl:
             shaped = measure(shaped)
-        batches.kept += _filter_groups(shaped, groups, method, controllers.kl_coef(method.kl))
-        batches.tried += map(GroupStats.of, shaped)
-        batches.count += 1
-        batches.num_resampled += num_retried
-        batches.num_generated += len(members(groups)) + num_retried * method.group_size
-        if batches.count % _TOLD_EVERY == 0 and len(batches.kept) < wanted:
+        kept += _filter_groups(shaped, groups, method, controllers.kl_coef(method.kl))
+        tried += map(GroupStats.of, shaped)
+        num_batches += 1
+        num_resampled += num_retried
+        num_generated += len(members(groups)) + num_retried * method.group_size
+        if num_batches % _WARN_EVERY == 0 and len(kept) < wanted:
             failures.log(
-                f"warning: {len(batches.kept)} of {wanted} groups have passed the filter in "
-                f"{batches.count} batches; the groups were: {_shares(batches.tried)}"
+                f"warning: {len(kept)} of {wanted} groups have passed the filter in "
+                f"{num_batches} batches; the groups were: {_shares(tried)}"
             )
-    new_leftover = batches.kept[wanted:]
+    new_leftover = kept[wanted:]
     carried: list[Group] = []
     if settings.carry_over:  # without divergences, measured under a policy that the update replaces
         carried = with_fields(new_leftover, divergence=[None] * len(members(new_leftover)))
     return Collected(
-        groups=batches.kept[:wanted],
+        groups=kept[:wanted],
         leftover=carried,
         unfinished=[draw.stream_index for draw in sampler.unfinished],
-        num_tasks_taken=batches.num_tasks_taken,
-        tried=batches.tried,
+        num_tasks_taken=num_tasks_taken,
+        tried=tried,
         ledger=sampler.usage,
-        metrics=_metrics(
-            batches,
-            sampler.records,
-            num_leftover_before=len(left.groups),
-            num_leftover=len(new_leftover),
-            method=method,
-        ),
+        metrics={
+            "rollout/num_generated": num_generated,
+            "filter/num_batches": num_batches,
+            "filter/kept_share": (len(kept) - len(leftover)) / (len(tried) or np.nan),
+            "filter/surplus_groups": len(new_leftover),
+            "filter/carried_groups": len(carried),
+            "filter/resampled_groups": num_resampled,
+            **group_metrics(tried, method.group_size),
+            **search_metrics(sampler.records),
+        },
     )
 
 
-_TOLD_EVERY = 10
-"""Batches of one step after which a filter that waits for more groups says so."""
+_WARN_EVERY = 10
+"""Number of batches of one step after which a warning says that groups are missing."""
 
 
 def draw(
     stream: Stream[Task], num_tasks_taken: int, count: int, skipped: SkipSet | None = None
 ) -> tuple[list[Draw], int]:
-    """The next `count` tasks of the stream that are not skipped, and how many are then taken.
+    """Draw the next `count` tasks that are not skipped; also return how many are then taken.
 
     Raises:
-        NotEnoughGroupsError: a whole epoch is skipped.
+        NotEnoughGroupsError: A whole epoch is skipped.
     """
     draws: list[Draw] = []
     num_skipped = 0  # since the last that was not
@@ -286,35 +245,19 @@ def draw(
     return draws, num_tasks_taken
 
 
-def _metrics(
-    batches: _Batches,
-    records: Sequence[CallRecord],
-    *,
-    num_leftover_before: int,
-    num_leftover: int,
-    method: Method,
-) -> dict[str, float]:
-    """Metrics of what a step has drawn and kept, and of leftovers before and after it."""
-    tried, size = batches.tried, method.group_size
+def group_metrics(tried: Sequence[GroupStats], group_size: int) -> dict[str, float]:
+    """Return metrics of all groups that a step sampled; shares of no group are NaN."""
     kinds = Counter(group.kind for group in tried)
-    num_groups = len(tried) or np.nan  # of no group at all, where enough were left over
     num_scored = sum(group.num_scored for group in tried)
     return {
-        "rollout/num_generated": batches.num_generated,
-        "filter/num_batches": batches.count,
-        "filter/kept_share": (len(batches.kept) - num_leftover_before) / num_groups,
-        "filter/surplus_groups": num_leftover,
-        "filter/carried_groups": num_leftover if method.filter.carry_over else 0,
-        "rollout/partial_groups": sum(0 < group.num_scored < size for group in tried),
+        "rollout/partial_groups": sum(0 < group.num_scored < group_size for group in tried),
         "filter/accuracy": sum(group.num_correct for group in tried) / (num_scored or np.nan),
-        "filter/resampled_groups": batches.num_resampled,
-        **{f"filter/{kind}_share": kinds[kind] / num_groups for kind in GROUP_KINDS},
-        **search_metrics(records),
+        **{f"filter/{kind}_share": kinds[kind] / (len(tried) or np.nan) for kind in GROUP_KINDS},
     }
 
 
 def _shares(tried: Sequence[GroupStats]) -> str:
-    """Describes the kinds of groups, and why the first that failed did."""
+    """Describe the kinds of groups, and the first error."""
     kinds = Counter(group.kind for group in tried)
     counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
     shares = ", ".join(f"{count} {name}" for count, name in counts)
@@ -323,9 +266,9 @@ def _shares(tried: Sequence[GroupStats]) -> str:
 
 
 def some_failed(tried: Sequence[GroupStats], group_size: int) -> str | None:
-    """Tells how many episodes of a step failed, and the first error; None where none or all did.
+    """Describe how many episodes of a step failed, and the first error; None if none or all did.
 
-    That all of a batch failed is told where it is sampled; see `Failures`.
+    `Failures` reports batches of which all failed.
     """
     total = len(tried) * group_size
     failed = total - sum(group.num_scored for group in tried)
@@ -335,33 +278,31 @@ def some_failed(tried: Sequence[GroupStats], group_size: int) -> str | None:
     return f"{failed} of {total} episodes ended in an environment error; the first: {error}"
 
 
-def _complaint(settings: Filter, batches: _Batches, wanted: int) -> str:
-    assert settings.keep is not None
-    shown = {"metric": settings.metric} if "metric" in settings.keep.arguments else {}
-    keys = ", ".join(f"{name}={v!r}" for name, v in {**shown, **settings.keep.settings}.items())
+def _complaint(method: Method, num_batches: int, num_kept: int, tried: Sequence[GroupStats]) -> str:
+    keep = method.filter.keep
+    assert keep is not None
     return (
-        f"after {batches.count} batches (config.filter.max_batches) only {len(batches.kept)} of "
-        f"{wanted} groups have passed config.filter.name={settings.keep.name!r} ({keys}); the "
-        f"{len(batches.tried)} groups sampled were: {_shares(batches.tried)}. With most failed, "
-        "mend what the error names. With most all right the tasks are too easy for this policy, "
-        "with most all wrong too hard: raise config.filter.max_batches (0: no limit) or, with "
-        "--accept_changes, change config.tasks.train.source or config.rollout.group_size. What was "
-        "finished is saved."
+        f"after {num_batches} batches (config.filter.max_batches) only {num_kept} of "
+        f"{method.tasks_per_step} groups have passed config.filter.name={keep.name!r}; the "
+        f"{len(tried)} groups sampled were: {_shares(tried)}. With most failed, mend what the "
+        "error names. With most all right the tasks are too easy for this policy, with most all "
+        "wrong too hard: raise config.filter.max_batches (0: no limit) or, with --accept_changes, "
+        "change config.tasks.train.source or config.rollout.group_size. What was finished is saved."
     )
 
 
 def _filter_groups(
     groups: Sequence[Group], unshaped: Sequence[Group], method: Method, kl_coef: float
 ) -> list[Group]:
-    """Returns the groups that pass the filter.
+    """Return the groups that pass the filter.
 
     With advantages by turn, a group passes if it would by the returns from any one turn on.
 
     Args:
-        groups: with shaped rewards, and divergences where the filter sees the KL term.
-        unshaped: the same, before their rewards were shaped.
-        method: has the filter.
-        kl_coef: coefficient of the KL term in the reward.
+        groups: Groups with shaped rewards, and divergences if the filter compares the KL term.
+        unshaped: The same groups before their rewards were shaped.
+        method: Method with the filter.
+        kl_coef: Coefficient of the KL term in the reward.
     """
     keep = method.filter.keep
     if keep is None:
@@ -398,10 +339,10 @@ def _filter_groups(
 def filter_flags(
     keep: NamedFunction, column: Callable[[str], np.ndarray], count: int
 ) -> np.ndarray:
-    """Applies the filter to `count` trajectories, bool; `column` has its arrays by name.
+    """Apply the filter to `count` trajectories, bool; `column` has its arrays by name.
 
     Raises:
-        UserCodeError: it failed, or says something else.
+        UserCodeError: The filter failed or returned something else.
     """
     checked = wrap_user_code(keep.key, keep.name, lambda *arrays: np.asarray(keep(*arrays)))
     flags: np.ndarray = checked(*map(column, keep.arguments))

@@ -1,9 +1,8 @@
 """States that a run adapts between steps: coefficients, targets, gates, difficulties.
 
-Every state is a frozen dataclass of plain JSON values, which a checkpoint stores as it is. `init`
-gives the first one and `update` the next one; settings are arguments, not state. `Controllers`
-holds those that the method uses; `advance` moves them after the trajectories of a step, and
-`advance_gate` after an evaluation.
+Every state is a frozen dataclass of plain JSON values, which a checkpoint stores as it is. `update`
+returns the next one; settings are arguments, not state. `Controllers` holds those that the method
+uses; `advance` moves them after the trajectories of a step, and `advance_gate` after an evaluation.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from jaxrl.objectives.entropy import high_window_entropy_mask, window_entropy
 from jaxrl.objectives.metrics import mean
@@ -38,12 +38,10 @@ KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
 
 
 def difficulty(num_correct: int, num_samples: int) -> str:
-    """Grades a task by its group: easy from 2/3 correct, medium from 1/3, else hard.
+    """Grade a task by its group: easy from 2/3 correct, medium from 1/3, else hard.
 
     ARES (https://arxiv.org/abs/2510.08457). Counts rather than a ratio, so that 2 of 3 is exact.
     """
-    if not 0 <= num_correct <= num_samples or num_samples == 0:
-        raise ValueError(f"{num_correct} of {num_samples} samples are correct; expected a share.")
     if 3 * num_correct >= 2 * num_samples:
         return "easy"
     return "medium" if 3 * num_correct >= num_samples else "hard"
@@ -51,19 +49,14 @@ def difficulty(num_correct: int, num_samples: int) -> str:
 
 @dataclass(frozen=True)
 class DifficultyBuckets:
-    """The difficulty of every task as it was when last sampled."""
+    """Difficulty of every task when last sampled."""
 
     buckets: dict[str, str] = field(default_factory=dict)  # by task id
-
-    @classmethod
-    def init(cls) -> DifficultyBuckets:
-        """No task is known."""
-        return cls()
 
     def update(
         self, task_ids: Sequence[str], num_correct: Sequence[int], num_samples: Sequence[int]
     ) -> DifficultyBuckets:
-        """Updates after one batch of groups; groups of the same task are counted together."""
+        """Update after one batch; groups of the same task are counted together."""
         counts: dict[str, tuple[int, int]] = {}
         for task_id, right, total in zip(task_ids, num_correct, num_samples, strict=True):
             before_right, before_total = counts.get(task_id, (0, 0))
@@ -76,13 +69,10 @@ class DifficultyBuckets:
 class EntropyCoefficients:
     """Strength of `shaping.entropy_reward` by difficulty, and the count around which it shapes."""
 
-    alphas: dict[str, float]  # in units of reward, by bucket
-    targets: dict[str, int]  # tokens of high window entropy; a bucket not seen yet has none
-
-    @classmethod
-    def init(cls, *, alpha: float = 0.5) -> EntropyCoefficients:
-        """One coefficient for every bucket, and no targets."""
-        return cls(dict.fromkeys(BUCKETS, alpha), {})
+    # In units of reward, by bucket.
+    alphas: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.5))
+    # Tokens of high window entropy; a bucket not seen yet has none.
+    targets: dict[str, int] = field(default_factory=dict)
 
     def update(
         self,
@@ -92,7 +82,7 @@ class EntropyCoefficients:
         rate: float = 0.05,
         max_alpha: float = 2.0,
     ) -> EntropyCoefficients:
-        """Updates after one batch of groups.
+        """Update after one batch of groups.
 
         ARES (https://arxiv.org/abs/2510.08457): alpha follows the mean count less the target,
         upwards for easy and medium tasks, where it scales a penalty, and downwards for hard ones,
@@ -102,10 +92,10 @@ class EntropyCoefficients:
         A bucket that is absent stays as it is; one without a target only gets its target.
 
         Args:
-            mean_counts: tokens of high window entropy, the mean over each group.
-            buckets: the difficulty of each group's task.
-            rate: change of alpha per token of difference.
-            max_alpha: alpha stays between 0 and this.
+            mean_counts: Tokens of high window entropy, the mean over each group.
+            buckets: Difficulty of each group's task.
+            rate: Change of alpha per token of difference.
+            max_alpha: Upper bound of alpha; the lower one is 0.
         """
         alphas, targets = dict(self.alphas), dict(self.targets)
         for bucket in BUCKETS:
@@ -125,12 +115,8 @@ class EntropyCoefficients:
 class KLBudget:
     """A multiplier of the KL coefficient for each difficulty, by dual ascent on a budget."""
 
-    multipliers: dict[str, float]  # by bucket
-
-    @classmethod
-    def init(cls) -> KLBudget:
-        """A multiplier of 1 for every bucket."""
-        return cls(dict.fromkeys(BUCKETS, 1.0))
+    # By bucket.
+    multipliers: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 1.0))
 
     def update(
         self,
@@ -139,16 +125,16 @@ class KLBudget:
         budgets: Mapping[str, float] = KL_BUDGETS,
         rate: float = 0.01,
     ) -> KLBudget:
-        """`max(0, multiplier + rate * (kl - budget))`; buckets without a measurement stay.
+        """Return `max(0, multiplier + rate * (kl - budget))`; unmeasured buckets stay.
 
         ARES (https://arxiv.org/abs/2510.08457). The multiplier is applied to the coefficient that
         was configured; the released code compounds it.
 
         Args:
-            kls: nats, by bucket: the mean over its trajectories of their mean per token. NaN is
+            kls: Nats, by bucket: the mean over its trajectories of their mean per token. NaN is
                 no measurement.
-            budgets: nats, by bucket.
-            rate: change of a multiplier per nat.
+            budgets: Nats, by bucket.
+            rate: Change of a multiplier per nat.
         """
         moved = {
             bucket: max(0.0, self.multipliers[bucket] + rate * (float(kl) - budgets[bucket]))
@@ -160,27 +146,22 @@ class KLBudget:
 
 @dataclass(frozen=True)
 class StageGate:
-    """Tells when training has left the early stage, in which correctness still rises."""
+    """Detects the end of the early stage, in which correctness still rises."""
 
     best: float | None = None  # highest validation so far; None: there was none yet
     tolerance: int = 0  # validations below the best of their time
     is_late: bool = False
 
-    @classmethod
-    def init(cls) -> StageGate:
-        """Early, with nothing seen."""
-        return cls()
-
     def update(self, value: float, *, max_tolerance: int = 5) -> StageGate:
-        """Updates after one validation.
+        """Update after one validation.
 
         BAPO (https://arxiv.org/abs/2601.11037). Validations below the best are counted over the
         whole run, not in a row; one more than `max_tolerance` of them is the end of the early
         stage, for good.
 
         Args:
-            value: mean correctness, without any bonus. NaN changes nothing.
-            max_tolerance: validations below the best that are tolerated.
+            value: Mean correctness, without any bonus. NaN changes nothing.
+            max_tolerance: Number of tolerated validations below the best.
         """
         if math.isnan(value):
             return self
@@ -195,24 +176,19 @@ class AdaptiveKL:
 
     coef: float
 
-    @classmethod
-    def init(cls, coef: float) -> AdaptiveKL:
-        """The coefficient to start from."""
-        return cls(coef)
-
     def update(
         self, kl: float, num_samples: int, *, target: float = 0.1, horizon: int = 10_000
     ) -> AdaptiveKL:
-        """`coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)`.
+        """Return `coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)`.
 
         Section 2.2 of https://arxiv.org/abs/1909.08593, counted in samples as there. NaN, where no
         token was scored, changes nothing.
 
         Args:
-            kl: nats a token, measured on the batch.
-            num_samples: trajectories in the batch.
-            target: nats a token.
-            horizon: samples over which the full error would be made up five times.
+            kl: Nats per token, measured on the batch.
+            num_samples: Number of trajectories in the batch.
+            target: Nats per token.
+            horizon: Samples over which the full error would be made up five times.
         """
         if math.isnan(kl):
             return self
@@ -228,11 +204,6 @@ class LogKL:
     average: float = 0.0  # moving average of kl / target - 1
     num_updates: int = 0
 
-    @classmethod
-    def init(cls, coef: float) -> LogKL:
-        """The coefficient to start from."""
-        return cls(coef)
-
     def update(
         self,
         kl: float,
@@ -245,7 +216,7 @@ class LogKL:
         min_coef: float = 1e-4,
         max_coef: float = 100.0,
     ) -> LogKL:
-        """Averages the error `kl / target - 1`; every so often the coefficient follows it.
+        """Average the error `kl / target - 1`; every so often the coefficient follows it.
 
         `log coef += rate * clip(average, -0.2, 0.2)`, what the code of ARES
         (https://github.com/shawn0728/ARES) runs in place of the paper's dual ascent, `KLBudget`.
@@ -253,14 +224,14 @@ class LogKL:
         the error is averaged once, at every update. NaN changes nothing.
 
         Args:
-            kl: nats a token, measured on the batch.
-            target: nats a token.
-            decay: of the average, per update.
-            rate: change of the logarithm at an average error of 1.
-            every: updates from one change of the coefficient to the next.
-            dead_zone: a smaller average error changes nothing.
-            min_coef: the coefficient is never below.
-            max_coef: the coefficient is never above.
+            kl: Nats per token, measured on the batch.
+            target: Nats per token.
+            decay: Decay of the average, per update.
+            rate: Change of the logarithm at an average error of 1.
+            every: Updates from one change of the coefficient to the next.
+            dead_zone: Average error below which nothing changes.
+            min_coef: Lower bound of the coefficient.
+            max_coef: Upper bound of the coefficient.
         """
         if math.isnan(kl):
             return self
@@ -276,20 +247,11 @@ def _clip(value: float, limit: float) -> float:
     return min(max(value, -limit), limit)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class EntropyThreshold:
-    """The window entropy from which on a token counts as undecided, as training goes on.
+    """Window entropy from which on a token counts as undecided."""
 
-    Attributes:
-        value: nats; None before the first estimate.
-    """
-
-    value: float | None
-
-    @classmethod
-    def init(cls) -> EntropyThreshold:
-        """State before any estimate."""
-        return cls(value=None)
+    value: float | None = None  # nats; None before the first estimate
 
     def update(
         self,
@@ -298,16 +260,16 @@ class EntropyThreshold:
         percentile: float = 95.0,
         decay: float = 0.99,
     ) -> EntropyThreshold:
-        """Moves towards the median, over samples, of a high percentile of their windows.
+        """Move towards the median, over samples, of a high percentile of their windows.
 
         The first estimate is taken as it is; then `decay * value + (1 - decay) * estimate`.
         Samples without a window are left out, and so are those with a value that is not finite,
         which would stay in the average for good; without any sample, nothing changes.
 
         Args:
-            window_entropies: of each sample, its defined window entropies in nats, one axis.
-            percentile: of a sample's windows, interpolated linearly.
-            decay: of the moving average.
+            window_entropies: Defined window entropies of each sample, in nats, one axis.
+            percentile: Percentile of a sample's windows, interpolated linearly.
+            decay: Decay of the moving average.
         """
         samples = [
             x.astype(np.float64) for x in window_entropies if x.size and np.isfinite(x).all()
@@ -327,13 +289,8 @@ class SkipSet:
 
     task_ids: dict[str, float] = field(default_factory=dict)  # with the mean entropy, in nats
 
-    @classmethod
-    def init(cls) -> SkipSet:
-        """Nothing is skipped."""
-        return cls()
-
     def __contains__(self, task_id: str) -> bool:
-        """True if the task is skipped."""
+        """Return True if the task is skipped."""
         return task_id in self.task_ids
 
     def update(
@@ -345,16 +302,16 @@ class SkipSet:
         *,
         threshold: float,
     ) -> SkipSet:
-        """Updates after one batch of groups.
+        """Update after one batch of groups. A task once skipped stays so.
 
-        ARES (https://arxiv.org/abs/2510.08457). A task once skipped stays so.
+        ARES (https://arxiv.org/abs/2510.08457).
 
         Args:
-            task_ids: of the groups.
-            num_correct: correct trajectories of each group.
-            num_samples: all trajectories of each group.
-            mean_entropies: nats a sampled token, over each group.
-            threshold: nats; a group all correct with less than this is skipped from now on.
+            task_ids: Task of each group.
+            num_correct: Correct trajectories of each group.
+            num_samples: Trajectories of each group.
+            mean_entropies: Nats per sampled token, over each group.
+            threshold: Nats; a group all correct with less than this is skipped from now on.
         """
         groups = zip(task_ids, num_correct, num_samples, mean_entropies, strict=True)
         solved = {
@@ -365,9 +322,9 @@ class SkipSet:
         return SkipSet(self.task_ids | solved)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Controllers:
-    """The states that change from step to step; None for what the method does not use."""
+    """States that change from step to step; None for those that the method does not use."""
 
     gate: StageGate | None = None
     threshold: EntropyThreshold | None = None
@@ -378,26 +335,23 @@ class Controllers:
 
     @classmethod
     def init(cls, method: Method) -> Controllers:
-        """The states before the first step."""
+        """Return the states before the first step."""
         shaping, kl = method.shaping, method.kl
+        coefficients = EntropyCoefficients(dict.fromkeys(BUCKETS, shaping.alpha_init))
         return cls(
-            gate=StageGate.init() if has_gate(shaping) else None,
-            threshold=EntropyThreshold.init() if needs_windows(shaping, kl) else None,
-            buckets=DifficultyBuckets.init() if needs_buckets(shaping, kl) else None,
-            coefficients=(
-                EntropyCoefficients.init(alpha=shaping.alpha_init)
-                if shaping.entropy_reward
-                else None
-            ),
+            gate=StageGate() if has_gate(shaping) else None,
+            threshold=EntropyThreshold() if needs_windows(shaping, kl) else None,
+            buckets=DifficultyBuckets() if needs_buckets(shaping, kl) else None,
+            coefficients=coefficients if shaping.entropy_reward else None,
             kl=_init_kl(kl) if is_measured(kl) else None,
-            skipped=SkipSet.init() if method.filter.skip_solved else None,
+            skipped=SkipSet() if method.filter.skip_solved else None,
         )
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Controllers:
-        """The inverse of `dataclasses.asdict`; what another method needs anew is fresh."""
-        fresh = cls.init(method)
-        states = {field.name: getattr(fresh, field.name) for field in dataclasses.fields(cls)}
+        """Restore what `dataclasses.asdict` returned; states that it lacks are new."""
+        new = cls.init(method)
+        states = {field.name: getattr(new, field.name) for field in dataclasses.fields(cls)}
         for name, state in states.items():
             stored = saved.get(name)
             if state is not None and stored and stored.keys() == dataclasses.asdict(state).keys():
@@ -415,42 +369,33 @@ class Controllers:
         return None if self.threshold is None else self.threshold.value
 
     def bucket(self, task_id: str) -> str:
-        """The difficulty of a task; hard where nothing is known of it."""
+        """Return the difficulty of a task; hard if it is unknown."""
         return "hard" if self.buckets is None else self.buckets.buckets.get(task_id, "hard")
 
     def kl_coef(self, kl: KL) -> float:
-        """The KL coefficient as it stands; that of the configuration where nothing moves it."""
+        """Return the current KL coefficient: the configured one unless a controller moves it."""
         return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else kl.coef
 
     def metrics(self) -> dict[str, Any]:
-        """Every number of every state, as `controller/<name>/<field>`; of tasks, how many."""
-        states: dict[str, dict[str, Any]] = {}
-        for one in dataclasses.fields(self):
-            state = getattr(self, one.name)
-            if isinstance(state, DifficultyBuckets):
-                counts = Counter(state.buckets.values())
-                states[one.name] = {name: counts[name] for name in BUCKETS}
-            elif isinstance(state, SkipSet):
-                states[one.name] = {"count": len(state.task_ids)}
-            elif state is not None:
-                states[one.name] = dataclasses.asdict(state)
-        numbers: dict[str, Any] = {}
-        for name, state in states.items():
-            for key, value in state.items():
-                inner = value if isinstance(value, dict) else {"": value}
-                for last, number in inner.items():
-                    numbers["/".join(x for x in ("controller", name, key, last) if x)] = number
-        return numbers
+        """Return the numbers of every state, as `controller/<name>/<field>`; of tasks, counts."""
+        states = dataclasses.asdict(self)
+        if self.buckets is not None:
+            counts = Counter(self.buckets.buckets.values())
+            states["buckets"] = {name: counts[name] for name in BUCKETS}
+        if self.skipped is not None:
+            states["skipped"] = {"count": len(self.skipped.task_ids)}
+        held = {name: state for name, state in states.items() if state is not None}
+        return flatten_dict({"controller": held}, sep="/")
 
 
 def _init_kl(kl: KL) -> AdaptiveKL | LogKL | KLBudget | None:
     match kl.controller:
         case "adaptive":
-            return AdaptiveKL.init(coef=kl.coef)
+            return AdaptiveKL(kl.coef)
         case "log":
-            return LogKL.init(coef=kl.coef)
+            return LogKL(kl.coef)
         case "budget":
-            return KLBudget.init()
+            return KLBudget()
     return None
 
 
@@ -461,89 +406,85 @@ def advance(
     method: Method,
     is_trigger: np.ndarray | None,
 ) -> tuple[Controllers, list[Group]]:
-    """The controllers after what a step has sampled, and its groups with their windows marked.
+    """Return the controllers after a step's samples, and its groups with their windows marked.
 
     A step uses the state `kl` from before it, else it would choose its own penalty by the
     divergence that the penalty is charged on; it uses every other state as returned here.
     Divergences are measured before the update.
 
     Args:
-        controllers: before the step.
-        groups: to be trained on, with their divergences.
-        tried: every group that was sampled, whether it passed the filter or not.
-        method: says how fast each state moves.
-        is_trigger: bool [V], ids that may count as wavering; None counts all.
+        controllers: Controllers before the step.
+        groups: Groups to be trained on, with their divergences.
+        tried: Every group that was sampled, whether it passed the filter or not.
+        method: Method of the run, with the rates of change.
+        is_trigger: bool [V], ids that may count as undecided; None counts all.
     """
     groups, shaping = list(groups), method.shaping
     scored = [group for group in groups if group.scored]
-    moved = controllers
-    if moved.buckets is not None:
-        buckets = moved.buckets.update(
+    moved: dict[str, Any] = {}
+    if controllers.buckets is not None:
+        moved["buckets"] = controllers.buckets.update(
             [group.task_id for group in scored],
             [group.num_correct for group in scored],
             [len(group.scored) for group in scored],
         )
-        moved = dataclasses.replace(moved, buckets=buckets)
-    # Tasks that every sample of the step solved, surely. A group with environment errors says too
-    # little, and is not among these: one survivor would skip its task for good.
-    if moved.skipped is not None:
+    # Skip tasks that every sample of the step solved, surely. A group with environment errors says
+    # too little: one survivor would skip its task for good.
+    if controllers.skipped is not None:
         whole = [stats for stats in tried if stats.num_scored == method.group_size]
-        skipped = moved.skipped.update(
+        moved["skipped"] = controllers.skipped.update(
             [stats.task_id for stats in whole],
             [stats.num_correct for stats in whole],
             [stats.num_scored for stats in whole],
             [stats.mean_entropy for stats in whole],
             threshold=method.filter.skip_entropy,
         )
-        moved = dataclasses.replace(moved, skipped=skipped)
     # The threshold moves by the windows of scored trajectories, and then marks those of all.
-    if moved.threshold is not None:
+    if controllers.threshold is not None:
         trajectories = members(groups)
         entropies = [_window_entropy(t, shaping.entropy_window) for t in trajectories]
         pairs = list(zip(trajectories, entropies, strict=True))
-        threshold = moved.threshold.update(
+        threshold = moved["threshold"] = controllers.threshold.update(
             [values[valid] for trajectory, (values, valid) in pairs if trajectory.is_scored],
             percentile=shaping.entropy_percentile,
             decay=shaping.entropy_decay,
         )
-        windows = [_mark(t, *one, threshold.value, is_trigger, shaping) for t, one in pairs]
+        windows = [_mark(t, *pair, threshold.value, is_trigger, shaping) for t, pair in pairs]
         groups = with_fields(groups, windows=windows)
-        moved = dataclasses.replace(moved, threshold=threshold)
+    after = dataclasses.replace(controllers, **moved)
     # Once there is a threshold, the coefficients move by the marked windows.
-    if moved.coefficients is not None and moved.entropy_threshold is not None:
+    if after.coefficients is not None and after.entropy_threshold is not None:
         scored = [group for group in groups if group.scored]
-        coefficients = moved.coefficients.update(
+        moved["coefficients"] = after.coefficients.update(
             [mean([t.windows.count for t in group.scored if t.windows]) for group in scored],
-            [moved.bucket(group.task_id) for group in scored],
+            [after.bucket(group.task_id) for group in scored],
             rate=shaping.alpha_step,
             max_alpha=shaping.alpha_max,
         )
-        moved = dataclasses.replace(moved, coefficients=coefficients)
     # The KL state moves by the mean divergence a token, where tokens are trained.
     divergences, kl = mean_divergences(groups), method.kl
     values = [value for _, value in divergences]
-    match moved.kl:
+    match after.kl:
         case AdaptiveKL() as adaptive:
-            state = adaptive.update(mean(values), len(values), **kl.adaptive)
-            moved = dataclasses.replace(moved, kl=state)
+            moved["kl"] = adaptive.update(mean(values), len(values), **kl.adaptive)
         case LogKL() as log:
-            moved = dataclasses.replace(moved, kl=log.update(mean(values), **kl.log))
+            moved["kl"] = log.update(mean(values), **kl.log)
         case KLBudget() as budget:
             by_bucket: dict[str, list[float]] = {}
             for task_id, value in divergences:
-                by_bucket.setdefault(moved.bucket(task_id), []).append(value)
-            means = {name: mean(its) for name, its in by_bucket.items()}
-            moved = dataclasses.replace(moved, kl=budget.update(means, **kl.budget))
-    return moved, groups
+                by_bucket.setdefault(after.bucket(task_id), []).append(value)
+            means = {name: mean(values) for name, values in by_bucket.items()}
+            moved["kl"] = budget.update(means, **kl.budget)
+    return dataclasses.replace(controllers, **moved), groups
 
 
 def advance_gate(controllers: Controllers, correctness: float, shaping: Shaping) -> Controllers:
-    """The controllers after an evaluation.
+    """Return the controllers after an evaluation.
 
     Args:
-        controllers: before it.
-        correctness: share of greedy answers that are correct; NaN where nothing was scored.
-        shaping: says how many evaluations below the best one the early stage outlives.
+        controllers: Controllers before it.
+        correctness: Share of greedy answers that are correct; NaN if nothing was scored.
+        shaping: Settings with the tolerance of the early stage.
     """
     if controllers.gate is None:
         return controllers
@@ -569,7 +510,7 @@ def _mark(
     is_trigger: np.ndarray | None,
     shaping: Shaping,
 ) -> Windows:
-    """The windows of one trajectory: those that reach the threshold, in nats, are high."""
+    """Return the windows of one trajectory; those that reach the threshold, in nats, are high."""
     is_high = high_window_entropy_mask(values[None], valid[None], threshold=entropy_threshold)[0]
     if is_trigger is not None:
         is_high = is_high & is_trigger[trajectory.token_ids]
@@ -588,7 +529,7 @@ def _mark(
 
 
 def mean_divergences(groups: Sequence[Group]) -> list[tuple[str, float]]:
-    """Task and nats a token of every trajectory that was measured and has tokens to train."""
+    """Return task and nats per token of every measured trajectory with tokens to train."""
     return [
         (t.task_id, t.divergence.mean)
         for t in members(groups)

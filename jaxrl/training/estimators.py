@@ -1,4 +1,4 @@
-"""Advantages from columns of a step's trajectories, by the configured estimator."""
+"""Compute advantages by the configured estimator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl.objectives.turns import by_turn, turn_returns
 from jaxrl.runtime.compilation import jitted
 from jaxrl.training.method import Advantage
-from jaxrl.types import Columns, Group, Trajectory, members, with_fields
+from jaxrl.types import Columns, Group, members, with_fields
 from jaxrl.utils.callables import UserCodeError, wrap_user_code
 
 
@@ -20,7 +20,7 @@ class Estimator:
     """The configured advantage estimator; an environment error is in no group and gets 0."""
 
     def __init__(self, advantage: Advantage, seed: int):
-        """Compiles nothing yet; `seed` is that of an estimator's draws."""
+        """Compile nothing yet; `seed` seeds estimators that draw."""
         self._advantage, self._seed = advantage, seed
         chosen, function = advantage.estimator, advantage.estimator.function
         names = self._arrays = chosen.arguments
@@ -30,7 +30,7 @@ class Estimator:
             columns = dict(zip(names, arrays, strict=True))
             return by_turn(partial(function, **settings), names, columns)
 
-        # Of every value that a setting takes there is a program.
+        # Every value of a setting has a program.
         compiled = jitted(
             estimate if advantage.by_turn else function,
             name=chosen.name,
@@ -40,7 +40,7 @@ class Estimator:
         self._function = wrap_user_code(chosen.key, chosen.name, compiled)
 
     def scheduled(self, stage_step: int) -> dict[str, Any]:
-        """The settings that have a schedule, after `stage_step` steps of the stage."""
+        """Return the settings with a schedule, after `stage_step` steps of the stage."""
         settings = {}
         for name, pairs in self._advantage.schedules.items():
             begun = [value for step, value in pairs if step <= stage_step]
@@ -48,14 +48,13 @@ class Estimator:
         return settings
 
     def __call__(self, groups: Sequence[Group], step: int, stage_step: int) -> list[Group]:
-        """Groups whose trajectories have their advantages.
+        """Add advantages to groups.
 
         Args:
-            groups: with their rewards.
-            step: over all stages; seeds the estimators that draw.
-            stage_step: steps of the stage that are done, for settings with a schedule.
+            groups: Groups with rewards.
+            step: Step over all stages; seeds the estimators that draw.
+            stage_step: Steps of the stage that are done, for settings with a schedule.
         """
-        _check_rewards(members(groups))
         columns = Columns(groups)
         offered: dict[str, Any] = {
             "key": lambda: jax.random.fold_in(jax.random.key(self._seed), step)
@@ -73,8 +72,8 @@ class Estimator:
         if advantages.shape != shape or not np.isfinite(advantages).all():
             raise UserCodeError(
                 f"config.advantage.name names {self._advantage.estimator.name!r}, which returned "
-                f"{list(advantages.shape)} "
-                f"with {np.isfinite(advantages).sum()} finite numbers; expected finite "
+                f"{list(advantages.shape)} with {np.isfinite(advantages).sum()} finite numbers, "
+                f"from {np.isfinite(columns.rewards).sum()} finite rewards; expected finite "
                 f"{list(shape)}, one a trajectory{' and turn' * (len(shape) == 2)}."
             )
         if len(shape) == 1:
@@ -92,25 +91,14 @@ class Estimator:
         return with_fields(groups, advantage=means)
 
     def metrics(self, stage_step: int) -> dict[str, float]:
-        """Values of the settings with a schedule, after `stage_step` steps of the stage."""
+        """Return the settings with a schedule as metrics."""
         settings = self.scheduled(stage_step)
         return {f"advantage/{name}": value for name, value in settings.items()}
 
 
 def returns_of(columns: Columns, advantage: Advantage) -> np.ndarray:
-    """Returns from each turn on, float32 [N, K], or rewards [N, 1] where nothing is by turns."""
+    """Compute returns from each turn on, float32 [N, K], or rewards [N, 1] without turns."""
     if not advantage.by_turn:
         return columns.rewards[:, None]
     rest, turns = columns.rest_rewards, columns.turn_rewards
     return turn_returns(rest, turns, discount=advantage.turn_discount)
-
-
-def _check_rewards(trajectories: Sequence[Trajectory]) -> None:
-    largest = float(np.finfo(np.float32).max)
-    for t in trajectories:
-        if t.is_scored and not abs(t.reward) <= largest:
-            odd = [f"'{n}' gave {x}" for n, x in t.reward_parts.items() if not abs(x) <= largest]
-            raise UserCodeError(
-                f"the reward of the task {t.task_id!r} is {t.reward}: {', '.join(odd) or 'a sum'}; "
-                "expected float32, so mend the part or its weight in config.reward.weights."
-            )

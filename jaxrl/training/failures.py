@@ -1,4 +1,4 @@
-"""Checks whether a step has taught anything, and says so where it has not."""
+"""Detect and explain steps from which nothing was learned."""
 
 from __future__ import annotations
 
@@ -20,26 +20,22 @@ _WHAT_TO_DO = (
 
 
 class NothingWorksError(RuntimeError):
-    """Every episode of several batches in a row, or of an evaluation, failed."""
+    """Every episode of several consecutive batches, or of an evaluation, failed."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Failures:
-    """Batches in a row of which every episode failed.
-
-    A restart goes on counting: where nothing was mended, it stops at its first batch again, and
-    no task is lost to it.
-    """
+    """Counts consecutive batches of which every episode failed, also across restarts."""
 
     limit: int  # at which to give up; 0: never
     log: Callable[[str], None]
     num_batches: int
 
     def count(self, batch: Sequence[Trajectory]) -> None:
-        """Counts a batch of which every episode failed; another one ends the row.
+        """Count a batch if every episode failed, else start again at 0.
 
         Raises:
-            NothingWorksError: the limit is reached.
+            NothingWorksError: The limit is reached.
         """
         if any(trajectory.is_scored for trajectory in batch):
             self.num_batches = 0
@@ -58,13 +54,13 @@ class Failures:
             )
 
     def check_suites(self, errors: Mapping[str, str]) -> None:
-        """Gives up where a final evaluation has a suite without any score.
+        """Refuse a final evaluation in which every episode of a suite failed.
 
         Args:
-            errors: the first error of each suite of which every episode failed.
+            errors: First error of each suite of which every episode failed.
 
         Raises:
-            NothingWorksError: there is one, and the limit is not 0.
+            NothingWorksError: There is one, and the limit is not 0.
         """
         if errors and self.limit:
             raise NothingWorksError(
@@ -74,18 +70,18 @@ class Failures:
 
 
 def first_error(trajectories: Iterable[Trajectory]) -> str:
-    """The text of the first environment error, in one short line; "" where there is none."""
+    """Return the first environment error in one short line; "" if there is none."""
     return next((short(t.error) for t in trajectories if not t.is_scored), "")
 
 
 def short(text: str) -> str:
-    """Foreign text in one line of bounded length."""
+    """Return text in one line of bounded length."""
     line = " ".join(printable(text).split())
     return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]} …"
 
 
 def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
-    """Returns True if one of a step's updates had a gradient, and was taken."""
+    """Return True if one of a step's updates had a gradient and was taken."""
     return any(
         0 < float(m["grad_norm"].value) < math.inf and not m["skipped"].value
         for m in update_metrics
@@ -95,13 +91,9 @@ def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
 def why_nothing(
     trajectories: Sequence[Trajectory], update_metrics: Sequence[Mapping[str, Metric]]
 ) -> str | None:
-    """Tells why a step had nothing to learn from; None where it had, or all answers are right.
+    """Explain why a step had nothing to learn from; None if it had, or all answers are right.
 
-    That every episode failed is told where the batch is sampled; see `Failures`.
-
-    Args:
-        trajectories: of the step, with their advantages.
-        update_metrics: of each of its updates.
+    `Failures` reports batches of which all episodes failed.
     """
     scored = [t for t in trajectories if t.is_scored]
     if not scored:

@@ -1,4 +1,4 @@
-"""Interfaces by which the stages of a run save, record and show; `run.py` hands these in."""
+"""Protocols for checkpoints, metrics and progress; `run.py` passes the implementations in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TakeNotes = Callable[..., Notes]
 
 
 class Checkpoints(Protocol):
-    """Saves and restores; `runtime.checkpoint.Checkpointer` says what each does."""
+    """See `runtime.checkpoint.Checkpointer`."""
 
     def save(
         self,
@@ -31,53 +31,53 @@ class Checkpoints(Protocol):
         *,
         value: float | None = None,
     ) -> None:
-        """Saves the state after a step; `value` is that of its evaluation."""
+        """Save the state after a step, with the value of its evaluation."""
 
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
-        """The step with the highest value, and its state as the abstract one is."""
+        """Return the step with the highest value, and its state."""
 
-    def steps(self) -> list[int]:
-        """The steps of which there are checkpoints."""
+    def values(self) -> dict[int, float | None]:
+        """Return the steps that have a checkpoint, each with its value."""
 
     def wait(self) -> None:
-        """Returns once everything is on the disk."""
+        """Return once everything is on the disk."""
 
 
 class Records(Protocol):
-    """Takes metrics; `logs.writers.MetricsLog` says what each does."""
+    """See `logs.writers.MetricsLog`."""
 
     num_records: int
 
     def carry(self, name: str, value: float) -> None:
-        """Adds to a metric of the next record."""
+        """Add to a metric of the next record."""
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Appends a record."""
+        """Append a record."""
 
     def mark(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
-        """Writes down what was seen of a step that is not sound."""
+        """Record a sign of collapse."""
 
     def close(self) -> None:
-        """Closes the log."""
+        """Close the log."""
 
 
 class Shown(Protocol):
-    """Shows people how far a run is; `logs.display.Display` says what each does."""
+    """See `logs.display.Display`."""
 
     def log(self, text: str) -> None:
-        """Prints lines that stay."""
+        """Print lines that stay."""
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
-        """Begins the line of a stage."""
+        """Begin the line of a stage."""
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Shows the numbers of a step."""
+        """Show the numbers of a step."""
 
     def activity(self, text: str) -> None:
-        """Shows what the run is doing."""
+        """Show what the run is doing."""
 
     def counter(self, what: str) -> Callable[[int, int], None]:
-        """A function to call with how many are done, of how many."""
+        """Return a function to call with how many are done, and of how many."""
 
     def stop(self) -> None:
-        """Ends the line."""
+        """End the line."""

@@ -15,15 +15,10 @@ from jaxrl.utils.callables import NamedFunction
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage:
-    """The section `advantage`.
+    """The section `advantage`."""
 
-    Attributes:
-        estimator: of `objectives.advantages.ESTIMATORS`, or one's own.
-        schedules: by a setting of the estimator, pairs of a step of the stage and the value of the
-            setting from then on.
-    """
-
-    estimator: NamedFunction
+    estimator: NamedFunction  # of `objectives.advantages.ESTIMATORS`, or custom
+    # By setting: pairs of a step of the stage and the value from then on.
     schedules: Mapping[str, Sequence[tuple[int, Any]]]
     by_turn: bool
     turn_discount: float
@@ -31,17 +26,12 @@ class Advantage:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The section `loss`; `correction` holds the arguments of `corrections.importance_weights`.
-
-    Attributes:
-        term: of `objectives.losses.TERMS`, or one's own, added with `term_coef`; None without one.
-        gate: of `objectives.losses.GATES`, or one's own; None where all tokens count.
-    """
+    """The section `loss`; `correction` holds the arguments of `corrections.importance_weights`."""
 
     policy_loss: NamedFunction
-    term: NamedFunction | None
+    term: NamedFunction | None  # of `objectives.losses.TERMS`, or custom; added with `term_coef`
     term_coef: float
-    gate: NamedFunction | None
+    gate: NamedFunction | None  # of `objectives.losses.GATES`, or custom; None if all tokens count
     aggregation: NamedFunction
     correction: Mapping[str, Any] = field(hash=False)
     entropy_coef: float
@@ -66,17 +56,11 @@ class KL:
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """The section `filter`.
+    """The section `filter`."""
 
-    Attributes:
-        keep: of `objectives.filters.FILTERS`, or one's own; None keeps every group.
-        trains_on: of `objectives.filters.TRAJECTORIES`, or one's own; None trains on all of them.
-        metric: by which `varied` compares, its key `filter.varied.metric`.
-    """
-
-    keep: NamedFunction | None
-    trains_on: NamedFunction | None
-    metric: str
+    keep: NamedFunction | None  # of `objectives.filters.FILTERS`, or custom; None keeps every group
+    trains_on: NamedFunction | None  # of `objectives.filters.TRAJECTORIES`, or custom; None for all
+    metric: str  # metric that `varied` compares, `filter.varied.metric`
     tasks_per_batch: int
     max_batches: int
     carry_over: bool
@@ -88,7 +72,7 @@ class Filter:
 
     @property
     def sees_kl(self) -> bool:
-        """True where it compares rewards less their KL term."""
+        """True if it compares rewards less their KL term."""
         is_varied = self.keep is not None and self.keep.name == "varied"
         return is_varied and self.metric == "seq_final_reward"
 
@@ -119,15 +103,10 @@ class Shaping:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """The section `watch`.
+    """The section `watch`."""
 
-    Attributes:
-        judge: of `training.watch.WATCHES`, or one's own.
-        action: of `training.watch.ACTIONS`, for the signs that `actions` does not name.
-    """
-
-    judge: NamedFunction
-    action: str
+    judge: NamedFunction  # of `training.watch.WATCHES`, or custom
+    action: str  # of `training.watch.ACTIONS`, for signs that `actions` does not name
     actions: Mapping[str, str]
     lr_factor: float
     max_roll_backs: int
@@ -135,18 +114,13 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """The section `optimizer`, or `sft.optimizer`, which leaves the last three at their defaults.
-
-    Attributes:
-        schedule: makes what follows the warm-up, of `optimizer.SCHEDULES` or one's own.
-        num_updates: optimizer steps of the stage.
-    """
+    """The section `optimizer`, or `sft.optimizer` with defaults for the last three."""
 
     lr: float
-    schedule: NamedFunction
+    schedule: NamedFunction  # of `optimizer.SCHEDULES`, or custom; follows the warm-up
     warmup_steps: int
     final_lr_fraction: float
-    num_updates: int
+    num_updates: int  # optimizer steps of the stage
     beta1: float
     beta2: float
     epsilon: float
@@ -161,32 +135,22 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method of training, from the groups of a step to its updates.
+    """A method of training, from the groups of a step to its updates."""
 
-    Attributes:
-        seed: of the estimators that draw.
-        temperature: of sampling, and of the log-probabilities in training.
-        top_p: of sampling only; training scores the full distribution.
-        replays: passes of training are given the arrays by token that the sampler recorded.
-        balance_coef: of the loss that has experts used alike.
-        watch: what looks at every step for signs of collapse; None without.
-        optimizer: of the stage that trains by it.
-    """
-
-    seed: int
+    seed: int  # random seed of the estimators that draw
     tasks_per_step: int
     group_size: int
     ahead: int
-    temperature: float
-    top_p: float
-    replays: bool
+    temperature: float  # of sampling, and of the log-probabilities in training
+    top_p: float  # of sampling only; training scores the full distribution
+    replays: bool  # training passes use the token arrays that the sampler recorded
     advantage: Advantage
     loss: Loss
     kl: KL
     filter: Filter
     shaping: Shaping
-    balance_coef: float
-    watch: Watch | None
+    balance_coef: float  # coefficient of the experts' load-balancing loss
+    watch: Watch | None  # looks at every step for signs of collapse
     optimizer: OptimizerSettings
 
     @property
@@ -196,33 +160,32 @@ class Method:
 
     @property
     def has_lag(self) -> bool:
-        """True where weights from before the newest update sample what a step trains on."""
+        """True if weights from before the newest update sample what a step trains on."""
         return bool(self.ahead) or holds_older(self.filter)
 
     @property
     def learns_from_all(self) -> bool:
-        """True where a trajectory may have a gradient without an advantage.
+        """True if a trajectory may have a gradient without an advantage.
 
-        The KL, the entropy and a further term, the balance of routers and, for all we know, a loss
-        of one's own give it one.
+        The KL, the entropy, a further term, load balancing or a custom loss may give it one.
         """
         others = self.loss.entropy_coef != 0 or self.balance_coef != 0 or self.loss.term is not None
         return has_kl_loss(self.kl) or others or self.loss.policy_loss.is_custom
 
     @property
     def has_users_loss(self) -> bool:
-        """True where code of the user's is in the loss."""
+        """True if user code is in the loss."""
         parts = (self.loss.policy_loss, self.loss.term, self.loss.gate, self.kl.estimator)
         return any(part is not None and part.is_user_code for part in parts)
 
     @property
     def has_reference(self) -> bool:
-        """True where a KL term needs the policy as it was at the start of the stage."""
+        """True if a KL term needs the policy as it was at the start of the stage."""
         return self.kl.coef != 0 and self.kl.anchor == "ref"
 
 
 def takes_own_logprobs(optimizer: OptimizerSettings, filter: Filter) -> bool:
-    """True where the old log-probabilities may be those of the update's own forward pass.
+    """Return True if the old log-probabilities may be those of the update's own forward pass.
 
     That takes a single optimizer step per batch, and samples of the current policy only.
     """
@@ -230,47 +193,46 @@ def takes_own_logprobs(optimizer: OptimizerSettings, filter: Filter) -> bool:
 
 
 def holds_older(filter: Filter) -> bool:
-    """True where a step may train on samples that an earlier one has begun."""
+    """Return True if a step may train on samples that an earlier one has begun."""
     return filter.carry_over or filter.unfinished_tasks > 0
 
 
 def is_measured(kl: KL) -> bool:
-    """True where the divergence of every trajectory is measured before the update."""
+    """Return True if the divergence of every trajectory is measured before the update."""
     return kl.coef != 0 and (kl.place == "reward" or kl.controller != "fixed")
 
 
 def has_kl_loss(kl: KL) -> bool:
-    """True where the loss of every token has a KL term."""
+    """Return True if the loss of every token has a KL term."""
     return kl.coef != 0 and kl.place == "loss"
 
 
 def has_kl_weights(kl: KL) -> bool:
-    """True where tokens differ in the coefficient of their KL term, or it moves."""
+    """Return True if tokens differ in the coefficient of their KL term, or it moves."""
     is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
     return has_kl_loss(kl) and not is_plain
 
 
 def token_fields(optimizer: OptimizerSettings, filter: Filter, kl: KL) -> list[str]:
-    """The float32 fields of `Batch` that the method fills, beside those that always are."""
-    has_reference = has_kl_loss(kl) and kl.anchor == "ref"
-    is_there = {
+    """Return the float32 fields of `Batch` that the method fills, beside those of every batch."""
+    is_filled = {
         "old_logprobs": not takes_own_logprobs(optimizer, filter),
-        "ref_logprobs": has_reference,
+        "ref_logprobs": has_kl_loss(kl) and kl.anchor == "ref",
         "kl_weights": has_kl_weights(kl),
     }
-    return [name for name, one in is_there.items() if one]
+    return [name for name, filled in is_filled.items() if filled]
 
 
 def needs_windows(shaping: Shaping, kl: KL) -> bool:
-    """True where windows of high entropy are looked for."""
+    """Return True if windows of high entropy are looked for."""
     return shaping.entropy_reward or kl.low_factor != 1 or kl.second_chance
 
 
 def needs_buckets(shaping: Shaping, kl: KL) -> bool:
-    """True where the difficulty of tasks matters."""
+    """Return True if the difficulty of tasks matters."""
     return shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
 
 
 def has_gate(shaping: Shaping) -> bool:
-    """True where training has an early and a late stage."""
+    """Return True if training has an early and a late stage."""
     return shaping.boundary_aware and shaping.stage_level

@@ -1,4 +1,4 @@
-"""Groups to mini-batches on the devices, with the log-probabilities that the update needs."""
+"""Make mini-batches of groups, with the log-probabilities that the update needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_minibatches(
     controllers: Controllers,
     num_shards: int = 1,
 ) -> list[Packed]:
-    """Packs whole groups, in task order, into mini-batches on the host.
+    """Pack whole groups, in task order, into mini-batches on the host.
 
     Environment errors are left out. So is what `filter.trajectories` drops: such a trajectory
     counts in its group's statistics and has no token weight. With `optimizer.skip_signal_free`,
@@ -44,11 +44,11 @@ def make_minibatches(
     unless another term gives them a gradient. They still count in the token weights of the others.
 
     Args:
-        groups: with their advantages; with their divergences where these were measured.
-        shape: of every mini-batch.
-        method: says how many mini-batches there are and what is trained on.
-        controllers: by which tokens differ in the coefficient of their KL term.
-        num_shards: devices that share the rows of a micro-batch.
+        groups: Groups with advantages, and with divergences if these are measured.
+        shape: Shape of every mini-batch.
+        method: Method of the run.
+        controllers: Controllers, by which tokens differ in their KL coefficient.
+        num_shards: Devices that share the rows of a micro-batch.
     """
     keeps_all = method.learns_from_all or not method.optimizer.skip_signal_free
     minibatches = []
@@ -74,9 +74,9 @@ def make_minibatches(
 def divide(
     groups: Sequence[Group], controllers: Controllers, method: Method
 ) -> Iterator[tuple[dict[int, Trajectory], dict[str, list[np.ndarray]]]]:
-    """Yields the trajectories of each mini-batch that have a loss, and their fields by token.
+    """Yield the trained trajectories of each mini-batch and their fields by token.
 
-    They are as they are trained, by their places among the `members` of the groups.
+    Trajectories are keyed by their index among the `members` of the groups.
     """
     is_kept, size, place = keeper(method.filter), method.groups_per_minibatch, 0
     takes_own = takes_own_logprobs(method.optimizer, method.filter)
@@ -100,43 +100,37 @@ def divide(
 
 
 def keeper(filter: Filter) -> Callable[[Trajectory], bool]:
-    """The function that says which trajectories of the kept groups have a loss.
-
-    Its failures are an `UserCodeError`.
-    """
-    if (chosen := filter.trains_on) is None:
+    """Return the function that selects the trajectories to train on; it raises `UserCodeError`."""
+    if (selected := filter.trains_on) is None:
         return lambda _: True
 
-    def is_kept(trajectory: Trajectory) -> bool:
-        keeps = chosen(trajectory)
-        if not isinstance(keeps, bool | np.bool_):
-            raise TypeError(f"it returned {keeps!r:.80}; expected True or False")
-        return bool(keeps)
+    def is_trained(trajectory: Trajectory) -> bool:
+        answer = selected(trajectory)
+        if not isinstance(answer, bool | np.bool_):
+            raise TypeError(f"it returned {answer!r:.80}; expected True or False")
+        return bool(answer)
 
-    return wrap_user_code(chosen.key, chosen.name, is_kept)
+    return wrap_user_code(selected.key, selected.name, is_trained)
 
 
 def trained_share(trajectories: Sequence[Trajectory], filter: Filter) -> dict[str, float]:
-    """Share of the trajectories that `keeper` keeps; nothing where it keeps all."""
+    """Return the share of trajectories that `keeper` keeps, if there is a filter."""
     kept = map(keeper(filter), trajectories)
     return {} if filter.trains_on is None else {"filter/trained_share": float(np.mean([*kept]))}
 
 
 def weigh(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:
-    """`token_weights` of these masks, by `loss.aggregation` (objectives/aggregation.py).
+    """Return `token_weights` of these masks, by `loss.aggregation` (objectives/aggregation.py).
 
     Raises:
-        UserCodeError: an aggregation of one's own failed.
+        UserCodeError: A custom aggregation failed.
     """
-    chosen = loss.aggregation
-    return wrap_user_code(chosen.key, chosen.name, token_weights)(masks, chosen)
+    named = loss.aggregation
+    return wrap_user_code(named.key, named.name, token_weights)(masks, named)
 
 
 def as_trained(trajectory: Trajectory, loss: Loss) -> Trajectory:
-    """Adds observations to the mask of trained tokens where `mask_observations` is off.
-
-    Each observation is trained on once, in the context in which it came.
-    """
+    """Add observations to the loss mask if `mask_observations` is off, each observation once."""
     if loss.mask_observations:
         return trajectory
     is_behind = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length
@@ -147,12 +141,12 @@ def as_trained(trajectory: Trajectory, loss: Loss) -> Trajectory:
 def token_kl_weights(
     trajectories: Sequence[Trajectory], controllers: Controllers, kl: KL
 ) -> list[np.ndarray]:
-    """The KL coefficient of every token, float32 `[L]` each.
+    """Return the KL coefficient of every token, float32 `[L]` each.
 
     Args:
-        trajectories: with their windows, where the coefficient depends on them.
-        controllers: their KL state before the step, the others after it.
-        kl: by which the coefficient varies.
+        trajectories: Trajectories, with windows if the coefficient depends on them.
+        controllers: Controllers with the KL state from before the step, the others after it.
+        kl: KL settings.
     """
     scales = np.ones(len(trajectories))
     if isinstance(controllers.kl, KLBudget):
@@ -183,15 +177,9 @@ def put_minibatches(
     ref_params: Params | None,
     method: Method,
 ) -> list[Batch]:
-    """Mini-batches on the devices; old and reference log-probabilities are computed if missing.
+    """Put mini-batches on the devices, and score old and reference log-probabilities if missing.
 
-    Args:
-        minibatches: on the host; log-probabilities that were measured are in them.
-        mesh: splits rows over data, fsdp and expert, and each row's tokens over context.
-        score: gives log-probabilities.
-        params: the policy before the update.
-        ref_params: the reference; None where there is none.
-        method: says which log-probabilities the loss reads.
+    `params` are those of the policy before the update.
     """
     needs_old = not takes_own_logprobs(method.optimizer, method.filter)
     needs_ref = has_kl_loss(method.kl)
@@ -199,7 +187,7 @@ def put_minibatches(
     def put(packed: Packed) -> Batch:
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
-        # With experts: the reference routes by itself, not as the sampler recorded.
+        # The reference routes its experts by itself, not as the sampler recorded.
         own_choice = score.model.without_recorded(plain)
         if needs_old and batch.old_logprobs is None:
             batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))

@@ -1,4 +1,4 @@
-"""The optimizer of a stage, and the schedules of its learning rate."""
+"""The optimizer of a stage, and its learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrl.training.method import OptimizerSettings
 
 
 def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
-    """Linear warm-up, then `schedule` down to `final_lr_fraction` of the peak at the end."""
+    """Return a linear warm-up, then `schedule` down to `final_lr_fraction` of the peak."""
     peak, warmup, schedule = settings.lr, settings.warmup_steps, settings.schedule
     offered = {
         "peak": peak,
@@ -27,8 +27,8 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
 
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
-    """AdamW behind global-norm clipping; one for equal settings, by which programs are found."""
-    # What a schedule of the user's own calls may be edited between two runs of a process.
+    """Return AdamW behind global-norm clipping; one object for equal settings, see `kept`."""
+    # A custom schedule may be edited between two runs of a process.
     key = None if settings.schedule.is_user_code else settings
     return kept(partial(_adamw, settings), name="optimizer", key=key)
 
@@ -47,23 +47,17 @@ def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
 
 
 def constant(peak: float) -> optax.Schedule:
-    """The peak throughout."""
+    """Constant schedule."""
     return optax.constant_schedule(peak)
 
 
 def linear(peak: float, final_fraction: float, num_updates: int) -> optax.Schedule:
-    """A straight line.
-
-    Args:
-        peak: learning rate at the end of the warm-up.
-        final_fraction: of the peak, at the end.
-        num_updates: optimizer steps after the warm-up.
-    """
+    """Linear schedule from `peak` to `final_fraction` of it, over `num_updates` steps."""
     return optax.linear_schedule(peak, peak * final_fraction, num_updates)
 
 
 def cosine(peak: float, final_fraction: float, num_updates: int) -> optax.Schedule:
-    """Half a wave; arguments as of `linear`."""
+    """Cosine schedule from `peak` to `final_fraction` of it, over `num_updates` steps."""
     return optax.cosine_decay_schedule(peak, num_updates, final_fraction)
 
 
@@ -75,4 +69,4 @@ SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
 """Schedules by `optimizer.schedule` and `sft.optimizer.schedule`."""
 
 NUMBERS = ("peak", "final_fraction", "num_updates")
-"""Numbers that a schedule may ask for."""
+"""Arguments that a schedule may take."""

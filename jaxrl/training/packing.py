@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -50,28 +50,17 @@ class TokenSequence(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """The one shape that all mini-batches of a stage share, so that one compilation serves them.
+    """The shape that all mini-batches of a stage share, so that one compilation serves them."""
 
-    Attributes:
-        num_micro: micro-batches there is room for, A.
-        micro_rows: rows of a micro-batch, b; a multiple of data * fsdp * expert.
-        row_tokens: length of a row, T.
-        shares_prompts: sequences in a row whose prompts are the same have it once.
-        max_tokens: of a sequence; None for those of a row.
-        tower: reads attachments; None where there are none.
-        max_units: tokens of attachments of a sequence; 0: as many as it has tokens.
-        num_pieces: into which devices cut each row, C; divides its length.
-        token_arrays: that are recorded with sequences and given to passes; {} for none.
-    """
-
-    num_micro: int
-    micro_rows: int
-    row_tokens: int
-    shares_prompts: bool = False
-    max_tokens: int | None = None
-    tower: Tower | None = None
-    max_units: int = 0
-    num_pieces: int = 1
+    num_micro: int  # A, micro-batches
+    micro_rows: int  # b, rows of a micro-batch; a multiple of data * fsdp * expert
+    row_tokens: int  # T, length of a row
+    shares_prompts: bool = False  # sequences of a row share their prompt's tokens
+    max_tokens: int | None = None  # longest sequence; None for the length of a row
+    tower: Tower | None = None  # reads attachments, if there are any
+    max_units: int = 0  # attachment tokens of a sequence; 0 for as many as it has tokens
+    num_pieces: int = 1  # C, pieces into which devices cut each row; divides its length
+    # Arrays recorded with sequences and passed to the model.
     token_arrays: Mapping[str, TokenArray] = field(default_factory=dict)
 
     @property
@@ -94,67 +83,47 @@ class BatchShape:
         micro_rows: int,
         row_tokens: int,
         shards_with_prompts: int = 0,
-        tower: Tower | None = None,
-        max_units: int = 0,
-        num_pieces: int = 1,
-        token_arrays: Mapping[str, TokenArray] = MappingProxyType({}),
+        **settings: Any,
     ) -> BatchShape:
-        """Room for any `num_sequences` sequences, were each as long as `row_tokens`.
+        """Return a shape with room for any `num_sequences` sequences of up to `row_tokens` tokens.
 
         Args:
-            num_sequences: of a mini-batch.
-            micro_rows: how many such sequences a micro-batch has room for.
-            row_tokens: of the longest.
-            shards_with_prompts: where kernels share prompts, the devices over which rows are split.
-                Each then has one row a micro-batch, as long as all its rows would be: more
+            num_sequences: Sequences of a mini-batch.
+            micro_rows: Sequences of full length that a micro-batch has room for.
+            row_tokens: Length of the longest sequence.
+            shards_with_prompts: Devices over which rows are split, if kernels share prompts; else
+                0. Each then has one row a micro-batch, as long as all its rows would be: more
                 sequences meet others of their prompt, and less of a row is padding. These kernels
-                skip what a token does not read. 0 elsewhere.
-            tower: of the shape.
-            max_units: of the shape.
-            num_pieces: of the shape.
-            token_arrays: of the shape.
+                skip what a token does not read.
+            settings: Further fields of the shape.
         """
-        num_micro = max(-(-num_sequences // micro_rows), 1)
+        shape = cls(
+            num_micro=max(-(-num_sequences // micro_rows), 1),
+            micro_rows=micro_rows,
+            row_tokens=row_tokens,
+            **settings,
+        )
         if not shards_with_prompts:
-            return cls(
-                num_micro=num_micro,
-                micro_rows=micro_rows,
-                row_tokens=row_tokens,
-                tower=tower,
-                max_units=max_units,
-                num_pieces=num_pieces,
-                token_arrays=token_arrays,
-            )
-        return cls(
-            num_micro=num_micro,
+            return shape
+        return dataclasses.replace(
+            shape,
             micro_rows=shards_with_prompts,
             row_tokens=micro_rows // shards_with_prompts * row_tokens,
             shares_prompts=True,
             max_tokens=row_tokens,
-            tower=tower,
-            max_units=max_units,
-            num_pieces=num_pieces,
-            token_arrays=token_arrays,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAttachments:
-    """The attachments of a batch, which stay on the host until their micro-batch is computed.
+    """The attachments of a batch, which stay on the host until their micro-batch is computed."""
 
-    Attributes:
-        tower: reads them.
-        cells: by micro-batch and device, the attachments of the device's own tokens.
-        num_shards: such devices.
-        part: the entry of `PARTS` whose room holds them.
-        num_patches: that is on each device, P.
-    """
-
-    tower: Tower
+    tower: Tower  # reads the attachments
+    # Attachments of a device's own tokens, by micro-batch and device.
     cells: Mapping[tuple[int, int], tuple[Attachment, ...]]
-    num_shards: int
-    part: int
-    num_patches: int
+    num_shards: int  # number of such devices
+    part: int  # entry of `PARTS` whose room holds them
+    num_patches: int  # P, patches on each device
 
     def on_shard(self, micro: int, shard: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
         """Patches `[P, values]` in a dtype, and int32 places `[P, W]`, of one micro-batch."""
@@ -182,14 +151,10 @@ class Packed:
 
 
 def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
-    """Share of tokens for which the output layer must have room, of each micro-batch in use.
+    """Return the room that the output layer needs in each micro-batch in use, one of `QUARTERS`.
 
-    Each is one of `QUARTERS`: no device has loss in more than so many quarters of its tokens.
-
-    Args:
-        packed: the mini-batch.
-        num_shards: among which rows are divided.
-        num_pieces: into which each row is cut.
+    No device has loss in more than that many quarters of its tokens. Rows are split over
+    `num_shards`, each of them into `num_pieces`.
     """
     has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
     if num_pieces > 1:  # a token's logits are where the token before it is
@@ -205,21 +170,13 @@ def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """Sizes of a sequence, for packing.
+    """Sizes of a sequence, for packing."""
 
-    Attributes:
-        length: in tokens; of contexts after the first without the shared ones.
-        prompt: equal for sequences whose contexts begin with the same `num_shared` tokens.
-        num_shared: tokens that another sequence of this prompt, in the same row, has computed.
-        units: tokens of attachments.
-        shared_units: those among the shared tokens.
-    """
-
-    length: int
-    prompt: int
-    num_shared: int = 0
-    units: int = 0
-    shared_units: int = 0
+    length: int  # tokens; contexts after the first count without the shared ones
+    prompt: int  # equal for sequences whose contexts begin with the same `num_shared` tokens
+    num_shared: int = 0  # tokens that another sequence with this prompt computes in the same row
+    units: int = 0  # attachment tokens
+    shared_units: int = 0  # attachment tokens among the shared ones
 
 
 def contexts_of(sequence: TokenSequence) -> list[slice]:
@@ -235,7 +192,7 @@ def arrays_of(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarra
 
 
 def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[Item]:
-    """Finds the length of each sequence and the prefix that it may share.
+    """Find the length of each sequence and the prefix that it may share.
 
     The prefix ends two tokens before the first token with loss: the token right before that one
     predicts it, so each sequence computes its own copy. Two prefixes are the same only if their
@@ -243,7 +200,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
     of them begin with it.
 
     Raises:
-        ValueError: a sequence has several contexts, and the model reads attachments.
+        ValueError: A sequence has several contexts, and the model reads attachments.
     """
     tower = shape.tower
     known: dict[Any, int] = {}
@@ -282,7 +239,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
 def _begins_alike(
     sequence: TokenSequence, context: slice, num_shared: int, shape: BatchShape
 ) -> bool:
-    """True if a context begins as the sequence does, and computes what its own tokens need."""
+    """Return True if a context begins as the sequence does, without a loss on those tokens."""
     own = slice(context.start, context.start + num_shared)
     arrays = [sequence.token_ids, *arrays_of(sequence, shape).values()]
     is_there = all(np.array_equal(x[own], x[:num_shared]) for x in arrays)
@@ -292,15 +249,15 @@ def _begins_alike(
 def assign_rows(
     items: Sequence[Item], row_tokens: int, row_units: int | None = None
 ) -> list[list[int]]:
-    """Packs sequences into rows, first fit, where rows that hold the same prompt come first.
+    """Pack sequences into rows, first fit, where rows that hold the same prompt come first.
 
-    Two orders are tried, and the one with fewer rows is taken: all sequences by falling length, or
-    prompt by prompt and by falling length within each.
+    Of two orders, the one with fewer rows is taken: all sequences by falling length, or prompt by
+    prompt and by falling length within each.
 
     Args:
-        items: the sequences, none of them longer than a row.
-        row_tokens: of a row.
-        row_units: tokens of attachments of a row; None: as many as it has tokens.
+        items: Sizes of the sequences, none of them longer than a row.
+        row_tokens: Tokens of a row.
+        row_units: Attachment tokens of a row; None for as many as it has tokens.
 
     Returns:
         For each row the indices of its sequences, those of a prompt one after another.
@@ -317,7 +274,7 @@ def assign_rows(
 def _first_fit(
     items: Sequence[Item], order: Sequence[int], whole: tuple[int, int]
 ) -> list[list[int]]:
-    """Rows with room for so many tokens, and tokens of attachments."""
+    """Pack in this order into rows with room for so many tokens, and attachment tokens."""
     rows: list[dict[int, list[int]]] = []  # by prompt
     room: list[tuple[int, int]] = []
     for index in order:
@@ -349,12 +306,9 @@ Row = list[tuple[int, int]]
 
 
 def computed(sequence: TokenSequence, item: Item, left_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """The places of a sequence's tokens that a row has, and their positions, int32 `[n]`.
+    """Return places and positions, int32 `[n]`, of the tokens of a sequence that a row computes.
 
-    Args:
-        sequence: of one context or more.
-        item: its sizes.
-        left_out: of its first tokens.
+    The first `left_out` tokens are another sequence's.
     """
     contexts = contexts_of(sequence)
     first = [left_out, *[item.num_shared] * (len(contexts) - 1)]
@@ -367,7 +321,7 @@ def computed(sequence: TokenSequence, item: Item, left_out: int) -> tuple[np.nda
 
 
 def placed(items: Sequence[Item], row: Sequence[int]) -> Row:
-    """The row in which a prompt is computed once, for its first sequence."""
+    """Leave the shared tokens of a prompt out for all but its first sequence in a row."""
     seen: set[int] = set()
     out = []
     for index in row:
@@ -386,20 +340,19 @@ def pack(
     num_counted: int | None = None,
     num_shards: int = 1,
 ) -> Packed:
-    """Packs one mini-batch.
+    """Pack one mini-batch.
 
     Args:
-        sequences: what is trained on.
-        advantages: float32 of each sequence, one, or one for each of its tokens.
-        shape: of the batch.
-        token_fields: further fields of `Batch`, of each sequence its float32 [L]. Without
-            `token_weights` among them these are 0, as where nothing is trained on.
-        num_counted: sampled tokens of the mini-batch, where `sequences` leaves out some that have
-            no signal; theirs alone by default.
-        num_shards: devices that share the rows of a micro-batch; each gets about as many tokens.
+        sequences: Trajectories or demonstrations to train on.
+        advantages: float32 for each sequence, one value or one for each of its tokens.
+        shape: Shape of the batch.
+        token_fields: Further fields of `Batch`, float32 [L] of each sequence. `token_weights` are 0
+            if they are not among them.
+        num_counted: Sampled tokens of the mini-batch, if `sequences` leaves out some.
+        num_shards: Devices that share the rows of a micro-batch; each gets about as many tokens.
 
     Raises:
-        ValueError: a sequence is too long.
+        ValueError: A sequence is too long.
     """
     items = make_items(sequences, shape)
     max_tokens = shape.max_tokens or shape.row_tokens
@@ -445,19 +398,13 @@ def _num_computed(items: Sequence[Item], row: Row) -> int:
 def balance_rows(
     rows: Sequence[Row], items: Sequence[Item], micro_rows: int, num_shards: int
 ) -> tuple[list[Row], list[int]]:
-    """The rows in an order in which every device gets as many of them, and about as many tokens.
+    """Order rows so that every device gets as many of them, and about as many tokens.
 
     A micro-batch's rows are split over the devices in order, so each device's share of all rows is
     chosen first, by largest differencing, and dealt out to the micro-batches.
 
-    Args:
-        rows: the sequences in each row.
-        items: the sequences.
-        micro_rows: rows of a micro-batch, a multiple of `num_shards`.
-        num_shards: devices that share them.
-
     Returns:
-        The rows, empty ones among them so that micro-batches are whole, and each device's tokens.
+        The rows, with empty ones so that micro-batches are whole, and each device's tokens.
     """
     padded = [*rows, *([] for _ in range(-len(rows) % micro_rows))]
     sizes = [_num_computed(items, row) for row in padded]
@@ -482,7 +429,7 @@ def _fill(
     shape: BatchShape,
     token_fields: Mapping[str, Sequence[np.ndarray]],
 ) -> dict[str, Any]:
-    """The fields of `Batch`, `[A * b, T]`."""
+    """Fill the fields of `Batch`, `[A * b, T]`."""
     size = (shape.num_micro * shape.micro_rows, shape.row_tokens)
     if len(rows) > size[0]:
         raise ValueError(
@@ -525,14 +472,13 @@ def _fill(
 def fill_attachments(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> tuple[dict[str, np.ndarray], PackedAttachments | None]:
-    """The arrays of `Tower.arrays` of rows, and their attachments; {} and None without any.
+    """Return the arrays of `Tower.arrays` and the attachments of rows; {} and None without any.
 
-    An attachment is once on a device that has rows with it. The room is the least of `PARTS` that
-    is enough everywhere.
+    A device holds each attachment of its rows once. The room is the least of `PARTS` that is enough
+    on every device.
 
     Raises:
-        ValueError: attachments are not those of a sequence's tokens, or more than there is room
-            for.
+        ValueError: There are more attachments than there is room for.
     """
     tower, b = shape.tower, shape.micro_rows
     if tower is None or not any(sequence.attachments for sequence in sequences):
@@ -576,11 +522,10 @@ def fill_attachments(
 def _on_devices(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> Iterator[tuple[tuple[int, int], Attachment, tuple[int, int, np.ndarray], np.ndarray]]:
-    """Each attachment for each device that has tokens of it.
+    """Yield each attachment for each device that has tokens of it.
 
-    Yields:
-        (Micro-batch, device), the attachment, the indices in `[A, b, T]` of its tokens there, and
-        their indices among all its tokens.
+    With it come (micro-batch, device), the indices in `[A, b, T]` of its tokens there, and their
+    indices among all its tokens.
     """
     tower, b, size = shape.tower, shape.micro_rows, shape.row_tokens // shape.num_pieces
     assert tower is not None

@@ -19,10 +19,7 @@ from jaxrl.utils.callables import NamedFunction
 
 
 def make_policy_loss(method: Method) -> TokenLoss:
-    """The policy loss with its KL and entropy terms; a term that is off adds nothing.
-
-    One function for equal settings, by which its programs are found again.
-    """
+    """Return the policy loss with KL and entropy terms; one function for equal settings."""
     settings = method.loss, method.kl
     return kept(partial(_policy_loss, *settings), name="policy loss", key=settings)
 
@@ -47,7 +44,7 @@ def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
 
         # Not weighted yet: the update multiplies by `token_weights` (minibatches.py).
         values, measured = called(policy_loss)
-        # Of an observation that is trained on, the sampler has no log-probability.
+        # The sampler has no log-probability for an observation that is trained on.
         is_sampled = mask if loss.mask_observations else mask & (batch.rollout_logprobs != 0)
         gap = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
         metrics = {

@@ -1,4 +1,4 @@
-"""Divergence of the policy from its reference, measured once a step and before the update."""
+"""Divergence of the policy from its reference, measured once per step before the update."""
 
 from __future__ import annotations
 
@@ -21,19 +21,13 @@ from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, members, w
 def make_measure(
     score: ScoreStep, mesh: Mesh, shape: BatchShape, method: Method
 ) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
-    """`measure(groups, params, ref_params)` puts a divergence on every scored trajectory.
+    """Return `measure(groups, params, ref_params)`, which adds a divergence to scored trajectories.
 
     A trajectory that has a divergence keeps it. The others are packed into batches of
     `shape.num_sequences` and scored by the program that scores mini-batches. Results may differ in
     the last bits by what a trajectory is packed with.
-
-    Args:
-        score: gives log-probabilities.
-        mesh: splits rows over data, fsdp and expert, and each row's tokens over context.
-        shape: of a mini-batch.
-        method: says how divergences are estimated and what is trained on.
     """
-    # One micro-batch at a time, which is what objectives know.
+    # One micro-batch at a time, which is what objectives take.
     estimate = jax.vmap(partial(kl_estimate, estimator=method.kl.estimator))
 
     def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
@@ -72,7 +66,7 @@ def by_token(
     shape: BatchShape,
     compute: Callable[[Batch, Packed], Sequence[jax.Array]],
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yields the arrays of each trajectory, `[L]`, out of `compute(batch, packed)` `[A, b, T]`."""
+    """Yield the arrays of each trajectory, `[L]`, from `compute(batch, packed)` `[A, b, T]`."""
     for start in range(0, len(trajectories), shape.num_sequences):
         some = trajectories[start : start + shape.num_sequences]
         nothing = np.zeros(len(some), np.float32)
@@ -84,7 +78,7 @@ def by_token(
 def unpack(
     packed: Packed, values: np.ndarray, sequences: Sequence[TokenSequence]
 ) -> list[np.ndarray]:
-    """The values `[A, b, T]` of each sequence `[L]`, in the order in which they were packed.
+    """Unpack values `[A, b, T]` into those of each sequence `[L]`, in packing order.
 
     Tokens that a context repeats from an earlier one get 0: they have no loss.
     """

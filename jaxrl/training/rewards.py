@@ -1,7 +1,7 @@
-"""All that changes a reward after the environment has paid it: length, abstention, KL, entropy.
+"""Reward shaping: length, abstention, KL, entropy.
 
-Each function takes groups and returns them with more reward, and keeps what it added as a part of
-its own name in `reward_parts`. An environment error has no reward, and none is added.
+Each function returns groups with changed rewards, and records its amount in `reward_parts`. An
+environment error has no reward, and none is added.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from jaxrl.types import Columns, Group, members, with_fields
 
 
 def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[Group]:
-    """Groups whose trajectories have so much more reward.
-
-    Args:
-        groups: as they are.
-        part: name under which the amounts are kept.
-        amounts: float [N], in the order of `members`; those of failures are not read.
-    """
+    """Add amounts, float [N] in the order of `members`, to rewards, as the reward part `part`."""
     paid = [
         (
             float(np.float32(t.reward) + np.float32(amount)),
@@ -40,12 +34,9 @@ def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[
 
 
 def shape(groups: Sequence[Group], shaping: Shaping, *, is_late: bool) -> list[Group]:
-    """Adds what abstentions earn and what length costs, before groups are filtered.
+    """Add abstention rewards and length penalties, before groups are filtered.
 
-    Args:
-        groups: with the environment's rewards.
-        shaping: says which of the two there are.
-        is_late: False in the early stage of a method that has one.
+    `is_late` is False in the early stage of a method that has one.
     """
     shaped = list(groups)
     if shaping.boundary_aware:
@@ -74,21 +65,21 @@ def shape(groups: Sequence[Group], shaping: Shaping, *, is_late: bool) -> list[G
 
 
 def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
-    """The KL term's cost of each reward: `coef` times the measured divergence, float64 [N]."""
+    """Return `coef` times the measured divergence of each trajectory, float64 [N]."""
     return np.array(
         [coef * t.required("divergence").total if t.is_scored else 0.0 for t in members(groups)]
     )
 
 
 def charge_kl(groups: Sequence[Group], controllers: Controllers, method: Method) -> list[Group]:
-    """The KL term in the reward, where `kl.place` puts it there."""
+    """Subtract the KL penalty from rewards, if `kl.place` is `reward`."""
     if method.kl.place != "reward":
         return list(groups)
     return add_reward(groups, "kl", -kl_penalties(groups, controllers.kl_coef(method.kl)))
 
 
 def pay_entropy(groups: Sequence[Group], controllers: Controllers, shaping: Shaping) -> list[Group]:
-    """ARES's entropy reward, by difficulty; 0 before the threshold of high entropy is known."""
+    """Add ARES's entropy reward, by difficulty; 0 before the entropy threshold is known."""
     if controllers.coefficients is None:
         return list(groups)
     trajectories = members(groups)

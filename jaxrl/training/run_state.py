@@ -1,4 +1,4 @@
-"""A run under way: what its stages work with, where it stands, and how that is saved."""
+"""State of a run: its components, its progress, and how that is saved."""
 
 from __future__ import annotations
 
@@ -38,35 +38,25 @@ from jaxrl.types import Group, Params, TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage that trains.
-
-    Attributes:
-        num_steps: of the stage.
-        batch_size: trajectories or demonstrations of a mini-batch.
-        optimizer: made of `settings`.
-        schedule: its learning rate, by the steps before.
-        settings: of the optimizer.
-        shape: of mini-batches.
-        update: compiled at its first calls.
-    """
+    """A stage that trains."""
 
     num_steps: int
-    batch_size: int
+    batch_size: int  # trajectories or demonstrations of a mini-batch
     optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
+    schedule: optax.Schedule  # learning rate by the number of updates before
     settings: OptimizerSettings
-    shape: BatchShape
+    shape: BatchShape  # shape of mini-batches
     update: UpdateStep
 
     def newest_rate(self, state: TrainState) -> float:
-        """The learning rate of the newest optimizer step, of the first one where there is none."""
-        # As the update asks: one of the user's own may want an array of JAX.
+        """Return the learning rate of the newest optimizer step, or of the first one."""
+        # An array, as in the update: a custom schedule may need one.
         return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """Objects that the stages work with."""
+    """Objects that the stages use."""
 
     mesh: Mesh
     model: Model
@@ -87,24 +77,19 @@ class Components:
 
     @property
     def num_steps(self) -> dict[str, int]:
-        """The number of steps of each stage that trains."""
+        """Number of steps of each stage that trains."""
         return {name: stage.num_steps for name, stage in self.stages.items()}
 
     @property
     def engine(self) -> Sampler:
-        """The sampler of the run's own model.
-
-        Raises:
-            RuntimeError: a model behind an endpoint plays.
-        """
-        if self.sampler is None:
-            raise RuntimeError(f"{self.external} plays, and nothing samples here. This is a bug.")
+        """The sampler of the run's own model."""
+        assert self.sampler is not None, f"{self.external} plays"
         return self.sampler
 
 
 @dataclass
 class Progress:
-    """State of a run; with the weights, all that a restart needs."""
+    """Progress of a run; with the weights, all that a restart needs."""
 
     step: int = 0  # steps done, over all stages
     stage: str = ""  # the stage under way, or the last one done
@@ -129,49 +114,49 @@ class Progress:
     ledger: Ledger = field(default_factory=Ledger)  # of all that was sampled, evaluations too
 
     def is_passed_by(self, record: Record) -> bool:
-        """True of a record of `metrics.jsonl` about something after this progress."""
+        """Return True if the record is newer than this checkpoint."""
         here = (STAGES.index(self.stage) if self.stage else -1, self.step)
         stage = record.get("stage", "train")
         there = (STAGES.index(stage) if stage in STAGES else len(STAGES), record["step"])
         return there > here or (there == here and self.record is not None)
 
     def is_under_way(self, num_steps: Mapping[str, int]) -> bool:
-        """True in the middle of a stage that trains: its steps are not all done and recorded.
+        """Return True in the middle of a stage that trains.
 
-        `num_steps` has those of each stage of the run that trains.
+        `num_steps` has the number of steps of each stage of the run that trains.
         """
         if self.stage not in num_steps or self.stage_step == 0 or self.stopped_early:
             return False
         return self.record is not None or self.stage_step < num_steps[self.stage]
 
     def is_out_of_patience(self, patience: int) -> bool:
-        """True when so many evaluations have not improved that the stage ends; never with 0."""
+        """Return True if too many evaluations have not improved; never if `patience` is 0."""
         return 0 < patience <= self.best.num_stale
 
     @property
     def has_learned_nothing(self) -> bool:
-        """True in or after a train stage no step of which had an update with a gradient."""
+        """True if no step of the train stage so far had an update with a gradient."""
         return self.stage == "train" and self.stage_step > 0 and self.num_learned == 0
 
     @property
     def whose_weights(self) -> int:
-        """The step whose weights the run holds: the last one, unless the stage stopped early."""
+        """Step whose weights the run holds: the last one, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
 
     def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
-        """Puts into the groups of a checkpoint the images that these name."""
+        """Load the images that the groups of a checkpoint name."""
         self.leftover = with_images(self.leftover)
         if (pending := self.pending) is not None:
             groups, leftover = map(with_images, (pending.groups, pending.leftover))
             self.pending = dataclasses.replace(pending, groups=groups, leftover=leftover)
 
     def give_up_pending(self) -> None:
-        """Drops the groups of the next step; what they cost counts."""
+        """Drop the groups of the next step, and count what they cost."""
         if self.pending is not None:
             self.ledger, self.pending = self.ledger + self.pending.ledger, None
 
     def to_json(self) -> dict[str, Any]:
-        """Converts to plain JSON values."""
+        """Convert to plain JSON values."""
         leftover = serialization.groups_to_json(self.leftover)
         pending = None if self.pending is None else self.pending.to_json()
         record = None if self.record is None else plain_numbers(self.record)
@@ -180,35 +165,31 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
-        """The inverse of `to_json`, for a run of this method."""
-        # Checkpoints of earlier versions name leftover groups `carried` or have none; such runs may
-        # go on with --accept_changes. Groups of another size are of no use, nor is any without
-        # `filter.carry_over`, by which their old log-probabilities are computed.
-        size = method.group_size if method.filter.carry_over else None
-        saved_groups = saved.get("leftover", saved.get("carried", []))
-        leftover = serialization.groups_from_json(
-            group for group in saved_groups if len(group) == size
-        )
-        pending = Collected.from_json(saved["pending"]) if saved.get("pending") else None
-        controllers = Controllers.from_json(saved.get("controllers", {}), method)
-        best = Best(**saved["best"])
+        """Restore what `to_json` returned, for a run of this method."""
         known = {field.name for field in dataclasses.fields(cls)}
-        saved = {"num_learned": saved["stage_step"], **saved}  # older ones did not count
-        kept = {name: value for name, value in saved.items() if name in known}
-        ledger = Ledger.from_json(saved["ledger"]) if "ledger" in saved else Ledger()
-        restored = {"best": best, "controllers": controllers, "leftover": leftover}
-        restored |= {"ledger": ledger, "watched": Watched.from_json(saved.get("watched", {}))}
-        progress = cls(**{**kept, **restored, "pending": pending})
-        shape = [method.group_size] * method.tasks_per_step
-        if pending and not (
-            method.ahead and [len(g.trajectories) for g in pending.groups] == shape
-        ):
-            progress.give_up_pending()
+        fields = {name: value for name, value in saved.items() if name in known}
+        # With --accept_changes the method may have changed. Groups of another size are of no use,
+        # nor is any without `filter.carry_over`, by which their old log-probabilities are computed.
+        size = method.group_size if method.filter.carry_over else None
+        leftover = [group for group in saved["leftover"] if len(group) == size]
+        fields |= {
+            "best": Best(**saved["best"]),
+            "controllers": Controllers.from_json(saved["controllers"], method),
+            "leftover": serialization.groups_from_json(leftover),
+            "pending": Collected.from_json(saved["pending"]) if saved["pending"] else None,
+            "ledger": Ledger.from_json(saved["ledger"]),
+            "watched": Watched.from_json(saved["watched"]),
+        }
+        progress = cls(**fields)
+        if progress.pending is not None:
+            sizes = [len(group.trajectories) for group in progress.pending.groups]
+            if not method.ahead or sizes != [method.group_size] * method.tasks_per_step:
+                progress.give_up_pending()
         return progress
 
 
 OF_CODE = "'s file"
-"""Ends the name of a fingerprint of code that a key names, as in `advantage.name's file`."""
+"""Ends the name of a fingerprint of user code, such as `advantage.name's file`."""
 
 
 RunSuites = Callable[["Session", str, Sequence[str]], tuple[dict[str, float], dict[str, str]]]
@@ -242,7 +223,7 @@ class Session:
     make_notes: Callable[..., TakeNotes] | None = None  # None without `log.tokens`
 
     def begin(self, stage: str) -> bool:
-        """Moves the progress to a stage; False when the checkpoint says it is done."""
+        """Move the progress to a stage; return False if it is done."""
         progress = self.progress
         if progress.stage and STAGES.index(progress.stage) > STAGES.index(stage):
             return False
@@ -256,7 +237,7 @@ class Session:
         return True
 
     def note_steps_beyond(self, num_steps: int) -> None:
-        """Tells a user that the train stage has done more steps than are asked for."""
+        """Report that the train stage has done more steps than `num_steps`."""
         progress = self.progress
         if progress.stage == "train" and progress.stage_step > num_steps:
             self.display.log(
@@ -265,7 +246,7 @@ class Session:
             )
 
     def start_state(self, params: Params) -> TrainState:
-        """A fresh state at the start of a stage, the checkpoint's in its middle."""
+        """Return a new state at the start of a stage, the checkpoint's in its middle."""
         if self.progress.stage_step > 0:
             state = TrainState(params=params, **self.restored.pop("optimizer"))
         else:
@@ -276,7 +257,7 @@ class Session:
         return with_moments_in(state, HOST_MEMORY) if offloads else state
 
     def start_reference(self, params: Params) -> Params | None:
-        """A frozen copy of the policy at the start of the stage, where a KL term needs it."""
+        """Return a frozen copy of the policy at the start of the stage, if a KL term needs it."""
         if not self.components.method.has_reference:
             return None
         if self.progress.stage_step > 0:
@@ -284,7 +265,7 @@ class Session:
         return jax.tree.map(jax.numpy.copy, params)
 
     def end(self, state: TrainState) -> Params:
-        """Exports the parameters, then checkpoints: that tells a restart that the stage is done."""
+        """Export the parameters, then save a checkpoint, which marks the stage as done."""
         self.display.stop()
         self.components.engine.release()
         self.state = state
@@ -294,39 +275,34 @@ class Session:
         return state.params
 
     def evaluate(self, suites: Sequence[str]) -> dict[str, float]:
-        """Metrics of these suites with the engine's weights, in the stage `train`."""
+        """Return metrics of these suites with the engine's weights, in the stage `train`."""
         metrics, _ = self.run_suites(self, "train", suites)
         return metrics
 
     def check_budget(self) -> None:
-        """Ends the run where it has spent what it may, also on the groups of the next step.
-
-        Raises:
-            BudgetSpentError: see `usage.check_budget`.
-        """
+        """Raise `BudgetSpentError` if the budget is spent, counting the next step's groups."""
         pending, limits = self.progress.pending, self.settings.ledger
         spent = self.progress.ledger + self.uncounted + (pending.ledger if pending else Ledger())
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
 
     def count_lost(self, spent: Ledger) -> None:
-        """Counts what lost groups have cost: they are sampled again, and paid for twice."""
+        """Add the cost of lost groups, which will be sampled and paid for again."""
         self.progress.ledger += Ledger(usage=spent.usage)
 
     @property
     def is_last_step(self) -> bool:
-        """True once the steps of a stage that trains are done; its end makes a checkpoint."""
+        """True once all steps of the stage are done; `end` then saves a checkpoint."""
         return self.progress.stage_step >= self.components.num_steps[self.progress.stage]
 
     @property
     def is_checkpoint_due(self) -> bool:
-        """True every so many steps."""
+        """True every `checkpoint.every_steps` steps."""
         return self.progress.stage_step % self.settings.checkpoint.every_steps == 0
 
     def compile_sampler(self) -> None:
-        """Compiles what samples, before the first step; the next record tells how long it took.
+        """Compile the sampler in parallel before the first step, except on a CPU.
 
-        An accelerator's programs take minutes each, and are compiled side by side. Those of a CPU
-        keep its own cores busy, so that each waits until it is needed: few of them may be.
+        A CPU's programs are compiled when first used: few of them may be.
         """
         engine = self.components.engine
         if engine.device.platform == "cpu":
@@ -337,14 +313,14 @@ class Session:
         self.metrics_log.carry("timing_s/compile", time.perf_counter() - started)
 
     def save(self) -> None:
-        """Checkpoints the state at its progress."""
+        """Save a checkpoint of the state and progress."""
         assert self.state is not None
         started = time.perf_counter()
         self.progress.num_records = self.metrics_log.num_records
         self.progress.num_failed = self.failures.num_batches
         self.saved = dataclasses.replace(self.progress)
         self.display.activity(f"saving step {self.progress.step}")
-        give_back()  # what was freed, of an export say, makes room for the copies that are written
+        give_back()  # make room for the copies that are written
         self.checkpointer.save(
             self.progress.step,
             self.state,
@@ -355,11 +331,11 @@ class Session:
         self.metrics_log.carry("timing_s/save_checkpoint", time.perf_counter() - started)
 
     def save_progress(self) -> None:
-        """Saves a stage that ends before its time, unless that is done."""
+        """Save a stage that ends early, unless it is saved."""
         self.display.stop()
         self.count_lost(self.uncounted)
         self.uncounted = Ledger()
-        # Without a state, as in the final evaluation, the newest checkpoint has all that remains.
+        # The final evaluation has no state: the newest checkpoint has all that remains.
         has_state = self.state is not None and self.progress.stage_step > 0
         if has_state and self.progress != self.saved:
             self.save()

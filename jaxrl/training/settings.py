@@ -15,15 +15,7 @@ STAGES = ("sft", "train", "evaluate")
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The section `eval`, and what evaluations read beside it.
-
-    Attributes:
-        correct: the reward part that makes an answer correct.
-        has_python: the model may call `python`.
-        has_results: something answers a turn.
-        section: all of it, for the record.
-        depends_on: every setting that a score depends on.
-    """
+    """The section `eval`, and what evaluations read beside it."""
 
     every_steps: int
     suites: Sequence[str]
@@ -36,11 +28,11 @@ class Evaluation:
     best_metric: str
     patience: int
     min_delta: float
-    correct: str
-    has_python: bool
-    has_results: bool
-    section: Mapping[str, Any]
-    depends_on: Mapping[str, Any]
+    correct: str  # reward part that makes an answer correct
+    has_python: bool  # the model may call `python`
+    has_results: bool  # something answers a turn
+    section: Mapping[str, Any]  # the whole section, for the record
+    depends_on: Mapping[str, Any]  # every setting that a score depends on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +55,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of all stages.
-
-    Attributes:
-        model_path, architecture: what the run begins with, `model.path`, `model.architecture`.
-        trajectories: of a step that are written; -1: all.
-        tokens: with what the update knows of each token.
-        kept_replies: where the replies of an endpoint's model are recorded; "": beside the run;
-            None where they are not.
-        wandb_project: that metrics also go to; "": none.
-        values: the whole configuration as plain values, which a restart compares and W&B shows.
-    """
+    """Settings of all stages."""
 
     stages: tuple[str, ...]
     seed: int
@@ -82,10 +64,10 @@ class Settings:
     evaluation: Evaluation
     checkpoint: Checkpointing
     ledger: Costs
-    model_path: str
-    architecture: str
-    trajectories: int
-    tokens: bool
-    kept_replies: str | None
-    wandb_project: str
-    values: Mapping[str, Any]
+    model_path: str  # `model.path`
+    architecture: str  # `model.architecture`
+    trajectories: int  # number of each step to write; -1 for all
+    tokens: bool  # write per-token values of the update too
+    kept_replies: str | None  # folder of recorded replies of an endpoint; "" for one in the workdir
+    wandb_project: str  # "" for none
+    values: Mapping[str, Any]  # the whole configuration, which a restart compares and W&B shows

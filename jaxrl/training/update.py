@@ -30,12 +30,7 @@ from jaxrl.runtime.sharding import (
     piece_sharding,
     replicated,
 )
-from jaxrl.training.packing import (
-    PARTS,
-    Packed,
-    PackedAttachments,
-    loss_quarters,
-)
+from jaxrl.training.packing import PARTS, Packed, PackedAttachments, loss_quarters
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
@@ -48,7 +43,7 @@ TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, M
 def state_shardings(
     mesh: Mesh, trained: Declared, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Optimizer moments lie like their parameters, counters on every device."""
+    """Return shardings of a state: moments like their parameters, counters on every device."""
     params = param_shardings(mesh, trained)
     whole = replicated(mesh)
     abstract = jax.eval_shape(optimizer.init, trained.abstract_params())
@@ -66,7 +61,7 @@ def state_shardings(
 def init_state(
     params: Params, mesh: Mesh, trained: Declared, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """A fresh optimizer around parameters, which are donated: there is one master copy."""
+    """Initialize the optimizer; parameters are donated, as there is one master copy."""
 
     def init(params: Params) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
@@ -88,7 +83,7 @@ def init_state(
 
 
 def with_moments_in(state: TrainState, memory: str) -> TrainState:
-    """The state with its moments in a kind of memory: `device` or `HOST_MEMORY`."""
+    """Move the moments to a kind of memory: `device` or `HOST_MEMORY`."""
     moved = jax.tree.map(
         lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(memory)), state.opt_state
     )
@@ -96,7 +91,7 @@ def with_moments_in(state: TrainState, memory: str) -> TrainState:
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """A host batch on the mesh; every process holds the whole and gives its own devices' part."""
+    """Put a host batch on the mesh; every process holds all of it and gives its devices' part."""
 
     def put(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
@@ -107,11 +102,8 @@ def put_batch(mesh: Mesh, batch: Batch) -> Batch:
 def put_patches(
     mesh: Mesh, attachments: PackedAttachments, micro: int, dtype: Any
 ) -> dict[str, jax.Array]:
-    """`patches` `[S, P, values]` and `places` `[S, P, W]` of a micro-batch on the mesh.
-
-    A process arranges those of its own devices.
-    """
-    arranged = cache(partial(attachments.on_shard, micro, dtype=dtype))  # each is asked for twice
+    """Put `patches` `[S, P, values]` and `places` `[S, P, W]` of a micro-batch on the mesh."""
+    arranged = cache(partial(attachments.on_shard, micro, dtype=dtype))  # called twice for each
 
     def put(which: int, values: int) -> jax.Array:
         shape = (attachments.num_shards, attachments.num_patches, values)
@@ -132,22 +124,18 @@ class MicroBatches:
     """`sums = micro_batches(params, sums, batch, packed)`: each micro-batch in turn changes `sums`.
 
     Nothing waits for the devices, unless there are attachments. A GPU gets one micro-batch a call,
-    since a loop of a length that its host does not know would make it wait. Elsewhere a call takes
-    as many in a row as need the same room in the output layer: on a CPU each call gets its memory
-    anew, a quarter of its time.
+    since a loop whose length its host does not know would make it wait. Elsewhere a call takes as
+    many in a row as need the same room in the output layer: on a CPU each call allocates its
+    memory again, which takes a quarter of its time.
 
     With attachments a call takes one micro-batch. Its patches go to the devices while the one
-    before it is computed, and no earlier: those of two are there at most.
+    before it is computed, and no earlier, so at most two are there.
     """
 
     def __init__(self, model: Model, name: str, step: Callable[..., Any], key: Hashable = None):
-        """Compiles what each micro-batch does.
+        """Wrap `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
 
-        Args:
-            model: says where all of it lies, and the dtype of patches.
-            name: of the program, for errors.
-            step: `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
-            key: of the step; see `jitted`.
+        `name` and `key` identify the program; see `jitted`.
         """
         self._mesh, self._dtype = model.mesh, model.dtype
         self._recorded = model.architecture.recorded
@@ -184,7 +172,7 @@ class MicroBatches:
         )
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
-        """The sums after the micro-batches of `packed`, which lies on the devices as `batch`."""
+        """Sum over the micro-batches of `packed`, which is on the devices as `batch`."""
         rooms, attachments = loss_quarters(packed, *self._pieces), packed.attachments
         start = 0
         while start < len(rooms):
@@ -205,14 +193,10 @@ class MicroBatches:
 
 
 class ScoreStep:
-    """`score(params, batch, packed) -> float32 [A, b, T]`, log-probabilities of what has loss.
-
-    Attributes:
-        model: whose they are.
-    """
+    """`score(params, batch, packed) -> float32 [A, b, T]`, log-probabilities of what has loss."""
 
     def __init__(self, model: Model, *, temperature: float):
-        """The distribution is that of `temperature`."""
+        """Score under the distribution of `temperature`."""
         self._mesh, self.model, passes = model.mesh, model, model.without_base
 
         def add(
@@ -227,11 +211,11 @@ class ScoreStep:
 
     @property
     def num_programs(self) -> int:
-        """Programs that were compiled so far, or found."""
+        """Number of programs compiled or found so far."""
         return self.add.program.num_programs
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> jax.Array:
-        """Scores `packed`, which lies on the devices as `batch`; 0 for tokens without loss."""
+        """Score `packed`, which is on the devices as `batch`; 0 for tokens without loss."""
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
         return self.add(self.model.whole(params), zeros, batch, packed)
 
@@ -247,7 +231,7 @@ class Sums:
     balance: Any = None  # of `Statistics.balance_weights`; None without that loss
 
     def with_measured(self, metrics: dict[str, Metric], num_tokens: Any, statistics: Any) -> Sums:
-        """Adds what a micro-batch measured."""
+        """Add the measurements of a micro-batch."""
         return replace(
             self,
             metrics={name: metric.combine(metrics[name]) for name, metric in self.metrics.items()},
@@ -256,7 +240,7 @@ class Sums:
         )
 
     def finished_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
-        """Metrics of all micro-batches, and of the model's `statistics`."""
+        """Return metrics of all micro-batches, and of the model's `statistics`."""
         metrics = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
         if statistics is not None:
             measured = statistics.metrics(self.statistics)
@@ -265,10 +249,10 @@ class Sums:
 
 
 class Balance:
-    """The constant part of the balance loss, by passes over a whole mini-batch of their own."""
+    """Load-balancing coefficients, from an extra forward pass over the mini-batch."""
 
     def __init__(self, model: Model):
-        """Takes a policy with statistics."""
+        """`model` must have statistics."""
         self._model, read = model, model.architecture.statistics
         assert read is not None
 
@@ -298,10 +282,7 @@ class Balance:
 
 
 class Gradient:
-    """`gradient(params, batch, packed) -> Sums`; these lie on the devices like the parameters.
-
-    Parameters are those that are trained; the programs get the whole policy's.
-    """
+    """`gradient(params, batch, packed) -> Sums`, on the devices like the trained parameters."""
 
     def __init__(
         self,
@@ -313,17 +294,17 @@ class Gradient:
         balance_coef: float = 0.0,
         shares_programs: bool = False,
     ):
-        """Compiles the gradient of a loss.
+        """Prepare the gradient of a loss.
 
         Args:
-            model: the policy.
-            token_loss: see `TokenLoss`.
-            temperature: of the distribution that was sampled from.
-            entropy_gradient: the loss differentiates through the entropies.
-            balance_coef: of `Statistics.balance_loss`, which is of the whole mini-batch: a pass
-                beforehand counts which experts its tokens reach.
-            shares_programs: with other gradients of this loss in the process, see `jitted`; not
-                where code of the user's is in it, which may be edited meanwhile.
+            model: Policy to differentiate.
+            token_loss: Loss of each token.
+            temperature: Temperature of the distribution that was sampled from.
+            entropy_gradient: Differentiate through the entropies.
+            balance_coef: Coefficient of `Statistics.balance_loss` over the whole mini-batch; an
+                extra pass counts which experts its tokens reach.
+            shares_programs: Share programs with other gradients of this loss, see `jitted`; False
+                for user code, which may be edited meanwhile.
         """
         shardings, read = param_shardings(model.mesh, model.trained), model.architecture.statistics
         key: Hashable = None
@@ -395,7 +376,7 @@ class Gradient:
         self.measure = MicroBatches(model, "update_metrics", measure, key)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
-        """Adds up over the micro-batches of `packed`, which lies on the devices as `batch`."""
+        """Sum over the micro-batches of `packed`, which is on the devices as `batch`."""
         policy, rest = self._model.whole(params), batch.rest
         batch = replace(batch, rest=None)
         # Attachments change no shape of a sum.
@@ -406,10 +387,6 @@ class Gradient:
             balance = self.balance(policy, batch, packed, self._balance_coef)
             sums = replace(sums, balance=balance)
         return self.add(policy, sums, batch, packed)
-
-
-_FLOATS = ("token_weights", "advantages", "rollout_logprobs")
-"""The fields of every batch that are float32."""
 
 
 class UpdateStep:
@@ -425,25 +402,16 @@ class UpdateStep:
         token_loss: TokenLoss,
         optimizer: optax.GradientTransformation,
         *,
-        temperature: float = 1.0,
-        entropy_gradient: bool = False,
-        balance_coef: float = 0.0,
         offload: bool = False,
         shares_programs: bool = False,
+        **settings: Any,
     ):
-        """Takes what `Gradient` does; the optimizer is applied to the float32 master weights.
+        """Take the arguments of `Gradient`; the optimizer updates the float32 master weights.
 
-        With `offload` its moments are on the devices only while it is.
+        With `offload` its moments are on the devices only during the update.
         """
         self._offload = offload
-        self.gradient = Gradient(
-            model,
-            token_loss,
-            temperature=temperature,
-            entropy_gradient=entropy_gradient,
-            balance_coef=balance_coef,
-            shares_programs=shares_programs,
-        )
+        self.gradient = Gradient(model, token_loss, shares_programs=shares_programs, **settings)
         shardings = state_shardings(model.mesh, model.trained, optimizer)
         statistics = model.architecture.statistics
 
@@ -481,7 +449,7 @@ class UpdateStep:
 
     @property
     def num_programs(self) -> int:
-        """Programs that were compiled so far, or found."""
+        """Number of programs compiled or found so far."""
         gradient = self.gradient
         programs = [gradient.begin, gradient.add.program, gradient.measure.program, self.apply]
         if gradient.balance is not None:
@@ -491,15 +459,13 @@ class UpdateStep:
     def __call__(
         self, state: TrainState, batch: Batch, packed: Packed, lr_scale: float | None = None
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """One step by all micro-batches of `packed`, which lies on the devices as `batch`.
+        """Take one step on `packed`, which is on the devices as `batch`.
 
         `lr_scale` is a factor of the learning rate.
         """
         sums = self.gradient(state.params, batch, packed)
         scale = None if lr_scale is None else np.float32(lr_scale)
-        is_scaled = scale is not None
-        if not self._offload:
-            return self.apply(state, sums, scale, variant=is_scaled)
-        state = with_moments_in(state, "device")
-        state, metrics = self.apply(state, sums, scale, variant=is_scaled)
-        return with_moments_in(state, HOST_MEMORY), metrics
+        if self._offload:
+            state = with_moments_in(state, "device")
+        state, metrics = self.apply(state, sums, scale, variant=scale is not None)
+        return (with_moments_in(state, HOST_MEMORY) if self._offload else state), metrics

@@ -30,17 +30,12 @@ def _summed(left: Mapping[str, Number], right: Mapping[str, Number]) -> dict[str
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Requests and their cost.
+    """Requests and their cost."""
 
-    Attributes:
-        attempts: Requests by tool or judge, retries included; each is paid.
-        cost: Cost of all attempts, and of the tokens of a model behind an endpoint, in the unit of
-            `ledger.prices`.
-        policy: Calls, attempts, tokens and their cost, of a model behind an endpoint; {} without.
-    """
-
+    # Requests by tool or judge, retries included; each is paid.
     attempts: Mapping[str, int] = field(default_factory=dict)
-    cost: float = 0.0
+    cost: float = 0.0  # of attempts and an endpoint's tokens, in the unit of `ledger.prices`
+    # Calls, attempts, tokens and cost of an endpoint's model.
     policy: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: Usage) -> Usage:
@@ -57,20 +52,14 @@ class Ledger:
 
     What the policy asked for is a function of weights and seeds, so it repeats with the run. Its
     `usage` depends on caches, servers and clocks.
-
-    Attributes:
-        num_trajectories: Number of trajectories, those with environment errors included.
-        num_calls: Calls by tool or judge; those of the search engine are `search`.
-        observation_tokens: Tokens that the environment inserted.
-        sampled_tokens: Tokens that the policy wrote.
-        usage: Requests that the calls took, and their cost.
     """
 
-    num_trajectories: int = 0
+    num_trajectories: int = 0  # environment errors included
+    # Calls by tool or judge; those of the search engine are `search`.
     num_calls: Mapping[str, int] = field(default_factory=dict)
-    observation_tokens: int = 0
-    sampled_tokens: int = 0
-    usage: Usage = field(default_factory=Usage)
+    observation_tokens: int = 0  # tokens that the environment inserted
+    sampled_tokens: int = 0  # tokens that the policy wrote
+    usage: Usage = field(default_factory=Usage)  # requests that the calls took, and their cost
 
     @classmethod
     def of(

@@ -169,7 +169,7 @@ def test_inversions_are_groups_in_which_a_wrong_answer_earns_as_much(rewards, sh
         for x, is_correct in zip(pair, (True, False), strict=True)
         if x is not None
     ]
-    controllers = Controllers(coefficients=EntropyCoefficients.init())
+    controllers = Controllers(coefficients=EntropyCoefficients())
     got = window_metrics(grouped([*batch, make_failure(task_number=1)]), controllers)
     assert got["entropy/inversions"] == pytest.approx(share, nan_ok=True)
 

@@ -102,12 +102,6 @@ def children(*arguments):
     return printed
 
 
-def test_several_processes_may_use_a_folder_at_the_same_time(tmp_path):
-    several = [(tmp_path, "", "")] * 3
-    children(*several)
-    assert children(*several) == [["found True"]] * 3
-
-
 def test_processes_of_a_job_use_a_folder_that_they_share(tmp_path):
     shared, apart = tmp_path / "shared", (tmp_path / "a", tmp_path / "b")
     for expected in ("found False", "found True"):
@@ -151,18 +145,6 @@ def test_a_folder_that_cannot_be_written_gives_a_warning_and_the_run_compiles(tm
     assert compiled() == "compiled"
 
 
-def test_a_folder_that_vanishes_ends_no_run(tmp_path):
-    folder = tmp_path / "programs"
-    start(str(folder))
-    compiled()
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    folder.write_text("")  # nor can it be made again
-    with warnings.catch_warnings(record=True):
-        assert compiled(4) == "compiled"
-
-
 @contextlib.contextmanager
 def file_limit(num_bytes):
     """Nothing this process writes may be longer, as on a disk that is full."""
@@ -182,21 +164,6 @@ def test_a_full_disk_ends_no_run_and_the_next_start_mends_the_cache(tmp_path):
     assert compiled() == "compiled"
     start(str(tmp_path))
     assert compiled() == "found"
-
-
-def test_the_least_recently_used_make_room(monkeypatch, tmp_path):
-    start(str(tmp_path))
-    compiled(3)
-    [first] = programs(tmp_path)
-    monkeypatch.setattr(compilation_cache, "MAX_BYTES", 3 * first.stat().st_size)
-    start(str(tmp_path))
-    for size in range(4, 9):
-        assert compiled(3) == "found"  # again and again: the others are used once
-        compiled(size)
-        total = sum(path.stat().st_size for path in programs(tmp_path))
-        assert total <= compilation_cache.MAX_BYTES
-        start(str(tmp_path))
-    assert compiled(4) == "compiled"
 
 
 LOWERED = """

@@ -1,17 +1,14 @@
 """Several processes as one job, started by the command as on a cluster."""
 
 import dataclasses
-import json
 import math
 import shutil
 import signal
 import time
-import tracemalloc
 
 import jax
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from jaxrl.envs.base import OutageError, Task, Turn
 from jaxrl.models.hf_weights import load_hf
@@ -58,30 +55,12 @@ def test_gathered_values_arrive_exactly(pair, length):
     assert math.isnan(nan)
 
 
-def test_what_is_gathered_is_held_once_as_bytes(pair):
-    """Beside the values and one text: of a step's trajectories with experts these are gigabytes."""
-    size = 2**24
-    tracemalloc.start()
-    try:
-        assert len(distributed.gather("x" * size)) == 2
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    own, every, texts, values = 2, 2, 1, 2  # the value and its bytes; of both; one; of both
-    assert peak < (own + every + texts + values + 0.5) * size
-
-
 @pytest.mark.parametrize("length", [0, 2**31 - 1, 2**31, 3_000_000_000, 5_000_000_000])
 def test_lengths_beyond_32_bits_arrive(pair, length):
     assert distributed._gather_lengths(length) == [length, length]
 
 
 SAMPLING = Sampling(group_size=1, temperature=1.0, top_p=1.0, seeds=Seeds(seed=0, stage=0, step=0))
-
-
-def test_groups_that_go_on_are_for_one_process(pair):
-    with pytest.raises(ValueError, match=r"config\.filter\.unfinished_tasks is 1.* 2 processes"):
-        SharedRollout(lambda *_: [])([], dataclasses.replace(SAMPLING, unfinished=1))
 
 
 def test_gathered_trajectories_arrive_bit_for_bit(pair):
@@ -156,62 +135,6 @@ def runs(tiny_world, tmp_path_factory, environment):
     return folder / "1", folder / "2"
 
 
-@pytest.mark.slow(instead="runtime/test_distributed.py::test_two_processes_take_the_steps_of_one")
-def test_two_processes_do_what_one_does(runs):
-    one, two = ([lasting_anywhere(record) for record in records(workdir)] for workdir in runs)
-    assert [r["step"] for r in one] == [r["step"] for r in two]
-    for stage, steps in (("sft", 10), ("train", 6)):
-        pairs = [(a, b) for a, b in zip(one, two, strict=True) if a["stage"] == stage]
-        assert len(pairs) == steps
-        assert_close(*pairs[0], 1e-5)
-        for a, b in pairs:
-            assert_close(a, b, 1e-3)
-
-
-@pytest.mark.slow(instead="runtime/test_distributed.py::test_two_processes_take_the_steps_of_one")
-def test_two_processes_leave_what_one_leaves(runs):
-    one, two = runs
-    files = [
-        sorted(path.relative_to(run) for path in run.rglob("*") if "checkpoints" not in path.parts)
-        for run in (one, two)
-    ]
-    # TensorBoard puts the time into the name.
-    files = [[path for path in paths if path.parts[0] != "tensorboard"] for paths in files]
-    assert files[0] == files[1]
-    evaluations = [json.loads((run / "eval/evaluate_15.json").read_text()) for run in runs]
-    assert evaluations[0] == evaluations[1]
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
-        load_hf(one / "export"),
-        load_hf(two / "export"),
-    )
-
-
-@pytest.mark.slow(instead="runtime/test_distributed.py::test_two_processes_take_the_steps_of_one")
-def test_two_processes_train_an_adapter_as_one_does(tiny_world, tmp_path, environment):
-    changes = {
-        "model.lora.rank": 4,
-        "model.lora.base_dtype": "int8",
-        **SEED,
-        "loss.entropy_coef": 0.1,  # a gradient at every step, whatever the rewards are
-    }
-    for num in (1, 2):
-        job = Processes(tiny_world, tmp_path / str(num), environment, num, **changes)
-        codes, errors = job.wait()
-        assert codes == [0] * num, errors
-    one, two = ([lasting_anywhere(r) for r in records(tmp_path / num)] for num in "12")
-    for a, b in zip(one, two, strict=True):
-        assert_close(a, b, 1e-3)
-    before, after = (
-        safetensors.numpy.load_file(tmp_path / num / "adapter" / "adapter_model.safetensors")
-        for num in "12"
-    )
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        np.testing.assert_allclose(value, after[name], atol=1e-4, err_msg=name)
-        assert value.any(), name
-
-
 def wait_for(condition, process, timeout_s=200):
     until = time.monotonic() + timeout_s
     while not condition():
@@ -281,36 +204,3 @@ def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
     jax.tree.map(
         np.testing.assert_array_equal, load_hf(workdir / "export"), load_hf(runs[1] / "export")
     )
-
-
-@pytest.mark.slow(instead="runtime/test_versions.py::test_a_process_with_other_settings_is_refused")
-def test_processes_with_other_data_or_settings_are_refused_by_name(
-    tiny_world, tmp_path, environment
-):
-    other = shutil.copytree(tiny_world, tmp_path / "world")
-    with (other / "questions_train.jsonl").open("a") as file:
-        file.write("\n")
-    changes = {
-        "optimizer.lr": 0.5,
-        "tasks.train.source": other / "questions_train.jsonl",
-        "sft.source": other / "demonstrations.jsonl",  # the same in another place
-    }
-    job = Processes(tiny_world, tmp_path / "run", environment, of_the_last=changes)
-    codes, errors = job.wait(120)
-    assert codes == [1, 1], errors
-    told = (
-        "error: the processes of the job are not alike: config.optimizer.lr is 0.0001 in process 0 "
-        "and 0.5 in process 1; the content of config.tasks.train.source differs between the "
-        "processes 0 and 1. Start all"
-    )
-    assert any(told in error for error in errors), errors
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.minutes
-def test_a_mistake_ends_all_processes_with_its_message(tiny_world, tmp_path, environment):
-    changes = {"mesh.tensor": 2, "mesh.data": 1}
-    codes, errors = Processes(tiny_world, tmp_path / "run", environment, **changes).wait(60)
-    assert codes == [1, 1] or sorted(codes) == [1, EXIT_LOST]
-    assert any("config.mesh.tensor=2 would span several processes" in error for error in errors)
-    assert not (tmp_path / "run").exists()

@@ -1,12 +1,11 @@
 import math
-import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from jaxrl.runtime.preemption import EXIT_TRY_AGAIN, Best, stop_on_signals, update_best
+from jaxrl.runtime.preemption import EXIT_TRY_AGAIN, Best, update_best
 
 
 def test_best_and_patience_by_hand():
@@ -85,15 +84,6 @@ def test_a_signal_while_the_command_is_loaded(number):
     assert ended_while_loading(number, "jaxrl.launch", "ml_collections") == (EXIT_TRY_AGAIN, told)
 
 
-@pytest.mark.parametrize(
-    ("module", "loads"),
-    [("extras.chat.__main__", "jax"), ("extras.view.__main__", "jaxrl.utils.files")],
-)
-def test_a_signal_while_a_command_is_loaded_that_saves_nothing(module, loads):
-    ended = ended_while_loading(signal.SIGINT, f"jaxrl.{module}", loads)
-    assert ended == (130, "SIGINT: ended\n")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_ends_also_where_python_gets_no_turn(number):
     process = start_work(500_000_000)
@@ -110,20 +100,3 @@ def test_before_the_run_there_is_nothing_to_wait_for():
     output, errors = process.communicate(timeout=30)
     assert (process.returncode, output) == (EXIT_TRY_AGAIN, "")
     assert errors == "SIGINT: ended before the first step; there is nothing to save\n"
-
-
-def test_handlers_are_put_back():
-    def handler(*_):
-        pass
-
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        with stop_on_signals() as should_stop:
-            assert not should_stop()
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_the_code_is_the_one_of_sysexits():
-    assert EXIT_TRY_AGAIN == os.EX_TEMPFAIL

@@ -51,13 +51,6 @@ def refused(workdir, contents=None, **changes):
     return [change.key for change in found if not change.is_free]
 
 
-def test_nothing_began_without_a_checkpoint(tmp_path):
-    assert read_record(tmp_path) is None
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.json").write_text("{")
-    assert read_record(tmp_path) is None
-
-
 def test_the_same_again_is_no_change(tmp_path):
     begin(tmp_path)
     begun = read_record(tmp_path)
@@ -69,18 +62,11 @@ def test_the_same_again_is_no_change(tmp_path):
     ("key", "value"),
     [
         ("optimizer.lr", 1e-3),
-        ("tasks.train.source", "data/other.jsonl"),
         ("reward.weights", {"f1": 1.0}),
-        ("shaping.overlong_buffer", 10),
         ("model.path", "models/other"),
-        ("model.dtype", "bfloat16"),
         ("seed", 7),
-        ("prompt.system", "Search."),
         ("env.search.protocol", "bapo"),
-        ("search.local.topk", 5),
         ("advantage.name", "rloo"),
-        ("loss.clip_high", 0.28),
-        ("kl.adaptive.target", 0.2),
         ("rollout.group_size", 4),
         ("sft.optimizer.lr", 1e-3),
     ],
@@ -101,18 +87,11 @@ def test_another_experiment_needs_consent(tmp_path, key, value):
     ("key", "value"),
     [
         ("num_steps", 500),
-        ("log.trajectories", -1),
         ("checkpoint.every_steps", 3),
-        ("eval.every_steps", 5),
         ("mesh.fsdp", 2),
         ("rollout.num_rows", 8),
         ("optimizer.micro_rows", 4),
-        ("filter.max_batches", 0),
         ("search.http.url", "http://elsewhere:8000/retrieve"),
-        ("model.experts", "xla"),
-        ("images.cache_mib", 8.0),
-        ("search.http.key_env", "OTHER_KEY"),
-        ("search.web.key_env", "OTHER_KEY"),
         ("sft.num_steps", 3),  # no stage of this run
     ],
 )
@@ -190,21 +169,6 @@ class TestContents:
         other = {**CONTENTS, "tasks.train.source": "xx"}
         assert refused(tmp_path, other, **moved) == ["tasks.train.source"]
 
-    def test_files_that_no_stage_reads_now_are_left_out(self, tmp_path):
-        begin(tmp_path)
-        now = {name: value for name, value in CONTENTS.items() if not name.startswith("tasks")}
-        assert changes_since(read_record(tmp_path), configured(), now) == []
-
-    def test_runs_that_knew_of_none(self, tmp_path):
-        begin(tmp_path, position={"config": {}})
-        begun = read_record(tmp_path)
-        assert changes_since(begun, configured(), CONTENTS) == []
-        write_history(tmp_path, begun, [], CONTENTS, ["train"])  # from now on it does
-        assert read_record(tmp_path).contents == CONTENTS
-        assert refused(tmp_path, {**CONTENTS, "search.local.corpus": "xx"}) == [
-            "search.local.corpus (content)"
-        ]
-
 
 class TestOlderRuns:
     def test_without_newer_keys(self, tmp_path):
@@ -225,7 +189,7 @@ class TestOlderRuns:
         with pytest.raises(ValueError, match=told):
             read_record(tmp_path)
         begun = read_record(tmp_path, is_accepted=True)
-        assert "another version of jaxrl began" in begun.warnings[0]
+        assert "keys that this version does not have" in begun.warnings[0]
         [change] = changes_since(begun, configured(), CONTENTS)
         assert (str(change), change.is_free) == ("config.rollout.num_slots: 8 -> None", False)
         # From then on the workdir is of this version, also before its next checkpoint.
@@ -247,7 +211,7 @@ class TestOlderRuns:
             with pytest.raises(ValueError, match=told):
                 check_fixed(tmp_path, begun, flatten(config), ["model.lora.rank"])
 
-    @pytest.mark.parametrize("damage", [None, "", "[]", "{", "nu\xff", "[" * 100_000])
+    @pytest.mark.parametrize("damage", [None, "[]", "{", "nu\xff", "[" * 100_000])
     def test_a_lost_configuration_does_not_switch_the_guard_off(self, tmp_path, damage):
         begin(tmp_path)
         path = tmp_path / "config.json"
@@ -256,20 +220,17 @@ class TestOlderRuns:
         else:
             path.write_text(damage, encoding="latin-1")
         [warning] = read_record(tmp_path).warnings
-        assert warning.startswith(f"warning: {path} ")
+        assert warning.startswith(f"warning: {path} is missing or cannot be read (")
         assert warning.endswith("checkpoint 40 tells how the run was configured")
         assert refused(tmp_path) == []
         assert refused(tmp_path, seed=7) == ["seed"]
-
-    def test_an_empty_configuration_neither(self, tmp_path):
-        begin(tmp_path)
-        (tmp_path / "config.json").write_text("{}")
+        path.write_text("{}")
         assert refused(tmp_path, seed=7) == ["seed"]
 
     def test_nothing_tells(self, tmp_path):
         begin(tmp_path, position={})
         (tmp_path / "config.json").write_text("{")
-        with pytest.raises(ValueError, match=r"config.json cannot be read .* --accept_changes"):
+        with pytest.raises(ValueError, match=r"cannot be read .* --accept_changes"):
             read_record(tmp_path)
         begun = read_record(tmp_path, is_accepted=True)
         assert begun.warnings[0].endswith("nothing tells how the run was configured")
@@ -287,8 +248,9 @@ class TestHistory:
         write_history(tmp_path, begun, [], CONTENTS, ["train"])
         changes = changes_since(begun, configured(seed=7, num_steps=7), CONTENTS)
         write_history(tmp_path, begun, changes, CONTENTS, ["train"])
-        [first, second], bad = read_history(tmp_path)
-        assert (first["step"], first["changes"], first["contents"], bad) == (0, {}, CONTENTS, [])
+        [first, second], num_damaged = read_history(tmp_path)
+        assert (first["step"], first["changes"], num_damaged) == (0, {}, 0)
+        assert first["contents"] == CONTENTS
         assert second["changes"] == {
             "seed": {"before": 0, "now": 7},
             "num_steps": {"before": 100, "now": 7},
@@ -311,26 +273,20 @@ class TestHistory:
         write_history(tmp_path, begun, changes, other, ["evaluate"])
         assert refused(tmp_path, CONTENTS) == []
 
-    def test_a_lost_history_is_told(self, tmp_path):
+    def test_a_lost_or_damaged_history_is_reported(self, tmp_path):
         begin(tmp_path)
-        (tmp_path / resume.HISTORY).unlink()
-        [warning] = read_record(tmp_path).warnings
-        assert warning.endswith("is missing: earlier changes are forgotten")
-
-    def test_damaged_lines_are_named(self, tmp_path):
+        file = tmp_path / resume.HISTORY
+        file.unlink()
+        assert f"{file} is missing or has damaged lines" in read_record(tmp_path).warnings[0]
         write_history(tmp_path, None, [], CONTENTS, ["train"])
-        with (tmp_path / resume.HISTORY).open("ab") as file:
-            file.write(b'no\n{"changes": {}, "contents": "none"}\n{"changes": ')
-        begin(tmp_path)
+        with file.open("ab") as history:
+            history.write(b'no\n{"changes": {}, "contents": "none"}\n{"changes": ')
         begun = read_record(tmp_path)
-        assert begun.warnings == [
-            f"warning: {tmp_path / resume.HISTORY}:{number} is no line of it"
-            for number in (2, 3, 4)
-        ]
+        assert f"{file} is missing or has damaged lines" in begun.warnings[0]
         changes = changes_since(begun, configured(seed=7))
         write_history(tmp_path, begun, changes, CONTENTS, ["train"])
-        lines, bad = read_history(tmp_path)
-        assert (len(lines), bad) == (2, [2, 3, 4])
+        lines, num_damaged = read_history(tmp_path)
+        assert (len(lines), num_damaged) == (2, 3)
 
 
 LINE = {"number": 1, "sign": "bad", "from_step": 7, "to_step": 4, "lr_scale": 0.5}

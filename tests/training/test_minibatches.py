@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 from jaxrl.training.controllers import (
-    AdaptiveKL,
     Controllers,
     DifficultyBuckets,
     EntropyThreshold,
     KLBudget,
 )
-from jaxrl.training.method import has_kl_loss, takes_own_logprobs
 from jaxrl.training.minibatches import (
     as_trained,
     keeper,
@@ -114,20 +112,6 @@ def test_values_of_tokens_stand_beside_their_tokens(num_shards):
         assert half.num_counted == sum(int(trajectories()[i].loss_mask.sum()) for i in packed)
 
 
-def test_what_has_no_signal_takes_its_values_along():
-    # Without a KL term in the loss, trajectories 1, 2 and 7 need not be trained on.
-    method = method_with(**{"kl.coef": 0.1, "kl.place": "reward", "optimizer.num_epochs": 2})
-    (batch,) = make_minibatches(
-        groups([1.0, 0.0, 0.0, 2.0, -1.0, 5.0, 3.0, 0.0]), SHAPE, method, controllers=Controllers()
-    )
-    for place, index in enumerate([0, 3, 4, 6]):
-        got = gather(batch.batch, batch.batch.old_logprobs, place)
-        np.testing.assert_array_equal(got, tagged(1)[index])
-    assert batch.batch.ref_logprobs is None  # the penalty is in the reward
-    assert batch.batch.segment_ids.max() == 4
-    assert batch.num_counted == sum(int(t.loss_mask.sum()) for t in trajectories() if t.is_scored)
-
-
 def test_the_tokens_of_a_turn_carry_its_advantage():
     # The first adds up to nothing and is trained on all the same; the second has no signal.
     lengths = [[1, 2, 1], [3], [2, 2], [1]]
@@ -206,29 +190,6 @@ def test_a_mini_batch_without_anything_keeps_its_fields():
         assert not value.any()
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, True),
-        ({"kl.coef": 0.1, "kl.anchor": "old"}, True),
-        ({"optimizer.num_minibatches": 2}, False),
-        ({"optimizer.num_epochs": 2}, False),
-        ({"filter.name": "varied"}, True),
-        ({"filter.name": "varied", "filter.carry_over": True}, False),
-    ],
-    ids=str,
-)
-def test_who_takes_its_own_logprobs_for_the_old(changes, expected):
-    method = method_with(**changes)
-    assert takes_own_logprobs(method.optimizer, method.filter) == expected
-
-
-def test_a_kl_term_is_in_the_loss_or_not():
-    assert not has_kl_loss(method_with().kl)
-    assert has_kl_loss(method_with(**{"kl.coef": 0.1}).kl)
-    assert not has_kl_loss(method_with(**{"kl.coef": 0.1, "kl.place": "reward"}).kl)
-
-
 def test_what_a_filter_of_trajectories_says_is_checked():
     def method(function):
         chosen = NamedFunction(
@@ -300,30 +261,6 @@ def test_a_second_chance_for_wrong_answers_to_easy_tasks():
     got = token_kl_weights(batch, controllers, method.kl)
     scales = [0.67, 1, 1, 1]
     np.testing.assert_allclose(got, np.outer(scales, np.full(4, 0.01)), rtol=1e-6)
-
-
-def test_a_moving_coefficient_is_every_token_s():
-    method = weighed(**{"kl.controller": "adaptive"})
-    controllers = Controllers(kl=AdaptiveKL(0.03))
-    got = token_kl_weights([make_trajectory(length=5)], controllers, method.kl)
-    np.testing.assert_array_equal(got, [np.full(5, 0.03, np.float32)])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"kl.coef": 0.0},
-        {"kl.place": "reward"},
-        {"kl.place": "reward", "kl.controller": "adaptive"},
-    ],
-    ids=str,
-)
-def test_without_need_there_are_no_weights(changes):
-    method = weighed(**changes)
-    controllers = Controllers.init(method)
-    [packed] = make_minibatches(groups(), SHAPE, method, controllers=controllers)
-    assert packed.batch.kl_weights is None
 
 
 # On the device.

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 from jaxrl.builders import method
-from jaxrl.runtime.compilation import forget_if_edited
 from jaxrl.training.optimizer import learning_rate, make_optimizer
 from tests.helpers import resolved, settings, tiny_params
 
@@ -57,35 +56,6 @@ def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
     made = optimizer_settings(6, lr=8.0, warmup_steps=2, schedule="my_schedule.halved")
     rate = learning_rate(made)
     np.testing.assert_allclose([rate(step) for step in range(6)], [4, 8, 8, 8, 4, 4])
-
-
-def test_a_schedule_of_ones_own_is_asked_anew(monkeypatch, tmp_path):
-    """What it calls may have been edited and loaded again between two runs of a process."""
-    (tmp_path / "scale.py").write_text("OF_PEAK = 1.0")
-    (tmp_path / "scaled.py").write_text(
-        "import scale\n\ndef schedule(peak):\n"
-        "    rate = scale.OF_PEAK * peak\n    return lambda step: rate\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def change():
-        made = optimizer_settings(6, lr=0.5, warmup_steps=0, schedule="scaled.schedule")
-        optimizer, params = make_optimizer(made), {"x": jnp.zeros(1)}
-        changes, _ = optimizer.update({"x": jnp.ones(1)}, optimizer.init(params), params)
-        return float(changes["x"][0])
-
-    assert change() == pytest.approx(-0.5, rel=1e-3)
-    monkeypatch.setattr("scale.OF_PEAK", 0.25)
-    assert change() == pytest.approx(-0.125, rel=1e-3)
-
-
-def test_equal_settings_have_one_optimizer_until_jaxrl_is_edited(monkeypatch):
-    first, second = (make_optimizer(optimizer_settings(6, lr=0.5)) for _ in range(2))
-    assert first is second
-    forget_if_edited()
-    monkeypatch.setattr("jaxrl.training.optimizer.constant", lambda peak: lambda step: peak / 2)
-    forget_if_edited()
-    assert make_optimizer(optimizer_settings(6, lr=0.5)) is not first
 
 
 def test_adamw_by_hand():

@@ -111,15 +111,6 @@ def test_two_in_a_row_by_hand():
     assert batch.ref_logprobs is None
 
 
-def test_only_micro_batches_in_use_count():
-    shape = BatchShape.for_sequences(9, micro_rows=4, row_tokens=10)
-    assert shape == BatchShape(num_micro=3, micro_rows=4, row_tokens=10)
-    packed = pack([sequence([0, 1])] * 9, np.ones(9), shape)
-    assert packed.batch.token_ids.shape == (3, 4, 10)
-    assert packed.num_micro == 1  # five in a row, two rows
-    assert packed.padding == pytest.approx(1 - 18 / 40)
-
-
 def test_room_for_any_sequences():
     assert BatchShape.for_sequences(0, micro_rows=4, row_tokens=8).num_micro == 1
     shape = BatchShape.for_sequences(5, micro_rows=2, row_tokens=3)

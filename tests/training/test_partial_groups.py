@@ -7,11 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.objectives.advantages import ESTIMATORS, advantages_of_subsets
-from jaxrl.training import rewards
-from jaxrl.training.collect import _Batches, _filter_groups, _metrics
-from jaxrl.training.controllers import Controllers
-from jaxrl.training.minibatches import make_minibatches
-from jaxrl.training.packing import BatchShape
+from jaxrl.training.collect import _filter_groups, group_metrics
 from jaxrl.types import Columns, Group, GroupStats, members, with_fields
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import estimator, method_with
@@ -140,48 +136,7 @@ def test_filters_see_what_is_left(changes):
     assert len(counts) > 1  # it has work to do
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("seed", range(5))
-def test_shaping_pays_by_what_is_left(is_late, seed):
-    changes = {"shaping.boundary_aware": True, "shaping.abstention_rate": 0.3}
-    changes |= {"shaping.overlong_buffer": 4, "shaping.overlong_max_tokens": 6}
-    method = method_with(**changes)
-    groups = drawn(seed)
-    abstain = [bool((t.sample_index + seed) % 3 == 0) for t in members(groups)]
-    groups = with_fields(groups, is_abstention=abstain)
-    got = scored(rewards.shape(groups, method.shaping, is_late=is_late))
-    alone = members(rewards.shape(left(groups), method.shaping, is_late=is_late))
-    assert [t.reward for t in got] == [t.reward for t in alone]
-    assert [t.reward_parts for t in got] == [t.reward_parts for t in alone]
-
-
-@pytest.mark.parametrize(
-    "aggregation",
-    ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"],
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_mini_batch_is_weighed_by_what_is_left(aggregation, seed):
-    changes = {"loss.aggregation": aggregation, "rollout.tasks_per_step": NUM_GROUPS,
-               "optimizer.num_minibatches": NUM_GROUPS, "rollout.group_size": SIZE}  # fmt: skip
-    method = method_with(**changes)
-    groups = drawn(seed)
-    groups = with_fields(groups, advantage=[float(t.is_scored) for t in members(groups)])
-    shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=64)
-    controllers = Controllers.init(method)
-    whole = make_minibatches(groups, shape, method, controllers=controllers)
-    assert len(whole) == NUM_GROUPS
-    for packed, group in zip(whole, groups, strict=True):
-        assert packed.num_counted == sum(t.num_sampled for t in group.scored)
-        total = float(np.sum(packed.batch.token_weights))
-        if aggregation in ("token-mean", "seq-mean-token-mean"):
-            assert total == pytest.approx(1.0 if group.scored else 0.0)
-        mean = packed.num_counted / max(len(group.scored), 1)
-        if aggregation == "seq-mean-token-sum":
-            assert total == pytest.approx(mean)
-
-
 def test_partial_groups_are_counted():
-    method = method_with(**{"rollout.group_size": 2})
     made = lambda *kinds: Group(  # noqa: E731
         trajectories=tuple(make(sample_index=i) for i, make in enumerate(kinds))
     )
@@ -191,7 +146,6 @@ def test_partial_groups_are_counted():
         made(make_failure, make_trajectory),
         made(make_failure, make_failure),  # failed as a whole, which filter/failed_share tells
     ]
-    batches = _Batches(num_tasks_taken=4, kept=groups, tried=[*map(GroupStats.of, groups)])
-    metrics = _metrics(batches, (), num_leftover_before=0, num_leftover=0, method=method)
+    metrics = group_metrics([*map(GroupStats.of, groups)], 2)
     assert metrics["rollout/partial_groups"] == 2
     assert metrics["filter/failed_share"] == 0.25

@@ -77,13 +77,6 @@ def test_divergences_are_those_of_all_logits(estimator, mask_observations):
         assert abs(found.total) > 0.1
 
 
-def test_only_failures_have_no_divergence():
-    lost = grouped([make_failure(), make_failure()])
-    method = method_with(**{"kl.coef": 0.1})
-    [group] = make_measure(score(), MESH, SHAPE, method)(lost, *policies())
-    assert [t.divergence for t in group.trajectories] == [None, None]
-
-
 def test_what_was_measured_for_a_filter_is_not_measured_again():
     def scores_nothing(*_):
         raise AssertionError("scored again")

@@ -104,15 +104,6 @@ def test_the_penalty_has_the_coefficient_as_it_stands():
     assert [t.reward for t in got] == [-3.0, 0.0, -1.75]
 
 
-def test_a_term_in_the_loss_costs_no_reward():
-    assert charge_kl(STRAYED, Controllers(), method_with(**{"kl.coef": 0.5})) == STRAYED
-
-
-def test_what_was_not_measured_is_a_bug_and_not_free():
-    with pytest.raises(RuntimeError, match="a trajectory of task 't0' has no divergence"):
-        kl_penalties(BATCH, 0.5)
-
-
 # Entropy.
 
 entropy_method = partial(method_with, **{"shaping.entropy_reward": True})

@@ -9,7 +9,6 @@ import pytest
 
 from jaxrl.data.serialization import to_json
 from jaxrl.training.collect import Collected
-from jaxrl.training.controllers import Controllers
 from jaxrl.training.run_state import Progress, Session
 from jaxrl.training.usage import Ledger
 from jaxrl.types import GroupStats, members
@@ -19,26 +18,16 @@ from tests.episodes import grouped, make_trajectory
 method_with = partial(helpers.method_with, **{"rollout.tasks_per_step": 1, "rollout.group_size": 4})
 
 
-def test_a_checkpoint_from_before_there_were_controllers_is_read():
-    method = method_with(**{"shaping.boundary_aware": True})
-    saved = Progress(step=3, stage="train").to_json()
-    del saved["controllers"], saved["leftover"]
-    read = Progress.from_json(saved, method)
-    assert (read.step, read.controllers) == (3, Controllers.init(method))
-
-
-@pytest.mark.parametrize("name", ["leftover", "carried"])  # older checkpoints say "carried"
 @pytest.mark.parametrize(
     ("changes", "count"),
     [({}, 1), ({"rollout.group_size": 8}, 0), ({"filter.carry_over": False}, 0)],
     ids=str,
 )
-def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count, name):
+def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count):
     method = method_with(**{"filter.name": "varied", "filter.carry_over": True} | changes)
     [group] = grouped(make_trajectory(sample_index=i) for i in range(4))
     saved = Progress(leftover=[group]).to_json()
     assert saved["leftover"][0][0] == to_json(group.trajectories[0])
-    saved[name] = saved.pop("leftover")
     read = Progress.from_json(saved, method).leftover
     assert len(read) == count
     for trajectory, wanted in zip(members(read), group.trajectories if count else (), strict=True):

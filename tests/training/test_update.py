@@ -11,16 +11,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.envs.base import Outcome, Task
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.output import QUARTERS, chunks_of
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
-from jaxrl.training.controllers import Controllers
-from jaxrl.training.minibatches import make_minibatches
-from jaxrl.training.packing import BatchShape, loss_quarters, pack
+from jaxrl.training.packing import BatchShape, loss_quarters
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.reference_kl import unpack
 from jaxrl.training.update import (
@@ -30,8 +27,7 @@ from jaxrl.training.update import (
     put_batch,
     with_moments_in,
 )
-from jaxrl.types import Batch, Trajectory
-from tests.episodes import grouped
+from jaxrl.types import Batch
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
@@ -50,14 +46,13 @@ from tests.helpers import (
     shapes_in,
     sharing_prompts,
     tiny_params,
-    weigh,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
-GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
+
 LONGEST = 32
 SCALE = 24
 CHUNK_TOKENS = 12
@@ -311,72 +306,7 @@ def test_scores_of_a_shared_prompt_are_those_of_whole_sequences(score, params, s
         np.testing.assert_allclose(shared, whole, rtol=2e-6)
 
 
-def as_trajectory(sequence, task_number, advantage=1.0, outcome=Outcome.ANSWERED):
-    length = len(sequence.token_ids)
-    return Trajectory(
-        token_ids=sequence.token_ids,
-        loss_mask=sequence.loss_mask,
-        rollout_logprobs=sequence.rollout_logprobs,
-        rollout_entropies=np.zeros(length, np.float32),
-        policy_versions=np.zeros(length, np.int32),
-        prompt_length=int(sequence.loss_mask.argmax()),
-        sample_index=0,
-        task=Task(id=str(task_number), question="", answers=()),
-        turns=(),
-        outcome=outcome,
-        advantage=float(advantage),
-    )
-
-
-def minibatch_method(mode, **changes):
-    sizes = {"rollout.tasks_per_step": 4, "rollout.max_response_tokens": SCALE}
-    return method_with(**sizes, **{"loss.aggregation": mode}, **changes)
-
-
 SHAPE = BatchShape(num_micro=4, micro_rows=2, row_tokens=36)
-
-
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences):
-    # Groups 0 and 2 are all right or all wrong; the last trajectory's search engine broke.
-    advantages = np.array([s.advantage for s in sequences], np.float32)
-    advantages[[0, 1, 4, 5]] = 0
-    outcomes = [Outcome.ANSWERED] * 7 + [Outcome.ENVIRONMENT_ERROR]
-    rows = zip(sequences, GROUPS, advantages, outcomes, strict=True)
-    groups = grouped(as_trajectory(*row) for row in rows)
-    old = [s.old_logprobs for s in sequences]
-
-    def gradient(packed, members):
-        batch = packed.batch
-        scored = scatter(batch, [old[index] for index in members])
-        batch = replace(batch, old_logprobs=scored, ref_logprobs=scored)
-        return gradients[CLIP](params, batch, packed.num_micro)[0]
-
-    method = minibatch_method(mode)
-    (dropped,) = make_minibatches(groups, SHAPE, method, controllers=Controllers())
-    fields = {"token_weights": weigh(sequences[:7], mode, SCALE)}
-    whole = pack(sequences[:7], advantages[:7], SHAPE, token_fields=fields)
-    assert dropped.num_tokens < whole.num_tokens
-    assert dropped.num_counted == whole.num_counted
-    got, wanted = gradient(dropped, [2, 3, 6]), gradient(whole, range(7))
-    assert relative_distance(got, wanted) < 1e-5
-
-    for term in ("kl.coef", "loss.entropy_coef"):  # these give every token a gradient
-        method = minibatch_method(mode, **{term: 0.1})
-        (kept,) = make_minibatches(groups, SHAPE, method, controllers=Controllers())
-        assert equal(kept.batch, whole.batch)
-
-
-def test_mini_batches_are_whole_groups_in_task_order(sequences):
-    groups = grouped(as_trajectory(*row) for row in zip(sequences, GROUPS, strict=True))
-    method = minibatch_method("token-mean", **{"optimizer.num_minibatches": 2})
-    halves = make_minibatches(groups, SHAPE, method, controllers=Controllers())
-    for half, members in zip(halves, (sequences[:4], sequences[4:]), strict=True):
-        for index, sequence in enumerate(members):
-            np.testing.assert_array_equal(
-                gather(half.batch, half.batch.token_ids, index), sequence.token_ids
-            )
-        assert half.num_counted == sum(int(s.loss_mask.sum()) for s in members)
 
 
 def test_masked_tokens_have_no_gradient_whatever_stands_there(params, gradients, sequences):
@@ -648,15 +578,6 @@ def test_what_is_kept_of_a_model_holds_no_weights(params, sequences):
     assert is_there() is None
 
 
-def test_another_shape_is_refused(update, params, sequences):
-    packed = pack_all(sequences, SHAPE)
-    state = fresh_state(params)
-    state, _ = update(state, put_batch(MESH, packed.batch), packed)
-    other = pack_all(sequences, replace(SHAPE, num_micro=5))
-    with pytest.raises(RuntimeError, match="was compiled for other arguments"):
-        update(state, put_batch(MESH, other.batch), other)
-
-
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 3e38])
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, update, params, sequences):
     packed = pack_all(sequences, SHAPE)
@@ -754,11 +675,3 @@ def test_scores_are_the_logprobs_of_each_token(score, params, sequences):
         np.testing.assert_allclose(got, want, atol=2e-5, rtol=1e-5)
     assert not np.asarray(scores)[~packed.batch.loss_mask].any()
     assert score.num_programs <= len(QUARTERS)
-
-
-def test_put_batch_keeps_what_it_is_given(sequences):
-    packed = pack_all(sequences, SHAPE)
-    placed = put_batch(MESH, packed.batch)
-    assert isinstance(placed, Batch)
-    assert equal(placed, packed.batch)
-    assert placed.old_logprobs is not None

@@ -10,6 +10,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.builders import environment
+from jaxrl.builders.fingerprints import fingerprints
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
@@ -20,7 +21,6 @@ from jaxrl.envs.search.corpus import read_corpus
 from jaxrl.envs.search.random_search import RandomSearch
 from jaxrl.extras.dense.engine import DenseSearch, Settings
 from jaxrl.extras.dense.hybrid import HybridSearch, fuse
-from jaxrl.runtime.versions import fingerprints
 from tests.extras.dense.mesh_search import brute_force
 from tests.extras.dense.worlds import ENCODER, PREFIXES, dense, documents, write_corpus
 from tests.helpers import ROOT, blocks

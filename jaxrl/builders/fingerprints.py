@@ -1,0 +1,193 @@
+"""Fingerprints of the files that a configuration names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from jaxrl.builders.resolved import CORPORA, ResolvedConfig
+from jaxrl.config.keys import CORPUS, MODEL
+from jaxrl.config.schema import KEYS, flatten
+from jaxrl.data.tasks import task_files
+from jaxrl.envs.search.corpus import corpus_digest, index_folder
+from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
+from jaxrl.runtime.distributed import gather
+from jaxrl.training.run_state import OF_CODE
+from jaxrl.utils.callables import is_dotted
+
+MAX_DIFFERENCES = 10  # in one message
+
+WEIGHT_SAMPLES, _SAMPLE_BYTES = 256, 4096
+
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses a longer one
+
+
+def fingerprints(config: ResolvedConfig) -> dict[str, str]:
+    """Hash the files that the configured stages read, by config key.
+
+    A name is a key (`tasks.train.source`), for the model one with a file
+    (`model.path/config.json`), for user code one such as `advantage.name's file`. Equal
+    fingerprints mean equal content, wherever the files are. Missing files are left out.
+
+    Data, corpus and the model's small files are hashed whole. Of weights, which may have hundreds
+    of gigabytes, the hash covers the size, the header with all names and shapes, and
+    `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
+    """
+    digests = _model_digests("model.path", Path(config.model.path))
+    flat = flatten(config)
+    for key, entry in KEYS.items():
+        if entry.file and flat.get(key) and (file := Path(flat[key]) / entry.file).is_file():
+            digests[f"{key}/{entry.file}"] = _digest(file)
+    demonstrations = Path(config.sft.source)
+    if "sft" in config.stages and demonstrations.exists():
+        digests["sft.source"] = _data_digest(demonstrations)
+    # The tasks that the configured stages read.
+    readers = {"train": {"train"}, "eval": {"train", "evaluate"}}
+    kinds = [kind for kind, stages in readers.items() if stages & set(config.stages)]
+    for kind in kinds:
+        for key, (files, extra) in task_files(config.task_sources[kind]).items():
+            # A single path has its own digest, which the same data has wherever it is named.
+            parts = [*map(_data_digest, files), *([extra] if extra else [])]
+            is_single = len(files) == 1 and not extra
+            whole = "\n".join(parts).encode()
+            digests[key] = parts[0] if is_single else hashlib.sha256(whole).hexdigest()
+    if config.corpus_section:
+        digests |= search_fingerprints(config)
+    # The files of user code. What these import is not hashed.
+    names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
+    names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
+    names |= {f"reward.weights.{name}": name for name in config.reward.weights}
+    for kind in kinds:
+        names |= {f"{s.key}.format": s.format for s in config.task_sources[kind]}
+    for key, name in names.items():
+        if is_dotted(name):
+            function = pkgutil.resolve_name(name)
+            module = getattr(function, "__module__", "") or name.rpartition(".")[0]
+            if path := getattr(sys.modules.get(module), "__file__", None):
+                digests[f"{key}{OF_CODE}"] = _digest(Path(path))
+    return dict(sorted(digests.items()))
+
+
+def search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
+    """Hash the files that the configured engine searches; see `fingerprints`."""
+    section = CORPORA.get(config.search.engine, "")
+    if not section:
+        return {}
+    settings, digests = config.search[section], dict[str, str]()
+    folder = index_folder(Path(settings.corpus), settings.index)
+    for name, value in settings.items():
+        key = f"search.{section}.{name}"
+        if KEYS[key].holds == MODEL:
+            digests |= _model_digests(key, Path(value))
+        elif KEYS[key].holds == CORPUS and Path(value).is_file():
+            digests[key] = corpus_digest(Path(value), folder)
+    return digests
+
+
+def _model_digests(key: str, model: Path) -> dict[str, str]:
+    """Hash the files of a model's folder, which a key names."""
+    files = [path for pattern in (*SIDE_FILES, INDEX_FILE) for path in model.glob(pattern)]
+    digests = {
+        f"{key}/{path.relative_to(model).as_posix()}": _digest(path)
+        for path in files
+        if path.is_file()
+    }
+    for path in model.glob("*.safetensors"):
+        # The tensors follow a length of 8 bytes and that many bytes of JSON.
+        with path.open("rb") as file:
+            header = 8 + int.from_bytes(file.read(8), "little")
+        digests[f"{key}/{path.name}"] = _sampled_digest(path, header=header)
+    return digests
+
+
+def check_alike(config: ResolvedConfig, workdir: Path, contents: Mapping[str, str]) -> None:
+    """Refuse processes of one job that would train on different things; all of them call this.
+
+    Args:
+        config: Configuration of this process.
+        workdir: Workdir of this process.
+        contents: Fingerprints of this process.
+
+    Raises:
+        ValueError: The message names what differs, in all processes alike.
+    """
+    settings = {f"config.{key}": repr(value) for key, value in flatten(config).items()}
+    settings["--workdir"] = repr(str(workdir.resolve()))
+    for engine in ("local", "dense"):  # built from the corpus, each host may have its own
+        settings.pop(f"config.search.{engine}.index", None)
+    differing = differences(gather([settings, {f"config.{k}": v for k, v in contents.items()}]))
+    if differing:
+        rest = len(differing) - MAX_DIFFERENCES
+        more = f"; and {rest} more" if rest > 0 else ""
+        raise ValueError(
+            f"the processes of the job are not alike: {'; '.join(differing[:MAX_DIFFERENCES])}"
+            f"{more}. Start all of them with the same command and the same files."
+        )
+
+
+def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
+    """Describe the settings and files in which processes differ from the first one.
+
+    Args:
+        everyone: Settings of each process, and its fingerprints. A setting that names files is
+            compared by their content: hosts may keep their files in different places.
+    """
+    differing = []
+    paths = {name.partition("/")[0] for _, contents in everyone for name in contents}
+    for is_content in (False, True):
+        values = [process[is_content] for process in everyone]
+        for name in dict.fromkeys(name for process in values for name in process):
+            of_name = [process.get(name) for process in values]
+            other = next((i for i, value in enumerate(of_name) if value != of_name[0]), None)
+            if other is None or (not is_content and name in paths):
+                continue
+            if is_content:
+                differing.append(f"the content of {name} differs in process {other}")
+            else:
+                both = (f"{of_name[i]!s:.80} in process {i}" for i in (0, other))
+                differing.append(f"{name} is {' and '.join(both)}")
+    return differing
+
+
+def _data_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, or of all files of a folder with their names."""
+    if path.is_file():
+        return _digest(path)
+    digest = hashlib.sha256()
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(path)}\0{_digest(file)}\n".encode(errors="replace"))
+    return digest.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sampled_digest(path: Path, *, header: int) -> str:
+    """Return the SHA-256 of a large file's size, its first `header` bytes and some blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        digest.update(str(size).encode())
+        for start, length in _weight_blocks(size, header=header):
+            file.seek(start)
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _weight_blocks(size: int, *, header: int) -> Iterator[tuple[int, int]]:
+    """Yield start and length of what is hashed: the header, then blocks up to the file's end."""
+    header = min(header, size, _LONGEST_HEADER)
+    yield 0, header
+    rest = size - header
+    if rest <= WEIGHT_SAMPLES * _SAMPLE_BYTES:
+        yield header, rest
+        return
+    last = rest - _SAMPLE_BYTES
+    for index in range(WEIGHT_SAMPLES):
+        yield header + last * index // (WEIGHT_SAMPLES - 1), _SAMPLE_BYTES
