@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
 
 import pytest
 
@@ -187,14 +186,6 @@ def test_evidence_is_what_stands_between_the_tags(base):
         assert any(held)
     name = "val-aux/all/answer_in_results/random_search"
     assert records(base)[-1][name] == final["summary"]["random_search"]["all"]["answer_in_results"]
-
-
-def test_random_search_needs_documents_at_hand(tiny_world, source, monkeypatch):
-    monkeypatch.syspath_prepend("tests/extending")
-    own = {"search.engine": "my_engine.Engine", "eval.final_suites": ("random_search",)}
-    with pytest.raises(ValueError, match=r"my_engine\.Engine', which has no documents"):
-        build(configured(tiny_world, source, **own))
-    sys.modules.pop("my_engine")
 
 
 def test_prices_are_of_tools_that_there_are(tiny_world, source):

@@ -217,16 +217,6 @@ def test_only_assistant_messages_are_trained_on(tokenizer):
     )
 
 
-def test_results_are_rendered_by_the_protocol(tmp_path, tokenizer):
-    chat = make_chat("tower", FOUND["tower"])
-    shown = encode_demonstration(chat, tokenizer, showing(30), protocol=BAPO)
-    masked = tokenizer.decode(shown.token_ids[~shown.loss_mask])
-    assert f" <result>\n{FOUND['tower']}\n</result>" in masked
-    assert "information>" not in masked
-    [same] = read(tmp_path, tokenizer, {"messages": chat}, protocol=BAPO)
-    np.testing.assert_array_equal(same.token_ids, shown.token_ids)
-
-
 def read(tmp_path, tokenizer, *records, max_total_tokens=400, **options):
     file = tmp_path / "demonstrations.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -237,14 +227,6 @@ def read(tmp_path, tokenizer, *records, max_total_tokens=400, **options):
         max_observation_tokens=30,
     )
     return read_demonstrations(str(file), tokenizer, limits, **options)
-
-
-def test_reading(tmp_path, tokenizer):
-    records = [{"messages": make_chat(query, found), "more": 1} for query, found in FOUND.items()]
-    shown = read(tmp_path, tokenizer, *records)
-    for demonstration, record in zip(shown, records, strict=True):
-        wanted = encode_demonstration(record["messages"], tokenizer, showing(30))
-        np.testing.assert_array_equal(demonstration.token_ids, wanted.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -361,9 +343,3 @@ def test_demonstrations_with_fields_that_nothing_writes_are_refused(
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         read(tmp_path, qwen_tokenizer, *({"messages": c} for c in chats), protocol=protocol)
     assert str(raised.value).startswith(f"{tmp_path / 'demonstrations.jsonl'}:2: ")
-
-
-def test_a_dropped_field_in_the_prompt_of_a_demonstration_is_refused(tmp_path, qwen_tokenizer):
-    chat = [*OPENING, {**OPENING[0], "tool_calls": [CALLED]}, ANSWER]
-    with pytest.raises(ValueError, match=r"jsonl:1: .* drops 'tool_calls\[0\]\.function\.name'"):
-        read(tmp_path, qwen_tokenizer, {"messages": chat})

@@ -1,5 +1,4 @@
 import dataclasses
-import math
 import types
 from functools import partial
 
@@ -19,7 +18,7 @@ from jaxrl.training.failures import Failures
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.run_state import Progress, Session
 from jaxrl.training.usage import Ledger
-from jaxrl.types import Group, members
+from jaxrl.types import Group
 from tests.episodes import ANSWER, SEARCH, NumberedTasks, grouped, make_failure, make_trajectory
 from tests.helpers import method_of, method_with, resolved, settings, settings_of
 
@@ -55,28 +54,6 @@ def test_groups_stay_whole_in_minibatches():
     # Group 1 is all right: it has no signal and is left out, but still counts as sampled.
     assert (first.num_tokens, first.num_counted) == (3 * 6, 3 * 4)
     assert (second.num_tokens, second.num_micro, second.num_counted) == (0, 0, 3 * 4)
-
-
-def test_trajectories_without_advantage_stay_where_another_term_needs_them():
-    made = [trajectory(group, 1.0, seed=i) for group in (0, 1) for i in range(3)]
-    assert [m.num_tokens for m in minibatches(made)] == [0]
-    assert [m.num_tokens for m in minibatches(made, **{"kl.coef": 0.1})] == [36]
-    assert [m.num_tokens for m in minibatches(made, **{"loss.entropy_coef": 0.1})] == [36]
-
-
-def estimated(trajectories, config):
-    method = method_of(config)
-    groups = Estimator(method.advantage, method.seed)(grouped(trajectories), 0, 0)
-    return [t.advantage for t in members(groups)]
-
-
-def test_a_failed_trajectory_is_in_no_group():
-    trajectories = [trajectory(0, 1.0), trajectory(0, 0.0, seed=1), make_failure(sample_index=2)]
-    config = debug_tiny.get_config()
-    np.testing.assert_allclose(estimated(trajectories, config), [0.5, -0.5, 0.0])
-    config.advantage.grpo.normalize_std = True
-    got = estimated(trajectories, config)
-    np.testing.assert_allclose(got, np.array([0.5, -0.5, 0.0]) / math.sqrt(0.5), rtol=1e-5)
 
 
 def test_an_evaluation_in_which_every_search_failed_says_nothing_to_the_gate():

@@ -279,24 +279,19 @@ def _first_fit(
     room: list[tuple[int, int]] = []
     for index in order:
         item = items[index]
-        sizes = {
-            True: (item.length - item.num_shared, item.units - item.shared_units),
-            False: (item.length, item.units),
-        }  # by whether the prompt is there
-
-        def fits(row: int, is_there: bool, item: Item = item, sizes: Any = sizes) -> bool:
-            has_room = all(n <= left for n, left in zip(sizes[is_there], room[row], strict=True))
-            return (item.prompt in rows[row]) == is_there and has_room
-
-        places = range(len(rows))
-        place = next((r for r in places if fits(r, True)), None)
-        place = next((r for r in places if fits(r, False)), None) if place is None else place
-        if place is None:
-            place = len(rows)
+        full = (item.length, item.units)
+        rest = (item.length - item.num_shared, item.units - item.shared_units)
+        sizes = [rest if item.prompt in row else full for row in rows]
+        fitting = [
+            r for r, left in enumerate(room) if sizes[r][0] <= left[0] and sizes[r][1] <= left[1]
+        ]
+        # The first row that holds the prompt, else the first one, else a new one.
+        place = min(fitting, key=lambda r: (item.prompt not in rows[r], r), default=len(rows))
+        if place == len(rows):
             rows.append({})
             room.append(whole)
-        tokens, units = sizes[item.prompt in rows[place]]
-        room[place] = (room[place][0] - tokens, room[place][1] - units)
+            sizes.append(full)
+        room[place] = (room[place][0] - sizes[place][0], room[place][1] - sizes[place][1])
         rows[place].setdefault(item.prompt, []).append(index)
     return [[index for members in row.values() for index in members] for row in rows]
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from jaxrl.objectives.entropy import window_entropy
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,
@@ -75,15 +74,6 @@ def test_a_task_drawn_twice_is_counted_together():
 # Entropy
 
 
-def test_alpha_follows_the_previous_target():
-    state = EntropyCoefficients(
-        dict.fromkeys(["easy", "medium", "hard"], 0.5), {"easy": 10, "medium": 20, "hard": 10}
-    )
-    after = state.update([12, 4, 7], ["easy", "medium", "hard"])
-    assert after.alphas == pytest.approx({"easy": 0.6, "medium": 0.0, "hard": 0.65})
-    assert after.targets == {"easy": 12, "medium": 4, "hard": 7}
-
-
 def test_the_mean_is_over_groups_and_rounded():
     state = EntropyCoefficients().update([1, 2.5, 100], ["easy", "easy", "hard"])
     assert state == EntropyCoefficients({"easy": 0.5, "medium": 0.5, "hard": 0.5}, state.targets)
@@ -94,20 +84,6 @@ def test_the_mean_is_over_groups_and_rounded():
     assert state.targets == {"easy": 2, "hard": 100}
 
 
-def test_threshold_by_hand():
-    # Six windows: the 95th percentile lies at place 4.75 of 0.15 ... 1.175, 1.25.
-    entropies = np.array([ENTROPIES], np.float32)
-    whole = np.ones((1, 10), bool)
-    values, valid = window_entropy(entropies, whole, whole.astype(np.int32), window=4)
-    state = EntropyThreshold()
-    assert state.value is None
-    state = state.update([values[valid]])
-    np.testing.assert_allclose(state.value, 1.23125, rtol=1e-6)
-    state = EntropyThreshold(value=1.0).update([np.array([1.2])])
-    np.testing.assert_allclose(state.value, 1.002, rtol=1e-12)
-    np.testing.assert_allclose(state.update([np.array([0.8])]).value, 0.99998, rtol=1e-12)
-
-
 def test_threshold_takes_the_median_over_samples_that_have_windows():
     none = np.zeros(0, np.float32)
     samples = [none, np.array([1.0, 3.0]), np.array([9.0]), none, np.array([4.0, 4.0])]
@@ -116,12 +92,6 @@ def test_threshold_takes_the_median_over_samples_that_have_windows():
     assert got.value == 4.0
     assert EntropyThreshold().update(samples[:4], percentile=50.0).value == 5.5
     assert EntropyThreshold(value=2.0).update(samples, percentile=50.0, decay=0.5).value == 3.0
-
-
-@pytest.mark.parametrize("state", [EntropyThreshold(), EntropyThreshold(value=0.7)])
-def test_threshold_stays_without_windows(state):
-    assert state.update([]) == state
-    assert state.update([np.zeros(0)]) == state
 
 
 @hypothesis_settings(max_examples=25, deadline=None)
