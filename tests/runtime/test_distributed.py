@@ -143,39 +143,9 @@ def wait_for(condition, process, timeout_s=200):
         time.sleep(0.05)
 
 
-@pytest.mark.minutes
+@pytest.mark.slow(instead="runtime/test_monitor.py::test_all_name_the_killed_process")
 @pytest.mark.parametrize(
-    ("sent", "lost"),
-    [
-        pytest.param(
-            "SIGKILL",
-            1,
-            marks=pytest.mark.slow(
-                instead="runtime/test_monitor.py::test_all_name_the_killed_process"
-            ),
-        ),
-        pytest.param(
-            "SIGKILL",
-            0,
-            marks=pytest.mark.slow(
-                instead="runtime/test_monitor.py::test_all_name_the_killed_process"
-            ),
-        ),
-        pytest.param(
-            "SIGSTOP",
-            1,
-            marks=pytest.mark.slow(
-                instead="runtime/test_monitor.py::test_a_silent_process_is_named_and_killed"
-            ),
-        ),
-        pytest.param(
-            "SIGSTOP",
-            0,
-            marks=pytest.mark.slow(
-                instead="runtime/test_monitor.py::test_a_silent_process_is_named_and_killed"
-            ),
-        ),
-    ],
+    ("sent", "lost"), [("SIGKILL", 1), ("SIGKILL", 0), ("SIGSTOP", 1), ("SIGSTOP", 0)]
 )
 def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
     runs, tiny_world, tmp_path, environment, sent, lost
