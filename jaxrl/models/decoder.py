@@ -21,7 +21,6 @@ values). The first reads `train_weights`, the second `decode_weights`.
 
 from __future__ import annotations
 
-import pkgutil
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from jaxrl.models.architecture import Architecture, Attend
 from jaxrl.models.attention import reference
 from jaxrl.models.aux_arrays import Beside
 from jaxrl.models.layers import SamplerThrough, Through
+from jaxrl.models.rope_scaling import SCALINGS, RopeScaling
 from jaxrl.types import Params
 
 
@@ -55,22 +55,8 @@ def whole_number(fields: Mapping[str, Any], name: str, source: str = "config.jso
     return value
 
 
-def check_heads(width: int, num_heads: int, num_kv_heads: int, head_dim: int, source: str) -> None:
-    """Refuses heads that cannot be shared or turned."""
-    if not head_dim or head_dim % 2:
-        raise ValueError(
-            f"{source}: 'head_dim' is {head_dim}, of a 'hidden_size' of {width} and {num_heads} "
-            "heads; expected an even number above 0."
-        )
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"{source}: 'num_key_value_heads' is {num_kv_heads}; expected a divisor of "
-            f"'num_attention_heads', {num_heads}."
-        )
-
-
 def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that hold something, also inside of others."""
+    """Return the fields that are not null, also inside of others."""
     return {
         name: without_nulls(value) if isinstance(value, dict) else value
         for name, value in fields.items()
@@ -78,102 +64,83 @@ def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The RoPE settings: `rope_parameters` since transformers 5, unless `rope_scaling` is there."""
-    return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-
-
-def _rope_type(fields: dict[str, Any]) -> str:
-    """The kind of RoPE, by its name since transformers 5 or before."""
-    rope = _rope_fields(fields)
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
-def _rope_theta(fields: dict[str, Any], source: str) -> float:
-    """The RoPE base: among the RoPE settings since transformers 5, `rope_theta` before."""
-    theta: Any = _rope_fields(fields).get("rope_theta", fields.get("rope_theta"))
-    if type(theta) not in (int, float) or theta <= 1:
-        raise ValueError(f"{source}: 'rope_theta' is {theta!r:.80}; expected a number above 1.")
-    return float(theta)
-
-
 def canonical_activation(name: Any) -> Any:
     """Return the one name of an activation that `config.json` may spell in two ways."""
     return "silu" if name == "swish" else name
 
 
+def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The RoPE settings, by the names of transformers 5 or of earlier versions."""
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    rope_type = str(rope.get("rope_type", rope.get("type", "default")))
+    return {"rope_theta": fields.get("rope_theta"), **rope, "rope_type": rope_type}
+
+
 def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
-    """Refuses by name what no parity test covers."""
-    rope, rope_type = _rope_fields(fields), _rope_type(fields)
-    layer_types = fields.get("layer_types", [])
+    """Refuse by name what no parity test covers."""
+    rope = _rope_fields(fields)
     activation = canonical_activation(fields.get("hidden_act", "silu"))
     refused = {
-        f"RoPE scaling {rope_type!r:.80}": rope_type not in ("default", *SCALINGS),
+        f"RoPE scaling {rope['rope_type']!r:.80}": rope["rope_type"] not in ("default", *SCALINGS),
         "RoPE by layer type": any(isinstance(value, dict) for value in rope.values()),
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
         or fields.get("partial_rotary_factor", 1.0) != 1.0,
         "sliding-window attention": bool(fields.get("use_sliding_window"))
-        or "sliding_attention" in layer_types,
+        or "sliding_attention" in fields.get("layer_types", []),
         f"hidden_act {activation!r:.80}": activation != "silu",
         "weight quantisation (quantization_config)": "quantization_config" in fields,
     }
-    for feature, present in refused.items():
-        if present:
+    for feature, is_present in refused.items():
+        if is_present:
             raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
 
 
-SCALINGS = {
-    "yarn": "jaxrl.models.rope_scaling:Yarn",
-    "linear": "jaxrl.models.rope_scaling:Linear",
-    "llama3": "jaxrl.models.rope_scaling:Llama3",
-}
-"""Scalings by `rope_type`; the others are refused, since no parity test covers them.
-
-Those that scale by the length of a sequence (`dynamic`, `longrope`) would turn keys that are in the
-cache anew when it grows.
-"""
-
-
-def _rope_scaling(fields: dict[str, Any], source: str) -> Any:
-    """The `RopeScaling` of a scaled RoPE with its settings; None without scaling."""
-    rope_type = _rope_type(fields)
-    if rope_type not in SCALINGS:
-        return None
-    kind: Any = pkgutil.resolve_name(SCALINGS[rope_type])
-    values = dict(_rope_fields(fields))
-    if "original_max_position_embeddings" in fields:  # which counts for more than among the values
-        values["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
-    max_positions = fields["max_position_embeddings"]
-    return kind.read(values, max_positions=max_positions, source=source)
-
-
 def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dict[str, Any]:
-    """The fields of `Decoder` that every family spells alike in `config.json`.
+    """Return the fields of `Decoder` that every family spells alike in `config.json`.
 
     Args:
-        fields: of the file, `completed` and without nulls.
-        source: named in errors.
+        fields: Fields of the file, `completed` and without nulls.
+        source: Name of the file, for errors.
 
     Raises:
-        ValueError: A size is missing, or the settings of the scaled RoPE are wrong.
+        ValueError: A size is missing, or sizes or settings of the RoPE do not go together.
     """
-    for name in ("vocab_size", "num_hidden_layers", "max_position_embeddings"):
+    vocab_size, num_layers, max_positions, width, num_heads = (
         whole_number(fields, name, source)
-    width = whole_number(fields, "hidden_size", source)
-    num_heads = whole_number(fields, "num_attention_heads", source)
+        for name in (
+            *("vocab_size", "num_hidden_layers", "max_position_embeddings"),
+            *("hidden_size", "num_attention_heads"),
+        )
+    )
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     head_dim = fields.get("head_dim") or width // num_heads
-    check_heads(width, num_heads, num_kv_heads, head_dim, source)
-    max_positions = fields["max_position_embeddings"]
-    scaling = _rope_scaling(fields, source)
+    rope = _rope_fields(fields)
+    theta, kind = rope["rope_theta"], SCALINGS.get(rope["rope_type"])
+    if (
+        not head_dim
+        or head_dim % 2
+        or num_heads % num_kv_heads
+        or type(theta) not in (int, float)
+        or theta <= 1
+    ):
+        raise ValueError(
+            f"{source}: 'head_dim' is {head_dim}, 'num_attention_heads' {num_heads}, "
+            f"'num_key_value_heads' {num_kv_heads} and 'rope_theta' {theta!r:.80}; expected an "
+            "even size, a divisor of the number of heads, and a base above 1."
+        )
+    scaling = None
+    if kind is not None:
+        name = "original_max_position_embeddings"  # outside the settings it has precedence
+        outside = {name: fields[name]} if name in fields else {}
+        scaling = kind.read(rope | outside, max_positions=max_positions, source=source)
     return {
-        "vocab_size": fields["vocab_size"],
+        "vocab_size": vocab_size,
         "width": width,
-        "num_layers": fields["num_hidden_layers"],
+        "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "rope_theta": _rope_theta(fields, source),
+        "rope_theta": float(theta),
         "rms_norm_eps": float(fields["rms_norm_eps"]),
         "tie_embeddings": bool(fields["tie_word_embeddings"]),
         "max_positions": scaling.max_positions(max_positions) if scaling else max_positions,
@@ -459,7 +426,7 @@ class Decoder(Architecture):
     output_bias: bool
     qk_norm: bool
     max_positions: int
-    rope_scaling: Any = None  # a `rope_scaling.RopeScaling`, where the model has one
+    rope_scaling: RopeScaling | None = None
     head_dtype: str = ""  # of the output layer's product; "": as all others
 
     @abstractmethod

@@ -26,9 +26,11 @@ torch.set_num_threads(1)  # the models are too small to share
 
 
 SCALED = (
-    Yarn(factor=4.0, original_max_positions=16, attention_factor=1.2, beta_fast=4.0),
+    Yarn(factor=4.0, original_max_position_embeddings=16, attention_factor=1.2, beta_fast=4.0),
     Linear(factor=3.0),
-    Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64),
+    Llama3(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
 )
 
 
