@@ -36,31 +36,6 @@ def test_nothing_to_train_on_weighs_nothing(mode):
         np.testing.assert_array_equal(weights, np.zeros(3))
 
 
-def slow_weights(masks, mode, scale):
-    out = [np.zeros(len(mask)) for mask in masks]
-    num_tokens, num_trajectories = sum(map(sum, masks)), sum(map(any, masks))
-    for own, mask in zip(out, masks, strict=True):
-        for place in np.flatnonzero(mask):
-            own[place] = {
-                "token-mean": 1 / num_tokens,
-                "seq-mean-token-sum": 1 / num_trajectories,
-                "seq-mean-token-mean": 1 / num_trajectories / sum(mask),
-                "seq-mean-token-sum-norm": 1 / num_trajectories / scale,
-            }[mode]
-    return out
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=8), max_size=12),
-    mode=st.sampled_from([*AGGREGATIONS]),
-)
-def test_agrees_with_a_slow_loop(masks, mode):
-    sequences = [Sequence(None, np.array(mask), None) for mask in masks]
-    for got, wanted in zip(weigh(sequences, mode, 7), slow_weights(masks, mode, 7), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-6)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=8),

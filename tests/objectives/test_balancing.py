@@ -74,23 +74,6 @@ def test_a_partition_within_the_bounds(sizes, num_parts, equal_size):
     assert parts == largest_differencing(list(sizes), num_parts, equal_size=equal_size)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-def test_two_parts_of_up_to_four_items_are_split_best(sizes):
-    parts = largest_differencing(sizes, 2, equal_size=False)
-    loads = sums(sizes, parts)
-    assert loads[1] - loads[0] == best_spread(sizes, 2, equal_size=False)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 9000), min_size=8, max_size=40), st.randoms())
-def test_only_the_sizes_decide_the_sums(sizes, random):
-    shuffled = sizes[:]
-    random.shuffle(shuffled)
-    before = sums(sizes, largest_differencing(sizes, 4, equal_size=False))
-    assert sums(shuffled, largest_differencing(shuffled, 4, equal_size=False)) == before
-
-
 def test_many_sequences_end_up_even():
     sizes = [(i * 7919) % 4001 + 100 for i in range(1024)]
     for equal_size in (True, False):

@@ -57,18 +57,6 @@ def test_the_range_includes_its_ends():
 
 
 @pytest.mark.parametrize(("level", "mode"), FORMS)
-@pytest.mark.parametrize("extreme", [0.0, -1e4, 1e4, -np.inf, np.inf, np.nan])
-def test_masked_tokens_are_inert_whatever_they_hold(level, mode, extreme):
-    old = np.where(MASK, OLD, extreme).astype(np.float32)
-    rollout = np.where(MASK, ROLLOUT, extreme).astype(np.float32)
-    expected = importance_weights(OLD, ROLLOUT, MASK, IDS, level=level, mode=mode)
-    for pair in ((old, ROLLOUT), (OLD, rollout), (old, rollout), (-old, rollout)):
-        pair = [np.where(MASK, clean, x) for clean, x in zip((OLD, ROLLOUT), pair, strict=True)]
-        got = importance_weights(*pair, MASK, IDS, level=level, mode=mode)
-        np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize(("level", "mode"), FORMS)
 def test_weights_are_constants(level, mode):
     run = lambda *pair: importance_weights(*pair, MASK, IDS, level=level, mode=mode).sum()  # noqa: E731
     for gradient in jax.grad(run, argnums=(0, 1))(jnp.asarray(OLD), jnp.asarray(ROLLOUT)):

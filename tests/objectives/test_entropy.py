@@ -117,14 +117,6 @@ def test_kl_term_by_hand(convert):
     np.testing.assert_allclose((weights * k3).mean(), 0.002, rtol=1e-6)
 
 
-@NUMPY_OR_JAX
-def test_scale_by_trajectory_or_token(convert):
-    marked = convert(np.array([[True, False], [True, False]]))
-    for scale in ([[1.0], [3.0]], [[1.0, 1.0], [3.0, 3.0]]):
-        got = kl_weights(marked, kl_coef=0.1, low_factor=0.5, bucket_scale=convert(np.array(scale)))
-        np.testing.assert_allclose(got, [[0.05, 0.1], [0.15, 0.3]], rtol=1e-6)
-
-
 def test_entropy_of_the_sampler_by_hand():
     logits = jnp.array([[2.0, 1.0, 0.0]])
     for temperature, wanted in ((1.0, 0.832396), (0.5, 0.441057)):

@@ -75,13 +75,6 @@ def test_resampling(scores, abstains, again):
     np.testing.assert_array_equal(got, [again] * size)
 
 
-def test_resampling_tells_groups_by_id():
-    scores = np.array([0, 0, 0, 1, 0, 0], np.float32)
-    abstains = np.array([False, False, True, False, False, False])
-    got = needs_resampling(scores, abstains, ids(2, 8, 8, 4, 4, -3))
-    np.testing.assert_array_equal(got, [True, False, False, False, False, False])
-
-
 batches = st.lists(
     st.tuples(
         st.sampled_from([-1.0, 0.0, 0.5, 1.0]), st.booleans(), st.sampled_from([-4, 0, 1, 6])

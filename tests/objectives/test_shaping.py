@@ -166,18 +166,6 @@ def test_entropy_reward_by_hand(bucket, is_correct):
     np.testing.assert_allclose(got, GOLDEN[bucket, is_correct], atol=1e-6)
 
 
-def test_rows_are_independent():
-    buckets = [bucket for bucket, _ in GOLDEN for _ in COUNTS]
-    got = entropy_reward(
-        np.tile(COUNTS, 6),
-        np.array([is_correct for _, is_correct in GOLDEN for _ in COUNTS]),
-        buckets,
-        targets=dict.fromkeys(buckets, 10),
-        coefficients=dict.fromkeys(buckets, 0.5),
-    )
-    np.testing.assert_allclose(got, np.concatenate(list(GOLDEN.values())), atol=1e-6)
-
-
 def test_a_bucket_without_a_target_is_left_alone():
     got = entropy_reward(
         np.array([20, 20]),
