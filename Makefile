@@ -85,7 +85,7 @@ else
 	  echo "tokamax 0.0.17 cannot be installed: tests of its kernels are skipped"
 	$(NEWEST)/bin/python -c 'import flax, jax, sys; print("Python %d.%d, jax" % sys.version_info[:2], jax.__version__, "flax", flax.__version__)'
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch" \
-	  tests/models/attention tests/models/test_kernel_check.py tests/extras/experts/test_products.py tests/extras/experts/test_gpu.py \
+	  tests/models/attention tests/extras/kernels tests/extras/experts/test_products.py tests/extras/experts/test_gpu.py \
 	  tests/extras/experts/test_tokamax.py \
 	  tests/runtime/test_compilation.py \
 	  tests/runtime/test_compilation_cache.py tests/runtime/test_sharding.py tests/test_export.py \
@@ -103,7 +103,7 @@ test-tpu: $(STAMP)
 	  touch "$$folder/installed" || { echo "libtpu cannot be installed: nothing is compiled for TPUs"; exit 0; }; \
 	fi; \
 	LIBTPU_DIR="$(CURDIR)/$$folder" $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow \
-	  tests/models/attention/test_lowering.py tests/test_export.py
+	  tests/extras/kernels/test_lowering.py tests/test_export.py
 ifneq ($(NEWEST_PYTHON),)
 	$(MAKE) --no-print-directory PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST) NEWEST_PYTHON= test-tpu
 endif

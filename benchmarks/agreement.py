@@ -37,8 +37,8 @@ from jaxrl.builders.resolved import resolve_names
 from jaxrl.config import default_config
 from jaxrl.extras.experts import choice as experts_choice
 from jaxrl.extras.experts.products import Product
+from jaxrl.extras.kernels import trials
 from jaxrl.models.attention import choice as attention_choice
-from jaxrl.models.attention import trials
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, find_reads
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.kernel_check import Trial, first_sound, takes

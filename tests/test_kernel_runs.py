@@ -16,7 +16,7 @@ from tests.runs import base_config, lasting
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 
-BROKEN = "tests.models.attention.broken"
+BROKEN = "tests.extras.kernels.broken"
 
 
 @pytest.fixture

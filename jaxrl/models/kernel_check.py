@@ -1,23 +1,19 @@
-"""Kernels earn their trust: before a run uses one, it is compared with the same in XLA.
+"""Choice of kernels that pass a self-test before a run uses them.
 
 A kernel that was compiled for another chip, or by another release of its compiler, may fail, or
 worse, be wrong. Each operation has a line of kernels that compute it, of which XLA is the last, and
 a trial: small random arrays of the run's heads, pages and dtype. The first kernel of the line that
-passes is the run's.
+passes is the run's. Kernels are extras, and so is the comparison with XLA.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,39 +21,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Verdict
-from jaxrl.runtime import distributed
-from jaxrl.runtime.preemption import Interrupted
 
-LEAST_ERROR = {2: 0.005, 4: 0.001}
-"""Relative errors that pass in any case, by bytes of a value: rounding of bfloat16, of TF32."""
-
-LEAST_WORST = 0.05
-"""Like `LEAST_ERROR`, of the worst vector."""
-
-LEAST_OF_PIECE = {2: 0.009, 4: 0.002}
-"""Like `LEAST_ERROR`, of each piece: over many draws ours rounded bfloat16 by at most 0.41%, and
-other sound orders of summation by 0.46%.
-"""
-
-MAX_ALONE = 128
-"""Length up to which each index of an axis, a head say, is a piece."""
-
-CUTS = 16
-"""Pieces of a longer axis. In 64 pieces of 1,000 tokens sound kernels are off by up to 0.45%, since
-gradients of a segment's first tokens nearly cancel; in 8, an error of late keys alone hardly shows.
-"""
-
-LEAST_LENGTH = 0.01
-"""Part of the usual length of vectors that those of a piece have at least: zeros have none."""
-
-LATE_S = 120.0
-"""Seconds after which a warning says that a check still runs: a kernel that hangs has no end."""
-
-UNTUNED: dict[str, str | bool] = {
-    "xla_gpu_autotune_level": "0",
-    "xla_gpu_enable_triton_gemm": False,
-}
-"""Options for XLA, which else compiles and times tens of tilings for each product on a GPU."""
+EXTRA = "jaxrl.extras.kernels"
+"""The extra whose `check.first_sound` compares kernels with XLA."""
 
 HALF_ALONE = ("mosaic_gpu",)
 """Kernels that multiply 16-bit floats alone, by name: a Hopper chip would round others."""
@@ -68,14 +34,14 @@ class Trial:
     """An operation on small random arrays.
 
     Attributes:
-        operation: its name, for people.
-        names: of what is compared: outputs and gradients.
-        run: from a function of the operation's contract and `arrays` to these, `[..., values]`,
-            whose heads have an axis; nothing in them depends on what the contract leaves open.
-        arrays: on the host; those of float32 are rounded to the run's dtype.
-        reference: the operation in XLA.
-        dtype: of the run.
-        device: that runs it.
+        operation: Name for people.
+        names: Names of what is compared: outputs and gradients.
+        run: Function from a kernel and `arrays` to what is compared, `[..., values]`, whose heads
+            have an axis. Nothing in it depends on what the kernel's contract leaves open.
+        arrays: Arguments on the host; those of float32 are rounded to the run's dtype.
+        reference: The operation in XLA.
+        dtype: Dtype of the run.
+        device: Device that runs it.
     """
 
     operation: str
@@ -86,41 +52,16 @@ class Trial:
     dtype: DTypeLike
     device: jax.Device
 
-    def results(self, function: Callable[..., Any], *, widens: bool = False) -> list[np.ndarray]:
-        """Compiles and runs the operation; on `widens` in float32, of the same rounded values."""
-        placed = []
-        for x in self.arrays:
-            rounded = jax.device_put(x.astype(self.dtype) if _is_wide(x) else x, self.device)
-            placed.append(rounded.astype(jnp.float32) if widens and _is_wide(x) else rounded)
-        program = jax.jit(partial(self.run, function)).lower(*placed)
-        results = program.compile(compiler_options=UNTUNED)(*placed)
-        return [np.asarray(x, np.float64) for x in results]
-
-    @functools.cached_property
-    def exact(self) -> list[np.ndarray]:
-        """Results of XLA in float32."""
-        with jax.default_matmul_precision("highest"):
-            return self.results(self.reference, widens=True)
-
-    @functools.cached_property
-    def usual(self) -> list[np.ndarray]:
-        """Results of XLA in the run's dtype, whose rounding any kernel may have."""
-        return self.results(self.reference)
-
 
 def takes(kernel: str, dtype: DTypeLike | None) -> bool:
-    """True if a kernel of this name multiplies numbers of a dtype; None: one that all take."""
+    """Return True if a kernel of this name multiplies numbers of a dtype; None: one all take."""
     return dtype is None or kernel not in HALF_ALONE or jnp.dtype(dtype).itemsize == 2
 
 
 def excluded(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
-    """A clause that names kernels which are not tried with a dtype; empty without any."""
-    names = [one for one in kernels if not takes(one, dtype)]
+    """Return a clause that names kernels which are not tried with a dtype; "" without any."""
+    names = [name for name in kernels if not takes(name, dtype)]
     return f" and {' and '.join(names)} is for bfloat16" if names else ""
-
-
-def _is_wide(x: np.ndarray) -> bool:
-    return x.dtype == np.float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +69,9 @@ class Choice:
     """The kernel of an operation.
 
     Attributes:
-        name: in the configuration.
-        function: the operation.
-        verdicts: on each kernel that was tried.
+        name: Name in the configuration.
+        function: The operation.
+        verdicts: Findings about each kernel that was tried.
     """
 
     name: str
@@ -145,141 +86,27 @@ def first_sound(
     *,
     named_by: str = "",
 ) -> Choice:
-    """Takes the first kernel of a line that computes what XLA does; all processes call this.
+    """Return the first kernel of a line that computes what XLA does; all processes call this.
 
-    Where one process finds that a kernel fails, none uses it.
+    If one process finds that a kernel fails, none uses it.
 
     Args:
-        make_trials: makes what a kernel of this name has to pass; without any it is not run.
-        line: by name, what imports each kernel, the preferred first.
-        reference: the operation in XLA, which is taken where none passes.
-        named_by: the key by which the user named the kernel, which then has to pass.
+        make_trials: Function from a kernel's name to the trials that it has to pass. A kernel
+            without trials is not run.
+        line: Function that imports each kernel, by name, the preferred first.
+        reference: The operation in XLA, the result if no kernel passes.
+        named_by: Key by which the user named the kernel, which then has to pass.
 
     Raises:
-        ValueError: the kernel that the user named does not pass, with what was found.
-        RuntimeError: a kernel has left the device unable to compute anything.
+        ValueError: The kernel that the user named does not pass.
+        RuntimeError: A kernel has left the device unable to compute anything.
     """
-    verdicts: list[Verdict] = []
-    for name, load in line.items():
-        for trial in make_trials(name):
-            with _told_when_late(trial, name):
-                is_sound, finding = _examine(trial, load)
-            if distributed.anywhere(not is_sound) and is_sound:
-                is_sound, finding = False, "fails in another process of this run"
-            verdict = Verdict(
-                operation=trial.operation, kernel=name, is_sound=is_sound, finding=finding
-            )
-            verdicts.append(verdict)
-            if not is_sound:
-                break
-        if not verdicts or verdicts[-1].is_sound:
-            return Choice(name=name, function=load(), verdicts=tuple(verdicts))
-        if named_by:
-            raise ValueError(
-                f"{named_by} is {name!r}, which fails its check before the run: "
-                f"{verdicts[-1].operation}: {verdicts[-1].finding}. Set it to 'auto', which takes "
-                "the next kernel that passes, or to 'xla'."
-            )
-    return Choice(name="xla", function=reference, verdicts=tuple(verdicts))
-
-
-@contextlib.contextmanager
-def _told_when_late(trial: Trial, kernel: str) -> Iterator[None]:
-    def tell() -> None:
-        print(
-            f"warning: {trial.operation}: the check of {kernel} still runs after {LATE_S:.0f} s. "
-            "A kernel that hangs cannot be stopped: if this goes on, end the run and set "
-            "config.model.attention or config.model.experts to 'xla'.",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    timer = threading.Timer(LATE_S, tell)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
-    """Tells whether a kernel computes what XLA does, and what was measured."""
-    begin = time.monotonic()
-    try:
-        results = trial.results(load())
-    except Interrupted:
-        raise
-    except Exception as error:
-        _expect_sound_device(trial, error)
-        return False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    seconds = time.monotonic() - begin
-    itemsize = jnp.dtype(trial.dtype).itemsize
-    errors = []
-    for name, got, exact, usual in zip(trial.names, results, trial.exact, trial.usual, strict=True):
-        if got.shape != exact.shape:
-            return False, f"{name}: of shape {got.shape}, where XLA's is {exact.shape}"
-        if not np.isfinite(got).all():
-            return False, f"{name}: {np.sum(~np.isfinite(got))} of {got.size} are not finite"
-        off, rounding = Errors.of(got, exact), Errors.of(usual, exact)
-        bound = max(2 * rounding.whole, LEAST_ERROR[itemsize])
-        if off.whole > bound:
-            return False, f"{name}: off by {off.whole:.2%}, where at most {bound:.2%} is rounding"
-        bound = max(4 * rounding.worst, LEAST_WORST)
-        if off.worst > bound:
-            return False, (
-                f"{name}: one vector is off by {off.worst:.1%}, where at most {bound:.1%} is "
-                "rounding"
-            )
-        bounds = {k: max(2 * one, LEAST_OF_PIECE[itemsize]) for k, one in rounding.pieces.items()}
-        piece = max(bounds, key=lambda one: off.pieces[one] - bounds[one])
-        if off.pieces[piece] > bounds[piece]:
-            return False, (
-                f"{name}[{piece}]: off by {off.pieces[piece]:.2%}, where at most "
-                f"{bounds[piece]:.2%} is rounding"
-            )
-        errors.append(f"{name} {off.whole:.2%}")
-    return True, f"off by {', '.join(errors)}; compiled and run in {seconds:.1f} s"
-
-
-class Errors(NamedTuple):
-    """Relative errors of vectors `[..., values]`."""
-
-    whole: float  # of all
-    worst: float  # of the vector that is off most, beside the usual length of one
-    pieces: dict[str, float]  # along each axis, beside their own length, by indices as in numpy
-
-    @classmethod
-    def of(cls, got: np.ndarray, exact: np.ndarray) -> Errors:
-        """Compares both: over the whole array one of ten heads, or late keys, would hardly count.
-
-        Late keys have short gradients, since few queries read them.
-        """
-        off, square = (np.square(x).sum(axis=-1) for x in (got - exact, exact))
-        usual = square.mean() or 1.0
-        pieces = {}
-        for axis, size in enumerate(off.shape):
-            places, offs, squares = (
-                np.array_split(x, size if size <= MAX_ALONE else CUTS)
-                for x in (np.arange(size), *(np.moveaxis(x, axis, 0) for x in (off, square)))
-            )
-            for place, one, own in zip(places, offs, squares, strict=True):
-                length = max(own.mean(), LEAST_LENGTH**2 * usual)
-                piece = f"{':, ' * axis}{place[0]}:{place[-1] + 1}"
-                pieces[piece] = float(np.sqrt(one.mean() / length))
-        return cls(float(np.sqrt(off.mean() / usual)), float(np.sqrt(off.max() / usual)), pieces)
-
-
-def _expect_sound_device(trial: Trial, failure: Exception) -> None:
-    """Ends the run where a kernel has broken its device, as a wild write does on a GPU."""
-    try:
-        np.asarray(jax.device_put(np.ones(2), trial.device) + 1)
-    except Exception as error:
-        raise RuntimeError(
-            f"a kernel of the {trial.operation} failed ({failure}) and left {trial.device} unable "
-            "to compute anything; start again with config.model.attention and config.model.experts "
-            "set to 'xla'."
-        ) from error
+    is_there = named_by or importlib.util.find_spec(EXTRA)
+    if not line or not is_there:  # that extra can be deleted, and no kernel is used untested
+        return Choice(name="xla", function=reference)
+    return pkgutil.resolve_name(f"{EXTRA}.check:first_sound")(
+        make_trials, line, reference, named_by=named_by
+    )
 
 
 TOKAMAX = "0.0.17"

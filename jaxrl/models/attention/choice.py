@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention import trials
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, Train
 from jaxrl.models.attention.reference import XLA, moved_reads
 from jaxrl.models.kernel_check import Choice, Trial, excluded, first_sound, takes
@@ -38,6 +37,9 @@ PAGES = {
     "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:attend_pages"},
 }
 """Like `TRAIN`, the sampler's."""
+
+TRIALS = "jaxrl.extras.kernels.trials"
+"""The module with the trials that these kernels have to pass."""
 
 MAX_HEAD_DIM = 256
 """Limit of these kernels: blocks of wider heads do not fit on the chip."""
@@ -94,12 +96,18 @@ def _checked(
 
     def of_update(name: str) -> list[Trial]:
         shares = SHARES_PROMPTS[name]
-        return [trials.of_train(*heads, dtype, device, shares_prompts=shares)] if dtype else []
+        if not dtype:
+            return []
+        of_train: Any = pkgutil.resolve_name(f"{TRIALS}:of_train")
+        return [of_train(*heads, dtype, device, shares_prompts=shares)]
 
     def of_sampler(name: str) -> list[Trial]:
-        make = partial(trials.of_pages, *heads, dtype, device, page_tokens=PAGE_TOKENS[name])
+        if not dtype:
+            return []
+        of_pages: Any = pkgutil.resolve_name(f"{TRIALS}:of_pages")
+        make = partial(of_pages, *heads, dtype, device, page_tokens=PAGE_TOKENS[name])
         # As where it decodes, and where it reads.
-        return [make(num_queries=count) for count in (1, block)] if dtype else []
+        return [make(num_queries=count) for count in (1, block)]
 
     def chosen(table: Any, make_trials: Any, reference: Any) -> Choice:
         # Imported when asked: most processes use none, and JAX warns of one of them.

@@ -1,7 +1,6 @@
 """Counts of what accelerators' attention kernels fetch, from their grids, on any machine.
 
-Nothing runs: grids and maps of blocks are those of the kernels, times are bytes or operations over
-given rates.
+Nothing runs: grids and maps of blocks are those of the kernels.
 """
 
 from __future__ import annotations
@@ -15,40 +14,30 @@ import numpy as np
 
 from jaxrl.extras.kernels.attention_tpu import PagesCall, pages_call
 from jaxrl.models.attention.kernels import PAGE_TOKENS
-from jaxrl.sampling.buckets import append_sizes
 
 NUM_ROWS = 256
 
 
 class Model(NamedTuple):
-    """Sizes of a model on which the cost of attention depends; its weights are bfloat16."""
+    """Sizes of a model on which the cost of attention depends; its cache is bfloat16."""
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    layer_params: float  # weights of the layers that each token is multiplied with
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values of a token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
 
-    @property
-    def pair_flops(self) -> int:
-        """Operations for each token that a token reads."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
-
 
 MODELS = {
-    "Qwen3-0.6B": Model(28, 16, 8, 128, 0.44e9),
-    "Qwen3-4B": Model(36, 32, 8, 128, 3.6e9),
-    "Qwen2.5-7B": Model(28, 28, 4, 128, 6.5e9),
-    "Qwen3-30B-A3B": Model(48, 32, 4, 128, 3.0e9),
+    "Qwen3-0.6B": Model(28, 16, 8, 128),
+    "Qwen3-4B": Model(36, 32, 8, 128),
+    "Qwen2.5-7B": Model(28, 28, 4, 128),
+    "Qwen3-30B-A3B": Model(48, 32, 4, 128),
 }
-
-
-# Decoding.
 
 
 def even(rng: np.random.Generator) -> np.ndarray:
@@ -141,88 +130,3 @@ def tpu_cost(model: Model, call: PagesCall) -> Cost:
 def live_bytes(model: Model, lengths: np.ndarray, page: int) -> int:
     """Bytes of a layer's pages that hold what the rows read."""
     return int((-(-lengths // page)).sum()) * page * model.cache_bytes // model.num_layers
-
-
-# Reading.
-
-Read = tuple[int, int]
-"""Tokens that a row has in the cache, and those that it reads."""
-
-
-def searches(rng: np.random.Generator) -> list[Read]:
-    """Tokens that rows read between two chunks: 32 observations of 30 to 500, and two prompts."""
-    observations = zip(rng.integers(300, 4000, 32), rng.integers(30, 501, 32), strict=True)
-    return [*((int(past), int(count)) for past, count in observations), *prompts(rng)[:2]]
-
-
-def prompts(rng: np.random.Generator) -> list[Read]:
-    """32 prompts of 100 to 2,000 tokens."""
-    return [(0, int(count)) for count in rng.integers(100, 2001, 32)]
-
-
-def short(rng: np.random.Generator) -> list[Read]:
-    """32 observations of 20 to 60 tokens."""
-    pasts = zip(rng.integers(300, 4000, 32), rng.integers(20, 61, 32), strict=True)
-    return [(int(past), int(count)) for past, count in pasts]
-
-
-READS: dict[str, Callable[[np.random.Generator], list[Read]]] = {
-    "a prompt of 8,192": lambda _: [(0, 8192)],
-    "prompts": prompts,
-    "searches": searches,
-    "short observations": short,
-}
-
-
-class Reading(NamedTuple):
-    """Tokens and seconds of reading."""
-
-    there: float  # tokens
-    computed: float  # with padding
-    fetch_s: float  # of the cache alone
-    arithmetic_s: float  # of the tokens that are there
-    total_s: float  # of each call layers and attention, both the longer of bytes and operations
-
-
-def calls_of(reads: Sequence[Read], block: int, sizes: Sequence[int]) -> list[tuple[int, Any]]:
-    """The engine's calls: of each its tokens, and of each block first position and number."""
-    pieces = [(past + i, min(block, n - i)) for past, n in reads for i in range(0, n, block)]
-    calls, small, large = [], sizes[0], sizes[-1]
-    while pieces:
-        size = large if len(pieces) * block > max(small, large // 2) else small
-        calls.append((size, pieces[: size // block]))
-        pieces = pieces[size // block :]
-    return calls
-
-
-def reading(
-    model: Model, reads: Sequence[Read], block: int, *, bandwidth: float, flops: float
-) -> Reading:
-    """Adds up the calls in which an accelerator reads, at these rates."""
-    computed = fetch = total = arithmetic = 0.0
-    for size, pieces in calls_of(reads, block, append_sizes("gpu", 32_768)):
-        ends = np.array([start + count for start, count in pieces])
-        fetch_s = ends.sum() * model.cache_bytes / bandwidth
-        layers = 2 * model.layer_params
-        pairs = ends.sum() * block * model.pair_flops
-        computed, fetch = computed + size, fetch + fetch_s
-        total += max(size * layers / flops, layers / bandwidth) + max(pairs / flops, fetch_s)
-    for past, count in reads:
-        of_token = 2 * model.layer_params + (past + count / 2) * model.pair_flops
-        arithmetic += count * of_token / flops
-    return Reading(sum(n for _, n in reads), computed, fetch, arithmetic, total)
-
-
-BLOCKS = (16, 32, 64, 128)
-NUM_DRAWS = 20
-
-
-def mean_reading(model: Model, name: str, block: int, *, bandwidth: float, flops: float) -> Reading:
-    """The mean over some draws of what is read."""
-    costs = [
-        reading(
-            model, READS[name](np.random.default_rng(seed)), block, bandwidth=bandwidth, flops=flops
-        )
-        for seed in range(NUM_DRAWS)
-    ]
-    return Reading(*np.mean(costs, axis=0))

@@ -99,7 +99,7 @@ def test_attention_over_pages_is_lowered_for_a_tpu(model, program):
     reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",
 )
 def test_both_compile_for_a_v6e_splash_attention_with_temporaries_linear_in_tokens():
-    command = [sys.executable, "-m", "tests.models.attention.test_lowering"]
+    command = [sys.executable, "-m", "tests.extras.kernels.test_lowering"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
     short, long = map(int, result.stdout.split()[-2:])

@@ -11,12 +11,11 @@ import pytest
 
 from jaxrl.extras.experts.choice import trial_of
 from jaxrl.extras.experts.products import grouped_product, grouped_product_of_known_length
-from jaxrl.extras.kernels import attention_gpu, attention_tpu
-from jaxrl.models import kernel_check
-from jaxrl.models.attention import trials
+from jaxrl.extras.kernels import attention_gpu, attention_tpu, trials
+from jaxrl.extras.kernels import check as kernel_check
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.kernel_check import first_sound
-from tests.models.attention import broken
+from tests.extras.kernels import broken
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -1,0 +1,199 @@
+"""Numerical self-test of kernels against XLA at startup."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.models.architecture import Verdict
+from jaxrl.models.kernel_check import Choice, Trial
+from jaxrl.runtime import distributed
+from jaxrl.runtime.preemption import Interrupted
+
+LEAST_ERROR = {2: 0.005, 4: 0.001}
+"""Relative errors that pass in any case, by bytes of a value: rounding of bfloat16, of TF32."""
+
+LEAST_WORST = 0.05
+"""Like `LEAST_ERROR`, of the worst vector."""
+
+LEAST_OF_PIECE = {2: 0.009, 4: 0.002}
+"""Like `LEAST_ERROR`, of each piece: over many draws ours rounded bfloat16 by at most 0.41%, and
+other sound orders of summation by 0.46%.
+"""
+
+MAX_ALONE = 128
+"""Length up to which each index of an axis, a head say, is a piece."""
+
+CUTS = 16
+"""Pieces of a longer axis. In 64 pieces of 1,000 tokens sound kernels are off by up to 0.45%, since
+gradients of a segment's first tokens nearly cancel; in 8, an error of late keys alone hardly shows.
+"""
+
+LEAST_LENGTH = 0.01
+"""Part of the usual length of vectors that those of a piece have at least: zeros have none."""
+
+LATE_S = 120.0
+"""Seconds after which a warning says that a check still runs: a kernel that hangs has no end."""
+
+UNTUNED: dict[str, str | bool] = {
+    "xla_gpu_autotune_level": "0",
+    "xla_gpu_enable_triton_gemm": False,
+}
+"""Options for XLA, which else compiles and times tens of tilings for each product on a GPU."""
+
+
+def first_sound(
+    make_trials: Callable[[str], Sequence[Trial]],
+    line: Mapping[str, Callable[[], Callable[..., Any]]],
+    reference: Callable[..., Any],
+    *,
+    named_by: str = "",
+) -> Choice:
+    """Try the kernels of a line; see `models.kernel_check.first_sound`."""
+    verdicts: list[Verdict] = []
+    for name, load in line.items():
+        for trial in make_trials(name):
+            with _told_when_late(trial, name):
+                is_sound, finding = _examine(trial, load)
+            if distributed.anywhere(not is_sound) and is_sound:
+                is_sound, finding = False, "fails in another process of this run"
+            verdict = Verdict(
+                operation=trial.operation, kernel=name, is_sound=is_sound, finding=finding
+            )
+            verdicts.append(verdict)
+            if not is_sound:
+                break
+        if not verdicts or verdicts[-1].is_sound:
+            return Choice(name=name, function=load(), verdicts=tuple(verdicts))
+        if named_by:
+            raise ValueError(
+                f"{named_by} is {name!r}, which fails its check before the run: "
+                f"{verdicts[-1].operation}: {verdicts[-1].finding}. Set it to 'auto', which takes "
+                "the next kernel that passes, or to 'xla'."
+            )
+    return Choice(name="xla", function=reference, verdicts=tuple(verdicts))
+
+
+@contextlib.contextmanager
+def _told_when_late(trial: Trial, kernel: str) -> Iterator[None]:
+    def tell() -> None:
+        print(
+            f"warning: {trial.operation}: the check of {kernel} still runs after {LATE_S:.0f} s. "
+            "A kernel that hangs cannot be stopped: if this goes on, end the run and set "
+            "config.model.attention or config.model.experts to 'xla'.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    timer = threading.Timer(LATE_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _results(
+    trial: Trial, function: Callable[..., Any], *, widens: bool = False
+) -> list[np.ndarray]:
+    """Compile and run the operation; with `widens` in float32, from the same rounded values."""
+    placed = []
+    for x in trial.arrays:
+        is_wide = x.dtype == np.float32
+        rounded = jax.device_put(x.astype(trial.dtype) if is_wide else x, trial.device)
+        placed.append(rounded.astype(jnp.float32) if widens and is_wide else rounded)
+    program = jax.jit(partial(trial.run, function)).lower(*placed)
+    results = program.compile(compiler_options=UNTUNED)(*placed)
+    return [np.asarray(x, np.float64) for x in results]
+
+
+def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
+    """Tells whether a kernel computes what XLA does, and what was measured."""
+    begin = time.monotonic()
+    try:
+        results = _results(trial, load())
+    except Interrupted:
+        raise
+    except Exception as error:
+        _expect_sound_device(trial, error)
+        return False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    seconds = time.monotonic() - begin
+    itemsize = jnp.dtype(trial.dtype).itemsize
+    with jax.default_matmul_precision("highest"):
+        in_float32 = _results(trial, trial.reference, widens=True)
+    rounded = _results(trial, trial.reference)  # any kernel may round as much
+    errors = []
+    for name, got, exact, usual in zip(trial.names, results, in_float32, rounded, strict=True):
+        if got.shape != exact.shape:
+            return False, f"{name}: of shape {got.shape}, where XLA's is {exact.shape}"
+        if not np.isfinite(got).all():
+            return False, f"{name}: {np.sum(~np.isfinite(got))} of {got.size} are not finite"
+        off, rounding = Errors.of(got, exact), Errors.of(usual, exact)
+        bound = max(2 * rounding.whole, LEAST_ERROR[itemsize])
+        if off.whole > bound:
+            return False, f"{name}: off by {off.whole:.2%}, where at most {bound:.2%} is rounding"
+        bound = max(4 * rounding.worst, LEAST_WORST)
+        if off.worst > bound:
+            return False, (
+                f"{name}: one vector is off by {off.worst:.1%}, where at most {bound:.1%} is "
+                "rounding"
+            )
+        bounds = {k: max(2 * one, LEAST_OF_PIECE[itemsize]) for k, one in rounding.pieces.items()}
+        piece = max(bounds, key=lambda one: off.pieces[one] - bounds[one])
+        if off.pieces[piece] > bounds[piece]:
+            return False, (
+                f"{name}[{piece}]: off by {off.pieces[piece]:.2%}, where at most "
+                f"{bounds[piece]:.2%} is rounding"
+            )
+        errors.append(f"{name} {off.whole:.2%}")
+    return True, f"off by {', '.join(errors)}; compiled and run in {seconds:.1f} s"
+
+
+class Errors(NamedTuple):
+    """Relative errors of vectors `[..., values]`."""
+
+    whole: float  # of all
+    worst: float  # of the vector that is off most, beside the usual length of one
+    pieces: dict[str, float]  # along each axis, beside their own length, by indices as in numpy
+
+    @classmethod
+    def of(cls, got: np.ndarray, exact: np.ndarray) -> Errors:
+        """Compares both: over the whole array one of ten heads, or late keys, would hardly count.
+
+        Late keys have short gradients, since few queries read them.
+        """
+        off, square = (np.square(x).sum(axis=-1) for x in (got - exact, exact))
+        usual = square.mean() or 1.0
+        pieces = {}
+        for axis, size in enumerate(off.shape):
+            places, offs, squares = (
+                np.array_split(x, size if size <= MAX_ALONE else CUTS)
+                for x in (np.arange(size), *(np.moveaxis(x, axis, 0) for x in (off, square)))
+            )
+            for place, one, own in zip(places, offs, squares, strict=True):
+                length = max(own.mean(), LEAST_LENGTH**2 * usual)
+                piece = f"{':, ' * axis}{place[0]}:{place[-1] + 1}"
+                pieces[piece] = float(np.sqrt(one.mean() / length))
+        return cls(float(np.sqrt(off.mean() / usual)), float(np.sqrt(off.max() / usual)), pieces)
+
+
+def _expect_sound_device(trial: Trial, failure: Exception) -> None:
+    """Ends the run where a kernel has broken its device, as a wild write does on a GPU."""
+    try:
+        np.asarray(jax.device_put(np.ones(2), trial.device) + 1)
+    except Exception as error:
+        raise RuntimeError(
+            f"a kernel of the {trial.operation} failed ({failure}) and left {trial.device} unable "
+            "to compute anything; start again with config.model.attention and config.model.experts "
+            "set to 'xla'."
+        ) from error
