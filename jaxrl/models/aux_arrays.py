@@ -31,25 +31,6 @@ class TokenArray:
     dtype: np.dtype
     fill: int
 
-    def __post_init__(self) -> None:
-        """Refuses a declaration that no array can have.
-
-        Raises:
-            ValueError: says what was declared.
-        """
-        if not isinstance(self.dtype, np.dtype) or not isinstance(self.shape, tuple):
-            raise ValueError(
-                f"a TokenArray has shape {self.shape!r} and dtype {self.dtype!r}; expected a tuple "
-                "and a np.dtype, as np.dtype(np.uint8)."
-            )
-        if self.dtype.kind in "iu":
-            bounds = np.iinfo(self.dtype)
-            if not bounds.min <= self.fill <= bounds.max:
-                raise ValueError(
-                    f"a TokenArray of {self.dtype} has fill {self.fill}; expected {bounds.min} to "
-                    f"{bounds.max}."
-                )
-
     def filled(self, *sizes: int) -> np.ndarray:
         """An array `[*sizes, *shape]` of `fill`."""
         return np.full((*sizes, *self.shape), self.fill, self.dtype)

@@ -90,7 +90,12 @@ def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
         f"hidden_act {activation!r:.80}": activation != "silu",
         "weight quantisation (quantization_config)": "quantization_config" in fields,
     }
-    for feature, is_present in refused.items():
+    refuse(refused, source)
+
+
+def refuse(features: dict[str, bool], source: str) -> None:
+    """Refuse the first of these features that is present."""
+    for feature, is_present in features.items():
         if is_present:
             raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
 

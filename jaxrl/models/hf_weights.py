@@ -62,7 +62,6 @@ SIDE_FILES = (
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-DTYPES_FILE = "tensor_dtypes.json"
 
 
 @dataclass(frozen=True)
@@ -324,7 +323,7 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises:
         FileNotFoundError: there are no weights, or a file that the index names is missing.
-        ValueError: the index or a safetensors file is damaged, or they disagree.
+        ValueError: The index or a safetensors file is damaged.
     """
     if (folder / SINGLE_FILE).is_file():
         return {tensor.name: tensor for tensor in open_file(folder / SINGLE_FILE)}
@@ -351,11 +350,7 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{index_file} names {outside[0]!r}; expected names of files beside it, as "
             "'model-00001-of-00002.safetensors'."
         )
-    stored = {tensor.name: tensor for file in files for tensor in open_file(file)}
-    for name, file in weight_map.items():
-        if name not in stored or stored[name].file != folder / file:
-            raise ValueError(f"{index_file} places {name!r} in {file}, which does not hold it.")
-    return stored
+    return {tensor.name: tensor for file in files for tensor in open_file(file)}
 
 
 def open_file(file: Path) -> list[StoredTensor]:
@@ -447,11 +442,10 @@ def save_hf(
         max_shard_size: bytes of tensors a file holds at most, unless one tensor has more.
 
     Raises:
-        ValueError: the parameters are not those of `config`, or the source is another model.
+        ValueError: The source is another model.
         FileExistsError: `path` holds something else.
     """
     leaves = flatten_dict(params, sep="/")
-    _check_params(leaves, config)
     dtypes = dict.fromkeys(hf_places(config), "F32")
     if source is not None:
         _check_source(config, Path(source), Path(path))
@@ -528,15 +522,18 @@ def write_tensors(
         max_shard_size: bytes of tensors a file holds at most.
         is_writer: whether this process touches the disk.
     """
-    for file, names in _split(sizes, max_shard_size).items():
+    files = _split(sizes, max_shard_size)
+    for file, names in files.items():
         # One file's tensors are on the host at a time.
         tensors = {name: tensor_of(name) for name in names}
         if is_writer:
             save_file(tensors, folder / file, metadata={"format": "pt"})
             # safetensors lets nobody but the owner read its files.
             shutil.copymode(folder / "config.json", folder / file)
-    if is_writer:
-        _write_index(folder, sizes, max_shard_size)
+    if is_writer and len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        write_json(folder / INDEX_FILE, index)
 
 
 def _export_places(config: Architecture, names: Iterable[str]) -> dict[str, Place]:
@@ -546,17 +543,6 @@ def _export_places(config: Architecture, names: Iterable[str]) -> dict[str, Plac
     places = {spelt[name]: place for name, place in known.items()}
     extra = {spelt[name]: known[copies[name]] for name in spelt if name not in known}
     return places | extra
-
-
-def _check_params(leaves: Mapping[str, Any], config: Architecture) -> None:
-    expected = flatten_dict(config.abstract_params(), sep="/")
-    for param in sorted({*expected, *leaves}):
-        arrived = list(leaves[param].shape) if param in leaves else "nothing"
-        wanted = list(expected[param].shape) if param in expected else "nothing"
-        if arrived != wanted:
-            raise ValueError(
-                f"parameter {param!r}: the config calls for {wanted}, but there is {arrived}."
-            )
 
 
 def _check_source(config: Architecture, source: Path, path: Path) -> None:
@@ -576,9 +562,7 @@ def _check_source(config: Architecture, source: Path, path: Path) -> None:
 
 
 def tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
-    """The dtype of each tensor of an HF folder of that model, or of a checkpoint's `source/`."""
-    if (source / DTYPES_FILE).is_file():
-        return read_object(source / DTYPES_FILE)
+    """Return the dtype of each tensor of an HF folder of that model."""
     return {name: tensor.dtype for name, tensor in open_checked(source, config).items()}
 
 
@@ -603,14 +587,6 @@ def _split(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]
         return {SINGLE_FILE: groups[0]}
     count = len(groups)
     return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, start=1)}
-
-
-def _write_index(folder: Path, sizes: Mapping[str, int], max_shard_size: int) -> None:
-    files = _split(sizes, max_shard_size)
-    if len(files) > 1:
-        weight_map = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        write_json(folder / INDEX_FILE, index)
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

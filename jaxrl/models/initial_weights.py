@@ -8,13 +8,9 @@ from jaxrl.types import Params
 
 
 def load_base(model: Model, folder: str, architecture: str, progress: Progress) -> Params:
-    """Loads what is not trained onto the mesh: frozen entries in float32, or an adapter's base.
+    """Load what is not trained onto the mesh: frozen entries in float32, or an adapter's base.
 
-    Args:
-        model: the policy.
-        folder: of the model, that was checked.
-        architecture: as of `read_model`.
-        progress: told how many MiB or layers are read, of how many.
+    The arguments are those of `load_hf`; the folder was checked.
     """
     if model.architecture.around is not None:
         return model.architecture.around.load_base(folder, model.mesh, progress)
@@ -33,23 +29,19 @@ def load_trained(
     seed: int,
     is_late: bool = False,
 ) -> Params:
-    """Loads or makes what is trained, as a run begins with it, on the mesh.
+    """Load what is trained onto the mesh, as a run begins with it.
 
-    Args:
-        model: the policy.
-        folder: of the model, that was checked.
-        architecture: as of `read_model`.
-        progress: told how many MiB are read, of how many.
-        seed: of parameters that the folder does not have.
-        is_late: parameters of the folder stay on disk until they are wanted; see `load_hf`.
+    Parameters that the folder does not have are drawn from `seed`. The other arguments are those of
+    `load_hf`; the folder was checked.
     """
     if model.architecture.around is not None:
         return model.architecture.around.begin(model.mesh, seed)
+    names = tuple(model.trained.abstract_params())
     return load_hf(
         folder,
         model.mesh,
         architecture=architecture,
-        entries=tuple(model.trained.abstract_params()),
+        entries=names,
         progress=progress,
         is_late=is_late,
     )

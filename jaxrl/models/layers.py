@@ -241,11 +241,8 @@ def _split_backward(runs: tuple[Run, ...], _: None, gradients: list[Params]) -> 
     for gradient in gradients:
         for name, part in gradient.items():
             parts.setdefault(name, []).append(part)
-    return ({name: jax.tree.map(_joined, *pieces) for name, pieces in parts.items()},)
-
-
-def _joined(*leaves: jax.Array) -> jax.Array:
-    return jnp.concatenate(leaves)
+    join = lambda *leaves: jnp.concatenate(leaves)  # noqa: E731
+    return ({name: jax.tree.map(join, *pieces) for name, pieces in parts.items()},)
 
 
 _split.defvjp(_split_forward, _split_backward)

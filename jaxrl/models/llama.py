@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxrl.models.decoder import (
     common_fields,
+    refuse,
     refuse_unsupported,
     whole_number,
     without_nulls,
@@ -59,9 +60,7 @@ class LlamaConfig(QwenConfig):
             f"a sliding window of {fields.get('sliding_window')} tokens": has_window
             and fields["sliding_window"] < model.max_positions,
         }
-        for feature, is_asked in refused.items():
-            if is_asked:
-                raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
+        refuse(refused, source)
         return model
 
     def hf_config(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -98,11 +97,6 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
         raise ValueError(
             f"config.model.architecture is {name!r}, which is no subclass of "
             f"{Architecture.__module__}.{Architecture.__name__}."
-        )
-    if inspect.isabstract(family):
-        raise ValueError(
-            f"config.model.architecture is {name!r}, which does not define "
-            f"{', '.join(sorted(family.__abstractmethods__))}."
         )
     return family
 

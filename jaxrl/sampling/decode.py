@@ -289,19 +289,16 @@ class Programs:
 
     def _recorded(self, beside: Beside, num_tokens: int) -> dict[str, Array]:
         """The arrays of `recorded` that a pass over so many tokens has left, `[M, ...]`."""
-        if missing := [name for name in self.recorded if name not in beside.recorded]:
-            raise ValueError(
-                f"config.model.replay is True, but {type(self.architecture).__name__} does "
-                f"not leave {missing[0]!r}, which it declares, in `through.beside.recorded`; set "
-                "it to False."
-            )
         for name, declared in self.recorded.items():
-            array = beside.recorded[name]
-            if (array.shape, array.dtype) != ((num_tokens, *declared.shape), declared.dtype):
+            expected = (num_tokens, *declared.shape), declared.dtype
+            array = beside.recorded.get(name)
+            if array is None or (array.shape, array.dtype) != expected:
+                left = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
                 raise ValueError(
-                    f"{type(self.architecture).__name__} declares {name!r} as {declared.dtype} "
-                    f"{list(declared.shape)} by token, but a pass over {num_tokens} tokens leaves "
-                    f"{array.dtype} {list(array.shape)}; mend `recorded` or the pass."
+                    f"config.model.replay is True, but a pass of "
+                    f"{type(self.architecture).__name__} over {num_tokens} tokens leaves {left} as "
+                    f"{name!r} in `through.beside.recorded`; expected {declared.dtype} "
+                    f"{list(expected[0])}. Correct the pass, or set the key to False."
                 )
         return {name: self._by_row(beside.recorded[name]) for name in self.recorded}
 

@@ -74,10 +74,3 @@ def test_read_pages(sources):
         if page < P:
             np.testing.assert_array_equal(got[index], pages[page])
     assert np.isin(got, pages).all()  # "no page" reads any page
-
-
-def test_everything_keeps_the_dtype():
-    pages, new = jnp.zeros((P, K, PAGE, H), jnp.bfloat16), jnp.ones((B, K, C, H), jnp.bfloat16)
-    tables, start, counts = np.zeros((B, M), int), np.zeros(B, int), np.full(B, C)
-    assert write_tokens(pages, tables, start, counts, new).dtype == jnp.bfloat16
-    assert read_pages(pages, np.arange(2)).dtype == jnp.bfloat16

@@ -67,16 +67,6 @@ def test_logprobs_and_entropies_are_those_of_a_dense_softmax():
             assert not np.asarray(padding)[micro.segment_ids == 0].any()
 
 
-def test_chunk_width_changes_nothing():
-    micro = one_micro_batch()
-    results = []
-    for chunk_tokens in (1, 10**6):
-        model = tiny_model(chunk_tokens=chunk_tokens)
-        results.append(jax.jit(model.token_logprobs)(PARAMS, micro, temperature=1.0))
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-6, rtol=1e-6)
-
-
 def test_chunks_are_as_few_as_fit_and_alike():
     assert chunks_of(192, 192) == (1, 192)
     assert chunks_of(192, 191) == (2, 96)
