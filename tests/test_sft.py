@@ -235,7 +235,7 @@ def read(tmp_path, tokenizer, *records, max_total_tokens=400, **options):
         (["user"], "expected a prompt and then an assistant message, found ['user']"),
         (["assistant"], "expected a prompt and then an assistant message, found ['assistant']"),
         (["user", "assistant", "user"], "role 'user' after the first assistant message"),
-        (["user", "assistant", "tool"], "expected an assistant message that ends with '</search>'"),
+        (["user", "assistant", "tool"], "expected a result for each </search>"),
         ([], "'messages' must be a list of objects"),
     ],
 )

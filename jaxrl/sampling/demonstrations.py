@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,17 @@ def read_demonstrations(
 
     def parse(fields: dict[str, Any], place: str) -> Demonstration:
         messages, pictures = read_demonstration(fields, place)
-        image_tokens = _image_tokens(pictures, processor, place)
+        image_tokens: list[int] = []
+        if pictures and processor is None:
+            raise ValueError(
+                f"{place} has images, and the model reads none: its config.json has no "
+                "image_token_id. Set config.model.path to a model that does, as Qwen2.5-VL."
+            )
+        if processor is not None:
+            try:
+                image_tokens = [processor.num_tokens(picture) for picture in pictures]
+            except UnreadableError as error:
+                raise ValueError(f"{place}, of config.sft.source: {error}.") from error
         if 0 < limits.max_image_tokens < sum(image_tokens):
             raise ValueError(
                 f"{place}: the demonstration's images take {sum(image_tokens)} tokens; expected at "
@@ -149,7 +160,7 @@ def encode_demonstration(
             f"{place}: role {later[0]!r} after the first assistant message; expected "
             "'assistant' or 'tool'."
         )
-    for role, run in itertools.groupby(messages[start:], key=lambda message: message["role"]):
+    for role, run in itertools.groupby(messages[start:], key=itemgetter("role")):
         contents = [message["content"] for message in run]
         if role == "assistant":
             end = tokenizer.eos_ids[:1] if protocol.in_template else ()
@@ -176,10 +187,7 @@ def encode_demonstration(
                     limit = max(min(limit, room - len(bare)), 0)
                 ids, _ = encode_observation(tokenizer, observation, max_body_tokens=limit)
                 pieces.append((ids, omitted(tokenizer, observation)))
-    if protocol.in_template:
-        _check_calls(messages[start:], protocol, tools, place)
-    else:
-        _check_turns(messages[start:], tools, place)
+    _check_results(messages[start:], protocol, tools, place)
     return _of_pieces(prompt, pieces, limits.context, tokenizer, place)
 
 
@@ -241,25 +249,6 @@ def _of_pieces(
     )
 
 
-def _image_tokens(
-    pictures: Sequence[Picture], processor: Processor | None, place: str
-) -> list[int]:
-    """Tokens of each image.
-
-    Raises:
-        ValueError: one cannot be read; the place is named.
-    """
-    if pictures and processor is None:
-        raise ValueError(
-            f"{place} has images, and the model reads none: its config.json has no image_token_id. "
-            "Set config.model.path to a model that does, as Qwen2.5-VL."
-        )
-    try:
-        return [processor.num_tokens(picture) for picture in pictures] if processor else []
-    except UnreadableError as error:
-        raise ValueError(f"{place}, of config.sft.source: {error}.") from error
-
-
 def _as_text(
     message: dict[str, Any],
     tokenizer: Tokenizer,
@@ -310,38 +299,29 @@ def _continue(opener: str, message: dict[str, Any], place: str) -> dict[str, Any
     return message
 
 
-def _check_calls(
+def _check_results(
     messages: list[dict[str, Any]], protocol: Protocol, tools: Sequence[str], place: str
 ) -> None:
-    """Refuses what no rollout could have written: a turn without a result for each of its calls."""
-    asked = None  # calls of the turn before
-    for role, run in itertools.groupby(messages, key=lambda message: message["role"]):
+    """Refuse what no rollout could have written: results that do not answer the calls of a turn."""
+    closings = tuple(f"</{tool}>" for tool in tools)
+    written, num_calls = "", 0  # of the turn before
+    for role, run in itertools.groupby(messages, key=itemgetter("role")):
         contents = [message["content"] for message in run]
-        if role == "tool" and len(contents) != asked:
+        if role == "tool" and len(contents) != num_calls:
+            call = "<tool_call>" if protocol.in_template else " or ".join(closings)
             raise ValueError(
-                f"{place}: {len(contents)} messages of the role 'tool' follow {asked} calls; "
-                "expected a result for each <tool_call> of the assistant's message."
+                f"{place}: {len(contents)} messages of the role 'tool' follow {num_calls} calls in "
+                f"{written[-40:]!r}; expected a result for each {call} that ends a message of the "
+                "assistant."
             )
         if role == "assistant":
-            asked = len(protocol.read(contents[-1], tools).calls)
+            written = contents[-1]
+            if not protocol.in_template:
+                num_calls = int(written.endswith(closings))
+                continue
+            num_calls = len(protocol.read(written, tools).calls)
             if len(contents) > 1:
                 raise ValueError(
                     f"{place}: two messages of the assistant follow each other; expected one turn, "
                     "or results of the role 'tool' between them."
                 )
-
-
-def _check_turns(messages: list[dict[str, Any]], tools: Sequence[str], place: str) -> None:
-    """Refuses what no rollout could have written: a result that nobody asked for."""
-    closings = tuple(f"</{tool}>" for tool in tools)
-    for before, message in itertools.pairwise(messages):
-        is_called = before["role"] == "assistant" and before["content"].endswith(closings)
-        if message["role"] == "tool" and not is_called:
-            hint = ""
-            if before["content"].endswith("</python>"):
-                hint = " Name 'python' in config.env.search.tools to offer Python."
-            raise ValueError(
-                f"{place}: a message of the role 'tool' follows {before['content'][-40:]!r}; "
-                f"expected an assistant message that ends with {' or '.join(map(repr, closings))}."
-                + hint
-            )

@@ -434,19 +434,18 @@ class Engine:
     def submit(
         self, requests: Sequence[Request], *, temperature: float = 1.0, top_p: float = 1.0
     ) -> list[int]:
-        """Queues requests; the numbers by which events name them.
+        """Queue requests; return the numbers by which events name them.
+
+        All requests that are there at a time share temperature and `top_p`.
 
         Args:
-            requests: what to sample, in the order in which they are admitted.
-            temperature: of their tokens' distribution; 0 is greedy. All requests that are there at
-                a time share it.
-            top_p: likewise; they draw from the most likely tokens of this probability only.
+            requests: What to sample, in the order in which they are admitted.
+            temperature: Temperature of their tokens' distribution, at least 0; 0 is greedy.
+            top_p: Probability, in (0, 1], of the most likely tokens from which they draw.
 
         Raises:
-            RuntimeError: there are no weights, or requests that are drawn in another way, or the
-                engine was made without the kind.
-            ValueError: a prompt is too long, a budget below 1, a temperature below 0 or `top_p` no
-                share; then none is queued.
+            RuntimeError: There are no weights, or requests that are drawn in another way.
+            ValueError: A prompt is too long or a budget below 1; then none is queued.
         """
         if self._weights is None:
             raise RuntimeError("the engine has no weights; call set_weights first.")
@@ -459,17 +458,6 @@ class Engine:
                 )
             self._check_budget(len(request.prompt_ids), request.budget)
             self._feed.check(request.prompt_ids, request.attachments)
-        # Refuse what cannot be drawn, or not beside the requests that are there.
-        if not temperature >= 0.0:
-            raise ValueError(f"temperature is {temperature}; expected 0 or more.")
-        if not 0.0 < top_p <= 1.0:
-            raise ValueError(f"top_p is {top_p}; expected a number in (0, 1].")
-        kind = self._kind_of(temperature, top_p)
-        if kind not in self.kinds:
-            raise RuntimeError(
-                f"temperature {temperature} and top_p {top_p} ask for {kind!r}, but the engine was "
-                f"made for {', '.join(map(repr, self.kinds))}."
-            )
         numbers = list(range(self._next_request, self._next_request + len(requests)))
         self._draw_by(numbers, temperature, top_p)
         if self._cache is None:

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.envs.base import Outcome
 from jaxrl.sampling import decode
 from jaxrl.sampling.episodes import Schedule
-from jaxrl.sampling.observations import encode_observation
 from jaxrl.sampling.trajectory import Sample, Span, trajectory_of
 from jaxrl.utils.concurrency import Threads
 from tests.helpers import tiny_params
-from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
+from tests.sampling.slow import SlowEnv
+from tests.toys import SMALL, Player, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -81,34 +81,9 @@ def test_a_span_goes_on_where_the_same_weights_sample_on():
     np.testing.assert_array_equal(got.rollout_entropies, -got.rollout_logprobs)
 
 
-@pytest.mark.parametrize(("length", "num_calls"), [(30, 1), (2**14, 1), (2**14 + 1, 3)])
-def test_a_text_that_several_episodes_find_is_encoded_once(monkeypatch, length, num_calls):
-    tokenizer, texts = toy_tokenizer(), []
-    encode = tokenizer.encode_start
-    monkeypatch.setattr(
-        tokenizer, "encode_start", lambda text, count: texts.append(text) or encode(text, count)
-    )
-    body = "ok here " * length
-    note = Observation(prefix="[", body=body[:length], suffix="]")
-    found = [encode_observation(tokenizer, note, max_body_tokens=5) for _ in range(3)]
-    assert len(texts) == num_calls
-    assert found == [found[0]] * 3
-    ids = encode(note.body, 5)
-    assert found[0][0] == [*tokenizer.encode("["), *ids, *tokenizer.encode("]")]
-    assert found[0][1] == f"[{tokenizer.decode(ids)}]"
-
-
-class SlowEnv(ScriptedEnv):
+def slow(latency_s=0.0):
     """An observation and the end; each call takes a while."""
-
-    def __init__(self, latency_s=0.0):
-        note = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
-        super().__init__(STOPS, script(note, StepResult(outcome=Outcome.ANSWERED)))
-        self._latency_s = latency_s
-
-    def step(self, episodes, texts):
-        time.sleep(self._latency_s)
-        return super().step(episodes, texts)
+    return SlowEnv(STOPS, latency_s, least_s=latency_s, num_notes=1)
 
 
 def play(player, env, questions, **settings):
@@ -117,9 +92,9 @@ def play(player, env, questions, **settings):
 
 
 def test_chunks_of_another_length_draw_the_same(player):
-    wanted = play(player, SlowEnv(), ["where?", "when"], group_size=3)
+    wanted = play(player, slow(), ["where?", "when"], group_size=3)
     other = Player(SMALL, toy_tokenizer(), STOPS, num_rows=4, chunk_tokens=2)
-    got = play(other, SlowEnv(), ["where?", "when"], group_size=3)
+    got = play(other, slow(), ["where?", "when"], group_size=3)
     assert [t.token_ids.tolist() for t in got] == [t.token_ids.tolist() for t in wanted]
 
 
@@ -127,15 +102,15 @@ def test_waits_are_counted_by_why(player):
     engine = player.engine
     engine.waits.clear()
     # A single episode waits alone, for each of its two calls.
-    play(player, SlowEnv(0.1), ["where?"], schedule=Schedule(lag_chunks=1))
+    play(player, slow(0.1), ["where?"], schedule=Schedule(lag_chunks=1))
     assert engine.waits.keys() <= {"tasks"}
     assert 0.2 <= engine.waits["tasks"] < 1.0
     engine.waits.clear()
     # Of twelve, others could be decoded while the first wait: replies are due too early.
-    play(player, SlowEnv(0.1), ["where?"] * 4, group_size=3, schedule=Schedule(lag_chunks=1))
+    play(player, slow(0.1), ["where?"] * 4, group_size=3, schedule=Schedule(lag_chunks=1))
     assert engine.waits["lag"] >= 0.1
     engine.waits.clear()
-    play(player, SlowEnv(), ["where?"] * 4, group_size=3, schedule=Schedule(lag_chunks=3))
+    play(player, slow(), ["where?"] * 4, group_size=3, schedule=Schedule(lag_chunks=3))
     assert sum(engine.waits.values()) < 0.1
 
 

@@ -79,18 +79,3 @@ def test_another_top_p_compiles_nothing():
     before = made.num_compilations
     play(made, top_p=0.8, temperature=0.5, seeds=2)
     assert made.num_compilations == before
-
-
-@pytest.mark.parametrize("top_p", [0.0, -0.1, 1.5, float("nan")])
-def test_a_top_p_that_is_no_share_is_refused(top_p):
-    with pytest.raises(ValueError, match=r"top_p is .*; expected a number in \(0, 1\]"):
-        play(engine(True), top_p=top_p)
-    assert engine(True).is_idle
-
-
-def test_an_engine_without_nucleus_refuses_top_p():
-    with pytest.raises(
-        RuntimeError, match=r"top_p 0\.9 ask for 'nucleus', but .* made for 'greedy', 'plain'"
-    ):
-        play(engine(False), top_p=0.9)
-    assert engine(False).is_idle

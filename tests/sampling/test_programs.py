@@ -2,23 +2,19 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.builders.components import draw_kinds
-from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels.attention_gpu import num_live
-from jaxrl.extras.kernels.attention_tpu import Steps
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.sampling import engine, next_token
 from jaxrl.sampling.buckets import append_sizes, row_sizes
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import ROOT, resolved
-from tests.programs import equations
-from tests.toys import SMALL, Player, one_device_mesh, toy_tokenizer
+from tests.toys import SMALL, one_device_mesh
 from tests.vision import golden
 
 CONFIGS = [
@@ -137,15 +133,6 @@ def lengths_of(name, rng, count):
     return np.clip(rng.lognormal(np.log(median), spread, count), 1, most).astype(int)
 
 
-def fetched_on_a_tpu(limits, page):
-    """Tokens of the live pages of all steps of the kernel's grid; the others are not copied."""
-    num_pages = -(-limits // page)
-    tables = jnp.zeros((256, num_pages.max()), jnp.int32)
-    steps, count = Steps.of(tables, jnp.array(num_pages), 4)
-    index = np.arange(count)
-    return page * sum(int(steps.page(index, i, 4)[1].sum()) for i in range(4))
-
-
 def fetched_on_a_gpu(limits, page):
     """Tokens of the pages that each program's loop goes over, in which it loads each once."""
     # A program has the queries of one key head, in 16 rows at least; who pads them reads nothing.
@@ -154,68 +141,9 @@ def fetched_on_a_gpu(limits, page):
 
 
 @pytest.mark.parametrize("name", ["search", "math", "dapo"])
-@pytest.mark.parametrize(
-    ("kernel", "fetched"), [("mosaic", fetched_on_a_tpu), ("triton", fetched_on_a_gpu)]
-)
-def test_a_decoding_step_fetches_live_pages_and_no_others(kernel, fetched, name):
-    page, rng = PAGE_TOKENS[kernel], np.random.default_rng(0)
+def test_a_decoding_step_fetches_live_pages_and_no_others(name):
+    page, rng = PAGE_TOKENS["triton"], np.random.default_rng(0)
     lengths = lengths_of(name, rng, 256)
     limits = np.where(rng.random(256) < 0.8, lengths, 0)  # the others wait or have stopped
-    total = fetched(limits, page)
+    total = fetched_on_a_gpu(limits, page)
     assert limits.sum() <= total <= 1.15 * limits.sum() + page * len(limits)
-
-
-def test_the_gpu_kernel_loads_keys_and_values_in_one_loop_of_so_many_turns():
-    # What the figures above rest on: pages are read inside the kernel's only loop, nowhere else.
-    inputs = (
-        jax.ShapeDtypeStruct(shape, kind)
-        for shape, kind in (
-            ((4, 1, 8, 64), jnp.bfloat16),
-            *[((32, 2, 64, 64), jnp.bfloat16)] * 2,
-            ((4, 8), jnp.int32),
-            ((4, 1), jnp.int32),
-        )
-    )
-    [call] = [
-        one
-        for one in equations(jax.make_jaxpr(gpu.attend_pages)(*inputs).jaxpr)
-        if one.primitive.name == "pallas_call"
-    ]
-    kernel = call.params["jaxpr"]
-    _, keys, values, *_ = kernel.invars
-    [loop] = [one for one in kernel.eqns if one.primitive.name == "while"]
-    users = [one for one in kernel.eqns if keys in one.invars or values in one.invars]
-    assert users == [loop]
-    loads = [
-        one
-        for one in loop.params["body_jaxpr"].jaxpr.eqns
-        if one.primitive.name == "get" and one.invars[0].aval.shape == keys.aval.shape
-    ]
-    assert [one.outvars[0].aval.shape for one in loads] == [(64, 64)] * 2
-
-
-def test_a_chunk_on_a_cpu_makes_no_array_for_tokens_that_no_row_has():
-    made = Player(
-        SMALL, toy_tokenizer(), ("a",), num_rows=8, chunk_tokens=4, max_prompt_tokens=16,
-        max_total_tokens=1024,
-    ).engine  # fmt: skip
-    sampler = made.programs
-    weights = made._weights_of.abstract()
-    cache = jax.eval_shape(lambda: sampler.empty_cache(made.num_pages, made.page_tokens))
-    state = jax.eval_shape(sampler.empty_state)
-    rows, _ = made._host_rows([[]], 8)
-    largest = []
-    for pages in made.past_sizes:
-        jaxpr = jax.make_jaxpr(sampler.decode_chunk, static_argnums=(7, 8))(
-            weights, cache, state, rows, made._stops, 1.0, 1.0, "plain", pages
-        )
-        made_of_rows = [
-            out.aval.size
-            for each in jaxpr.eqns
-            for out in each.outvars
-            if out.aval.ndim == 4 and out.aval.shape[0] == 8
-        ]
-        largest.append(max(made_of_rows))
-    by_token = 8 * SMALL.num_kv_heads * SMALL.head_dim
-    # Pieces of 64, 64, 128, 256 and 512 tokens: the last of each size is its largest.
-    assert largest == [by_token * tokens for tokens in (64, 64, 128, 256, 512)]

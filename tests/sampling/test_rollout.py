@@ -1,6 +1,4 @@
 import dataclasses
-import itertools
-import json
 
 import numpy as np
 import pytest
@@ -22,10 +20,8 @@ from jaxrl.envs.rewards.combiner import Payment
 from jaxrl.envs.rewards.functions import RewardFunction, kind_of
 from jaxrl.envs.search.base import EmptySearch, KeywordSearch, SearchEngine
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.sampling.observations import encode_observation
 from jaxrl.sampling.rollout import Rollout
-from jaxrl.types import Draw
 from tests.helpers import tiny_params
 from tests.toys import (
     ROOMY,
@@ -146,52 +142,6 @@ def test_stops_are_found_however_they_are_tokenized(players, query, ends):
         assert got.token_ids.tolist() == ids
         assert got.loss_mask.tolist() == mask
         assert got.generated_text == first + found.text + last
-
-
-class CutShort:
-    """Sampling settings of a rollout that is left after some chunks; None: at its end."""
-
-    def __init__(self, sampling, chunks):
-        self._sampling = sampling
-        self._reads = itertools.chain([1], itertools.repeat(0) if chunks is None else [0] * chunks)
-
-    def __getattr__(self, name):
-        return getattr(self._sampling, name)
-
-    @property
-    def unfinished(self):
-        return next(self._reads, 1)
-
-
-def test_a_tag_that_is_cut_in_two_by_the_end_of_a_rollout_is_found():
-    length = ROOMY.max_total_tokens
-    player = Player(
-        CONFIG,
-        toy_tokenizer(*SPLIT),
-        SEARCH_R1.stop_strings,
-        num_rows=1,
-        chunk_tokens=1,
-        max_prompt_tokens=length,
-    )
-    found = SEARCH_R1.render_observation(FOUND)
-    first, last = "<search>the tower</search>", "<answer>Paris</answer>"
-    ids, _ = teach(player, f"{first}\n\n", found, f"{last}.")
-    task = Task(id="task", question="Where?", answers=("Paris",))
-    seeds = Seeds(seed=0, stage=0, step=0)
-    settings = Sampling(group_size=1, temperature=1.0, top_p=1.0, seeds=seeds)
-    draws, cut = [Draw(task=task, stream_index=0)], []
-    for chunks in range(40):
-        rollout = Rollout(player.engine, search_env(), player.tokenizer, player.automaton, ROOMY)
-        [group] = rollout(draws, CutShort(settings, chunks))
-        cut.append(group is None)
-        if group is None:
-            [group] = rollout(draws, CutShort(settings, None))
-        [got] = group.trajectories
-        assert [turn.text for turn in got.turns] == [first, last], chunks
-        assert got.token_ids.tolist() == ids
-    assert cut[0]
-    assert sum(cut) > 15  # with both tags, of several tokens each, and the search between them
-    assert not cut[-1]
 
 
 def test_each_turn_starts_afresh(player):
@@ -480,14 +430,6 @@ def test_what_cannot_be_scored_is_an_environment_error_and_not_a_score(player, n
             assert trajectory.turns[-1].text == scored.turns[-1].text
 
 
-def test_policy_versions_mark_sampled_tokens(player):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
-    got = play_one(player, search_env(), step=3)
-    np.testing.assert_array_equal(got.policy_versions, np.where(got.loss_mask, 3, -1))
-    assert not got.rollout_logprobs[~got.loss_mask].any()
-    assert not got.rollout_entropies[~got.loss_mask].any()
-
-
 def test_a_body_that_fits_is_shown_as_it_is_and_one_that_does_not_is_decoded():
     tokenizer = toy_tokenizer()
     observation = Observation(prefix="<", body="aé", suffix=">")  # é is two bytes, two tokens
@@ -497,6 +439,9 @@ def test_a_body_that_fits_is_shown_as_it_is_and_one_that_does_not_is_decoded():
     ids, text = encode_observation(tokenizer, observation, max_body_tokens=2)
     assert text == "<a\N{REPLACEMENT CHARACTER}>"
     assert len(ids) == 4
+    long = dataclasses.replace(observation, body="ok here " * 2**12)
+    ids, text = encode_observation(tokenizer, long, max_body_tokens=5)
+    assert (text, tokenizer.decode(ids)) == ("<ok he>", "<ok he>")
 
 
 def raising(error):
@@ -508,18 +453,14 @@ def raising(error):
 
 STEPS = [
     (raising(ConnectionError("refused")), "ConnectionError: refused"),
-    (raising(KeyError("x")), "KeyError: 'x'"),
     (raising(SystemExit(0)), "SystemExit: 0"),
-    (lambda *_: None, "TypeError: 'NoneType' object is not iterable"),
     (lambda *_: [], "ValueError: SearchEnv.step gave 0 results for 1 episodes"),
     (lambda *_: [None], "step gave NoneType; expected StepResult"),
-    (lambda *_: [StepResult(outcome="answered")], "StepResult.outcome is 'answered'; expected"),
     (lambda *_: [StepResult(observation="text")], "StepResult.observation is 'text'; expected"),
     (
         lambda *_: [StepResult(observation=Observation(prefix="", body=None, suffix=""))],
         "Observation.body is None; expected str",
     ),
-    (lambda *_: [StepResult(tool=5)], "StepResult.tool is 5; expected"),
     (lambda *_: [StepResult(latency_s=np.nan)], "StepResult.latency_s is nan; expected a finite"),
     (lambda *_: [StepResult(latency_s=10**400)], "int too large to convert to float"),
     (lambda *_: [StepResult(records=("q",))], "step gave str; expected CallRecord"),
@@ -600,13 +541,6 @@ def test_an_outage_that_an_environment_lets_pass_costs_its_episode_where_the_run
             assert "OutageError: nobody is there" in got.error
 
 
-def test_a_latency_of_any_real_type_can_be_written(player):
-    env = search_env()
-    env.step = lambda *_: [StepResult(outcome=Outcome.ANSWERED, latency_s=np.float32(0.5))]
-    got = play_one(player, env)
-    assert json.loads(json.dumps(to_json(got)))["turns"][0]["latency_s"] == 0.5
-
-
 SCORES = [
     (raising(SystemExit(0)), "score: SystemExit: 0"),
     (lambda _: [], "score: ValueError: SearchEnv.score gave 0 results for 1 episodes"),
@@ -614,10 +548,6 @@ SCORES = [
     (
         lambda _: [Reward(total=float("nan"), parts={}, final_answer="")],
         "score: ValueError: the reward's 'total' is nan; expected a finite number",
-    ),
-    (
-        lambda _: [Reward(total=0.0, parts={"f1": "1"}, final_answer="")],
-        "score: ValueError: the reward's 'f1' is '1'; expected a finite number",
     ),
 ]
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import random
 import threading
 import time
 
@@ -10,14 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.envs.base import Outcome
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling import rollout
 from jaxrl.sampling.engine import Request
 from jaxrl.sampling.episodes import Schedule
 from jaxrl.sampling.sample_keys import sample_keys
 from tests.helpers import tiny_params
-from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
+from tests.sampling.slow import SlowEnv
+from tests.toys import SMALL, Player, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -35,20 +35,6 @@ def player():
     return Player(SMALL, toy_tokenizer(), STOPS, num_rows=NUM_ROWS, chunk_tokens=4)
 
 
-class SlowEnv(ScriptedEnv):
-    """Two observations and the end; every call takes a while that chance decides."""
-
-    def __init__(self, longest_s=0.0, seed=0):
-        note = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
-        super().__init__(STOPS, script(note, note, StepResult(outcome=Outcome.ANSWERED)))
-        self._random = random.Random(seed)
-        self._longest_s = longest_s
-
-    def step(self, episodes, texts):
-        time.sleep(self._random.uniform(0, self._longest_s))
-        return super().step(episodes, texts)
-
-
 def play(player, env, **settings):
     player.engine.set_weights(PARAMS)
     return player.play(env, QUESTIONS, group_size=3, **settings)
@@ -57,7 +43,7 @@ def play(player, env, **settings):
 @pytest.fixture(scope="module")
 def wanted(player):
     """The samples, as one schedule draws them."""
-    got = play(player, SlowEnv(), schedule=Schedule(lag_chunks=1))
+    got = play(player, SlowEnv(STOPS), schedule=Schedule(lag_chunks=1))
     assert max(len(trajectory.turns) for trajectory in got) == 3
     return got
 
@@ -72,7 +58,7 @@ def assert_same(got, wanted, *, tolerance):
 @pytest.mark.parametrize("schedule", [*(Schedule(lag_chunks=lag) for lag in LAGS), ARRIVAL])
 def test_samples_do_not_depend_on_the_schedule(player, wanted, schedule):
     for seed in range(2):
-        got = play(player, SlowEnv(0.02, seed), schedule=schedule)
+        got = play(player, SlowEnv(STOPS, 0.02, seed), schedule=schedule)
         assert_same(got, wanted, tolerance=5e-5)
 
 
@@ -81,7 +67,7 @@ def test_nothing_depends_on_the_clock(player, lag):
     counts, samples = [], []
     for longest_s in (0.0, 0.03):
         before = vars(player.engine.counts).copy()
-        samples.append(play(player, SlowEnv(longest_s), schedule=Schedule(lag_chunks=lag)))
+        samples.append(play(player, SlowEnv(STOPS, longest_s), schedule=Schedule(lag_chunks=lag)))
         now = vars(player.engine.counts)
         counts.append({name: now[name] - before[name] for name in now})
     assert counts[0] == counts[1]
@@ -114,7 +100,7 @@ class Recorder:
 @pytest.mark.parametrize("lag", LAGS)
 def test_replies_enter_after_the_lag(player, monkeypatch, lag):
     recorder = Recorder(player.engine, monkeypatch)
-    play(player, SlowEnv(0.01), schedule=Schedule(lag_chunks=lag))
+    play(player, SlowEnv(STOPS, 0.01), schedule=Schedule(lag_chunks=lag))
     assert len(recorder.waits) > 10
     # Earlier only where there was nothing else to decode.
     assert {waited for waited, is_stalled in recorder.waits if not is_stalled} == {lag}
@@ -124,7 +110,7 @@ def test_replies_enter_after_the_lag(player, monkeypatch, lag):
 @pytest.mark.parametrize("overlaps", [False, True], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize("lag", LAGS)
 def test_the_device_has_a_chunk_while_the_environment_works(player, monkeypatch, lag, overlaps):
-    env, in_flight = SlowEnv(), []
+    env, in_flight = SlowEnv(STOPS), []
     assert not player.engine.overlaps
     monkeypatch.setattr(player.engine, "overlaps", overlaps)
     step = env.step
@@ -153,7 +139,7 @@ def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
             second.set()
             return super().step(episodes, texts)
 
-    assert_same(play(player, Waiting(), schedule=schedule), wanted, tolerance=5e-5)
+    assert_same(play(player, Waiting(STOPS), schedule=schedule), wanted, tolerance=5e-5)
 
 
 def requests(budgets):
@@ -202,7 +188,7 @@ def test_no_chunk_is_spent_on_rows_whose_budget_has_ended(player):
 
 def test_one_call_serves_all_rows_that_stopped_in_a_chunk(player, monkeypatch):
     recorder, sizes = Recorder(player.engine, monkeypatch), []
-    env = SlowEnv()
+    env = SlowEnv(STOPS)
     step = env.step
     monkeypatch.setattr(env, "step", lambda e, texts: sizes.append(len(texts)) or step(e, texts))
     play(player, env)
@@ -222,7 +208,7 @@ def assert_clean(player, wanted):
     assert player.engine.num_running == 0
     assert env_threads() == []
     assert cache_bytes(player.engine) == 0
-    assert_same(play(player, SlowEnv()), wanted, tolerance=5e-5)
+    assert_same(play(player, SlowEnv(STOPS)), wanted, tolerance=5e-5)
 
 
 ALL = [Schedule(lag_chunks=1), Schedule(lag_chunks=3), ARRIVAL]
@@ -233,7 +219,7 @@ ALL = [Schedule(lag_chunks=1), Schedule(lag_chunks=3), ARRIVAL]
 def test_a_rollout_can_be_interrupted(player, wanted, schedule, num_asked):
     answers = iter([False] * (num_asked - 1) + [True])
     with pytest.raises(Interrupted):
-        play(player, SlowEnv(0.01), schedule=schedule, should_stop=lambda: next(answers))
+        play(player, SlowEnv(STOPS, 0.01), schedule=schedule, should_stop=lambda: next(answers))
     assert_clean(player, wanted)
 
 
@@ -251,7 +237,7 @@ class Broken(SlowEnv):
 
 @pytest.mark.parametrize("schedule", ALL)
 def test_a_call_that_fails_is_made_again_for_each_episode_alone(player, wanted, schedule):
-    assert_same(play(player, Broken(0.01), schedule=schedule), wanted, tolerance=5e-5)
+    assert_same(play(player, Broken(STOPS, 0.01), schedule=schedule), wanted, tolerance=5e-5)
     assert player.engine.is_idle
 
 
@@ -261,7 +247,7 @@ class Hanging(SlowEnv):
     num_calls = 0
 
     def __init__(self):
-        super().__init__()
+        super().__init__(STOPS)
         self.go = threading.Event()
         self.hung = []
 
@@ -287,7 +273,7 @@ def test_a_call_that_hangs_is_given_up_and_the_others_go_on(player, wanted, sche
     assert [thread.daemon for thread in env_threads()] == [True]  # nobody waits for it
     env.go.set()
     assert player.engine.is_idle
-    assert_same(play(player, SlowEnv()), wanted, tolerance=5e-5)
+    assert_same(play(player, SlowEnv(STOPS)), wanted, tolerance=5e-5)
 
 
 def test_a_rollout_is_interrupted_while_a_call_hangs(player, wanted, monkeypatch):
@@ -317,7 +303,7 @@ def test_an_error_in_the_middle_of_a_chunk_leaves_the_engine_usable(player, want
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_decode", failing)
         with pytest.raises(MemoryError):
-            play(player, SlowEnv())
+            play(player, SlowEnv(STOPS))
     assert_clean(player, wanted)
 
 
@@ -347,7 +333,7 @@ def test_who_holds_memory_in_each_phase(player):
     engine.set_weights(params)
     assert live_bytes() - before == weights  # the old ones are gone
 
-    played = play(player, SlowEnv())
+    played = play(player, SlowEnv(STOPS))
     shape = NUM_ROWS * SMALL.num_kv_heads * 64 * SMALL.head_dim
     cache = 2 * SMALL.num_layers * shape * 4
     assert cache_bytes(engine) == cache
@@ -359,16 +345,16 @@ def test_who_holds_memory_in_each_phase(player):
     jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
     with pytest.raises(RuntimeError, match="no weights; call set_weights"):
         play_without_weights(player)
-    assert_same(play(player, SlowEnv()), played, tolerance=0)
+    assert_same(play(player, SlowEnv(STOPS)), played, tolerance=0)
     gc.unfreeze()
 
 
 def play_without_weights(player):
-    player.play(SlowEnv(), QUESTIONS)
+    player.play(SlowEnv(STOPS), QUESTIONS)
 
 
 def test_memory_is_not_taken_from_running_requests(player):
     engine = player.engine
     with pytest.raises(RuntimeError, match="still has requests"):
-        play(player, SlowEnv(), should_stop=engine.release)
+        play(player, SlowEnv(STOPS), should_stop=engine.release)
     assert engine.is_idle

@@ -1,18 +1,16 @@
 """Groups that go on in a later rollout: the same tokens as if they had been played at once."""
 
-import random
-import time
-
 import numpy as np
 import pytest
 
-from jaxrl.envs.base import Observation, Outcome, StepResult, Task
+from jaxrl.envs.base import Task
 from jaxrl.sampling.episodes import Schedule
 from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.types import Draw, members
 from tests.helpers import tiny_params
-from tests.toys import ROOMY, SMALL, Player, ScriptedEnv, script, toy_tokenizer
+from tests.sampling.slow import SlowEnv
+from tests.toys import ROOMY, SMALL, Player, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -24,19 +22,6 @@ DRAWS = [
         ["where?", "who was it?", "when", "why is it so", "how", "which of them", "what", "is it?"]
     )
 ]
-
-
-class Slow(ScriptedEnv):
-    """Two observations and the end; every call takes a while that chance decides."""
-
-    def __init__(self, longest_s=0.0, seed=0):
-        note = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
-        super().__init__(STOPS, script(note, note, StepResult(outcome=Outcome.ANSWERED)))
-        self._random, self._longest_s = random.Random(seed), longest_s
-
-    def step(self, episodes, texts):
-        time.sleep(self._random.uniform(0, self._longest_s))
-        return super().step(episodes, texts)
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +67,11 @@ SCHEDULES = [Schedule(lag_chunks=1), Schedule(lag_chunks=2), Schedule(determinis
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_what_goes_on_is_what_would_have_been_sampled(player, schedule):
     player.engine.set_weights(PARAMS)
-    whole = members(rollout_of(player, Slow(), schedule)(DRAWS, sampling()))
+    whole = members(rollout_of(player, SlowEnv(STOPS), schedule)(DRAWS, sampling()))
     assert max(len(t.turns) for t in whole) == 3
     mixed = 0
     for unfinished in (1, 3, 5):
-        env = Slow(0.01, seed=unfinished)
+        env = SlowEnv(STOPS, 0.01, seed=unfinished)
         groups, count = by_steps(player, env, schedule, unfinished=unfinished)
         assert count > 1
         for a, b in zip(members(groups), whole, strict=True):
@@ -102,9 +87,9 @@ def test_each_token_has_the_version_of_the_weights_that_drew_it(player):
     """Beside the rollout of each version alone: the tokens begin as the one's, and go on else."""
     schedule = Schedule(lag_chunks=1)
     params = (PARAMS, LATER, PARAMS, LATER)
-    groups, _ = by_steps(player, Slow(), schedule, unfinished=4, params=params)
+    groups, _ = by_steps(player, SlowEnv(STOPS), schedule, unfinished=4, params=params)
     player.engine.set_weights(PARAMS)
-    first = members(rollout_of(player, Slow(), schedule)(DRAWS, sampling()))
+    first = members(rollout_of(player, SlowEnv(STOPS), schedule)(DRAWS, sampling()))
     num_mixed = 0
     for got, alone in zip(members(groups), first, strict=True):
         versions = got.policy_versions[got.loss_mask]
@@ -120,7 +105,7 @@ def test_each_token_has_the_version_of_the_weights_that_drew_it(player):
 
 def test_a_deterministic_rollout_leaves_the_same_groups_whatever_the_clock_says(player):
     def play(longest_s, seed):
-        env = Slow(longest_s, seed)
+        env = SlowEnv(STOPS, longest_s, seed)
         groups, count = by_steps(player, env, Schedule(lag_chunks=2), unfinished=2)
         return count, [t.policy_versions.tolist() for t in members(groups)]
 
@@ -128,7 +113,7 @@ def test_a_deterministic_rollout_leaves_the_same_groups_whatever_the_clock_says(
 
 
 def test_an_evaluation_between_two_steps_leaves_them_alone_and_a_return_forgets_them(player):
-    schedule, env = Schedule(lag_chunks=2), Slow()
+    schedule, env = Schedule(lag_chunks=2), SlowEnv(STOPS)
     player.engine.set_weights(PARAMS)
     whole = rollout_of(player, env, schedule)(DRAWS, sampling())
     rollout = rollout_of(player, env, schedule)

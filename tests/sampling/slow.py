@@ -1,0 +1,23 @@
+"""An environment whose calls take a while, for tests of schedules."""
+
+import random
+import time
+
+from jaxrl.envs.base import Observation, Outcome, StepResult
+from tests.toys import ScriptedEnv, script
+
+NOTE = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
+
+
+class SlowEnv(ScriptedEnv):
+    """Some observations and the end; the generator draws how long each call takes."""
+
+    def __init__(self, stops, longest_s=0.0, seed=0, *, least_s=0.0, num_notes=2):
+        replies = [NOTE] * num_notes
+        super().__init__(stops, script(*replies, StepResult(outcome=Outcome.ANSWERED)))
+        self._random = random.Random(seed)
+        self._range = (least_s, longest_s)
+
+    def step(self, episodes, texts):
+        time.sleep(self._random.uniform(*self._range))
+        return super().step(episodes, texts)
