@@ -176,7 +176,6 @@ def pass_at_k_full_sampling(
         k: trajectories in a subset, at least 1 and at most half the group size: a single subset
             has nothing to be compared with and gets 0.
     """
-    _check_k(k)
     same = _in_group(group_ids)
     place = jnp.tril(same, -1).sum(axis=1)  # in its group
     subset, num_subsets = place // k, same.sum(axis=1) // k
@@ -203,7 +202,6 @@ def pass_at_k_bootstrap(
         key: a new one for every call.
         k: trajectories in a subset, at least 1 and at most the group size.
     """
-    _check_k(k)
     if k > len(group_ids):
         return jnp.zeros(len(group_ids))
     # Row i draws a subset of its own group: the k trajectories with the highest random scores.
@@ -285,7 +283,6 @@ def _pass_at_k(
     is_correct: Bool[Array, " N"], count: Int[Array, " N"], num_correct: Int[Array, " N"], k: int
 ) -> Float[jax.Array, " N"]:
     """`pass_at_k` from the counts of each trajectory's group."""
-    _check_k(k)
     num_wrong = count - num_correct
 
     def draw(i: jax.Array, shares: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -303,13 +300,6 @@ def _pass_at_k(
     right = jnp.sqrt(failed / jnp.where(has_signal, passed, 1.0))
     wrong = -right * num_correct / jnp.maximum(num_wrong, 1)
     return jnp.where(has_signal, jnp.where(is_correct, right, wrong), 0.0)
-
-
-def _check_k(k: int) -> None:
-    if k < 1:
-        raise ValueError(
-            f"pass@k came with k = {k}; expected at least 1. Set `advantage.pass_at_k.k`."
-        )
 
 
 ESTIMATORS: dict[str, Callable[..., Any]] = {

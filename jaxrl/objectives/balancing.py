@@ -26,13 +26,6 @@ def largest_differencing(
         The indices of each part's items in ascending order; parts by their first item, empty ones
         last.
     """
-    if num_parts < 1:
-        raise ValueError(f"num_parts is {num_parts}; expected 1 or more.")
-    if equal_size and len(sizes) % num_parts:
-        raise ValueError(
-            f"{len(sizes)} items do not divide into {num_parts} parts of equal size; "
-            "change their number or set equal_size=False."
-        )
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i], i))
     step = num_parts if equal_size else 1
     starts = [

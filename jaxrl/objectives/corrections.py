@@ -9,9 +9,6 @@ from jaxrl.objectives.segments import segment_sums
 
 Array = jax.Array | np.ndarray
 
-LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "mask", "reject")
-
 
 def importance_weights(
     old_logprobs: Float[Array, "R T"],
@@ -45,12 +42,6 @@ def importance_weights(
         low: the smallest ratio that counts; not read by `truncate`.
         high: the largest ratio that counts; likewise.
     """
-    for name, value, choices in (("level", level, LEVELS), ("mode", mode, MODES)):
-        if value not in choices:
-            raise ValueError(
-                f"unknown {name} {value!r} of importance weights; expected one of "
-                f"{', '.join(choices)}."
-            )
     log_ratio = jnp.where(loss_mask, jnp.asarray(old_logprobs) - rollout_logprobs, 0.0)
     if level != "token":
         log_ratio = segment_sums(log_ratio, segment_ids)

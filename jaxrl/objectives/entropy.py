@@ -41,8 +41,6 @@ def window_entropy(
         The window entropies in nats, 0 where undefined, and where they are defined: at sampled
         tokens that at least `window` sampled tokens of the same trajectory follow.
     """
-    if window < 1:
-        raise ValueError(f"a window of {window} tokens; expected at least 1.")
     xp = _numpy_or_jax(entropies, loss_mask, segment_ids)
     T = loss_mask.shape[1]
     # Sampled tokens move to the front of the row, keeping their order; the rest are padding.

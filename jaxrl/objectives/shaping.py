@@ -27,10 +27,6 @@ def overlong_penalty(
         buffer: tokens before `max_length` over which the penalty grows; 0 for no penalty at all.
         factor: the largest penalty, in units of reward.
     """
-    if not 0 <= buffer <= max_length:
-        raise ValueError(
-            f"the overlong buffer is {buffer} tokens; expected 0 to max_length={max_length}."
-        )
     lengths = np.asarray(lengths)
     if buffer == 0:
         return np.zeros(len(lengths), np.float32)

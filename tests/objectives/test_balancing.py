@@ -1,6 +1,5 @@
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,18 +27,6 @@ def test_order_of_parts_and_items():
     assert largest_differencing([], 2, equal_size=True) == [[], []]
     assert largest_differencing([3, 3, 3, 3], 1, equal_size=True) == [[0, 1, 2, 3]]
     assert largest_differencing([7, 7, 7, 7], 4, equal_size=True) == [[0], [1], [2], [3]]
-
-
-@pytest.mark.parametrize(("num_items", "num_parts"), [(5, 2), (2, 3)])
-def test_items_that_do_not_divide_are_refused(num_items, num_parts):
-    message = f"{num_items} items do not divide into {num_parts} parts of equal size"
-    with pytest.raises(ValueError, match=message):
-        largest_differencing([1] * num_items, num_parts, equal_size=True)
-
-
-def test_no_parts_are_refused():
-    with pytest.raises(ValueError, match="num_parts is 0"):
-        largest_differencing([1], 0, equal_size=False)
 
 
 def best_spread(sizes, num_parts, equal_size):

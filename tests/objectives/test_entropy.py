@@ -1,6 +1,5 @@
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,27 +63,6 @@ def test_windows_of_every_length(convert, window):
     assert valid.sum() == max(10 - window, 0)
     if window < 10:
         np.testing.assert_allclose(values[0, 0], ENTROPIES[0, 1 : 1 + window].mean(), rtol=1e-6)
-
-
-def test_numpy_in_numpy_out_of_any_shape_without_compiling():
-    for shape in ((0, 5), (1, 1), (2, 37)):
-        got = window_entropy(
-            np.ones(shape, np.float32), np.ones(shape, bool), np.ones(shape, np.int32), window=4
-        )
-        assert all(isinstance(x, np.ndarray) and x.shape == shape for x in got)
-        assert [x.dtype for x in got] == [np.float32, bool]
-        marked = high_window_entropy_mask(*got, threshold=0.5)
-        assert isinstance(marked, np.ndarray)
-        weights = kl_weights(marked, kl_coef=0.1, low_factor=0.5, bucket_scale=np.ones(shape))
-        assert isinstance(weights, np.ndarray)
-        assert weights.dtype == np.float32
-    traced, _ = window_entropy(jnp.asarray(ENTROPIES), ALL, IDS, window=4)
-    assert isinstance(traced, jax.Array)
-
-
-def test_a_window_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="window of 0 tokens; expected at least 1"):
-        window_entropy(ENTROPIES, ALL, IDS, window=0)
 
 
 @NUMPY_OR_JAX

@@ -61,11 +61,6 @@ def test_too_few_wrong_for_a_subset_to_fail_is_exactly_zero(run):
     np.testing.assert_array_equal(run(*one_group(8, 6), k=4), np.zeros(8))
 
 
-def test_k_below_one_is_refused():
-    with pytest.raises(ValueError, match="k = 0"):
-        pass_at_k(*one_group(4, 1), k=0)
-
-
 def by_all_subsets(is_correct, k):
     """Every k-subset with its normalised reward; each trajectory's mean over its subsets."""
     subsets = list(itertools.combinations(range(len(is_correct)), k))
