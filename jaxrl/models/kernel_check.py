@@ -101,8 +101,8 @@ def first_sound(
         ValueError: The kernel that the user named does not pass.
         RuntimeError: A kernel has left the device unable to compute anything.
     """
-    is_there = named_by or importlib.util.find_spec(EXTRA)
-    if not line or not is_there:  # that extra can be deleted, and no kernel is used untested
+    # That extra can be deleted, and no kernel is used untested.
+    if not line or not (named_by or importlib.util.find_spec(EXTRA)):
         return Choice(name="xla", function=reference)
     return pkgutil.resolve_name(f"{EXTRA}.check:first_sound")(
         make_trials, line, reference, named_by=named_by
