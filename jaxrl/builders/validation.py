@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import pkgutil
+from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxrl.builders.resolved import CORPORA, NO_ENGINE, ResolvedConfig, resolve_names
-from jaxrl.config.keys import Rule, refuse
+from jaxrl.config.keys import refuse
 from jaxrl.config.loading import check_keys
 from jaxrl.config.schema import EXTRA_KEYS, KEYS, OWN_MODEL, SUITES, flatten
 from jaxrl.envs.rewards.combiner import REWARD_PARTS
@@ -16,6 +18,9 @@ from jaxrl.envs.rewards.rules import check_weights
 from jaxrl.envs.search_env import SearchEnv, check_spoken, with_tools
 from jaxrl.training.method import has_gate, is_measured, needs_buckets, needs_windows
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted
+
+Finding = tuple[str, str]
+"""A key, and the value that is expected of it, with the reason."""
 
 
 def validate(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
@@ -52,45 +57,39 @@ def check_values(config: ConfigDict) -> None:
         key.check(name, values[name])
 
 
-def check_rules(resolved: ResolvedConfig, *, needs_data: bool = True) -> None:
+def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
     """Check the rules between keys.
 
     Args:
-        resolved: Configuration whose values are checked.
+        c: Configuration whose values are checked.
         needs_data: Require the data files of the configured stages.
 
     Raises:
         ValueError: A combination is wrong. The message names the key.
     """
-    config = resolved.config
-    values = flatten(config)
-    _check_tools(resolved)
-    _check_rewards(resolved)
-    _check_signs(resolved)
-    for name, (condition, is_read) in UNUSED.items():
-        default = KEYS[name].default
-        if values[name] != default and not is_read(resolved):
-            refuse(name, values[name], f"{default!r} unless {condition}; nothing reads it")
-    for rule in RULES:
-        if rule.is_broken(resolved):
-            refuse(rule.key, _value(config, rule.key), rule.expected)
-    _check_sizes(resolved)
-    _check_best_metric(config)
-    _check_required(resolved, needs_data=needs_data)
+    _check_tools(c)
+    _check_rewards(c)
+    findings = itertools.chain(
+        _unread_keys(c),
+        _broken_rules(c),
+        _broken_limits(c),
+        _unwritten_metric(c),
+        _missing_values(c, needs_data=needs_data),
+    )
+    for key, expected in findings:
+        refuse(key, _value(c, key), expected)
 
 
-def warnings(resolved: ResolvedConfig) -> list[str]:
+def warnings(c: ResolvedConfig) -> list[str]:
     """Return a line for each unusual setting: the key, its value, and what is usual."""
     return [
-        f"warning: config.{rule.key} is {_value(resolved.config, rule.key)!r}; "
-        f"usual is {rule.expected}"
-        for rule in WARNINGS
-        if rule.is_broken(resolved)
+        f"warning: config.{key} is {_value(c, key)!r}; usual is {usual}"
+        for key, usual in _unusual_settings(c)
     ]
 
 
-def _value(config: ConfigDict, key: str) -> Any:
-    value: Any = config
+def _value(c: ResolvedConfig, key: str) -> Any:
+    value: Any = c.config
     for name in key.split("."):
         value = value[name]
     return value.to_dict() if isinstance(value, ConfigDict) else value
@@ -142,522 +141,362 @@ def _check_rewards(c: ResolvedConfig) -> None:
         refuse("reward.correct", c.reward.correct, f"one of {', '.join(choices)}")
 
 
-def _check_signs(c: ResolvedConfig) -> None:
-    """Refuse actions for signs that the watch does not know."""
-    signs = getattr(c.watcher.function, "signs", None) if c.watcher else None
-    unknown = sorted({*c.watch.actions} - {*(signs or c.watch.actions)})
-    if unknown:
-        refuse("watch.actions", c.watch.actions, f"some of {', '.join(signs or ())}")
-
-
-def _reads_sampler(c: ResolvedConfig) -> bool:
-    return bool(c.loss.name == "dppo" and c.loss.dppo.anchor == "rollout")
-
-
-def _largest_k(c: ResolvedConfig) -> int:
-    """Return the largest set of answers that the estimator compares; 0 if it compares none."""
-    if not c.advantage.name.startswith("pass_at_k"):
-        return 0
-    settings = c.advantage.pass_at_k
-    return max((k for _, k in settings.k_schedule), default=settings.k)
-
-
-def _has_no_engine(c: ResolvedConfig) -> bool:
-    return bool(c.env.name == "math" or c.search.engine == NO_ENGINE or c.has_custom_rollout)
-
-
-def _has_no_corpus(c: ResolvedConfig) -> bool:
-    """Return True if there is no corpus. Custom engines may have one."""
-    if not c.searches:
-        return True
-    return not is_dotted(c.search.engine) and c.search.engine not in CORPORA
-
-
-def _is_never_overlong(c: ResolvedConfig) -> bool:
-    """Return True if even the longest response after a prompt of one token is not penalized."""
-    longest = c.rollout.max_total_tokens - 1
-    if not c.has_tools:
-        longest = min(longest, c.rollout.max_response_tokens)
-    return bool(c.overlong_limit - c.shaping.overlong_buffer >= longest)
-
-
-def _no_group_passes(c: ResolvedConfig) -> bool:
-    size, bounds = c.rollout.group_size, c.filter.accuracy_range
-    return not any(bounds.low < count / size < bounds.high for count in range(size + 1))
-
-
-def _drops_ratios(c: ResolvedConfig) -> bool:
-    """Return True if tokens have no loss where their ratio is out of bounds."""
-    correction = c.loss.correction
-    return bool(correction.level != "none" and correction.mode != "truncate")
-
-
-def _never_warms_up(c: ResolvedConfig, stage: str) -> bool:
-    """Return True if a stage ends before its learning rate has reached the peak."""
-    warmup_steps = c.optimizer_section(stage).warmup_steps
-    return stage in c.stages and bool(warmup_steps > c.num_updates(stage))
-
-
-def _costs_nothing(c: ResolvedConfig) -> bool:
-    endpoint = c.policy.get(c.policy.name)
-    tokens = endpoint and (endpoint.prompt_price or endpoint.completion_price)
-    return not (tokens or any(c.ledger.prices.values()))
-
-
-_KL_TERM = ("kl.coef is above 0", lambda c: c.kl.coef != 0)
-_WINDOWS = (
-    "shaping.entropy_reward, kl.low_factor or kl.second_chance is set",
-    lambda c: needs_windows(c.shaping, c.kl),
-)
-_FILTER = ("filter.name is set", lambda c: c.filter.name != "none")
-
-UNUSED = {
-    "advantage.turn_discount": ("advantage.by_turn is True", lambda c: c.advantage.by_turn),
-    "kl.place": _KL_TERM,
-    "kl.controller": _KL_TERM,
-    "kl.low_factor": _KL_TERM,
-    "kl.second_chance": _KL_TERM,
-    "filter.carry_over": _FILTER,
-    "filter.tasks_per_batch": _FILTER,
-    "filter.resample_early": (
-        "filter.resample_attempts and shaping.stage_level are set",
-        lambda c: c.filter.resample_attempts and has_gate(c.shaping),
-    ),
-    "shaping.centred_gain": (
-        "shaping.entropy_reward is True",
-        lambda c: c.shaping.entropy_reward,
-    ),
-    "shaping.trigger_words": _WINDOWS,
-    "shaping.bootstrap_tasks": (
-        "shaping.entropy_reward, kl.low_factor, kl.second_chance or kl.controller='budget' is set",
-        lambda c: needs_windows(c.shaping, c.kl) or needs_buckets(c.shaping, c.kl),
-    ),
-    "rollout.context.max_tokens": (
-        "rollout.context.name is set",
-        lambda c: c.rollout.context.name != "none",
-    ),
-    "mesh.rollout_devices": ("rollout.ahead is 1", lambda c: c.rollout.ahead == 1),
-    "ledger.max_cost": ("ledger.prices are set", lambda c: not _costs_nothing(c)),
-    "rollout.max_calls": (
-        "the environment takes `max_calls`",
-        lambda c: c.accepts("max_calls"),
-    ),
-}
-"""Keys that nothing reads unless a condition holds: the condition in words, and as a function.
-Another value than the default is refused then, because it would silently do nothing."""
-
-
-RULES = (
-    # Models behind an endpoint.
-    Rule(
-        "policy.name",
-        lambda c: c.policy.name != OWN_MODEL and c.stages != ("evaluate",),
-        f"{OWN_MODEL!r} unless stages is ('evaluate',): a model behind an endpoint has no weights "
-        "to train",
-    ),
-    Rule(
-        "rollout.overlong_prompts",
-        lambda c: c.policy.name != OWN_MODEL and c.rollout.overlong_prompts == "truncate_left",
-        "'refuse' or 'drop' with a model behind an endpoint: messages are sent whole",
-    ),
-    Rule(
-        "model.replay",
-        lambda c: c.policy.name != OWN_MODEL and c.model.replay,
-        "False with a model behind an endpoint: it does not report its experts",
-    ),
-    Rule(
-        "model.head_dtype",
-        lambda c: c.model.head_dtype == c.model.dtype,
-        "'' if it equals model.dtype",
-    ),
-    # Advantages.
-    Rule(
-        "rollout.group_size",
-        lambda c: (
-            "train" in c.stages
-            and c.rollout.group_size < 2
-            and not is_dotted(c.advantage.name)
-            and (
-                c.advantage.name != "reinforce_plus_plus"
-                or c.advantage.reinforce_plus_plus.baseline
-            )
+def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
+    """Yield keys that are set but not read, so that they would silently do nothing."""
+    shaping, kl, endpoint = c.shaping, c.kl, c.policy.get(c.policy.name)
+    prices = [*c.ledger.prices.values()]
+    if endpoint:
+        prices += [endpoint.prompt_price, endpoint.completion_price]
+    windows, has_kl_term, filters = (
+        needs_windows(shaping, kl),
+        kl.coef != 0,
+        c.filter.name != "none",
+    )
+    for key, is_read, condition in (
+        ("advantage.turn_discount", c.advantage.by_turn, "advantage.by_turn is True"),
+        ("kl.place", has_kl_term, "kl.coef is above 0"),
+        ("kl.controller", has_kl_term, "kl.coef is above 0"),
+        ("kl.low_factor", has_kl_term, "kl.coef is above 0"),
+        ("kl.second_chance", has_kl_term, "kl.coef is above 0"),
+        ("filter.carry_over", filters, "filter.name is set"),
+        ("filter.tasks_per_batch", filters, "filter.name is set"),
+        (
+            "filter.resample_early",
+            c.filter.resample_attempts and has_gate(shaping),
+            "filter.resample_attempts and shaping.stage_level are set",
         ),
-        "at least 2: the estimator compares the trajectories of a group. Only "
-        "advantage.name='reinforce_plus_plus' without a baseline does not",
-    ),
-    Rule(
-        "advantage.pass_at_k",
-        lambda c: _largest_k(c) >= c.rollout.group_size,
-        "every k less than rollout.group_size: a whole group is a single set of answers",
-    ),
-    Rule(
-        "advantage.pass_at_k",
-        lambda c: (
-            c.advantage.name == "pass_at_k_full_sampling"
-            and c.rollout.group_size < 2 * _largest_k(c)
+        ("shaping.centred_gain", shaping.entropy_reward, "shaping.entropy_reward is True"),
+        (
+            "shaping.trigger_words",
+            windows,
+            "shaping.entropy_reward, kl.low_factor or kl.second_chance is set",
         ),
-        "every k at most half of rollout.group_size: full sampling compares at least two sets",
-    ),
-    Rule(
-        "shaping",
-        lambda c: (
-            (c.shaping.overlong_buffer or c.shaping.boundary_aware or c.shaping.entropy_reward)
-            and not c.reads_rewards
+        (
+            "shaping.bootstrap_tasks",
+            windows or needs_buckets(shaping, kl),
+            "shaping.entropy_reward, kl.low_factor, kl.second_chance or kl.controller='budget' is "
+            "set",
         ),
-        "overlong_buffer=0, boundary_aware=False and entropy_reward=False with an advantage.name "
-        "that reads only which answers are correct",
-    ),
-    Rule(
-        "kl.place",
-        lambda c: c.kl.coef != 0 and c.kl.place == "reward" and not c.reads_rewards,
-        "'loss' with an advantage.name that reads only which answers are correct",
-    ),
-    Rule(
-        "advantage.by_turn",
-        lambda c: c.advantage.by_turn and not c.reads_rewards,
-        "False with an advantage.name that reads only which answers are correct",
-    ),
-    # Losses.
-    Rule(
-        "loss.aggregation",
-        lambda c: c.loss.name == "gspo" and c.loss.aggregation != "seq-mean-token-mean",
-        "'seq-mean-token-mean' with loss.name='gspo', whose ratio belongs to a trajectory",
-    ),
-    Rule(
-        "loss.mask_observations",
-        lambda c: (
-            not c.loss.mask_observations
-            and (
-                c.loss.gate.name == "off_policy"
-                or _reads_sampler(c)
-                or c.loss.correction.level != "none"
-            )
-        ),
-        "True with loss.correction.level, loss.gate.name='off_policy' or "
-        "loss.dppo.anchor='rollout': observations have no log-probability of the sampler",
-    ),
-    Rule(
-        "loss.correction.level",
-        lambda c: (
-            _reads_sampler(c)
-            and c.loss.correction.level != "none"
-            and c.loss.correction.mode != "reject"
-        ),
-        "'none', or loss.correction.mode='reject', with loss.dppo.anchor='rollout', which corrects "
-        "for the sampler itself",
-    ),
-    Rule(
-        "loss.correction.level",
-        lambda c: (
-            (c.rollout.ahead == 1 or c.filter.unfinished_tasks > 0)
-            and c.loss.correction.level == "none"
-            and not _reads_sampler(c)
-        ),
-        "'token' or 'sequence' with rollout.ahead=1 or filter.unfinished_tasks: older weights "
-        "sample the trajectories",
-    ),
-    Rule(
-        "loss.correction.mode",
-        lambda c: c.loss.correction.level == "geometric" and c.loss.correction.mode != "reject",
-        "'reject' with loss.correction.level='geometric': a mean ratio is no importance weight",
-    ),
-    Rule(
-        "loss.correction.low",
-        lambda c: (
-            c.loss.correction.low >= c.loss.correction.high
-            or (_drops_ratios(c) and c.loss.correction.low > 1)
-        ),
-        "less than loss.correction.high, and at most 1 with loss.correction.mode='mask' or "
-        "'reject': ratios are near 1, and the loss leaves out those below",
-    ),
-    Rule(
-        "loss.correction.high",
-        lambda c: _drops_ratios(c) and c.loss.correction.high < 1,
-        "at least 1 with loss.correction.mode='mask' or 'reject': ratios are near 1, and the loss "
-        "leaves out those above",
-    ),
-    # The KL term.
-    Rule(
-        "kl.anchor",
-        lambda c: is_measured(c.kl) and c.kl.anchor == "old",
-        "'ref' with kl.place='reward' or a kl.controller: before the update the divergence from "
-        "the old policy is always 0",
-    ),
-    Rule(
-        "kl.estimator",
-        lambda c: c.kl.coef != 0 and c.kl.place == "reward" and c.kl.estimator != "k1",
-        "'k1' with kl.place='reward': its expected penalty has the gradient of the divergence",
-    ),
-    Rule(
-        "kl.place",
-        lambda c: (
-            c.kl.place == "reward"
-            and (c.kl.controller == "budget" or c.kl.low_factor != 1 or c.kl.second_chance)
-        ),
-        "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance, which weigh single "
-        "tokens or trajectories",
-    ),
-    Rule(
-        "kl.adaptive.horizon",
-        lambda c: (
-            c.kl.controller == "adaptive"
-            and c.kl.adaptive.horizon < c.rollout.tasks_per_step * c.rollout.group_size
-        ),
-        "at least rollout.tasks_per_step * rollout.group_size: otherwise a step moves the "
-        "coefficient by more than a fifth",
-    ),
-    Rule(
-        "kl.coef",
-        lambda c: c.kl.controller == "log" and not 1e-4 <= c.kl.coef <= 100,
-        "1e-4 to 100 with kl.controller='log'",
-    ),
-    # Filters.
-    Rule(
-        "filter.accuracy_range.low",
-        lambda c: c.filter.name == "accuracy_range" and _no_group_passes(c),
-        "bounds between which the accuracy of a group of rollout.group_size can lie, exclusive",
-    ),
-    Rule(
-        "filter.varied.metric",
-        lambda c: (
-            c.filter.name == "varied"
-            and c.filter.varied.metric == "seq_final_reward"
-            and (c.kl.coef == 0 or c.kl.place != "reward" or c.rollout.ahead == 1)
-        ),
-        "'seq_reward', unless kl.place='reward' and rollout.ahead=0: groups are filtered without a "
-        "KL term otherwise",
-    ),
-    Rule(
-        "filter.max_batches",
-        lambda c: (
-            c.filter.name != "none"
-            and 0
-            < c.filter.max_batches * (c.filter.tasks_per_batch or c.rollout.tasks_per_step)
-            < c.rollout.tasks_per_step
-        ),
-        "enough batches of filter.tasks_per_batch to fill rollout.tasks_per_step, or 0",
-    ),
-    Rule(
-        "filter.name",
-        lambda c: (
-            c.shaping.boundary_aware
-            and (
-                c.filter.name == "accuracy_range"
-                or (c.filter.name == "varied" and c.filter.varied.metric in ("acc", "score"))
-            )
-        ),
-        "'none', or 'varied' with filter.varied.metric='seq_reward', with shaping.boundary_aware: "
-        "other filters drop the groups whose abstentions it rewards",
-    ),
-    Rule(
-        "filter.unfinished_tasks",
-        lambda c: (
-            c.filter.unfinished_tasks > 0 and (c.model.replay or c.filter.resample_attempts > 0)
-        ),
-        "0 with model.replay or filter.resample_attempts",
-    ),
-    # Shaping.
-    Rule(
-        "shaping.overlong_buffer",
-        lambda c: c.shaping.overlong_buffer > max(0, c.overlong_limit),
-        "at most shaping.overlong_max_tokens; if that is 0, at most rollout.max_response_tokens "
-        "with env.name='math', else rollout.max_total_tokens - rollout.max_prompt_tokens",
-    ),
-    Rule(
-        "shaping.overlong_max_tokens",
-        lambda c: c.shaping.overlong_buffer > 0 and _is_never_overlong(c),
-        "a length that a response can exceed, less shaping.overlong_buffer",
-    ),
-    Rule(
-        "shaping.boundary_aware",
-        lambda c: c.shaping.boundary_aware and c.env.name == "math",
-        "False with env.name='math'",
-    ),
-    Rule(
-        "reward.weights",
-        lambda c: (
-            (c.shaping.boundary_aware or c.filter.resample_attempts > 0)
-            and c.env.name == "search"
-            and c.env.search.protocol == "search_r1"
-            and bool(c.reward.weights.get("format") or c.reward.weights.get("answer"))
-        ),
-        "format=0 and answer=0 with shaping.boundary_aware or filter.resample_attempts: these "
-        "parts pay for wrong answers, and a group counts as failed if no reward is above 0",
-    ),
-    Rule(
-        "shaping.stage_level",
-        lambda c: c.shaping.boundary_aware and c.shaping.sample_level and not c.shaping.stage_level,
-        "True with shaping.sample_level, which works in the late stage only",
-    ),
-    Rule(
-        "eval.every_steps",
-        lambda c: has_gate(c.shaping) and not (c.eval.every_steps and "greedy" in c.eval.suites),
-        "above 0, with 'greedy' in eval.suites, with shaping.stage_level: evaluations end the "
-        "early stage",
-    ),
-    Rule(
-        "shaping.alpha_init",
-        lambda c: c.shaping.alpha_init > c.shaping.alpha_max,
-        "at most shaping.alpha_max",
-    ),
-    # Evaluation suites. Suites of a stage that does not run are not read.
-    *(
-        Rule(
-            f"eval.{key}",
-            lambda c, stage=stage, key=key, suite=suite, lacks=lacks: (
-                stage in c.stages and suite in c.eval[key] and lacks(c)
-            ),
-            expected,
+        ("rollout.context.max_tokens", c.has_contexts, "rollout.context.name is set"),
+        ("mesh.rollout_devices", c.rollout.ahead == 1, "rollout.ahead is 1"),
+        ("ledger.max_cost", any(prices), "ledger.prices are set"),
+        ("rollout.max_calls", c.accepts("max_calls"), "the environment takes `max_calls`"),
+    ):
+        default = KEYS[key].default
+        if not is_read and _value(c, key) != default:
+            yield key, f"{default!r} unless {condition}; nothing reads it"
+
+
+def _broken_rules(c: ResolvedConfig) -> Iterator[Finding]:
+    """Yield keys that do not go together with others."""
+    yield from _broken_run_rules(c)
+    yield from _broken_method_rules(c)
+    yield from _broken_filter_rules(c)
+    for extra in EXTRA_KEYS.values():
+        yield from ((rule.key, rule.expected) for rule in extra.rules if rule.is_broken(c))
+
+
+def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
+    """Yield what is wrong between keys of advantages, losses and the KL term."""
+    rollout, advantage, loss, kl = c.rollout, c.advantage, c.loss, c.kl
+    correction, shaping = loss.correction, c.shaping
+    is_grouped = not is_dotted(advantage.name) and (
+        advantage.name != "reinforce_plus_plus" or advantage.reinforce_plus_plus.baseline
+    )
+    if "train" in c.stages and rollout.group_size < 2 and is_grouped:
+        yield (
+            "rollout.group_size",
+            "at least 2: the estimator compares the trajectories of a group. Only "
+            "advantage.name='reinforce_plus_plus' without a baseline does not",
         )
-        for key, stage in (("suites", "train"), ("final_suites", "evaluate"))
-        for suite, lacks, expected in (
-            (
-                "empty_search",
-                _has_no_engine,
-                "suites without empty_search if nothing is searched",
-            ),
-            (
-                "random_search",
-                _has_no_corpus,
+    if advantage.name.startswith("pass_at_k"):
+        settings = advantage.pass_at_k
+        largest_k = max((k for _, k in settings.k_schedule), default=settings.k)
+        if largest_k >= rollout.group_size:
+            yield (
+                "advantage.pass_at_k",
+                "every k less than rollout.group_size: a whole group is a single set of answers",
+            )
+        if advantage.name == "pass_at_k_full_sampling" and rollout.group_size < 2 * largest_k:
+            yield (
+                "advantage.pass_at_k",
+                "every k at most half of rollout.group_size: full sampling compares at least two "
+                "sets",
+            )
+    if not c.reads_rewards:
+        reason = "with an advantage.name that reads only which answers are correct"
+        if shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward:
+            expected = "overlong_buffer=0, boundary_aware=False and entropy_reward=False"
+            yield "shaping", f"{expected} {reason}"
+        if kl.coef != 0 and kl.place == "reward":
+            yield "kl.place", f"'loss' {reason}"
+        if advantage.by_turn:
+            yield "advantage.by_turn", f"False {reason}"
+
+    # The loss and its correction.
+    if loss.name == "gspo" and loss.aggregation != "seq-mean-token-mean":
+        yield (
+            "loss.aggregation",
+            "'seq-mean-token-mean' with loss.name='gspo', whose ratio belongs to a trajectory",
+        )
+    corrects_itself = loss.name == "dppo" and loss.dppo.anchor == "rollout"
+    is_corrected = correction.level != "none"
+    reads_sampler = loss.gate.name == "off_policy" or corrects_itself or is_corrected
+    if not loss.mask_observations and reads_sampler:
+        yield (
+            "loss.mask_observations",
+            "True with loss.correction.level, loss.gate.name='off_policy' or "
+            "loss.dppo.anchor='rollout': observations have no log-probability of the sampler",
+        )
+    if corrects_itself and is_corrected and correction.mode != "reject":
+        yield (
+            "loss.correction.level",
+            "'none', or loss.correction.mode='reject', with loss.dppo.anchor='rollout', which "
+            "corrects for the sampler itself",
+        )
+    is_stale = rollout.ahead == 1 or c.filter.unfinished_tasks > 0
+    if is_stale and not is_corrected and not corrects_itself:
+        yield (
+            "loss.correction.level",
+            "'token' or 'sequence' with rollout.ahead=1 or filter.unfinished_tasks: older weights "
+            "sample the trajectories",
+        )
+    if correction.level == "geometric" and correction.mode != "reject":
+        yield (
+            "loss.correction.mode",
+            "'reject' with loss.correction.level='geometric': a mean ratio is no importance weight",
+        )
+    drops_ratios = is_corrected and correction.mode != "truncate"
+    if correction.low >= correction.high or (drops_ratios and correction.low > 1):
+        yield (
+            "loss.correction.low",
+            "less than loss.correction.high, and at most 1 with loss.correction.mode='mask' or "
+            "'reject': ratios are near 1, and the loss leaves out those below",
+        )
+    if drops_ratios and correction.high < 1:
+        yield (
+            "loss.correction.high",
+            "at least 1 with loss.correction.mode='mask' or 'reject': ratios are near 1, and the "
+            "loss leaves out those above",
+        )
+
+    # The KL term.
+    if is_measured(kl) and kl.anchor == "old":
+        yield (
+            "kl.anchor",
+            "'ref' with kl.place='reward' or a kl.controller: before the update the divergence "
+            "from the old policy is always 0",
+        )
+    if kl.coef != 0 and kl.place == "reward" and kl.estimator != "k1":
+        yield (
+            "kl.estimator",
+            "'k1' with kl.place='reward': its expected penalty has the gradient of the divergence",
+        )
+    is_weighed = kl.controller == "budget" or kl.low_factor != 1 or kl.second_chance
+    if kl.place == "reward" and is_weighed:
+        yield (
+            "kl.place",
+            "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance, which weigh "
+            "single tokens or trajectories",
+        )
+    num_trajectories = rollout.tasks_per_step * rollout.group_size
+    if kl.controller == "adaptive" and kl.adaptive.horizon < num_trajectories:
+        yield (
+            "kl.adaptive.horizon",
+            "at least rollout.tasks_per_step * rollout.group_size: otherwise a step moves the "
+            "coefficient by more than a fifth",
+        )
+    if kl.controller == "log" and not 1e-4 <= kl.coef <= 100:
+        yield "kl.coef", "1e-4 to 100 with kl.controller='log'"
+
+
+def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
+    """Yield what is wrong between keys of filters and reward shaping."""
+    rollout, kl, filter, shaping = c.rollout, c.kl, c.filter, c.shaping
+    size, bounds = rollout.group_size, filter.accuracy_range
+    passes = any(bounds.low < count / size < bounds.high for count in range(size + 1))
+    if filter.name == "accuracy_range" and not passes:
+        yield (
+            "filter.accuracy_range.low",
+            "bounds between which the accuracy of a group of rollout.group_size can lie, exclusive",
+        )
+    metric = filter.varied.metric if filter.name == "varied" else ""
+    has_kl_reward = kl.coef != 0 and kl.place == "reward" and rollout.ahead == 0
+    if metric == "seq_final_reward" and not has_kl_reward:
+        yield (
+            "filter.varied.metric",
+            "'seq_reward', unless kl.place='reward' and rollout.ahead=0: groups are filtered "
+            "without a KL term otherwise",
+        )
+    most = filter.max_batches * (filter.tasks_per_batch or rollout.tasks_per_step)
+    if filter.name != "none" and 0 < most < rollout.tasks_per_step:
+        yield (
+            "filter.max_batches",
+            "enough batches of filter.tasks_per_batch to fill rollout.tasks_per_step, or 0",
+        )
+    drops_failures = filter.name == "accuracy_range" or metric in ("acc", "score")
+    if shaping.boundary_aware and drops_failures:
+        yield (
+            "filter.name",
+            "'none', or 'varied' with filter.varied.metric='seq_reward', with "
+            "shaping.boundary_aware: other filters drop the groups whose abstentions it rewards",
+        )
+    if filter.unfinished_tasks > 0 and (c.model.replay or filter.resample_attempts > 0):
+        yield "filter.unfinished_tasks", "0 with model.replay or filter.resample_attempts"
+
+    # Shaping.
+    if shaping.overlong_buffer > max(0, c.overlong_limit):
+        yield (
+            "shaping.overlong_buffer",
+            "at most shaping.overlong_max_tokens; if that is 0, at most "
+            "rollout.max_response_tokens with env.name='math', else rollout.max_total_tokens - "
+            "rollout.max_prompt_tokens",
+        )
+    # The longest response follows a prompt of one token.
+    longest = rollout.max_total_tokens - 1
+    if not c.has_tools:
+        longest = min(longest, rollout.max_response_tokens)
+    if shaping.overlong_buffer > 0 and c.overlong_limit - shaping.overlong_buffer >= longest:
+        yield (
+            "shaping.overlong_max_tokens",
+            "a length that a response can exceed, less shaping.overlong_buffer",
+        )
+    if shaping.boundary_aware and c.env.name == "math":
+        yield "shaping.boundary_aware", "False with env.name='math'"
+    needs_failures = shaping.boundary_aware or filter.resample_attempts > 0
+    pays_format = c.reward.weights.get("format") or c.reward.weights.get("answer")
+    is_search_r1 = c.env.name == "search" and c.env.search.protocol == "search_r1"
+    if needs_failures and is_search_r1 and pays_format:
+        yield (
+            "reward.weights",
+            "format=0 and answer=0 with shaping.boundary_aware or filter.resample_attempts: these "
+            "parts pay for wrong answers, and a group counts as failed if no reward is above 0",
+        )
+    if shaping.boundary_aware and shaping.sample_level and not shaping.stage_level:
+        yield (
+            "shaping.stage_level",
+            "True with shaping.sample_level, which works in the late stage only",
+        )
+    if has_gate(shaping) and not (c.eval.every_steps and "greedy" in c.eval.suites):
+        yield (
+            "eval.every_steps",
+            "above 0, with 'greedy' in eval.suites, with shaping.stage_level: evaluations end the "
+            "early stage",
+        )
+    if shaping.alpha_init > shaping.alpha_max:
+        yield "shaping.alpha_init", "at most shaping.alpha_max"
+
+
+def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
+    """Yield what is wrong between keys of the model, the environment and evaluations."""
+    if c.policy.name != OWN_MODEL:
+        if c.stages != ("evaluate",):
+            yield (
+                "policy.name",
+                f"{OWN_MODEL!r} unless stages is ('evaluate',): a model behind an endpoint has no "
+                "weights to train",
+            )
+        if c.rollout.overlong_prompts == "truncate_left":
+            yield (
+                "rollout.overlong_prompts",
+                "'refuse' or 'drop' with a model behind an endpoint: messages are sent whole",
+            )
+        if c.model.replay:
+            yield (
+                "model.replay",
+                "False with a model behind an endpoint: it does not report its experts",
+            )
+    if c.model.head_dtype == c.model.dtype:
+        yield "model.head_dtype", "'' if it equals model.dtype"
+
+    # Evaluation suites. Suites of a stage that does not run are not read.
+    has_engine = c.env.name != "math" and c.search.engine != NO_ENGINE and not c.has_custom_rollout
+    # A custom engine may have a corpus.
+    has_corpus = c.searches and (is_dotted(c.search.engine) or c.search.engine in CORPORA)
+    for key, stage in (("eval.suites", "train"), ("eval.final_suites", "evaluate")):
+        suites = _value(c, key) if stage in c.stages else ()
+        if "empty_search" in suites and not has_engine:
+            yield key, "suites without empty_search if nothing is searched"
+        if "random_search" in suites and not has_corpus:
+            yield (
+                key,
                 "suites without random_search unless a corpus is searched: search.engine 'local', "
                 "'dense' or 'hybrid', or a custom engine with `documents`",
-            ),
-        )
-    ),
-    # Deadlines and budgets.
-    Rule(
-        "env.step_deadline_s",
-        lambda c: c.searches and 0 < c.env.step_deadline_s < _longest_search_s(c),
-        "0, or at least search.deadline_s + search.outage_deadline_s + rollout.num_rows / "
-        "search.queries_per_second: otherwise it ends episodes before search.on_outage can",
-    ),
-    Rule(
-        "rollout.max_cost",
-        lambda c: (
-            c.rollout.max_cost > 0
-            and not (
-                c.accepts("budget")
-                and any(p for tool, p in c.ledger.prices.items() if tool not in c.reward.judges)
             )
-        ),
-        "0 without ledger.prices of tools, and with an environment that does not take `budget`",
-    ),
-    *(rule for extra in EXTRA_KEYS.values() for rule in extra.rules),
-)
-"""Combinations of keys that are refused."""
 
-
-def _longest_search_s(c: ResolvedConfig) -> float:
-    """Return the seconds that a search may take, an outage and queueing included."""
+    # Deadlines, budgets and the watch.
     search, rows = c.search, c.rollout.num_rows
-    queueing = rows / search.queries_per_second if search.queries_per_second else 0.0
-    return float(search.deadline_s + search.outage_deadline_s + queueing)
-
-
-WARNINGS = (
-    *(rule for extra in EXTRA_KEYS.values() for rule in extra.warnings),
-    *(
-        Rule(
-            f"loss.{key}",
-            lambda c, key=key: (
-                "train" in c.stages and c.loss.name == "clip" and not 0.1 <= c.loss[key] <= 0.3
-            ),
-            "0.1 to 0.3 with loss.name='clip'",
+    longest_s = search.deadline_s + search.outage_deadline_s
+    if search.queries_per_second:
+        longest_s += rows / search.queries_per_second
+    if c.searches and 0 < c.env.step_deadline_s < longest_s:
+        yield (
+            "env.step_deadline_s",
+            "0, or at least search.deadline_s + search.outage_deadline_s + rollout.num_rows / "
+            "search.queries_per_second: otherwise it ends episodes before search.on_outage can",
         )
-        for key in ("clip_low", "clip_high")
-    ),
-    *(
-        Rule(
-            f"{key}.warmup_steps",
-            lambda c, stage=stage: _never_warms_up(c, stage),
-            f"at most {num_updates}: the learning rate does not reach its peak",
+    prices = [price for tool, price in c.ledger.prices.items() if tool not in c.reward.judges]
+    if c.rollout.max_cost > 0 and not (c.accepts("budget") and any(prices)):
+        yield (
+            "rollout.max_cost",
+            "0 without ledger.prices of tools, and with an environment that does not take `budget`",
         )
-        for stage, key, num_updates in (
-            ("train", "optimizer", "num_steps * optimizer.num_minibatches * optimizer.num_epochs"),
-            ("sft", "sft.optimizer", "sft.num_steps"),
-        )
-    ),
-    Rule(
-        "filter.unfinished_tasks",
-        lambda c: "train" in c.stages and c.filter.unfinished_tasks > c.rollout.tasks_per_step,
-        "at most rollout.tasks_per_step: with more, a task waits for several steps, and old "
-        "weights have sampled what is trained on",
-    ),
-    Rule(
-        "rollout.max_response_tokens",
-        lambda c: c.rollout.max_response_tokens > c.rollout.max_total_tokens,
-        "at most rollout.max_total_tokens, which also counts the prompt and observations",
-    ),
-)
-"""Unusual settings, which are reported and not refused."""
+    signs = getattr(c.watcher.function, "signs", None) if c.watcher else None
+    if signs is not None and not {*c.watch.actions} <= {*signs}:
+        yield "watch.actions", f"some of {', '.join(signs)}"
 
 
-def _check_sizes(c: ResolvedConfig) -> None:
-    rollout, optimizer = c.rollout, c.optimizer
+def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
+    """Yield numbers that do not fit each other."""
+    rollout, context, optimizer = c.rollout, c.rollout.context, c.optimizer
     if rollout.tasks_per_step % optimizer.num_minibatches:
-        refuse(
+        yield (
             "optimizer.num_minibatches",
-            optimizer.num_minibatches,
             f"a divisor of rollout.tasks_per_step={rollout.tasks_per_step}; groups stay whole",
         )
     if rollout.max_prompt_tokens >= rollout.max_total_tokens:
-        refuse(
+        yield (
             "rollout.max_prompt_tokens",
-            rollout.max_prompt_tokens,
             f"less than rollout.max_total_tokens={rollout.max_total_tokens}",
         )
+    length_key = "rollout.max_total_tokens"
     if c.has_contexts:
-        _check_contexts(c)
+        length_key = "rollout.context.max_tokens"
+        least = rollout.max_prompt_tokens + context.turn_tokens
+        if not least <= context.max_tokens <= rollout.max_total_tokens:
+            yield (
+                length_key,
+                f"at least rollout.max_prompt_tokens + rollout.context.turn_tokens={least}, and at "
+                f"most rollout.max_total_tokens={rollout.max_total_tokens}, which counts all "
+                "contexts",
+            )
+        if c.shaping.overlong_buffer and not c.shaping.overlong_max_tokens:
+            yield (
+                "shaping.overlong_max_tokens",
+                "above 0 with rollout.context.name: rollout.max_total_tokens counts tokens again "
+                "in each context",
+            )
+        if c.policy.name != OWN_MODEL:
+            yield "rollout.context.name", "'none' with a policy.name other than 'model'"
     if rollout.chunk_tokens > c.context_tokens:
-        key = "context.max_tokens" if c.has_contexts else "max_total_tokens"
-        refuse(
-            "rollout.chunk_tokens",
-            rollout.chunk_tokens,
-            f"at most rollout.{key}={c.context_tokens}",
-        )
+        yield "rollout.chunk_tokens", f"at most {length_key}={c.context_tokens}"
     samples = c.eval.samples
     if not all(type(k) is int and 1 <= k <= samples for k in c.eval.ks):
-        refuse("eval.ks", c.eval.ks, f"a tuple of integers from 1 to eval.samples={samples}")
+        yield "eval.ks", f"a tuple of integers from 1 to eval.samples={samples}"
     if c.eval.patience and not (c.checkpoint.keep_best and c.eval.every_steps):
-        refuse(
+        yield (
             "eval.patience",
-            c.eval.patience,
             "0, unless checkpoint.keep_best and eval.every_steps are above 0: the stage ends with "
             "the best checkpoint",
         )
 
 
-def _check_contexts(c: ResolvedConfig) -> None:
-    rollout, context = c.rollout, c.rollout.context
-    least = rollout.max_prompt_tokens + context.turn_tokens
-    if not least <= context.max_tokens <= rollout.max_total_tokens:
-        refuse(
-            "rollout.context.max_tokens",
-            context.max_tokens,
-            f"at least rollout.max_prompt_tokens + rollout.context.turn_tokens={least}, and at "
-            f"most rollout.max_total_tokens={rollout.max_total_tokens}, which counts all contexts",
-        )
-    if c.shaping.overlong_buffer and not c.shaping.overlong_max_tokens:
-        refuse(
-            "shaping.overlong_max_tokens",
-            c.shaping.overlong_max_tokens,
-            "above 0 with rollout.context.name: rollout.max_total_tokens counts tokens again in "
-            "each context",
-        )
-    if c.policy.name != OWN_MODEL:
-        refuse(
-            "rollout.context.name",
-            context.name,
-            "'none' with a policy.name other than 'model'",
-        )
-
-
-def _check_best_metric(config: ConfigDict) -> None:
-    """Refuse a metric that no evaluation writes."""
-    if not config.checkpoint.keep_best or "train" not in config.stages:
+def _unwritten_metric(c: ResolvedConfig) -> Iterator[Finding]:
+    """Yield `eval.best_metric` if no evaluation writes it."""
+    if not c.checkpoint.keep_best or "train" not in c.stages:
         return
-    suites, samples = config.eval.suites, config.eval.samples
-    parts = config.eval.best_metric.split("/")
+    suites, samples = c.eval.suites, c.eval.samples
+    parts = c.eval.best_metric.split("/")
     if "exact_match" in parts[2:]:  # the name of a data set may hold slashes: openai/gsm8k
         at = parts.index("exact_match", 2)
         parts = [parts[0], "/".join(parts[1:at]), *parts[at:]]
@@ -675,22 +514,20 @@ def _check_best_metric(config: ConfigDict) -> None:
     if not is_written:
         kinds = [f"mean@{samples}" if suite == "sampled" else suite for suite in suites]
         known = " or ".join(f"val-core/all/exact_match/{kind}" for kind in kinds) or "nothing"
-        refuse(
+        yield (
             "eval.best_metric",
-            config.eval.best_metric,
             f"a metric that eval.suites={suites} and eval.samples={samples} write, such as "
             f"{known}; or set checkpoint.keep_best to 0",
         )
 
 
-def _check_required(c: ResolvedConfig, *, needs_data: bool) -> None:
-    """Refuse empty texts in sections that the run reads, and malformed addresses."""
+def _missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]:
+    """Yield empty texts in sections that the run reads. Refuse malformed addresses."""
     if not c.model.path:
-        refuse("model.path", "", "a path")
+        yield "model.path", "a path"
     if needs_data and "sft" in c.stages and not c.sft.source:
-        refuse(
+        yield (
             "sft.source",
-            "",
             "a JSONL file of chats (docs/data.md) for the stage 'sft'; or leave 'sft' out of "
             "config.stages",
         )
@@ -706,9 +543,38 @@ def _check_required(c: ResolvedConfig, *, needs_data: bool) -> None:
 
             secret = f"config.search.{section}.{'auth' if 'auth' in settings else 'key_env'}"
             check_url(f"search.{section}.url", settings.url, keys_from=secret)
-    values = flatten(c.config)
     for name, key in KEYS.items():
         section, _, last = name.rpartition(".")
         is_read = section in sections and (needs_data or last != "corpus")
-        if key.required and is_read and not values[name]:
-            refuse(name, values[name], key.required)
+        if key.required and is_read and not _value(c, name):
+            yield name, key.required
+
+
+def _unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
+    """Yield settings that are reported and not refused, with what is usual."""
+    for extra in EXTRA_KEYS.values():
+        yield from ((rule.key, rule.expected) for rule in extra.warnings if rule.is_broken(c))
+    is_training = "train" in c.stages
+    for key in ("clip_low", "clip_high"):
+        if is_training and c.loss.name == "clip" and not 0.1 <= c.loss[key] <= 0.3:
+            yield f"loss.{key}", "0.1 to 0.3 with loss.name='clip'"
+    for stage, section, num_updates in (
+        ("train", "optimizer", "num_steps * optimizer.num_minibatches * optimizer.num_epochs"),
+        ("sft", "sft.optimizer", "sft.num_steps"),
+    ):
+        if stage in c.stages and c[section].warmup_steps > c.num_updates(stage):
+            yield (
+                f"{section}.warmup_steps",
+                f"at most {num_updates}: the learning rate does not reach its peak",
+            )
+    if is_training and c.filter.unfinished_tasks > c.rollout.tasks_per_step:
+        yield (
+            "filter.unfinished_tasks",
+            "at most rollout.tasks_per_step: with more, a task waits for several steps, and old "
+            "weights have sampled what is trained on",
+        )
+    if c.rollout.max_response_tokens > c.rollout.max_total_tokens:
+        yield (
+            "rollout.max_response_tokens",
+            "at most rollout.max_total_tokens, which also counts the prompt and observations",
+        )
