@@ -25,9 +25,7 @@ if __name__ == "__main__":
     replace_unencodable()
     tell_on_signal()
 
-import ast
 import contextlib
-import itertools
 import logging
 import os
 import re
@@ -40,21 +38,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import app, flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
-from jaxrl.config import loading
 from jaxrl.config import schema as configuration
 from jaxrl.config.keys import optional
+from jaxrl.config.loading import load_config_file, load_values, read_keys
 from jaxrl.runtime.preemption import stop_on_signals
-from jaxrl.utils.files import (
-    REMEDIES,
-    MovedError,
-    check_held,
-    full_disk,
-    held,
-    system_message,
-)
-from jaxrl.utils.paths import similar_path
+from jaxrl.utils.files import REMEDIES, MovedError, check_held, full_disk, held, system_message
 from jaxrl.utils.secrets import redact, redacted_output
 
 if TYPE_CHECKING:
@@ -62,7 +52,7 @@ if TYPE_CHECKING:
     from jaxrl.runtime.job import Job
     from jaxrl.runtime.resume import Change, RunRecord
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
+_CONFIG = flags.DEFINE_string("config", None, "Configuration: FILE.py or FILE.py:ARGUMENT.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
 _VALUES = flags.DEFINE_string("values", None, "YAML or JSON file of keys to set.")
 _PLAN = flags.DEFINE_bool("plan", False, "Show the memory each device needs, and run nothing.")
@@ -70,21 +60,7 @@ _PLAN_DEVICES = flags.DEFINE_integer("plan_devices", 0, "Devices to plan for; 0:
 _PLAN_PROCESSES = flags.DEFINE_integer(
     "plan_processes", 1, "Processes among which they are divided.", lower_bound=1
 )
-
-
-class _GibParser(flags.FloatParser):
-    """A number, without its unit."""
-
-    def convert(self, argument: Any) -> float:
-        try:
-            return super().convert(argument)
-        except ValueError:
-            raise ValueError("expected a number of GiB, such as 80") from None
-
-
-_PLAN_MEMORY: flags.FlagHolder[float] = flags.DEFINE(
-    _GibParser(), "plan_memory_gib", 0.0, "Memory of each; 0: as this host's."
-)
+_PLAN_MEMORY = flags.DEFINE_float("plan_memory_gib", 0.0, "GiB of each; 0: as this host's.")
 _PLAN_PLATFORM = flags.DEFINE_enum(
     "plan_platform", None, ["cpu", "gpu", "tpu"], "Their kind; default: gpu where memory is given."
 )
@@ -119,23 +95,21 @@ INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.
 
 
 def main(argv: Sequence[str]) -> None:
-    """Checks everything, then runs."""
+    """Check everything, then run."""
     begun = threading.Event()
     sys.excepthook = _show_exception
     try:
         with redacted_output(), stop_on_signals(begun.is_set) as should_stop:
             config, workdir, job = _prepare(argv)
             from jaxrl.runtime.checkpoint import raises_once
+            from jaxrl.runtime.peers import join
 
             with raises_once():
                 peers = None
-                if job:
-                    from jaxrl.runtime.peers import join
-
-                    try:
-                        peers = join(job, deadline_s=_PEER_DEADLINE_S.value)
-                    except OSError as error:
-                        _refuse(error)
+                try:
+                    peers = job and join(job, deadline_s=_PEER_DEADLINE_S.value)
+                except OSError as error:
+                    _refuse(error)
                 with peers or contextlib.nullcontext():
                     everywhere = peers.everywhere(should_stop) if peers else should_stop
                     _run(config, workdir, everywhere, begun.set)
@@ -156,7 +130,7 @@ def _show_exception(*raised: Any) -> None:
 
 
 def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
-    """The checked configuration, the workdir, and the job that this process belongs to."""
+    """Return the checked configuration, the workdir, and the job of this process."""
     try:
         config, workdir = _read(argv)
         # Imported late: a misspelled key is reported at once, without loading JAX.
@@ -200,13 +174,13 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 def _run(
     config: ConfigDict, workdir: Path, should_stop: Callable[[], bool], begin: Callable[[], None]
 ) -> None:
-    """Makes the run ready, refusing what is wrong, and plays its stages; errors end the process.
+    """Build the run and play its stages. Errors end the process.
 
     Args:
-        config: checked.
-        workdir: the folder to run in; it is made.
-        should_stop: true once the run is to save and end.
-        begin: called when there will be something to save.
+        config: Checked configuration.
+        workdir: Folder of the run; it is made.
+        should_stop: Returns True once the run must save and end.
+        begin: Called when there will be something to save.
     """
     from jaxrl.envs.base import OutageError
     from jaxrl.envs.images import UnreadableError
@@ -279,25 +253,25 @@ def make_ready(
     ignore_memory_plan: bool = False,
     step: int | None = None,
 ) -> Callable[[Callable[[], bool]], None]:
-    """Check a run against its workdir, files and code, and build what it works with.
+    """Check a run against its workdir, files and code, and build its components.
 
     Args:
-        config: checked; micro-batches that it leaves to the memory are chosen in it.
-        workdir: the folder to run in; it is made.
-        display: progress.
-        stack: holds the workdir for this process until it is closed.
-        accept_changes: go on in a workdir that began with other data or another method.
-        ignore_memory_plan: start although the plan needs more memory than a device has.
-        step: evaluate and export this step's checkpoint alone.
+        config: Checked configuration. Micro-batches that the memory decides are set in it.
+        workdir: Folder of the run; it is made.
+        display: Progress.
+        stack: Holds the workdir for this process until it is closed.
+        accept_changes: Resume in a workdir that began with other data or another method.
+        ignore_memory_plan: Start although the plan needs more memory than a device has.
+        step: Step whose checkpoint alone is evaluated and exported.
 
     Returns:
-        Plays the stages when it is called with a function that is true once the run is to save
-        and end; see `run.run` for its errors.
+        Function that plays the stages, given a function that returns True once the run must save
+        and end. See `run.run` for its errors.
 
     Raises:
-        ValueError, KeyError, AttributeError, TypeError, OSError: what is wrong, and where to
-            change it.
-        OutageError: what the environment asks has not answered a first time.
+        ValueError, KeyError, AttributeError, TypeError, OSError: The message says what is wrong
+            and where to change it.
+        OutageError: The environment's server has not answered a first query.
     """
     from jaxrl.builders import validation
     from jaxrl.builders.components import build, run_settings
@@ -355,21 +329,21 @@ def make_ready(
 
 
 def _end(error: Exception, code: int) -> NoReturn:
-    """Ends the process with an exit code of its own, saying why."""
+    """End the process with an exit code and a message."""
     from jaxrl.runtime import distributed
 
     if distributed.is_main():
-        print(f"error: {printable(_message(error))}", file=sys.stderr)
+        print(f"error: {_message(error)}", file=sys.stderr)
     sys.exit(code)
 
 
 def _fit_memory(
     config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = False
 ) -> list[str]:
-    """Fits a run of its own model to this host's devices; says what was chosen.
+    """Fit a run of the own model to this host's devices. Return lines about what was chosen.
 
     Raises:
-        ValueError: it does not fit, or leaves its micro-batches to a plan that is not there.
+        ValueError: The run does not fit, or the memory plan that it needs was deleted.
     """
     if config.policy.name != configuration.OWN_MODEL:
         return []
@@ -396,7 +370,7 @@ SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
 
 
 def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = False) -> None:
-    """Refuses to go on with what another configuration began."""
+    """Refuse to resume what another configuration began."""
     for key, entry in configuration.KEYS.items():
         written = workdir / entry.written_to
         if entry.written_to and written.resolve() == Path(config[key]).resolve():
@@ -420,7 +394,7 @@ def _compare(
     *,
     is_accepted: bool,
 ) -> tuple[RunRecord | None, list[Change]]:
-    """Finds what began in the workdir and what is another now; refuses what nobody has accepted."""
+    """Return what began in the workdir and what changed since. Refuse changes not accepted."""
     from jaxrl.runtime import resume
 
     begun = resume.read_record(workdir, is_accepted=is_accepted)
@@ -432,183 +406,76 @@ def _compare(
     return begun, changes
 
 
+_SETTING = re.compile(r"--?(no)?config\.")
+
+
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Flags, and the config file that they name."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of what is refused below
+    """Parse the flags. Return the other arguments, those of the form `--config.key=value` last."""
     # Log records go to the current sys.stderr, which redacts keys and prints above the live line.
     flags.FLAGS.set_default("logtostderr", True)
-    file = _config_file(argv)
-    if file is not None:
-        # Where modules of one's own are looked for last, by the file itself and by dotted names.
-        sys.path.append(str(Path(file).absolute().parent))
+    settings = [argument for argument in argv if _SETTING.match(argument)]
+    for argument in argv:
+        key = argument.partition("=")[0].lstrip("-")
+        if argument.startswith("-") and key in configuration.KEYS:
+            settings.append(argument)  # a key without its prefix, which `read_keys` refuses
     try:
-        _check_config_flags(argv)
-        return flags.FLAGS([_plain(argument) for argument in argv])
-    except Exception as error:  # a config file is a program: anything may go wrong in it
+        others = flags.FLAGS([argument for argument in argv if argument not in settings])
+    except flags.Error as error:
         _refuse(error)
-    except SystemExit as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if not any(frame.filename == _config_file(sys.argv) for frame in frames):
-            raise  # of --help, not of the config file
-        _refuse(RuntimeError(f"{_config_file(argv)} ended the program: SystemExit({error.code!r})"))
-
-
-def _check_config_flags(argv: Sequence[str]) -> None:
-    """Refuses what ml_collections would not tell clearly: a missing file, a misspelt key."""
-    file = _config_file(argv)
-    if file is not None and not Path(file).is_file():
-        raise FileNotFoundError(
-            f"--config={file} is not a file; expected one such as configs/quickstart.py."
-            f"{similar_path(file)}"
-        )
-    if file is not None:
-        open(file).close()  # ml_collections would keep the reason to itself
-    if file is not None and Path(file).suffix in (".yaml", ".yml", ".json"):
-        raise ValueError(
-            f"--config={file} takes a Python file, such as configs/quickstart.py; keys in YAML or "
-            f"JSON go beside it, as --values={file}."
-        )
-    names = [argument.partition("=")[0] for argument in argv[1:]]
-    for name in names:
-        # A key of the configuration as a flag of its own, as in `--optimizer.lr`.
-        key = name.lstrip("-")
-        if name.startswith("-") and key in configuration.KEYS and key not in flags.FLAGS:
-            raise ValueError(f"{name} is not a flag; set this key as --config.{key}=value.")
-    overrides = [match[1] for name in names if (match := _OVERRIDE.fullmatch(name))]
-    if file is None and overrides:
-        raise ValueError(_NO_CONFIG)
-    loading.check_keys(overrides)
-
-
-class _MappingParser(flags.ArgumentParser):
-    """A mapping as Python writes it, of the key that has one."""
-
-    def parse(self, argument: Any) -> dict[str, Any]:
-        try:
-            value = ast.literal_eval(argument) if isinstance(argument, str) else argument
-        except (ValueError, SyntaxError) as error:
-            raise ValueError(self._expected(argument)) from error
-        if not isinstance(value, dict):
-            raise ValueError(self._expected(argument))
-        return value
-
-    def _expected(self, argument: Any) -> str:
-        return f"{argument!r} is no mapping; expected one in quotes, as \"{{'name': False}}\""
-
-
-config_flags.register_flag_parser_for_type(dict, _MappingParser())
-
-_NO_CONFIG = "--config is missing; name a configuration, such as --config=configs/quickstart.py."
-
-_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
-
-
-def _plain(argument: str) -> str:
-    """An argument with its value as absl reads it: 1000 for `--config.num_steps=1e3`.
-
-    Raises:
-        ValueError: a switch or a number is set to something else.
-    """
-    name, equals, value = argument.partition("=")
-    match = _OVERRIDE.fullmatch(name)
-    if not (equals and match):
-        return argument
-    default = configuration.KEYS[match[1]].default
-    if type(default) is int and value.isdecimal():
-        return argument
-    read = loading.as_default(value, default)
-    wanted = bool if default is None else type(default)
-    for kind, expected in ((bool, "true or false"), (int, "a whole number"), (float, "a number")):
-        if wanted is kind and type(read) is not kind:
-            raise ValueError(f"{argument}: expected {expected}.")
-    return f"{name}={read}"
-
-
-def _config_file(argv: Sequence[str]) -> str | None:
-    """The file that `--config=file:argument` or `--config file:argument` names."""
-    for argument, following in itertools.pairwise([*argv, ""]):
-        name, equals, value = argument.partition("=")
-        if name in ("-config", "--config"):
-            return (value if equals else following).partition(":")[0]
-    return None
+    return [*others, *settings]
 
 
 def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
-    """The configuration with all its values, and the workdir."""
-    if len(argv) > 1:
-        raise ValueError(f"unexpected arguments {list(argv[1:])}; settings are --config.key=value.")
-    file = _config_file(sys.argv)
-    config = _CONFIG.value
-    # One that could not be read raises here what went wrong, as for any attribute.
-    if file is not None and config is None:
-        raise TypeError(f"{file}: get_config returns nothing; end it with: return config")
-    if file is not None and not hasattr(config, "update_from_flattened_dict"):
-        raise TypeError(
-            f"{file}: get_config returned a {type(config).__name__}; expected "
-            "jaxrl.config.default_config() with changes."
+    """Return the configuration with all its values, and the workdir."""
+    if _CONFIG.value is None:
+        raise ValueError(
+            "--config is missing; name a configuration, such as --config=configs/quickstart.py."
         )
-    if config is None:
-        raise ValueError(_NO_CONFIG)
     if _WORKDIR.value is None and not _PLAN.value:
         raise ValueError(
             "--workdir is missing; name the folder of the run, such as --workdir=runs/quickstart."
         )
-    if _VALUES.value is not None:
-        loading.load_values(config, _VALUES.value)
-        overrides = config_flags.get_override_values(flags.FLAGS["config"])
-        config.update_from_flattened_dict(overrides)
     workdir = Path(_WORKDIR.value or "")
     for folder in (workdir, *workdir.parents):
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"--workdir={workdir}: {folder} is a file; name a folder.")
+    keys = read_keys(argv[1:])
+    # Modules of the user are looked for beside the file, by the file itself and by dotted names.
+    sys.path.append(str(Path(_CONFIG.value.partition(":")[0]).absolute().parent))
+    config = load_config_file(_CONFIG.value)
+    if _VALUES.value is not None:
+        load_values(config, _VALUES.value)
+    config.update_from_flattened_dict(keys)
     return config, workdir
 
 
 def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> NoReturn:
-    """Ends the process with an error of the input or the system, told in one line.
+    """End the process with an error of the input or the system, in one line.
 
     Args:
-        error: what went wrong.
-        remedy: what to do about an error of the system, if it is not what `REMEDIES` says.
-        place: what such an error is about, if it does not name a file.
+        error: What went wrong.
+        remedy: Remedy of a system error, if it is not the one of `REMEDIES`.
+        place: Subject of a system error that does not name a file.
     """
     if {"-traceback", "--traceback"} & set(sys.argv):
         raise error
     full = full_disk(error)
     if full is not None and full.filename:  # else the error itself tells more
         error = full
-    sys.exit(f"error: {printable(_message(error, remedy, place))}")
+    sys.exit(f"error: {_message(error, remedy, place)}")
 
 
 def _is_of(error: Exception, folder: Path) -> bool:
-    """Returns True if the system refuses a file of `folder`, in a way that `REMEDIES` knows."""
+    """Return True for a system error, known to `REMEDIES`, about a file in `folder`."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
         return False
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
 
 
-def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -> str:
-    """An error in one line, with its place where it happened in the config file."""
-    place = ""
-    origin: BaseException = error
-    if str(error).endswith("has no attribute 'get_config'"):
-        return (
-            f"{_config_file(sys.argv)} has no get_config; expected a function of that name which "
-            "returns the configuration, as in configs/quickstart.py."
-        )
-    if isinstance(error, OSError) and (known := system_message(error, remedy, place_of)):
-        return known
-    cause: BaseException | None = error
-    while cause is not None:
-        for frame in traceback.extract_tb(cause.__traceback__):
-            if frame.filename == _config_file(sys.argv):
-                place, origin = f"{frame.filename}:{frame.lineno}: {type(cause).__name__}: ", cause
-        cause = cause.__cause__ or cause.__context__
-    # A KeyError would quote its text.
-    text = str(origin.args[0]) if isinstance(origin, KeyError) and origin.args else str(origin)
-    if "Error whilst parsing config file" in text and not place:  # and a whole traceback
-        place, text = f"{_config_file(sys.argv)}: ", text.strip().splitlines()[-1]
-    return place + " ".join(text.split())
+def _message(error: Exception, remedy: str = "", place: Path | None = None) -> str:
+    """Return an error in one line."""
+    known = system_message(error, remedy, place) if isinstance(error, OSError) else None
+    return printable(" ".join((known or str(error)).split()))
 
 
 if __name__ == "__main__":

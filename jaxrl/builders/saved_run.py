@@ -1,24 +1,22 @@
-"""A run opened again: its configuration, and the weights that it has trained."""
+"""Load a saved run: its configuration, and the weights that it has trained."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl.builders.components import RunComponents, build
 from jaxrl.builders.resolved import ResolvedConfig, adapter_key, resolve_names, training_steps
 from jaxrl.builders.validation import check_rules, check_values
-from jaxrl.config.loading import as_default, check_keys, load_values
-from jaxrl.config.schema import KEYS, OWN_MODEL, default_config, with_tuples
+from jaxrl.config.loading import load_values
+from jaxrl.config.schema import KEYS, OWN_MODEL, default_config
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.initial_weights import load_base
@@ -37,41 +35,8 @@ from jaxrl.utils.json_io import read_object
 from jaxrl.utils.text import printable
 
 
-def read_keys(arguments: Sequence[str], flag: str = "config") -> dict[str, Any]:
-    """Keys and values of `--config.key=value`, as `jaxrl.launch` reads them.
-
-    `flag` is another beginning than `config`.
-
-    Raises:
-        ValueError: an argument is no such, or a key or value is wrong.
-    """
-    keys: dict[str, Any] = {}
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        if not name.startswith(f"--{flag}."):
-            raise ValueError(f"unexpected argument {argument}; settings are --{flag}.key=value.")
-        if not equals:
-            raise ValueError(f"{argument}: expected --{flag}.key=value.")
-        key = name.removeprefix(f"--{flag}.")
-        check_keys([key])
-        default = KEYS[key].default
-        value: Any = as_default(text, default)
-        if type(default) is int and text.isdecimal():
-            value = int(text)
-        if isinstance(default, tuple | dict):
-            try:
-                value = ast.literal_eval(text)
-            except (ValueError, SyntaxError) as error:
-                kind = type(default).__name__
-                raise ValueError(f"{argument}: expected a {kind} as Python writes it.") from error
-        value = with_tuples(value)
-        KEYS[key].check(key, value)
-        keys[key] = value
-    return keys
-
-
 def line(error: Exception) -> str:
-    """The line that tells a user of an error."""
+    """Return the line that reports an error to a user."""
     known = system_message(error) if isinstance(error, OSError) else None
     return printable(f"error: {' '.join((known or str(error)).split())}")
 
@@ -85,18 +50,18 @@ def open_run(
     keys: Mapping[str, Any] = MappingProxyType({}),
     is_talk: bool = False,
 ) -> tuple[RunComponents, ResolvedConfig]:
-    """Assembles what plays a run's episodes, its engine with the weights, and the configuration.
+    """Build the components that play a run's episodes, with weights, and resolve its names.
 
     Args:
-        run: its workdir.
-        model: as `config.model.path`, in place of what the run has trained.
-        display: progress.
-        step: whose checkpoint answers; by default what the run has come to.
-        keys: that are set to other values than the run's.
-        is_talk: prompts hold a conversation, and may take all but the tokens of an answer.
+        run: Workdir of the run.
+        model: Model folder to use instead of what the run has trained.
+        display: Progress.
+        step: Step whose checkpoint is loaded; the end of the run by default.
+        keys: Values that replace those of the run.
+        is_talk: Prompts hold a conversation, and may take all but the tokens of an answer.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such run, model or step, or nothing is trained
+        FileNotFoundError, ValueError: There is no such run, model or step, or nothing is trained
             yet.
     """
     config = read_config(run)
@@ -106,7 +71,7 @@ def open_run(
     if model is not None:
         config.model.path = str(model)
         leave_out_adapter(config)  # it is merged into what a run exports
-    config.policy.name = OWN_MODEL  # whose weights these are
+    config.policy.name = OWN_MODEL
     if is_talk:
         rollout = config.rollout
         answer, longest = 1, rollout.max_total_tokens
@@ -115,14 +80,14 @@ def open_run(
         longest -= max(min(rollout.max_response_tokens, 64), answer)
         rollout.max_prompt_tokens = max(rollout.max_prompt_tokens, longest)
     resolved = resolve_saved(config, is_changed=bool(keys))
-    config.search.replay = "off"  # a question of now is in no recording, and the run stays as it is
-    fit_host(config)
+    config.search.replay = "off"  # no recording holds a new question, and the run stays as it is
+    fit_mesh(config)
     use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
     components = build(resolved, display.activity, now=prompt_time(run))
     for note in components.notes:
         display.log(note)
-    params, weights = load_weights(components, config, run, model, display, step=step)
+    params, weights = load_weights(components.model, config, run, model, display, step=step)
     display.log(f"weights: {weights}")
     components.engine.set_weights(given_up(components.model.whole(params)))
     return components, resolved
@@ -131,21 +96,21 @@ def open_run(
 def chosen_model(
     config: ConfigDict, run: Path, model: Path | None, step: int | None
 ) -> Path | None:
-    """The folder of the weights that answer for a run; None: they are in a checkpoint.
+    """Return the folder of the weights to load; None if they are in a checkpoint.
 
     Args:
-        config: of the run.
-        run: its workdir.
-        model: a folder that is to answer in place of what the run has trained.
-        step: whose checkpoint is to answer.
+        config: Configuration of the run.
+        run: Workdir of the run.
+        model: Model folder to use instead of what the run has trained.
+        step: Step whose checkpoint is loaded.
 
     Raises:
-        FileNotFoundError: there is no such step, or nothing is trained yet.
+        FileNotFoundError: There is no such step, or nothing is trained yet.
     """
     if step is not None:
         check_step(run / "checkpoints", step)
     _, saved = read_newest_position(run / "checkpoints")
-    # Of the progress no more is read: the rest is of a method, whose functions may be elsewhere.
+    # The rest of the progress belongs to a method whose functions may be missing here.
     names = ("stage", "stage_step", "stopped_early", "record")
     position = Progress(**{name: saved[name] for name in names if name in (saved or ())})
     is_training = position.is_under_way(training_steps(config))
@@ -161,10 +126,10 @@ def chosen_model(
 
 
 def read_config(run: Path) -> ConfigDict:
-    """Return the configuration that a run began with; its modules are found from here on.
+    """Return the configuration that a run began with, and make its modules importable.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, or one with keys that no version had.
+        FileNotFoundError, ValueError: There is none, or it has unknown keys.
     """
     file = run / "config.json"
     if not file.is_file():
@@ -208,13 +173,13 @@ def leave_out_adapter(config: ConfigDict) -> None:
 
 
 def leave_out_method(config: ConfigDict) -> None:
-    """Takes functions of the user's own that only training calls out of the configuration."""
+    """Replace user code that only training calls by the defaults: it may be missing here."""
     loss = config.loss
     for section in (config.advantage, loss, loss.term, loss.gate, config.filter, config.watch):
         if is_dotted(section.name):
             section.settings = {}
     if is_dotted(config.advantage.name):
-        config.advantage.name = "reinforce_plus_plus"  # which compares no group, as one's own may
+        config.advantage.name = "reinforce_plus_plus"  # groups of one are valid
     for key in (
         *("loss.name", "loss.term.name", "loss.gate.name", "loss.aggregation", "kl.estimator"),
         *("filter.name", "filter.trajectories", "optimizer.schedule", "sft.optimizer.schedule"),
@@ -224,18 +189,11 @@ def leave_out_method(config: ConfigDict) -> None:
             config.update_from_flattened_dict({key: KEYS[key].default})
 
 
-def fit_host(config: ConfigDict) -> None:
-    """Changes the run's mesh and rows to those that play one episode on this host."""
-    shards = fit_mesh(config)
-    config.rollout.group_size = 1
-    config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
-
-
 def fit_mesh(config: ConfigDict) -> int:
-    """Changes the mesh and the sampler's rows to those of this host's devices.
+    """Fit the mesh and the rows to this host's devices, for groups of one trajectory.
 
     Returns:
-        Devices over which rows of training are split.
+        Number of devices over which rows of training are split.
     """
     num_devices = jax.device_count()
     config.mesh.rollout_devices = 0
@@ -246,25 +204,13 @@ def fit_mesh(config: ConfigDict) -> int:
         sizes = mesh_sizes(num_devices, **config.mesh)
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     config.rollout.num_rows = shards * sizes["context"]
+    config.rollout.group_size = 1
+    config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
     return shards
 
 
-class Holder(Protocol):
-    """A model on a mesh, whatever else there is around it."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """Over which its parameters are split."""
-        ...
-
-    @property
-    def model(self) -> Model:
-        """The model."""
-        ...
-
-
 def load_weights(
-    components: Holder,
+    policy: Model,
     config: ConfigDict,
     run: Path,
     model: Path | None,
@@ -272,22 +218,25 @@ def load_weights(
     *,
     step: int | None = None,
 ) -> tuple[Params, str]:
-    """The parameters of `model`, or of the run's checkpoint of a step or its newest, and whose."""
+    """Load the weights of the folder `model`, or of a checkpoint of the run: `step` or the newest.
+
+    Returns:
+        Parameters, and where they come from.
+    """
+    architecture = config.model.architecture
     if model is not None:
         progress = display.counter("loading weights, MiB")
-        named = config.model.architecture
         params = load_hf(
             model,
-            components.mesh,
-            architecture=named,
+            policy.mesh,
+            architecture=architecture,
             progress=progress,
             is_late=True,
             log=display.log,
         )
         return params, str(model)
-    policy, mesh = components.model, components.mesh
-    named = config.model.path, config.model.architecture
-    policy.base = load_base(policy, *named, lambda done, total: None)
-    target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
+    policy.base = load_base(policy, config.model.path, architecture, lambda done, total: None)
+    shardings = param_shardings(policy.mesh, policy.trained)
+    target = abstract(policy.trained.abstract_params(), shardings)
     at, params = restore_params(run / "checkpoints", target, step)
     return params, f"checkpoint of step {at}" + ", in the middle of its stage" * (step is None)

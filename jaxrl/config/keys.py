@@ -1,7 +1,7 @@
-"""One key of the configuration, a rule between keys, and those that optional capabilities bring.
+"""A key of the configuration, a rule between keys, and the keys of optional capabilities.
 
-`config.py` has the keys of the core. A folder of `extras/` has its own in `keys.py`, which loads
-nothing else of the capability: they are known before it is asked for.
+`schema.py` has the keys of the core. A folder of `extras/` has its own in `keys.py`, which imports
+nothing else of the capability.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Key:
     default: Any  # None: a switch whose default depends on the platform
     meaning: str  # with its unit; Markdown
     _: KW_ONLY
-    restart: str = RESULTS
+    restart: str = ""  # "": as its section, see `schema.RESTART`
     above: float | None = None  # bounds of a number
     at_least: float | None = None
     at_most: float | None = None
@@ -63,12 +63,12 @@ class Key:
     is_fixed: Callable[[ConfigDict], Any] | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Refuses a value of another type, out of range or none of the choices.
+        """Refuse a value of another type, out of range or none of the choices.
 
-        Beyond ml_collections, which takes None for anything and a bool for a number.
+        ml_collections accepts None for anything and a bool for a number.
 
         Raises:
-            ValueError: says what the key holds and what is expected.
+            ValueError: The message says what the key holds and what is expected.
         """
         is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
         if isinstance(self.default, float):
@@ -81,23 +81,23 @@ class Key:
             expected = f"a value of type {type(self.default).__name__}, as {self.default!r}"
             refuse(name, value, expected)
         if self.one_of and value not in self.one_of:
-            names = ", ".join(str(one) or repr(one) for one in self.one_of)
-            refuse(name, value, self.expected or f"one of {names}")
-        if self.some_of and not all(one in self.some_of for one in value):
+            choices = ", ".join(str(choice) or repr(choice) for choice in self.one_of)
+            refuse(name, value, self.expected or f"one of {choices}")
+        if self.some_of and not all(choice in self.some_of for choice in value):
             refuse(name, value, f"a tuple out of {self.some_of}")
         if is_number and not self._is_in_range(value):
-            refuse(name, value, self.expected or f"a number {self.range()}")
+            refuse(name, value, self.expected or f"a number {self._range()}")
         if name.endswith("_s") and is_number and value > MAX_S:
             refuse(name, value, f"at most {MAX_S:g} seconds, which are 31 years")
         if isinstance(self.default, dict):
             kinds = "true, false, a number or a text each"
             kinds += ", or lists of these" * self.is_nested
-            for inner, one in value.items():
-                if not isinstance(inner, str) or not _is_plain(one, is_flat=not self.is_nested):
+            for inner, item in value.items():
+                if not isinstance(inner, str) or not _is_plain(item, is_flat=not self.is_nested):
                     refuse(name, value, f"names with {kinds}, as {{'name': {self.example!r}}}")
         if self.is_valid is not None and not self.is_valid(value):
             refuse(name, value, self.expected)
-        if name.startswith("prompt.") and re.search("[\\ud800-\\udfff]", str(value)):
+        if name.startswith("prompt.") and re.search("[\ud800-\udfff]", str(value)):
             refuse(name, value, "text in UTF-8")
 
     def _is_in_range(self, value: float) -> bool:
@@ -108,8 +108,7 @@ class Key:
             and (self.below is None or value < self.below)
         )
 
-    def range(self) -> str:
-        """The bounds of a number in words; "" where there are none."""
+    def _range(self) -> str:
         bounds = {
             "above": self.above, "of at least": self.at_least, "of at most": self.at_most,
             "below": self.below,
@@ -118,35 +117,35 @@ class Key:
 
 
 def is_finite(value: Any) -> bool:
-    """Return True for a number that a float can hold; bool is none."""
+    """Return True for a number that a float can hold. A bool is not a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max
 
 
 def _is_plain(value: Any, *, is_flat: bool) -> bool:
-    """Return True for values such as JSON has, which can be read back."""
+    """Return True for values that JSON can hold."""
     if isinstance(value, dict) and not is_flat:
         return all(isinstance(k, str) and _is_plain(v, is_flat=False) for k, v in value.items())
     if isinstance(value, list | tuple) and not is_flat:
-        return all(_is_plain(one, is_flat=False) for one in value)
+        return all(_is_plain(item, is_flat=False) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def are_texts(values: tuple[Any, ...]) -> bool:
     """Return True for texts that are not empty."""
-    return all(isinstance(one, str) and one for one in values)
+    return all(isinstance(value, str) and value for value in values)
 
 
 def refuse(key: str, value: Any, expected: str) -> None:
-    """Raises a ValueError that says what a key holds and what was expected."""
+    """Raise a ValueError that says what a key holds and what was expected."""
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination of keys that is refused, or warned of."""
+    """A combination of keys that is refused or warned about."""
 
-    key: str  # what to change
+    key: str  # the key to change
     is_broken: Callable[[ConfigDict], bool]
     expected: str  # instead, and why
 
@@ -160,12 +159,12 @@ class ExtraKeys:
     warnings: tuple[Rule, ...] = ()
 
     def section(self, prefix: str) -> dict[str, Key]:
-        """The keys of one section, or the one key of that name."""
+        """Return the keys of a section, or the key of that name."""
         return {name: key for name, key in self.keys.items() if f"{name}.".startswith(f"{prefix}.")}
 
 
 def load_extra_keys(folder: str) -> ExtraKeys:
-    """Loads `KEYS`, `RULES` and `WARNINGS` of a folder's `keys.py`; nothing where it is missing."""
+    """Load `KEYS`, `RULES` and `WARNINGS` of a folder's `keys.py`; nothing if it is missing."""
     module = optional(f"jaxrl.extras.{folder}.keys:")
     if module is None:
         return ExtraKeys()
@@ -177,15 +176,10 @@ def load_extra_keys(folder: str) -> ExtraKeys:
 
 
 def optional(name: str) -> Any:
-    """Resolves `module:name`, or `module:`, in a folder that can be deleted; None where it was."""
+    """Return the object `module:name`, or the module `module:`; None if its folder was deleted."""
     try:
         return pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
-        if not is_inside(name, error.name or ""):
+        if not name.replace(":", ".").startswith(f"{error.name}."):
             raise
         return None
-
-
-def is_inside(name: str, module: str) -> bool:
-    """Return True if a dotted name begins with this module's."""
-    return name.replace(":", ".").startswith(f"{module}.")

@@ -1,31 +1,104 @@
-"""Values of keys, from files and the command line: how they are read, and what is refused."""
+"""Values of keys: from Python, YAML and JSON files and from the command line."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.util
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.config.schema import KEYS, flat_pairs, missing_folder, unknown_key
+from jaxrl.config.schema import KEYS, flat_pairs, missing_folder, unknown_key, with_tuples
+from jaxrl.utils.callables import format_failure
 from jaxrl.utils.paths import similar_path
 
 
-def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -> None:
-    """Sets keys from a YAML or JSON file, nested or with dots.
+def load_config_file(argument: str) -> ConfigDict:
+    """Return the locked configuration of a Python file, from its function `get_config`.
 
     Args:
-        config: to set them in.
-        path: of the file.
-        drops_missing: leave keys out whose folder in `extras/` is not there.
+        argument: Path, which a colon and an argument of `get_config` may follow.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not YAML, not a mapping, names a key that does not exist, or holds a value
+        OSError: The file cannot be read.
+        ValueError: The file is not Python, fails, or returns something else.
+    """
+    path, _, given = argument.partition(":")
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"--config={path} is not a file; expected one such as configs/quickstart.py."
+            f"{similar_path(path)}"
+        )
+    spec = importlib.util.spec_from_file_location("config_file", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(
+            f"--config={path} takes a Python file, such as configs/quickstart.py; keys in YAML or "
+            f"JSON go beside it, as --values={path}."
+        )
+    Path(path).open().close()  # the system's refusal reads better than that of the import
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config(*([given] if given else []))
+    except (Exception, SystemExit) as error:  # the file is a program
+        raise ValueError(f"--config={path}: {format_failure(error)}.") from error
+    if not isinstance(config, ConfigDict):
+        raise ValueError(
+            f"--config={path}: get_config returned a {type(config).__name__}; expected "
+            "jaxrl.config.default_config() with changes."
+        )
+    return config.lock()
+
+
+def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return keys and values of `--config.key=value`, `--config.switch` and `--noconfig.switch`.
+
+    Raises:
+        ValueError: An argument has another form, or a key or value is wrong.
+    """
+    keys: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        prefix, _, key = name.partition("config.")
+        if not key or prefix.strip("-") not in ("", "no") or not prefix.startswith("-"):
+            hint = "settings are --config.key=value"
+            if name.lstrip("-") in KEYS:
+                hint = f"set this key as --config.{name.lstrip('-')}=value"
+            raise ValueError(f"unexpected argument {argument}; {hint}.")
+        check_keys([key])
+        default = KEYS[key].default
+        value: Any = as_default(text, default)
+        if not equals and isinstance(default, bool):
+            value = prefix.strip("-") != "no"
+        elif not equals:
+            raise ValueError(f"{argument}: expected {name}=value.")
+        elif isinstance(default, tuple | dict):
+            try:
+                value = with_tuples(ast.literal_eval(text))
+            except (ValueError, SyntaxError) as error:
+                kind = type(default).__name__
+                raise ValueError(f"{argument}: expected a {kind} as Python writes it.") from error
+        KEYS[key].check(key, value)
+        keys[key] = value
+    return keys
+
+
+def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -> None:
+    """Set keys from a YAML or JSON file, nested or with dots.
+
+    Args:
+        config: Configuration in which keys are set.
+        path: Path of the file.
+        drops_missing: Leave out keys whose folder in `extras/` is missing.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not YAML, not a mapping, names an unknown key, or holds a value
             that the key does not take.
     """
     file = Path(path)
@@ -34,8 +107,6 @@ def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -
             f"--values={path!r} is not a file; expected YAML or JSON.{similar_path(path)}"
         )
     values = _read_yaml(file)
-    if values is None:
-        raise ValueError(f"{path} is empty; expected keys and values.")
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
     pairs = flat_pairs(values)
@@ -69,25 +140,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_yaml(file: Path) -> Any:
-    """Read a YAML or JSON file.
-
-    Raises:
-        ValueError: The file is not valid.
-    """
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
-    # PyYAML's constructors raise the last ones, for example for `!!bool zz`.
-    except (
-        yaml.YAMLError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        RecursionError,
-    ) as e:
-        raise ValueError(
-            f"{file} is not valid YAML or JSON: {' '.join(str(e).split())[:500]}."
-        ) from e
+    # PyYAML's constructors raise many kinds, such as a KeyError for `!!bool zz`.
+    except Exception as error:
+        text = " ".join(str(error).split())[:500]
+        raise ValueError(f"{file} is not valid YAML or JSON: {text}.") from error
 
 
 SWITCHES = dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True)
@@ -96,10 +154,10 @@ SWITCHES |= dict.fromkeys(("false", "f", "0", "no", "n", "off"), False)
 
 
 def as_default(value: Any, default: Any) -> Any:
-    """A value as the key's default has it, where it stands for one; else the value itself.
+    """Return the value that a text stands for, by the type of the default; else the text itself.
 
-    A switch may be `yes` or `off`, a whole number `1e3`; YAML takes a number without a point, such
-    as 1e-6, for text.
+    A switch may be `yes` or `off`, a whole number `1e3`. YAML reads a number without a point, such
+    as 1e-6, as text.
     """
     if not isinstance(value, str):
         return value
@@ -109,16 +167,20 @@ def as_default(value: Any, default: Any) -> Any:
         with contextlib.suppress(ValueError):
             if isinstance(default, float):
                 return float(value)
-            if not value.isdecimal() and float(value).is_integer():
-                return int(float(value))
+            if float(value).is_integer():
+                return int(value) if value.isdecimal() else int(float(value))
     return value
 
 
 def check_keys(keys: Iterable[str], *, source: str = "") -> None:
-    """Refuses keys, with their sections and dots, that do not exist.
+    """Refuse unknown keys.
+
+    Args:
+        keys: Keys with their sections and dots.
+        source: File that sets them, for the message; "" for the command line.
 
     Raises:
-        ValueError: names the key, and the nearest one that there is.
+        ValueError: The message names the key and the nearest known one.
     """
     for key in keys:
         if problem := unknown_key(key, in_file=bool(source)):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pkgutil
 import re
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -17,7 +14,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.config.keys import is_inside
 from jaxrl.config.schema import KEYS
 from jaxrl.utils.callables import format_failure, is_dotted, is_user_code
 
@@ -43,57 +39,40 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
     if entry is None:
         group = KEYS[key].group if key in KEYS else ""
         installed = sorted(entry_points(group=group).names) if group else []
+        close = get_close_matches(name, table, n=1, cutoff=0.7)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
-            f"config.{key} is {name!r}{_suggestion(name, table)}; expected one of "
+            f"config.{key} is {name!r}{hint}; expected one of "
             f"{', '.join((*table, *installed))}, or a dotted path such as {example}."
         )
     if not isinstance(entry, str):
         return entry
     package, _, path = entry.partition(".extras.")
     folder = re.split("[.:]", path)[0]
-    # Git removes the files of a deleted folder but leaves `__pycache__` behind.
+    # Git deletes a folder but leaves `__pycache__` behind.
     if package == "jaxrl" and not (EXTRAS / folder / "__init__.py").exists():
         raise ValueError(
             f"config.{key} is {name!r}, which needs the missing folder jaxrl/extras/{folder}; "
             "restore the folder or choose another name."
         )
     try:
-        return pkgutil.resolve_name(entry)
+        return _import(entry)
     except (Exception, SystemExit) as error:  # importing the module runs user code
-        raise ValueError(f"config.{key} is {entry!r}{_import_problem(entry, error)}.") from error
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = "; put its file beside the config file, or add its folder to PYTHONPATH"
+        raise ValueError(f"config.{key} is {entry!r}: {format_failure(error)}{hint}.") from error
 
 
-def _import_problem(path: str, error: BaseException) -> str:
-    """Explain why a dotted path could not be imported."""
-    if isinstance(error, ModuleNotFoundError) and is_inside(path, error.name or ""):
-        modules = [module.name for module in pkgutil.iter_modules()]
-        return (
-            f", but there is no module {error.name!r} on sys.path"
-            f"{_suggestion(str(error.name), modules)}; put its file beside the config file, or add "
-            "its folder to PYTHONPATH"
-        )
-    frames = traceback.extract_tb(error.__traceback__)
-    is_imported = not any("importlib" in frame.filename for frame in frames)
-    if not (isinstance(error, AttributeError) and is_imported):
-        return f": {format_failure(error)}"
-    parent = max((name for name in sys.modules if is_inside(path, name)), key=len)
-    missing, module = path[len(parent) + 1 :], sys.modules[parent]
-    if hasattr(module, "__path__"):
-        # `pkgutil` reports a submodule as missing when one of its own imports fails.
-        submodule = f"{parent}.{re.split('[.:]', missing)[0]}"
-        try:
-            importlib.import_module(submodule)
-        except (Exception, SystemExit) as inner:
-            if getattr(inner, "name", None) != submodule:
-                return f": {format_failure(inner)}"
-    file = getattr(module, "__file__", None) or parent
-    return f", but {file} does not define {missing!r}{_suggestion(missing, dir(module))}"
+def _import(path: str) -> Any:
+    """Return the object of a dotted path.
 
-
-def _suggestion(name: str, names: Iterable[str]) -> str:
-    """Return ` (did you mean ...?)` for a close match, else an empty text."""
-    close = get_close_matches(name, list(names), n=1, cutoff=0.7)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    `pkgutil` hides why a module cannot be imported unless a colon separates the object from it.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except AttributeError:
+        return pkgutil.resolve_name(path if ":" in path else ":".join(path.rsplit(".", 1)))
 
 
 def instantiate(
@@ -112,25 +91,15 @@ def instantiate(
             raised.
     """
     parameters = inspect.signature(kind).parameters
-    named = [
-        p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = {n: value for n, value in injected.items() if n in parameters} | dict(settings)
     name = getattr(kind, "__name__", str(kind))
-    unknown = [setting for setting in settings if setting not in named]
-    if unknown and not takes_any:
-        raise ValueError(
-            f"config.{key} has {unknown[0]!r}, which {name} does not accept; expected some of "
-            f"{', '.join(named) or 'nothing'}."
-        )
-    required = [n for n in named if parameters[n].default is inspect.Parameter.empty]
-    missing = [n for n in required if n not in arguments]
-    if missing:
-        raise ValueError(
-            f"config.{key} lacks {missing[0]!r}, which {name} requires; a run provides "
-            f"{', '.join(injected) or 'nothing'}."
-        )
+    _check_arguments(key, name, named, () if takes_any else settings, arguments)
     try:
         return kind(**arguments)
     except Exception as error:
@@ -180,26 +149,37 @@ def function_settings(
         key: Key of the settings, for messages.
         name: Name of the function, for messages.
         function: Function whose keyword-only parameters are settings.
-        settings: Values from the config.
+        settings: Values from the config. A built-in function may ignore some.
         common: Values that any function of this kind may take.
 
     Raises:
         ValueError: A custom function does not take a setting, or a setting is missing.
     """
     parameters = inspect.signature(function).parameters.values()
-    accepted = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    unknown = [setting for setting in settings if is_dotted(name) and setting not in accepted]
+    accepted = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    values = {n: value for n, value in {**common, **settings}.items() if n in accepted}
+    _check_arguments(key, name, accepted, settings if is_dotted(name) else (), values)
+    return values
+
+
+def _check_arguments(
+    key: str,
+    name: str,
+    accepted: Mapping[str, inspect.Parameter],
+    settings: Iterable[str],
+    arguments: Mapping[str, Any],
+) -> None:
+    """Refuse settings that are not accepted, and required parameters without an argument."""
+    unknown = [setting for setting in settings if setting not in accepted]
     if unknown:
         raise ValueError(
             f"config.{key} has {unknown[0]!r}, which {name} does not accept; expected some of "
             f"{', '.join(accepted) or 'nothing'}."
         )
-    values = {n: value for n, value in {**common, **settings}.items() if n in accepted}
-    required = [n for n, default in accepted.items() if default is inspect.Parameter.empty]
-    missing = [n for n in required if n not in values]
+    required = [n for n, p in accepted.items() if p.default is inspect.Parameter.empty]
+    missing = [n for n in required if n not in arguments]
     if missing:
         raise ValueError(f"config.{key} lacks {missing[0]!r}, which {name} requires.")
-    return values
 
 
 REWARD_KEYS = ("reward.weights", "reward.settings")

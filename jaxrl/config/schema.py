@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def _extra(section: str) -> dict[str, Key]:
 
 
 def missing_folder(key: str) -> str:
-    """The folder that brings a key or its section, where it is not there; "" for others."""
+    """Return the missing folder that a key or its section belongs to, or ""."""
     folders = [f for section, f in SECTIONS.items() if f"{key}.".startswith(f"{section}.")]
     return next((folder for folder in folders if not EXTRA_KEYS[folder].keys), "")
 
@@ -94,30 +95,26 @@ def _is_k_schedule(pairs: tuple[Any, ...]) -> bool:
 # A table, laid out by hand: key, default, meaning; then what it takes, and what a restart may do.
 # fmt: off
 def _optimizer(section: str) -> dict[str, Key]:
-    """The keys that supervised and reinforcement learning share."""
+    """Return the keys that supervised and reinforcement learning share."""
     return {
-        f"{section}.lr": Key(1e-6, "Peak learning rate of AdamW.", at_least=0, restart=TRAINING),
+        f"{section}.lr": Key(1e-6, "Peak learning rate of AdamW.", at_least=0),
         f"{section}.warmup_steps": Key(0, "Steps in which the rate rises to its peak; the first "
-            "has 1 / `warmup_steps` of it.", at_least=0, restart=TRAINING),
+            "has 1 / `warmup_steps` of it.", at_least=0),
         f"{section}.schedule": Key("constant", "Learning rate after the warm-up: `constant`, "
-            "`linear`, `cosine`, or one of your own by its dotted name.", names_code=True,
-            restart=TRAINING),
+            "`linear`, `cosine`, or one of your own by its dotted name.", names_code=True),
         f"{section}.final_lr_fraction": Key(0.0, "Share of the peak at which `linear` and `cosine` "
-            "end.", at_least=0, at_most=1, restart=TRAINING),
+            "end.", at_least=0, at_most=1),
         f"{section}.weight_decay": Key(0.01, "Decoupled weight decay of every parameter.",
-            at_least=0, restart=TRAINING),
-        f"{section}.beta1": Key(0.9, "Decay of AdamW's first moment.", at_least=0, below=1,
-            restart=TRAINING),
-        f"{section}.beta2": Key(0.999, "Decay of AdamW's second moment.", at_least=0, below=1,
-            restart=TRAINING),
-        f"{section}.epsilon": Key(1e-8, "Added to the root of the second moment.", above=0,
-            restart=TRAINING),
+            at_least=0),
+        f"{section}.beta1": Key(0.9, "Decay of AdamW's first moment.", at_least=0, below=1),
+        f"{section}.beta2": Key(0.999, "Decay of AdamW's second moment.", at_least=0, below=1),
+        f"{section}.epsilon": Key(1e-8, "Added to the root of the second moment.", above=0),
         f"{section}.grad_clip": Key(1.0, "Global norm to which gradients are clipped. 0: none.",
-            at_least=0, restart=TRAINING),
+            at_least=0),
         # The second moment has no such key: with beta2 = 0.999 a step changes it by less than
         # bfloat16 can tell apart.
         f"{section}.moments_dtype": Key("float32", "Dtype of AdamW's first moment; the second is "
-            "float32.", one_of=DTYPES, restart=TRAINING),
+            "float32.", one_of=DTYPES),
         f"{section}.offload": Key(False, "Keep both moments in the host's memory between updates.",
             restart=FREE),
         f"{section}.micro_rows": Key(8, "Packed rows of a micro-batch; a multiple of `data` × "
@@ -126,33 +123,32 @@ def _optimizer(section: str) -> dict[str, Key]:
     }
 
 
-def _tasks(name: str, what: str, split: str, restart: str) -> dict[str, Key]:
-    """The keys of a set of tasks."""
+def _tasks(name: str, what: str, split: str) -> dict[str, Key]:
+    """Return the keys of a set of tasks."""
     return {
         f"tasks.{name}.source": Key("", f"{what}: a file, a pattern with `*`, a folder, or the "
-            "name of what a generator makes.", restart=restart),
+            "name of what a generator makes."),
         f"tasks.{name}.format": Key("", "`jsonl`, `csv`, `parquet` (verl's too), `tfds`, `hf` "
             "(`save_to_disk`; extra `datasets`), `reasoning_gym` (extra `reasoning-gym`), or a "
-            "reader of your own by its dotted name. Empty: by the source.", restart=restart),
+            "reader of your own by its dotted name. Empty: by the source."),
         f"tasks.{name}.split": Key(split, "Split of `tfds` and `hf`; of `tfds` also a part: "
-            "`train[:90%]`.", restart=restart),
+            "`train[:90%]`."),
         f"tasks.{name}.settings": Key({}, "Keyword arguments of the reader, as `{'delimiter': "
-            "';'}` of `csv`.", example=1, is_nested=True, restart=restart),
+            "';'}` of `csv`.", example=1, is_nested=True),
         f"tasks.{name}.columns": Key({}, "Columns under other names than ours: `{'problem': "
-            "'question'}`. An empty name leaves a column out.", example="question",
-            restart=restart),
+            "'question'}`. An empty name leaves a column out.", example="question"),
         f"tasks.{name}.data_source": Key("", "Data source of all tasks, and prefix of their ids. "
-            "Empty: as the tasks have it.", restart=restart),
+            "Empty: as the tasks have it."),
         f"tasks.{name}.sources": Key((), "Several sources in place of the one above: mappings of "
             "these keys and, of training, `weight` (default 1), as `({'source': 'a.csv', 'weight': "
-            "2.0}, {'source': 'b.jsonl'})`.", restart=restart),
+            "2.0}, {'source': 'b.jsonl'})`."),
     }
 
 
 STAGES = ("sft", "train", "evaluate")
 """Stages of a run, in their order."""
 
-KEYS: dict[str, Key] = {
+_ENTRIES: dict[str, Key] = {
     "stages": Key(("train", "evaluate"), "Stages of the run, in this order: `sft`, `train`, "
         "`evaluate`.", some_of=STAGES,
         is_valid=lambda v: v and v == tuple(sorted(set(v), key=STAGES.index)),
@@ -182,8 +178,8 @@ KEYS: dict[str, Key] = {
     "model.experts": Key("auto", "Products with experts: `xla`, everywhere; `mosaic_gpu`, on "
         "Hopper GPUs; `triton`, on GPUs; `megablox`, on TPUs; `auto`: as for attention.",
         one_of=EXPERTS, restart=FREE),
-    "model.balance_coef": Key(0.0, "Coefficient of the loss by which the tokens of a "
-        "mini-batch use experts alike, in both stages. 0: none.", at_least=0),
+    "model.balance_coef": Key(0.0, "Coefficient of the loss by which the tokens of a mini-batch "
+        "use experts alike, in both stages. 0: none.", at_least=0),
     "model.replay": Key(False, "Record what the architecture declares by token, and give training "
         "what the sampler had: send each token to the experts that were chosen for it then."),
     "model.remat": Key("full", "What the update computes again instead of keeping it. `full`: a "
@@ -208,19 +204,18 @@ KEYS: dict[str, Key] = {
     **_extra("policy.openai"),
     # ----------------------------------------------------------------------------- mesh
     "mesh.data": Key(-1, "Devices over which rows are split, weights copied. -1: all that are "
-        "left.", restart=FREE),
-    "mesh.fsdp": Key(1, "Devices over which rows and weights are split.", restart=FREE),
+        "left."),
+    "mesh.fsdp": Key(1, "Devices over which rows and weights are split."),
     "mesh.context": Key(1, "Devices over which each packed row is split, for long ones, and "
-        "weights; the sampler splits its trajectories over them.", restart=FREE),
-    "mesh.expert": Key(1, "Devices over which rows, experts and other weights are split.",
-        restart=FREE),
-    "mesh.tensor": Key(1, "Devices over which heads and vocabulary are split.", restart=FREE),
+        "weights; the sampler splits its trajectories over them."),
+    "mesh.expert": Key(1, "Devices over which rows, experts and other weights are split."),
+    "mesh.tensor": Key(1, "Devices over which heads and vocabulary are split."),
     "mesh.rollout_devices": Key(0, "Devices of each process that only sample, with "
         "`rollout.ahead`; the others train. A multiple of `expert` × `tensor`. 0: all do both.",
-        at_least=0, restart=FREE),
+        at_least=0),
     # ---------------------------------------------------------------- tasks and prompts
-    **_tasks("train", "Training tasks", "train", TRAINING),
-    **_tasks("eval", "Held-out tasks", "test", RESULTS),
+    **_tasks("train", "Training tasks", "train"),
+    **_tasks("eval", "Held-out tasks", "test"),
     "prompt.system": Key("", "System message. Empty: none, also where the model's template has one "
         "of its own."),
     "prompt.template": Key("{question}", "Message of the user, around the question.",
@@ -337,44 +332,40 @@ KEYS: dict[str, Key] = {
     **_extra("reward.math_verify"),
     # -------------------------------------------------------------------------- shaping
     "shaping.overlong_buffer": Key(0, "Tokens before the limit over which the penalty grows. 0: "
-        "off.", at_least=0, restart=TRAINING),
+        "off.", at_least=0),
     "shaping.overlong_max_tokens": Key(0, "The limit, tool text counted. 0: in math "
         "`rollout.max_response_tokens`, and where there are tools what `rollout.max_total_tokens` "
-        "leaves beside the longest prompt.", at_least=0, restart=TRAINING),
-    "shaping.overlong_factor": Key(1.0, "Reward lost at the limit and beyond.", at_least=0,
-        restart=TRAINING),
+        "leaves beside the longest prompt.", at_least=0),
+    "shaping.overlong_factor": Key(1.0, "Reward lost at the limit and beyond.", at_least=0),
     "shaping.boundary_aware": Key(False, 'Pay for "I don\'t know" in groups without a correct '
-        'answer.', restart=TRAINING),
-    "shaping.abstention_bonus": Key(0.5, "Pay of an abstention.", at_least=0, restart=TRAINING),
+        'answer.'),
+    "shaping.abstention_bonus": Key(0.5, "Pay of an abstention.", at_least=0),
     "shaping.abstention_rate": Key(0.1, "Share of abstentions in a batch from which it pays "
-        "nothing in the early stage.", at_least=0, at_most=1, restart=TRAINING),
+        "nothing in the early stage.", at_least=0, at_most=1),
     "shaping.stage_level": Key(True, "Have an early stage first; the late one begins once "
-        "evaluations stop improving.", restart=TRAINING),
+        "evaluations stop improving."),
     "shaping.stage_tolerance": Key(5, "Evaluations below the best one that the early stage "
-        "outlives, over the whole run.", at_least=0, restart=TRAINING),
+        "outlives, over the whole run.", at_least=0),
     "shaping.sample_level": Key(True, "In the late stage, pay nothing to groups whose answers "
-        "still differ much.", restart=TRAINING),
+        "still differ much."),
     "shaping.entropy_reward": Key(False, "Pay by difficulty for tokens before which the policy "
-        "wavers.", restart=TRAINING),
-    "shaping.centred_gain": Key(False, "Its gains start at 0 rather than at half of their size.",
-        restart=TRAINING),
-    "shaping.entropy_window": Key(4, "Tokens whose mean entropy makes a window.", above=0,
-        restart=TRAINING),
+        "wavers."),
+    "shaping.centred_gain": Key(False, "Its gains start at 0 rather than at half of their size."),
+    "shaping.entropy_window": Key(4, "Tokens whose mean entropy makes a window.", above=0),
     "shaping.entropy_percentile": Key(95.0, "Percentile of each trajectory's windows; their median "
-        "is the threshold.", at_least=0, at_most=100, restart=TRAINING),
+        "is the threshold.", at_least=0, at_most=100),
     "shaping.entropy_decay": Key(0.99, "Decay of the threshold's moving average.", at_least=0,
-        at_most=1, restart=TRAINING),
+        at_most=1),
     "shaping.trigger_words": Key((), "Words; only tokens that are one of them count. Empty: all.",
         is_valid=lambda v: all(isinstance(word, str) and word.strip() for word in v),
-        expected="a tuple of words", restart=TRAINING),
+        expected="a tuple of words"),
     "shaping.alpha_init": Key(0.5, "First coefficient of the entropy reward, by difficulty.",
-        at_least=0, restart=TRAINING),
+        at_least=0),
     "shaping.alpha_step": Key(0.05, "Change of the coefficient per token of distance from the "
-        "target.", at_least=0, restart=TRAINING),
-    "shaping.alpha_max": Key(2.0, "The coefficient stays between 0 and this.", at_least=0,
-        restart=TRAINING),
+        "target.", at_least=0),
+    "shaping.alpha_max": Key(2.0, "The coefficient stays between 0 and this.", at_least=0),
     "shaping.bootstrap_tasks": Key(0, "Tasks rolled out before the first step, to set all this up. "
-        "-1: all.", at_least=-1, expected="-1 (all) or more", restart=TRAINING),
+        "-1: all.", at_least=-1, expected="-1 (all) or more"),
     # -------------------------------------------------------------------------- rollout
     "rollout.tasks_per_step": Key(16, "Groups trained on in a step; without a filter the tasks "
         "drawn.", above=0, restart=TRAINING),
@@ -411,8 +402,7 @@ KEYS: dict[str, Key] = {
     "rollout.max_observation_tokens": Key(500, "Tokens of one result, the rest of which is cut off "
         "inside its tags.", above=0),
     "rollout.max_turns": Key(4, "Turns that call tools; asking once more ends the episode. Turns "
-        "that call none are not counted.",
-        at_least=0),
+        "that call none are not counted.", at_least=0),
     "rollout.max_calls": Key(0, "Calls in all these turns; the model is told of one beyond. 0: no "
         "limit.", at_least=0),
     "rollout.max_cost": Key(0.0, "Cost of a trajectory's calls at `ledger.prices`, each counted "
@@ -442,227 +432,216 @@ KEYS: dict[str, Key] = {
     # --------------------------------------------------------------------------- filter
     "filter.name": Key("none", "`none`; `varied`: groups whose metric differs (dynamic sampling); "
         "`accuracy_range`: groups whose mean accuracy lies in a range (online filtering); or one "
-        "of your own by its dotted name.", restart=TRAINING, names_code=True),
-    "filter.settings": Key({}, "Keyword arguments of a filter of your own.", example=1,
-        restart=TRAINING),
+        "of your own by its dotted name.", names_code=True),
+    "filter.settings": Key({}, "Keyword arguments of a filter of your own.", example=1),
     "filter.varied.metric": Key("acc", "`acc`: correct or not; `score`: reward before shaping; "
         "`seq_reward`: after it; `seq_final_reward`: less the KL term in the reward.",
-        one_of=("acc", "score", "seq_reward", "seq_final_reward"), restart=TRAINING),
-    "filter.accuracy_range.low": Key(0.01, "Lower end, itself out.", at_least=0, at_most=1,
-        restart=TRAINING),
-    "filter.accuracy_range.high": Key(0.99, "Upper end, itself out.", at_least=0, at_most=1,
-        restart=TRAINING),
+        one_of=("acc", "score", "seq_reward", "seq_final_reward")),
+    "filter.accuracy_range.low": Key(0.01, "Lower end, itself out.", at_least=0, at_most=1),
+    "filter.accuracy_range.high": Key(0.99, "Upper end, itself out.", at_least=0, at_most=1),
     "filter.trajectories": Key("none", "Which trajectories of these groups have a loss: "
         "`void_turns` leaves out those with a turn that neither calls nor answers; or a function "
         "of one's own by its dotted name. They count in the statistics of their group.",
-        restart=TRAINING, names_code=True),
+        names_code=True),
     "filter.tasks_per_batch": Key(0, "Tasks drawn at a time until enough groups are kept. 0: "
-        "`rollout.tasks_per_step`.", at_least=0, restart=TRAINING),
+        "`rollout.tasks_per_step`.", at_least=0),
     "filter.max_batches": Key(10, "Batches of one step, after which the run gives up. 0: never.",
         at_least=0, restart=FREE),
     "filter.carry_over": Key(False, "Keep leftover groups for the next step instead of dropping "
-        "them.", restart=TRAINING),
+        "them."),
     "filter.unfinished_tasks": Key(0, "Tasks whose episodes may go on into the next step, so that "
         "none waits for the slowest; they are trained on as whole groups, once all have ended.",
-        at_least=0, restart=TRAINING),
+        at_least=0),
     "filter.resample_attempts": Key(0, "New tries at groups all wrong without an abstention. 0: "
-        "none.", at_least=0, restart=TRAINING),
-    "filter.resample_early": Key(False, "Try in the early stage of `shaping.stage_level` too.",
-        restart=TRAINING),
+        "none.", at_least=0),
+    "filter.resample_early": Key(False, "Try in the early stage of `shaping.stage_level` too."),
     "filter.skip_solved": Key(False, "Draw tasks no more once all their samples are right and "
-        "sure.", restart=TRAINING),
-    "filter.skip_entropy": Key(0.1, "Nats; below this mean entropy they are sure.", at_least=0,
-        restart=TRAINING),
+        "sure."),
+    "filter.skip_entropy": Key(0.1, "Nats; below this mean entropy they are sure.", at_least=0),
     # ----------------------------------------------------------------------- advantages
     "advantage.name": Key("grpo", "`grpo`, `rloo`, `reinforce_plus_plus`, `pass_at_k`, and of the "
         "last `pass_at_k_combination`, `pass_at_k_exceeding`, `pass_at_k_full_sampling`, "
         "`pass_at_k_bootstrap`, `pass_at_k_entropy_guided`; or one of your own by its dotted name, "
-        "as `my_estimator.estimate`.", restart=TRAINING, names_code=True),
-    "advantage.settings": Key({}, "Keyword arguments of an estimator of your own.", example=1,
-        restart=TRAINING),
+        "as `my_estimator.estimate`.", names_code=True),
+    "advantage.settings": Key({}, "Keyword arguments of an estimator of your own.", example=1),
     "advantage.by_turn": Key(False, "True: a turn's tokens carry what is earned from that turn on, "
         "compared with what the others of the group earn from that turn on. False: all tokens "
-        "carry the whole reward.", restart=TRAINING),
+        "carry the whole reward."),
     "advantage.turn_discount": Key(1.0, "By turns: factor on a reward for each turn that lies "
-        "before it.", at_least=0, at_most=1, restart=TRAINING),
-    "advantage.grpo.normalize_std": Key(True, "Divide by the group's standard deviation.",
-        restart=TRAINING),
+        "before it.", at_least=0, at_most=1),
+    "advantage.grpo.normalize_std": Key(True, "Divide by the group's standard deviation."),
     "advantage.grpo.ddof": Key(1, "0: standard deviation of the population; 1: of the sample.",
-        one_of=(0, 1), expected="0 (population) or 1 (sample)", restart=TRAINING),
-    "advantage.grpo.epsilon": Key(1e-6, "Added to the standard deviation.", at_least=0,
-        restart=TRAINING),
-    "advantage.reinforce_plus_plus.baseline": Key(False, "Subtract the group's mean first.",
-        restart=TRAINING),
+        one_of=(0, 1), expected="0 (population) or 1 (sample)"),
+    "advantage.grpo.epsilon": Key(1e-6, "Added to the standard deviation.", at_least=0),
+    "advantage.reinforce_plus_plus.baseline": Key(False, "Subtract the group's mean first."),
     "advantage.pass_at_k.k": Key(4, "Answers of which one has to be right, also of the variants.",
-        above=0, restart=TRAINING),
+        above=0),
     "advantage.pass_at_k.k_schedule": Key((), "Pairs (step, k), the first at step 0: `k` once so "
         "many steps of the stage `train` are done, as `((0, 4), (60, 1))`. Empty: `k` throughout.",
-        is_valid=_is_k_schedule, expected="pairs (step, k) of whole numbers with the first at "
-        "step 0 and steps rising, k at least 1, or ()", restart=TRAINING),
+        is_valid=_is_k_schedule, expected="pairs (step, k) of whole numbers with the first at step "
+        "0 and steps rising, k at least 1, or ()"),
     # ----------------------------------------------------------------------------- loss
     "loss.name": Key("clip", "`clip`, `gspo`, `cispo` or `dppo`; or one of your own by its dotted "
-        "name.", restart=TRAINING, names_code=True),
-    "loss.settings": Key({}, "Keyword arguments of a loss of your own.", example=1,
-        restart=TRAINING),
+        "name.", names_code=True),
+    "loss.settings": Key({}, "Keyword arguments of a loss of your own.", example=1),
     "loss.clip_low": Key(0.2, "The ratio's floor is 1 - `clip_low`. GSPO was published with 3e-4, "
         "CISPO with 1 (no floor). Of `dppo`, the largest divergence of a token that is made less "
-        "likely.", at_least=0, restart=TRAINING),
+        "likely.", at_least=0),
     "loss.clip_high": Key(0.2, "The ratio's ceiling is 1 + `clip_high`. GSPO was published with "
         "4e-4, CISPO with 4. Of `dppo`, the largest divergence of a token that is made likelier.",
-        at_least=0, restart=TRAINING),
+        at_least=0),
     "loss.clip.dual_clip": Key(0.0, "Bound of the loss at negative advantages, above 1. 0: none.",
-        is_valid=lambda v: v == 0 or v > 1, expected="a number above 1, or 0 for no bound",
-        restart=TRAINING),
+        is_valid=lambda v: v == 0 or v > 1, expected="a number above 1, or 0 for no bound"),
     **_extra("loss.dppo"),
     "loss.term.name": Key("none", "A loss that is added: `llds`, which keeps up the likelihood of "
         "tokens without a negative advantage; or one of your own by its dotted name.",
-        restart=TRAINING, names_code=True),
-    "loss.term.coef": Key(0.2, "Its coefficient.", above=0, restart=TRAINING),
-    "loss.term.settings": Key({}, "Keyword arguments of one of your own.", example=1,
-        restart=TRAINING),
+        names_code=True),
+    "loss.term.coef": Key(0.2, "Its coefficient.", above=0),
+    "loss.term.settings": Key({}, "Keyword arguments of one of your own.", example=1),
     **_extra("loss.term.llds"),
     "loss.gate.name": Key("none", "Which tokens have a policy loss: `off_policy` leaves out wrong "
         "trajectories that the policy has moved away from; or one of your own by its dotted name.",
-        restart=TRAINING, names_code=True),
-    "loss.gate.settings": Key({}, "Keyword arguments of one of your own.", example=1,
-        restart=TRAINING),
+        names_code=True),
+    "loss.gate.settings": Key({}, "Keyword arguments of one of your own.", example=1),
     **_extra("loss.gate.off_policy"),
     "loss.aggregation": Key("token-mean", "`token-mean`, `seq-mean-token-mean`, "
         "`seq-mean-token-sum` or `seq-mean-token-sum-norm`; or one of your own by its dotted name.",
-        restart=TRAINING, names_code=True),
+        names_code=True),
     "loss.entropy_coef": Key(0.0, "Coefficient of a bonus on the entropy of the sampled tokens' "
-        "distributions.", restart=TRAINING),
-    "loss.mask_observations": Key(True, "False also trains on what the search engine wrote.",
-        restart=TRAINING),
+        "distributions."),
+    "loss.mask_observations": Key(True, "False also trains on what the search engine wrote."),
     "loss.correction.level": Key("none", "Importance weights, trainer over sampler: `none`, "
         "`token`, `sequence`, or `geometric`: the sequence's mean a token.",
-        one_of=("none", "token", "sequence", "geometric"), restart=TRAINING),
+        one_of=("none", "token", "sequence", "geometric")),
     "loss.correction.mode": Key("truncate", "`truncate`: at most `cap`; `mask`: 0 outside `low` to "
-        "`high`; `reject`: likewise, and 1 within.", one_of=("truncate", "mask", "reject"),
-        restart=TRAINING),
-    "loss.correction.cap": Key(2.0, "Largest weight of `truncate`.", at_least=1, restart=TRAINING),
-    "loss.correction.low": Key(0.5, "Smallest ratio that is kept.", at_least=0,
-        restart=TRAINING),
-    "loss.correction.high": Key(5.0, "Largest ratio that is kept.", above=0,
-        restart=TRAINING),
+        "`high`; `reject`: likewise, and 1 within.", one_of=("truncate", "mask", "reject")),
+    "loss.correction.cap": Key(2.0, "Largest weight of `truncate`.", at_least=1),
+    "loss.correction.low": Key(0.5, "Smallest ratio that is kept.", at_least=0),
+    "loss.correction.high": Key(5.0, "Largest ratio that is kept.", above=0),
     # ------------------------------------------------------------------------------- KL
     "kl.coef": Key(0.0, "Weight of the KL term, where controlled its first value. 0: no term.",
-        at_least=0, restart=TRAINING),
+        at_least=0),
     "kl.estimator": Key("k3", "`k1`, `k2`, `k3`, `abs`, with `+` for the gradient of `k2`; or one "
-        "of your own by its dotted name.", restart=TRAINING, names_code=True),
+        "of your own by its dotted name.", names_code=True),
     "kl.anchor": Key("ref", "`ref`: the policy at the start of the stage; `old`: before the "
-        "update.", one_of=("ref", "old"), restart=TRAINING),
+        "update.", one_of=("ref", "old")),
     "kl.place": Key("loss", "`loss`, or `reward`: taken off the trajectory's reward.",
-        one_of=("loss", "reward"), restart=TRAINING),
+        one_of=("loss", "reward")),
     "kl.controller": Key("fixed", "`fixed`; `adaptive`: towards a target; `log`: the same by the "
-        "logarithm; `budget`: by difficulty.", one_of=KL_CONTROLLERS, restart=TRAINING),
-    "kl.adaptive.target": Key(0.1, "Nats a token.", above=0, restart=TRAINING),
-    "kl.adaptive.horizon": Key(10_000, "Trajectories in which the coefficient moves.", above=0,
-        restart=TRAINING),
-    "kl.log.target": Key(0.1, "Nats a token; ARES's code has 0.01.", above=0, restart=TRAINING),
-    "kl.budget.budgets.easy": Key(0.05, "Nats a token of easy tasks.", above=0, restart=TRAINING),
-    "kl.budget.budgets.medium": Key(0.1, "Nats a token of medium ones.", above=0, restart=TRAINING),
-    "kl.budget.budgets.hard": Key(0.2, "Nats a token of hard ones.", above=0, restart=TRAINING),
-    "kl.budget.step": Key(0.01, "Step of the multiplier, per nat beyond the budget.", at_least=0,
-        restart=TRAINING),
+        "logarithm; `budget`: by difficulty.", one_of=KL_CONTROLLERS),
+    "kl.adaptive.target": Key(0.1, "Nats a token.", above=0),
+    "kl.adaptive.horizon": Key(10_000, "Trajectories in which the coefficient moves.", above=0),
+    "kl.log.target": Key(0.1, "Nats a token; ARES's code has 0.01.", above=0),
+    "kl.budget.budgets.easy": Key(0.05, "Nats a token of easy tasks.", above=0),
+    "kl.budget.budgets.medium": Key(0.1, "Nats a token of medium ones.", above=0),
+    "kl.budget.budgets.hard": Key(0.2, "Nats a token of hard ones.", above=0),
+    "kl.budget.step": Key(0.01, "Step of the multiplier, per nat beyond the budget.", at_least=0),
     "kl.low_factor": Key(1.0, "Factor on the term where a window of high entropy follows. 1: off.",
-        at_least=0, at_most=1, restart=TRAINING),
+        at_least=0, at_most=1),
     "kl.second_chance": Key(False, "Less of the term on wrong answers to easy tasks that wavered "
-        "much.", restart=TRAINING),
+        "much."),
     # ------------------------------------------------------------ optimizer, warm start
     **_optimizer("optimizer"),
     "optimizer.num_minibatches": Key(1, "Optimizer steps per batch and epoch; whole groups each.",
-        above=0, restart=TRAINING),
-    "optimizer.num_epochs": Key(1, "Times each batch is gone through.", above=0, restart=TRAINING),
+        above=0),
+    "optimizer.num_epochs": Key(1, "Times each batch is gone through.", above=0),
     "optimizer.skip_signal_free": Key(True, "Trajectories without a gradient go forward through "
         "the update, for its metrics, and not back: the step is the same and quicker.",
         restart=FREE),
-    "sft.source": Key("", "JSONL of chats: `{'messages': [user, assistant, tool, assistant, …]}`.",
-        restart=TRAINING),
-    "sft.num_steps": Key(100, "Optimizer steps of the stage `sft`.", above=0, restart=TRAINING),
-    "sft.batch_size": Key(32, "Demonstrations a step.", above=0, restart=TRAINING),
+    "sft.source": Key("", "JSONL of chats: `{'messages': [user, assistant, tool, assistant, …]}`."),
+    "sft.num_steps": Key(100, "Optimizer steps of the stage `sft`.", above=0),
+    "sft.batch_size": Key(32, "Demonstrations a step.", above=0),
     **_optimizer("sft.optimizer"),
     # ----------------------------------------------------------------------- evaluation
     "eval.every_steps": Key(0, "Steps between evaluations while training; always before the first "
-        "and after the last step.", at_least=0, restart=EVALUATION),
+        "and after the last step.", at_least=0),
     "eval.suites": Key(("sampled", "greedy"), "Suites while training: `sampled`, `greedy`, "
         "`empty_search` (sampled; the engine finds nothing), `random_search` (sampled; it finds "
         "documents of the corpus drawn at random), `blank_images` (sampled; images are there, and "
-        "show nothing).", some_of=SUITES, restart=EVALUATION),
+        "show nothing).", some_of=SUITES),
     "eval.final_suites": Key(("sampled", "greedy", "empty_search"), "Suites of the stage "
         "`evaluate`, out of the same.", some_of=SUITES, restart=FREE),
     # More take seconds a question: votes are counted over all subsets.
-    "eval.samples": Key(1, "Samples of each question; `greedy` has one.", above=0, at_most=256,
-        restart=EVALUATION),
+    "eval.samples": Key(1, "Samples of each question; `greedy` has one.", above=0, at_most=256),
     "eval.temperature": Key(1.0, "Temperature of these samples.", at_least=MIN_TEMPERATURE,
-        expected=f"a number of at least {MIN_TEMPERATURE}; the suite 'greedy' is that of 0",
-        restart=EVALUATION),
-    "eval.top_p": Key(1.0, "As `rollout.top_p`, of these samples.", above=0, at_most=1,
-        restart=EVALUATION),
+        expected=f"a number of at least {MIN_TEMPERATURE}; the suite 'greedy' is that of 0"),
+    "eval.top_p": Key(1.0, "As `rollout.top_p`, of these samples.", above=0, at_most=1),
     "eval.ks": Key((), "Numbers of samples for pass@k and maj@k. Empty: powers of two below "
         "`samples`, and `samples`.", restart=FREE),
     "eval.resamples": Key(1000, "Bootstrap resamples of the questions, for the intervals.", above=0,
         restart=FREE),
-    "eval.max_tasks": Key(0, "The first so many tasks of each held-out source. 0: all.", at_least=0,
-        restart=EVALUATION),
+    "eval.max_tasks": Key(0, "The first so many tasks of each held-out source. 0: all.",
+        at_least=0),
     "eval.best_metric": Key("val-core/all/exact_match/mean@1", "Name in `metrics.jsonl`, higher is "
-        "better, that `checkpoint.keep_best` and `patience` go by.", restart=EVALUATION),
+        "better, that `checkpoint.keep_best` and `patience` go by."),
     "eval.patience": Key(0, "Evaluations in a row without improvement that end the stage `train`. "
-        "0: off.", at_least=0, restart=EVALUATION),
+        "0: off.", at_least=0),
     "eval.min_delta": Key(0.0, "Improvement of `best_metric` that counts for `patience`; above "
-        "this.", at_least=0, restart=EVALUATION),
+        "this.", at_least=0),
     # --------------------------------------------------------------------------- watch
     "watch.name": Key("none", "What looks at each step of the stage `train` for signs of collapse: "
-        "`none`; `sentinel`; or a function of your own by its dotted name.", names_code=True,
-        restart=FREE),
-    "watch.settings": Key({}, "Keyword arguments of one of your own.", example=1, restart=FREE),
+        "`none`; `sentinel`; or a function of your own by its dotted name.", names_code=True),
+    "watch.settings": Key({}, "Keyword arguments of one of your own.", example=1),
     "watch.action": Key("warn", "What follows from a sign: `warn`; `lower_lr`; `roll_back` to the "
         "last checkpoint that was sound, with other draws and a lower learning rate; `stop`, with "
-        "exit code 70.", one_of=("warn", "lower_lr", "roll_back", "stop"), restart=FREE),
+        "exit code 70.", one_of=("warn", "lower_lr", "roll_back", "stop")),
     "watch.actions": Key({}, "Actions of single signs, as `{'reward_fell': 'roll_back'}`.",
         example="warn",
         is_valid=lambda v: {*v.values()} <= {"warn", "lower_lr", "roll_back", "stop"},
-        expected="an action for each sign: 'warn', 'lower_lr', 'roll_back' or 'stop'",
-        restart=FREE),
+        expected="an action for each sign: 'warn', 'lower_lr', 'roll_back' or 'stop'"),
     "watch.lr_factor": Key(0.5, "By which `lower_lr` and `roll_back` multiply the learning rate, "
-        "each time.", above=0, at_most=1, restart=FREE),
+        "each time.", above=0, at_most=1),
     "watch.max_roll_backs": Key(3, "Returns to a checkpoint after which the next sign that asks "
-        "for one ends the run.", at_least=0, restart=FREE),
+        "for one ends the run.", at_least=0),
     **_extra("watch.sentinel"),
     "watch.stall_s": Key(600.0, "Seconds without any progress after which the run prints what it "
         "waits for and where its threads are; then again after twice as long. 0: never.",
-        at_least=0, restart=FREE),
+        at_least=0),
     "watch.deadline_s": Key(7200.0, "Seconds without any progress after which a run of `jaxrl "
         "train` ends with exit code 76; the same command goes on from its newest checkpoint. Its "
         "default is longer than a program takes to compile or a corpus to be indexed. 0: never.",
-        at_least=0, restart=FREE),
+        at_least=0),
     # --------------------------------------------------------- costs, checkpoints, logs
     "ledger.prices": Key({}, "Price of asking a tool or a judge once, in a unit of yours, by its "
         "name, as `{'search': 0.001}`; the others are free. Answers of a cache or a recording cost "
         "nothing.", example=0.001,
         is_valid=lambda v: all(is_finite(price) and price >= 0 for price in v.values()),
-        expected="a price of at least 0 for each tool", restart=FREE),
+        expected="a price of at least 0 for each tool"),
     "ledger.max_cost": Key(0.0, "What the run may spend, in that unit. Once a batch or an "
         "evaluation has reached it, the run saves and ends with exit code 78. 0: no limit.",
-        at_least=0, restart=FREE),
+        at_least=0),
     "ledger.max_calls": Key(0, "How often it may ask them, retries counted and cached answers not; "
-        "likewise.", at_least=0, restart=FREE),
-    "checkpoint.every_steps": Key(20, "Steps between checkpoints; stages end with one.", above=0,
-        restart=FREE),
-    "checkpoint.keep": Key(2, "Newest checkpoints kept.", above=0, restart=FREE),
+        "likewise.", at_least=0),
+    "checkpoint.every_steps": Key(20, "Steps between checkpoints; stages end with one.", above=0),
+    "checkpoint.keep": Key(2, "Newest checkpoints kept.", above=0),
     "checkpoint.keep_best": Key(0, "Checkpoints kept beside them, those with the highest "
         "`eval.best_metric`; above 0, the best evaluation so far makes a checkpoint due.",
-        at_least=0, restart=FREE),
+        at_least=0),
     "log.trajectories": Key(32, "First trajectories of a step written to `trajectories/`. -1: all.",
-        at_least=-1, expected="0 or more, or -1 for all", restart=FREE),
+        at_least=-1, expected="0 or more, or -1 for all"),
     "log.tokens": Key(False, "Also write what the update knows of each of their tokens: advantage, "
-        "weights, and log-probabilities before and after it, for which a step scores them twice.",
-        restart=FREE),
+        "weights, and log-probabilities before and after it, for which a step scores them twice."),
     "log.wandb_project": Key("", "Project on Weights & Biases that metrics also go to. Empty: "
-        "none.", restart=FREE),
+        "none."),
 }
-"""All keys, with their sections."""
 # fmt: on
+
+RESTART = {
+    **dict.fromkeys(("mesh", "watch", "ledger", "checkpoint", "log"), FREE),
+    "eval": EVALUATION,
+    **dict.fromkeys(("shaping", "filter", "advantage", "loss", "kl"), TRAINING),
+    **dict.fromkeys(("optimizer", "sft", "tasks.train"), TRAINING),
+}
+"""What a restart may change in a section, apart from keys that have `restart`."""
+
+
+def _restart(name: str) -> str:
+    sections = (value for section, value in RESTART.items() if name.startswith(f"{section}."))
+    return next(sections, RESULTS)
+
+
+KEYS = {name: replace(key, restart=key.restart or _restart(name)) for name, key in _ENTRIES.items()}
+"""All keys, with their sections."""
 
 
 class Config(ConfigDict):
@@ -771,7 +750,7 @@ def _similar_keys(key: str) -> list[str]:
 
 
 def default_config() -> Config:
-    """All keys with their defaults. A config file changes what its run needs."""
+    """Return all keys with their defaults. A config file changes what its run needs."""
     config = Config()
     for key, entry in KEYS.items():
         *sections, name = key.split(".")
@@ -795,7 +774,7 @@ _WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPINGS}
 
 
 def flat_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Keys with their sections, joined by dots, and their values, in the order of a mapping."""
+    """Return keys, with their sections joined by dots, and values, in the order of a mapping."""
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
@@ -806,26 +785,27 @@ def flat_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, A
 
 
 def with_tuples(value: Any) -> Any:
-    """Lists, also those inside of others, as the tuples they are in a configuration."""
+    """Return a value with lists, also nested ones, as the tuples that a configuration holds."""
     if not isinstance(value, list | tuple):
         return value
-    inner = [
-        {key: with_tuples(inside) for key, inside in one.items()} if isinstance(one, dict) else one
-        for one in value
-    ]
-    return tuple(map(with_tuples, inner))
+    return tuple(
+        {key: with_tuples(inside) for key, inside in item.items()}
+        if isinstance(item, dict)
+        else with_tuples(item)
+        for item in value
+    )
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
-    """Every key with its sections, joined by dots."""
+    """Return every value by its key, with sections joined by dots."""
     return dict(flat_pairs(config.to_dict()))
 
 
 def flat_json(path: Path) -> dict[str, Any]:
-    """The keys of a workdir's `config.json`, with their sections, joined by dots."""
+    """Return the values of a workdir's `config.json` by key, with sections joined by dots."""
     return dict(flat_pairs(read_object(path)))
 
 
 def to_json(config: ConfigDict) -> str:
-    """The configuration as JSON, for `config.json` of the workdir."""
+    """Return the configuration as JSON, for `config.json` of the workdir."""
     return json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Values from YAML and JSON files: nested, with dots, and what no file should hold."""
+"""Values from Python, YAML and JSON files and from the command line, and what is refused."""
 
 import json
 import re
@@ -8,9 +8,9 @@ import yaml
 
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
-from jaxrl.config.loading import check_keys, load_values
+from jaxrl.config.loading import check_keys, load_config_file, load_values, read_keys
 from jaxrl.config.schema import default_config, flat_json, flatten, to_json
-from tests.helpers import without_keys_of
+from tests.helpers import as_nobody, without_keys_of
 
 
 @pytest.fixture
@@ -82,22 +82,38 @@ def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
         ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
         ("xyzzy: 1", "no key config.xyzzy; docs/configuration.md has all keys."),
         ("- 1", "holds a list; expected keys and values"),
-        ("", "is empty; expected keys and values"),
+        ("", "holds a NoneType; expected keys and values"),
         ("[" * 10_000, "is not valid YAML or JSON"),
         ("a: [", "is not valid YAML or JSON"),
         ('seed: !!float ""', "is not valid YAML or JSON: string index out of range"),
         ("seed: !!bool zz", "is not valid YAML or JSON: 'zz'"),
         ("seed: !!timestamp x", "is not valid YAML or JSON: "),
         (f"seed: !!bool {'z' * 10_000}", "is not valid YAML or JSON: 'zz"),
+        ("seed: *a", "found undefined alias"),
+        ("seed: 1\nnum_steps: 2\nseed: 3", "'seed' is set twice"),
+        ("rollout:\n  max_turns: 1\n  max_turns: 1", "'max_turns' is set twice"),
+        ('{"env": {"settings": {"a": [{"b": 1, "b": 2}]}}}', "'b' is set twice"),
+        ("rollout: {max_turns: 1}\nrollout.max_turns: 2", "sets rollout.max_turns twice"),
+        ("rollout:\n  max_turns: 1\nrollout:\n  max_calls: 2", "'rollout' is set twice"),
+        ("seed: " + "1" * 5000, "is not valid YAML or JSON"),
+        ("seed: 2026-99-99", "month must be in 1..12"),
+        ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("seed: 1\n---\nseed: 2", "expected a single document"),
+        ("seed: '\x1b[2J'", "special characters are not allowed"),
+        ("? [1]\n: 2", "found unhashable key"),
+        ("- " * 100_000 + "1", "is not valid YAML or JSON"),
+        ("{a: " * 100_000, "is not valid YAML or JSON"),
     ],
 )
 def test_bad_values(config, tmp_path, text, message):
     file = tmp_path / "my.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+    before = flatten(config)
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}.*{re.escape(message)}") as told:
         load_values(config, str(file))
-    assert str(file) in str(raised.value)
-    assert len(str(raised.value)) < 2_000
+    assert "\n" not in str(told.value)
+    assert len(str(told.value)) < 2_000
+    assert flatten(config) == before
 
 
 @pytest.mark.parametrize(
@@ -133,35 +149,6 @@ def test_json_round_trip(config, tmp_path):
     assert to_json(other) == to_json(config)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("seed: *a", "found undefined alias"),
-        ("seed: 1\nnum_steps: 2\nseed: 3", "'seed' is set twice"),
-        ("rollout:\n  max_turns: 1\n  max_turns: 1", "'max_turns' is set twice"),
-        ('{"env": {"settings": {"a": [{"b": 1, "b": 2}]}}}', "'b' is set twice"),
-        ("rollout: {max_turns: 1}\nrollout.max_turns: 2", "sets rollout.max_turns twice"),
-        ("rollout:\n  max_turns: 1\nrollout:\n  max_calls: 2", "'rollout' is set twice"),
-        ("seed: " + "1" * 5000, "is not valid YAML or JSON"),
-        ("seed: 2026-99-99", "month must be in 1..12"),
-        ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-        ("seed: 1\n---\nseed: 2", "expected a single document"),
-        ("seed: '\x1b[2J'", "special characters are not allowed"),
-        ("? [1]\n: 2", "found unhashable key"),
-        ("- " * 100_000 + "1", "is not valid YAML or JSON"),
-        ("{a: " * 100_000, "is not valid YAML or JSON"),
-    ],
-)
-def test_what_no_file_should_hold_is_one_line(config, tmp_path, text, message):
-    file = tmp_path / "my.yaml"
-    file.write_text(text)
-    before = flatten(config)
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}.*{re.escape(message)}") as told:
-        load_values(config, str(file))
-    assert "\n" not in str(told.value)
-    assert flatten(config) == before
-
-
 def test_aliases_and_merges_are_read(config, tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text(
@@ -184,3 +171,102 @@ def test_keys_of_a_folder_that_is_not_there_name_it(tmp_path):
         load_values(config, str(file))
     load_values(config, str(file), drops_missing=True)  # as a run's own are read
     assert (config.seed, "lora" in config.model) == (7, False)
+
+
+def test_keys_of_the_command_line():
+    arguments = [
+        "--config.num_steps=1e3",
+        "-config.seed=7",
+        "--config.optimizer.lr=1",
+        "--config.prompt.template=1e3 {question}",
+        "--config.rollout.deterministic=no",
+        "--config.model.replay",
+        "--noconfig.model.scan_layers",
+        "--config.stages=('train',)",
+        "--config.advantage.pass_at_k.k_schedule=[[0, 4]]",
+        "--config.ledger.prices={'search': 0.5}",
+    ]
+    assert read_keys(arguments) == {
+        "num_steps": 1000,
+        "seed": 7,
+        "optimizer.lr": 1.0,
+        "prompt.template": "1e3 {question}",
+        "rollout.deterministic": False,
+        "model.replay": True,
+        "model.scan_layers": False,
+        "stages": ("train",),
+        "advantage.pass_at_k.k_schedule": ((0, 4),),
+        "ledger.prices": {"search": 0.5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("seed=1", "unexpected argument seed=1; set this key as --config.seed=value."),
+        ("--config.=1", "unexpected argument --config.=1; settings are --config.key=value."),
+        ("--config.seed", "--config.seed: expected --config.seed=value."),
+        ("--config.seed=many", "config.seed is 'many'; expected a value of type int"),
+        ("--config.seed=2.5", "config.seed is '2.5'; expected a value of type int"),
+        ("--config.optimizer.lr=fast", "config.optimizer.lr is 'fast'; expected a finite number"),
+        ("--config.model.scan_layers=maybe", "is 'maybe'; expected a value of type bool"),
+        ("--config.rollout.deterministic=maybe", "expected True, False or None"),
+        ("--config.stages=train", "expected a tuple as Python writes it"),
+        ("--config.ledger.prices=3", "config.ledger.prices is 3; expected a value of type dict"),
+        ("--config.ledger.prices={'a': []}", "expected names with true, false, a number or a te"),
+        (
+            "--config.ledger.prices.search=1",
+            "takes a mapping; set it whole, as --config.ledger.prices=\"{'search': 0.001}\"",
+        ),
+        ("--config.model=x", "config.model is a section; set its keys"),
+        ("--noconfig.model.remt", "there is no key config.model.remt; did you mean model.remat?"),
+    ],
+)
+def test_bad_keys_of_the_command_line(argument, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_keys([argument])
+
+
+HEAD = """from jaxrl.config import default_config
+def get_config(seed="0"):
+    config = default_config().lock()
+    config.seed = int(seed)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{HEAD}    config.rollout.grup_size = 4", "mean rollout.group_size? ({file}:5)."),
+        (f"{HEAD}    config.seed = sed", "NameError: name 'sed' is not defined ({file}:5)."),
+        (f"{HEAD}    config.unlock()\n    config.sed = 3\n    return", "returned a NoneType; exp"),
+        ("def get_config(:", "SyntaxError: invalid syntax"),
+        ("config = 3", "AttributeError: module 'config_file' has no attribute 'get_config'."),
+        ("def get_config():\n    return {{}}", "get_config returned a dict; expected jaxrl.con"),
+        ("def get_config(a, b):\n    pass", "missing 1 required positional argument: 'b'"),
+        ("def get_config(_):\n    raise SystemExit(3)", "SystemExit: 3 ({file}:2)."),
+    ],
+)
+def test_a_config_file_with_a_mistake(tmp_path, text, message):
+    file = tmp_path / "bad.py"
+    file.write_text(text.replace("{{}}", "{}"))
+    with pytest.raises(ValueError, match=rf"^--config={file}: ") as told:
+        load_config_file(f"{file}:7" if "get_config()" not in text else str(file))
+    assert message.format(file=file) in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_config_files_by_name(open_folder):
+    file = open_folder / "mine.py"
+    file.write_text(f"{HEAD}    return config\n")
+    assert load_config_file(str(file)).seed == 0
+    config = load_config_file(f"{file}:7")
+    assert (config.seed, config.is_locked) == (7, True)
+    (open_folder / "my.yaml").touch()
+    with pytest.raises(ValueError, match=r"takes a Python file, .* as --values=.*/my\.yaml\."):
+        load_config_file(str(open_folder / "my.yaml"))
+    with pytest.raises(FileNotFoundError, match=rf"is not a file; .* Did you mean '{file}'"):
+        load_config_file(str(open_folder / "mine"))
+    file.chmod(0)
+    with as_nobody(), pytest.raises(PermissionError, match="Permission denied"):
+        load_config_file(str(file))

@@ -31,7 +31,8 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxrl.builders.components import RunComponents
-from jaxrl.builders.saved_run import line, open_run, read_keys
+from jaxrl.builders.saved_run import line, open_run
+from jaxrl.config.loading import read_keys
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
 from jaxrl.extras.chat.conversation import Conversation

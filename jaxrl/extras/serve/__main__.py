@@ -26,7 +26,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.builders.saved_run import line, read_keys
+from jaxrl.builders.saved_run import line
+from jaxrl.config.loading import read_keys
 from jaxrl.extras.serve.opening import is_run, open_served
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.logs.display import Display

@@ -138,7 +138,7 @@ def open_served(
     if served.stops:
         ends = ", ".join(served.stops)
         display.log(f"answers end at {ends}, as turns in the run, unless a request names a stop")
-    params, weights = load_weights(served, config, place, model, display, step=step)
+    params, weights = load_weights(served.model, config, place, model, display, step=step)
     for note in template_notes(tokenizer):
         display.log(note)
     display.log(f"weights: {weights}")

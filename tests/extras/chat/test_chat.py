@@ -17,6 +17,7 @@ from rich.console import Console
 
 from configs import debug_tiny
 from jaxrl.builders import saved_run
+from jaxrl.config.loading import read_keys
 from jaxrl.config.schema import default_config, to_json
 from jaxrl.envs.base import OutageError, Outcome, Turn
 from jaxrl.extras.chat import __main__ as chat
@@ -107,7 +108,7 @@ def test_a_run_under_way_answers_with_its_newest_checkpoint(run, tiny_world):
     display.console = Console(file=io.StringIO(), width=200)
     parts, config = saved_run.open_run(run, None, display)
     assert "weights: checkpoint of step 61, in the middle" in display.console.file.getvalue()
-    got, _ = saved_run.load_weights(parts, config, run, None, display)
+    got, _ = saved_run.load_weights(parts.model, config, run, None, display)
     jax.tree.map(lambda one, other: (one == other).all() or pytest.fail("differs"), got, params)
 
 
@@ -127,12 +128,12 @@ def test_a_step_and_keys_are_chosen(run, tiny_world):
     display = Display()
     display.console = Console(file=io.StringIO(), width=200)
     given = ("eval.top_p=0.5", "env.search.tools=()", "search.local.topk=2", "seed=1e3")
-    keys = saved_run.read_keys([f"--config.{key}" for key in given])
+    keys = read_keys([f"--config.{key}" for key in given])
     assert (keys["search.local.topk"], keys["seed"]) == (2, 1000)
     parts, config = saved_run.open_run(run, None, display, step=20, keys=keys)
     assert (config.eval.top_p, config.env.search.tools) == (0.5, ())
     assert "weights: checkpoint of step 20" in display.console.file.getvalue()
-    got, _ = saved_run.load_weights(parts, config, run, None, display, step=20)
+    got, _ = saved_run.load_weights(parts.model, config, run, None, display, step=20)
     jax.tree.map(lambda one, two: (one == two).all() or pytest.fail("differs"), got, trees[20])
     assert refused(run, "?", "--step=30") == (
         f"error: --step=30: {run / 'checkpoints'} has no such checkpoint; it holds 20, 40."

@@ -288,7 +288,7 @@ class TestCommand:
         assert "safetensors" not in done.stderr
 
     def test_memory_with_a_unit(self, run):
-        wanted = "error: flag --plan_memory_gib=80GB: expected a number of GiB, such as 80\n"
+        wanted = "error: flag --plan_memory_gib=80GB: could not convert string to float: '80GB'\n"
         assert run("--plan_memory_gib=80GB").stderr == wanted
 
     @pytest.mark.parametrize(
