@@ -1,4 +1,4 @@
-"""A run: its stages in order, from where the newest checkpoint stands to the end."""
+"""Run the stages of a run in order, from its newest checkpoint to the end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STAGE_FUNCTIONS: dict[str, Callable[[Session, Params], Params]] = {
     "train": train,
     "evaluate": evaluate,
 }
-"""Each stage from the parameters it begins with to those it ends with."""
+"""Functions from the parameters at the start of a stage to those at its end."""
 
 
 def run(
@@ -54,28 +54,28 @@ def run(
     contents: Mapping[str, str] | None = None,
     adopt: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs the configured stages, from where the workdir's newest checkpoint stands.
+    """Run the configured stages from the newest checkpoint of the workdir.
 
     Args:
-        settings: of the stages.
-        workdir: folder in which the run lives; it must exist.
-        components: what the configuration was made into.
-        display: progress.
-        should_stop: true once the run is to save and end.
-        contents: fingerprints of the files that the configuration names, for the checkpoints.
-        adopt: called once the checkpoint to go on with, if any, is restored: from then on the
-            workdir belongs to this configuration.
+        settings: Settings of the stages.
+        workdir: Folder of the run; it must exist.
+        components: Components built from the configuration.
+        display: Progress.
+        should_stop: Returns True once the run must save and end.
+        contents: Fingerprints of the files that the configuration names, for the checkpoints.
+        adopt: Called once the checkpoint, if any, is restored: from then on the workdir belongs
+            to this configuration.
 
     Raises:
-        Interrupted: `should_stop` was true. The steps that were done are saved, here and below.
-        NothingWorksError: every episode failed, several times in a row or in the last evaluation.
-        OutageError: what the environment asks has answered nobody for too long.
-        BudgetSpentError: the run has spent what it may; what was done is saved.
-        UnsoundError: a step had a sign of collapse that ends the run; that step is saved.
-        NotEnoughGroupsError: the filter kept too few groups.
-        UserCodeError: what a key names failed in a step; those before it are saved.
-        UnreadableError: an image of a demonstration, or of the checkpoint to go on with.
-        CheckpointError: there are checkpoints, but the one to go on with cannot be read.
+        Interrupted: `should_stop` returned True. Finished steps are saved, here and below.
+        NothingWorksError: Every episode failed, several times in a row or in the last evaluation.
+        OutageError: The environment's server has not answered for too long.
+        BudgetSpentError: The run has spent its budget. Finished steps are saved.
+        UnsoundError: A step had a sign of collapse that ends the run. That step is saved.
+        NotEnoughGroupsError: The filter kept too few groups.
+        UserCodeError: User code failed in a step. The steps before it are saved.
+        UnreadableError: An image of a demonstration or of the checkpoint cannot be read.
+        CheckpointError: There are checkpoints, but the one to resume cannot be read.
     """
     checkpointer = Checkpointer(
         workdir / "checkpoints",
@@ -97,7 +97,7 @@ def run(
                 adopt=None if is_adopted else adopt,
             )
             is_adopted = True
-            with contextlib.closing(session.metrics_log), stopping(display):
+            with contextlib.closing(session.metrics_log), _stopping(display):
                 is_done = run_stages(session)
     progress = session.progress
     ending: list[str] = []
@@ -113,7 +113,7 @@ def run(
 
 
 def nothing_saved(session: Session) -> str:
-    """Says what is lost where a run is stopped before its first checkpoint."""
+    """Describe what is lost if a run stops before its first checkpoint."""
     replies = session.settings.kept_replies
     if session.components.external and replies is not None:
         folder = replies or session.workdir / "replies"
@@ -132,28 +132,20 @@ def evaluate_step(
     contents: Mapping[str, str],
     step: int,
 ) -> None:
-    """Evaluates and exports the checkpoint of a step, and changes nothing else of the run.
+    """Evaluate and export the checkpoint of a step, and change nothing else of the run.
 
-    Scores go to `eval/evaluate_<step>.json`, the model to `steps/<step>/` of the workdir.
-
-    Args:
-        settings: with the stage `evaluate` alone.
-        workdir: of the run.
-        components: what the configuration was made into.
-        display: progress.
-        should_stop: true once the evaluation is to end.
-        contents: see `run`.
-        step: over all stages, of the checkpoint.
+    Scores go to `eval/evaluate_<step>.json`, the model to `steps/<step>/` of the workdir. `step`
+    counts over all stages. For the other arguments see `run`.
 
     Raises:
-        Interrupted: `should_stop` was true.
-        CheckpointError: there is no such checkpoint, or it is damaged.
-        NothingWorksError, OutageError, BudgetSpentError: see `run`.
+        Interrupted: `should_stop` returned True.
+        CheckpointError: There is no such checkpoint, or it is damaged.
+        NothingWorksError, OutageError, BudgetSpentError: See `run`.
     """
     checkpointer = Checkpointer(
         workdir / "checkpoints", keep=settings.checkpoint.keep, log=display.log
     )
-    with contextlib.closing(checkpointer), stopping(display):
+    with contextlib.closing(checkpointer), _stopping(display):
         position, restored = checkpointer.restore(
             lambda saved: restore_targets(components, saved),
             step,
@@ -183,7 +175,7 @@ def evaluate_step(
 
 
 def nothing_learned(num_steps: int, learning_rate: float) -> str:
-    """Explains a stage in which no update had a gradient, to be told at its end."""
+    """Explain a stage in which no update had a gradient."""
     cause = (
         "config.optimizer.lr is 0"
         if learning_rate == 0
@@ -201,8 +193,8 @@ def nothing_learned(num_steps: int, learning_rate: float) -> str:
 
 
 @contextlib.contextmanager
-def stopping(display: Display) -> Iterator[None]:
-    """Ends the live line of the terminal with the block."""
+def _stopping(display: Display) -> Iterator[None]:
+    """End the live line of the terminal with the block."""
     try:
         yield
     finally:
@@ -210,10 +202,10 @@ def stopping(display: Display) -> Iterator[None]:
 
 
 def run_stages(session: Session) -> bool:
-    """Runs the stages of a session; what ends them early is saved and told.
+    """Run the stages of a session. Save and report what ends them early.
 
     Returns:
-        False where a new session is to go on from an earlier checkpoint.
+        False if a new session must resume from an earlier checkpoint.
     """
     progress, display = session.progress, session.display
     try:
@@ -244,7 +236,7 @@ def run_stages(session: Session) -> bool:
 
 
 def roll_back(session: Session, decision: RollBack) -> None:
-    """Makes the workdir, and the memory, ready to go on from an earlier checkpoint."""
+    """Prepare the workdir and the memory to resume from an earlier checkpoint."""
     progress = session.progress
     number = progress.watched.num_roll_backs + 1
     line = {"number": number, "sign": decision.sign, "from_step": decision.from_step}
@@ -275,7 +267,7 @@ def open_session(
     contents: Mapping[str, str],
     adopt: Callable[[], None] | None,
 ) -> Session:
-    """The session of `run`, as the workdir's newest checkpoint left it; arguments as there."""
+    """Restore the session from the workdir's newest checkpoint. For arguments see `run`."""
     is_main = distributed.is_main()
     going_back = carry_out_roll_backs(workdir, checkpointer)
     checkpoint = checkpointer.restore(lambda saved: restore_targets(components, saved))
@@ -323,13 +315,13 @@ def open_session(
 
 
 def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
-    """Carries out decisions to go back that the newest whole checkpoint does not know of.
+    """Apply rollback decisions that are newer than the newest whole checkpoint.
 
     Returns:
-        All decisions where that checkpoint does not know the last one, else none.
+        All decisions if the last one is newer than that checkpoint, else none.
 
     Raises:
-        CheckpointError: what is written of them is damaged, or there is nothing to go back to.
+        CheckpointError: The decisions on disk are damaged, or there is nothing to go back to.
     """
     lines: list[dict[str, Any]] = []
     error = None
@@ -357,7 +349,7 @@ def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict
 
 
 def gone_back(progress: Progress, decision: Mapping[str, Any], checkpointer: Checkpointer) -> None:
-    """Puts into the progress of an earlier checkpoint what a decision to go back changes."""
+    """Apply a rollback decision to the restored progress."""
     changed = {"lr_scale": decision["lr_scale"], "num_roll_backs": decision["number"]}
     progress.watched = dataclasses.replace(progress.watched, acting=(), **changed)
     # What the steps and groups that were given up have cost is spent.
@@ -371,14 +363,14 @@ def gone_back(progress: Progress, decision: Mapping[str, Any], checkpointer: Che
 
 
 def origin_of(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
-    """The configuration and files of this start, with which one that goes on compares its own."""
+    """Return the configuration and files of this start, for comparison when it resumes."""
     return {"config": dict(flat_pairs(settings.values)), "contents": dict(contents)}
 
 
 def start_params(session: Session) -> Params:
-    """The parameters that the first stage begins with: the checkpoint's, else the model's.
+    """Return the parameters of the first stage: the checkpoint's, or else the model's.
 
-    Where nothing is trained these are still on disk; see `load_hf`.
+    If nothing is trained they are still on disk; see `load_hf`.
     """
     settings, display, progress = session.settings, session.display, session.progress
     if session.components.external:
@@ -420,11 +412,11 @@ def write_report(session: Session, log: Callable[[str], None]) -> None:
 
 
 REPORT = "jaxrl.extras.view.report:write_or_warn"
-"""Function that writes the report of a run."""
+"""Function that writes the report of a run, if its folder exists."""
 
 
 def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:
-    """The abstract arrays of a checkpoint with which a run goes on; `saved` is its progress."""
+    """Return the abstract arrays of a checkpoint to resume; `saved` is its progress."""
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh
     shapes = trained.abstract_params()

@@ -1,4 +1,4 @@
-"""Rows, positions and pages of keys and values that the configured devices hold."""
+"""Rows, positions and KV-cache pages that the configured devices hold."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ GIB = 2**30
 
 
 def gib(size: int) -> str:
-    """A number of bytes for people, of less than a GiB in MiB."""
+    """Format a number of bytes, in MiB if it is less than a GiB."""
     unit, scale = unit_of(size)
     return f"{size / scale:.2f} {unit}"
 
 
 def unit_of(size: int) -> tuple[str, int]:
-    """The unit in which people read a number of bytes, and its bytes."""
+    """Return the unit in which a number of bytes is shown, and its bytes."""
     return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
 
 
 MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"}
-"""Keys of a micro-batch's rows, by stage."""
+"""Keys of the rows of a micro-batch, by stage."""
 
 
 def check_rows(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
-    """Refuses numbers of rows, of stages that run, that do not divide evenly over the devices.
+    """Refuse numbers of rows, of configured stages, that do not divide evenly over the devices.
 
     Raises:
-        ValueError: names the key.
+        ValueError: The message names the key.
     """
-    shards, sampling = num_batch_shards(mesh), sampling_shards(config, mesh, num_processes)
-    told = " * ".join(PIECES)
+    batch, shards = " * ".join(BATCH), num_batch_shards(mesh)
+    pieces = " * ".join(PIECES)
     if config.mesh.rollout_devices:
-        told = "rollout_devices / tensor, of all processes,"
-    rows = {
-        "optimizer.micro_rows": (config.optimizer.micro_rows, shards, {"train"}),
-        "sft.optimizer.micro_rows": (config.sft.optimizer.micro_rows, shards, {"sft"}),
-        "rollout.num_rows": (config.rollout.num_rows, sampling, {"train", "evaluate"}),
-    }
-    for key, (value, count, readers) in rows.items():
-        if value % count and readers & set(config.stages):
-            what = told if key == "rollout.num_rows" else " * ".join(BATCH)
+        pieces = "rollout_devices / tensor, of all processes,"
+    sampling = sampling_shards(config, mesh, num_processes)
+    for key, stages, axes, count in (
+        ("optimizer.micro_rows", {"train"}, batch, shards),
+        ("sft.optimizer.micro_rows", {"sft"}, batch, shards),
+        ("rollout.num_rows", {"train", "evaluate"}, pieces, sampling),
+    ):
+        value = config.config[key]
+        if value % count and stages & set(config.stages):
             raise ValueError(
-                f"config.{key} is {value}; expected a multiple of {what} = {count}, so that "
-                "every device gets the same number."
+                f"config.{key} is {value}; expected a multiple of {axes} = {count}, so that every "
+                "device gets the same number."
             )
 
 
 def check_length(config: ResolvedConfig, model: Architecture) -> None:
-    """Refuses trajectories longer than the model's positions.
+    """Refuse trajectories longer than the model's positions.
 
     Raises:
-        ValueError: names the key.
+        ValueError: The message names the key.
     """
     length = config.context_tokens
     if length > model.max_positions:
@@ -70,7 +70,7 @@ def check_length(config: ResolvedConfig, model: Architecture) -> None:
 
 
 def sampling_shards(config: ResolvedConfig, mesh: Any, num_processes: int) -> int:
-    """Number of devices, or of groups of them along `tensor`, that sample rows of their own."""
+    """Return the number of devices, or groups along `tensor`, that sample rows of their own."""
     devices = config.mesh.rollout_devices
     return num_processes * devices // mesh.shape["tensor"] if devices else num_pieces(mesh)
 
@@ -82,12 +82,12 @@ def samples_beside(config: ResolvedConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSizes:
-    """Keys and values of the sampler on one device.
+    """KV cache of the sampler on one device.
 
     Attributes:
-        rows: trajectories decoded side by side.
-        pages_each: of a trajectory of full length.
-        page_bytes: keys and values of a page, in all layers.
+        rows: Trajectories decoded side by side.
+        pages_each: Pages of a trajectory of full length.
+        page_bytes: Bytes of a page, in all layers.
     """
 
     rows: int
@@ -103,7 +103,7 @@ class CacheSizes:
         num_processes: int,
         page_tokens: int,
     ) -> CacheSizes:
-        """Counts for kernels whose pages have `page_tokens`, on a mesh that need not exist."""
+        """Return the sizes for pages of `page_tokens`, on a mesh that need not exist."""
         heads = model.num_kv_heads // mesh.shape["tensor"]
         values = 2 * model.num_layers * heads * model.head_dim
         return cls(
@@ -118,13 +118,13 @@ class CacheSizes:
         return self.rows * self.pages_each
 
     def fixed_pages(self, config: ResolvedConfig, platform: str) -> int | None:
-        """Pages of the cache where they do not depend on what else is on the device, else None.
+        """Return the pages of the cache; None if they depend on what else the device holds.
 
-        As many as `rollout.cache_gib` holds. Without it, enough for all rows on a CPU, whose memory
-        others use too, and where a device samples while it updates.
+        `rollout.cache_gib` decides. Without it, there are enough for all rows on a CPU, whose
+        memory has other users, and on a device that samples while it updates.
 
         Raises:
-            ValueError: what is configured does not hold one trajectory.
+            ValueError: The cache does not hold one trajectory.
         """
         if not config.rollout.cache_gib:
             return self.full if platform == "cpu" or samples_beside(config) else None

@@ -36,7 +36,7 @@ from jaxrl.builders.method import (
 from jaxrl.builders.probe import probe_method, probe_rewards, probe_schedule, probe_tools
 from jaxrl.builders.resolved import NO_ENGINE, ResolvedConfig
 from jaxrl.config.keys import optional
-from jaxrl.config.schema import OWN_MODEL
+from jaxrl.config.schema import KEYS, OWN_MODEL
 from jaxrl.data.stream import Mixture, Source
 from jaxrl.data.tasks import Tasks, check_data_sources, open_tasks, overlap_note
 from jaxrl.data.tokenizer import Tokenizer
@@ -277,13 +277,11 @@ def _build_processor(
     return processor
 
 
-def _build_external(
-    c: ResolvedConfig, workdir: Path | None, log: Callable[[str], None]
-) -> External | None:
-    """The model behind an endpoint that plays; None where it is the run's own.
+def _build_external(c: ResolvedConfig, workdir: Path | None, log: Log) -> External | None:
+    """Make the model behind an endpoint; None for the run's own model.
 
     Raises:
-        ValueError: its key is not set, or the workdir holds the run of a model of its own.
+        ValueError: Its key is not set, or the workdir holds a run of an own model.
     """
     if c.policy_class is None:
         return None
@@ -292,12 +290,8 @@ def _build_external(
             f"config.policy.name is {c.policy.name!r}, but {workdir} holds checkpoints of a "
             "model of its own; set --workdir to another folder."
         )
-    external: External = c.policy_class(
-        c.policy[c.policy.name].to_dict(),
-        workdir=workdir,
-        process=jax.process_index(),
-        log=log,
-    )
+    settings, process = c.policy[c.policy.name].to_dict(), jax.process_index()
+    external: External = c.policy_class(settings, workdir=workdir, process=process, log=log)
     return external
 
 
@@ -309,27 +303,35 @@ def read_model_and_tokenizer(
     now: datetime | None = None,
     log: Log = lambda _: None,
 ) -> tuple[Architecture, Tokenizer]:
-    """The model's architecture and tokenizer, checked against the devices where it plays.
+    """Read the architecture and the tokenizer.
 
-    `now` is the time that the chat template is given, by default the present.
+    Args:
+        c: Resolved configuration.
+        mesh: Mesh of the devices.
+        is_local: The model runs on these devices, and is checked against them.
+        now: Time that the chat template reads; the present by default.
+        log: Receives lines about the weights.
+
+    Raises:
+        ValueError: The configuration, the devices and the model do not fit each other.
     """
     folder = c.model.path
-    model_config = read_model(folder, c.model.architecture)
+    model = read_model(folder, c.model.architecture)
     if is_local:
-        # Refuse what the devices, or the model's longest sequence, leave no room for.
-        check_model_fits(mesh, model_config)
-        if c.model.balance_coef and not model_config.statistics:
-            raise ValueError(
-                f"config.model.balance_coef is {c.model.balance_coef}, but the model has no "
-                "experts to balance; set it to 0."
-            )
-        if c.model.replay and not model_config.recorded:
-            raise ValueError(
-                "config.model.replay is True, but the model has no experts whose choice "
-                "could be recorded and replayed; set it to False."
-            )
+        check_model_fits(mesh, model)
+        for key, supported in (
+            ("balance_coef", model.statistics),
+            ("replay", model.recorded),
+            ("freeze_tower", model.tower),
+        ):
+            if c.model[key] and not supported:
+                what = "reads no images" if key == "freeze_tower" else "has no experts"
+                raise ValueError(
+                    f"config.model.{key} is {c.model[key]}, but the model of config.model.path "
+                    f"{what}; set it to {KEYS[f'model.{key}'].default}."
+                )
         capacity.check_rows(c, mesh, jax.process_count())
-        capacity.check_length(c, model_config)
+        capacity.check_length(c, model)
         check_offload(
             mesh,
             moments=c.optimizer.offload or c.sft.optimizer.offload,
@@ -342,13 +344,13 @@ def read_model_and_tokenizer(
         now=now,
     )
     if is_local:
-        check_tokenizer(folder, tokenizer, model_config)
+        _check_tokenizer(folder, tokenizer, model)
         check_hf(folder, c.model.architecture, log)
-    return model_config, tokenizer
+    return model, tokenizer
 
 
 def template_notes(tokenizer: Tokenizer) -> list[str]:
-    """Say what a user should know of the chat template and the prompts rendered so far."""
+    """Return warnings about the chat template and the prompts rendered so far."""
     notes = []
     if end := tokenizer.unknown_message_end:
         known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
@@ -370,12 +372,8 @@ def template_notes(tokenizer: Tokenizer) -> list[str]:
     return notes
 
 
-def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
-    """Refuses a tokenizer with more ids than the model, or with ends that are none of its ids.
-
-    Raises:
-        ValueError: names the folder, and the ids.
-    """
+def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
+    """Refuse a tokenizer with more ids than the model, or with unknown end-of-message ids."""
     if tokenizer.num_tokens > model.vocab_size:
         raise ValueError(
             f"the tokenizer in {path!r} knows {tokenizer.num_tokens} ids, the model "
@@ -390,36 +388,29 @@ def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> Non
 
 
 def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
-    """Refuses to offload moments or activations where a device has no part of the host's memory.
+    """Refuse to offload moments or activations if devices cannot use the host's memory.
 
     Raises:
-        ValueError: names the key.
+        ValueError: The message names the key.
     """
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST_MEMORY in kinds or not (moments or activations):
         return
-    asked, remedy = "config.model.remat is 'offload'", "set it to 'full'"
+    key, remedy = "model.remat is 'offload'", "set it to 'full'"
     if moments:
-        asked = "config.optimizer.offload is True"
-        remedy = "set it and config.sft.optimizer.offload to False"
+        key, remedy = (
+            "optimizer.offload is True",
+            "set it and config.sft.optimizer.offload to False",
+        )
     raise ValueError(
-        f"{asked}, but a {device.platform} has only the memories {', '.join(kinds)}, none of them "
-        f"{HOST_MEMORY}; {remedy}."
+        f"config.{key}, but a {device.platform} has only the memories {', '.join(kinds)}, none of "
+        f"them {HOST_MEMORY}; {remedy}."
     )
 
 
 def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer) -> Model:
-    """Makes the model of a policy, without its parameters.
-
-    Raises:
-        ValueError: the configuration freezes what the model does not have.
-    """
-    if c.model.freeze_tower and policy.tower is None:
-        raise ValueError(
-            "config.model.freeze_tower is True, but the model of config.model.path reads text "
-            "alone; leave it False."
-        )
+    """Make the model of a policy, without its parameters."""
     return Model(
         policy.on_mesh(mesh, experts=c.model.experts, check_dtype=c.model.dtype),
         mesh,
@@ -434,13 +425,13 @@ def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: 
 
 
 def export(model: Model, source: str, params: Params, parent: Path) -> None:
-    """Writes the trained model as an HF folder; see `Around.export` of one that is around another.
+    """Write the trained model as a Hugging Face folder; an adapter is also written by itself.
 
     Args:
-        model: the policy.
-        source: the folder of the model that the run began with.
-        params: that are trained.
-        parent: of the folders.
+        model: The policy.
+        source: Folder of the model that the run began with.
+        params: Trained parameters.
+        parent: Folder into which folders are written.
     """
     if model.architecture.around is not None:
         model.architecture.around.export(params, parent, source)
@@ -449,10 +440,10 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
 
 
 def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, Stage]:
-    """The configured stages that train, whose functions are tried at the shapes of a step.
+    """Make the configured stages that train, and call their custom functions on examples.
 
     Raises:
-        ValueError: one of the user's own would fail in a step; names its key.
+        ValueError: A custom function would fail in a step. The message names its key.
     """
     losses = {"sft": supervised_loss, "train": make_policy_loss(method)}
     stages = {}
@@ -508,7 +499,7 @@ def build_engine(
     *,
     kind: type[Engine] = Engine,
 ) -> Engine:
-    """Makes the engine of a configuration; `kind` is another class that samples."""
+    """Make the sampling engine. `kind` is its class."""
     rollout, length = c.rollout, c.context_tokens
     sampling = local_mesh(mesh, c.mesh.rollout_devices)
     kernels = choose(c.model.attention, sampling, policy, check_dtype=c.model.dtype)
@@ -546,19 +537,14 @@ def build_engine(
 
 
 def pages_left(c: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
-    """Pages of the cache for which the plan leaves room on a device of this host.
-
-    Raises:
-        ValueError: the plan's folder was removed.
-    """
+    """Return the pages of the cache for which the memory plan leaves room."""
     plan = optional(PAGES_LEFT)
     if plan is None:
         raise ValueError(
             "config.rollout.cache_gib is 0, which takes what the plan of memory leaves, but "
             "jaxrl/extras/plan is not there; set it to GiB of each device."
         )
-    pages: int = plan(c, model, page_tokens)
-    return pages
+    return int(plan(c, model, page_tokens))
 
 
 PAGES_LEFT = "jaxrl.extras.plan.fitting:pages_left"
@@ -566,7 +552,7 @@ PAGES_LEFT = "jaxrl.extras.plan.fitting:pages_left"
 
 
 def draw_kinds(c: ResolvedConfig) -> list[str]:
-    """The ways in which the configured stages draw tokens; without any, those of `ask`."""
+    """Return the ways in which the configured stages draw tokens; without stages, all of `chat`."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:
@@ -577,13 +563,11 @@ def draw_kinds(c: ResolvedConfig) -> list[str]:
     if suites - {"greedy"} or not c.stages:
         kinds.append(kind_of(evaluation.temperature, evaluation.top_p))
     if NUCLEUS in kinds and kinds[0] != PLAIN:
-        kinds = [kind for kind in kinds if kind != PLAIN]  # which the nucleus of everything is
+        kinds = [kind for kind in kinds if kind != PLAIN]  # plain sampling is top-p of 1
     return list(dict.fromkeys(kinds)) or [PLAIN]
 
 
-def _read_tasks(
-    c: ResolvedConfig, show: Callable[[str], None]
-) -> tuple[Mixture[Task], Mixture[Task]]:
+def _read_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[Task]]:
     tasks: Mixture[Task] = Mixture([])
     eval_tasks: Mixture[Task] = Mixture([])
     if "train" in c.stages:
@@ -603,9 +587,9 @@ def _read_tasks(
 
 
 def _fit_sources(
-    tasks: Mixture[Task], rollout: EpisodePlayer, c: ResolvedConfig, show: Callable[[str], None]
+    tasks: Mixture[Task], rollout: EpisodePlayer, c: ResolvedConfig, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
-    """Applies `fit_prompts` to each source; also returns its notes, and one on several sources."""
+    """Apply `fit_prompts` to each source. Also return its notes, and one on several sources."""
     sources, notes = [], []
     if len(tasks.sources) > 1:
         total = sum(source.weight for source in tasks.sources)
@@ -626,16 +610,16 @@ def _fit_sources(
 def fit_prompts(
     tasks: Sequence[Task], rollout: EpisodePlayer, c: ResolvedConfig, key: str
 ) -> tuple[Sequence[Task], str]:
-    """The tasks that are played, and a note on those with overlong prompts; "" without any.
+    """Return the tasks whose prompts fit, and a note on the others, or "".
 
     Args:
-        tasks: of one source.
-        rollout: plays them, and cuts prompts itself.
+        tasks: Tasks of one source.
+        rollout: Measures and truncates prompts.
         c: Resolved configuration, which says what happens to an overlong prompt.
-        key: the configuration key that named the file, for messages.
+        key: Key that names the file, for messages.
 
     Raises:
-        ValueError: a prompt is overlong and refused, or all are and would be dropped.
+        ValueError: A prompt is overlong and refused, or all are and would be dropped.
     """
     limit = c.rollout.max_prompt_tokens
     try:
@@ -663,7 +647,7 @@ def fit_prompts(
 
 
 def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: EpisodePlayer) -> bool:
-    """`prompt_fits` of a task, whose errors say where it stands."""
+    """Return True if the prompt of a task fits. Errors name the task's line."""
     try:
         return rollout.prompt_fits(task)
     except UnreadableError:
@@ -674,10 +658,12 @@ def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: Episode
 
 
 def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Marks ids that are one of `words`, blanks and case aside: bool [V]; None without words.
+    """Return True for ids that are one of `words`, apart from spaces and case: bool [V].
+
+    None without words.
 
     Raises:
-        ValueError: no id is.
+        ValueError: No id is one of the words.
     """
     if not words:
         return None

@@ -1,4 +1,4 @@
-"""Recording of a run's searches, as its configuration asks for it."""
+"""Open the recording of a run's searches."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from jaxrl.utils.callables import is_dotted
 def open_recording(
     config: ResolvedConfig, workdir: Path | None, log: Callable[[str], None]
 ) -> Recording:
-    """Opens the recording of the searches of a run.
+    """Open the recording of the searches of a run.
 
     Args:
-        config: checked; says whether it is written, or alone answers.
-        workdir: of the run, beside which it is kept where no folder is named; None without a run.
-        log: told of what is damaged.
+        config: Resolved configuration.
+        workdir: Folder of the run, where the recording is by default; None without a run.
+        log: Receives lines about damaged records.
 
     Raises:
-        ValueError: there is no folder for it.
-        FileNotFoundError: it alone is to answer, and there is none of this engine.
+        ValueError: There is no folder for it.
+        FileNotFoundError: Only the recording may answer, but it has nothing of this engine.
     """
-    settings = config.search
-    if not (settings.replay_folder or workdir):
+    search = config.search
+    if not (search.replay_folder or workdir):
         raise ValueError(
-            f"config.search.replay is {settings.replay!r} without a run; name the folder of a "
+            f"config.search.replay is {search.replay!r} without a run; name the folder of a "
             "recording by config.search.replay_folder."
         )
-    folder = Path(settings.replay_folder or Path(workdir or "") / "searches")
-    asked = {"engine": settings.engine, "settings": _asked_settings(config)}
-    if settings.replay == "only":
-        asked["settings"] = _as_recorded(asked, folder)
-    recording = Recording(folder, asked, process=jax.process_index(), log=log)
-    if settings.replay == "only" and not recording:
-        there = "; ".join(map(json.dumps, recorded_engines(folder))) or "nothing"
+    folder = Path(search.replay_folder or Path(workdir or "") / "searches")
+    engine = {"engine": search.engine, "settings": _engine_settings(config)}
+    if search.replay == "only":
+        engine["settings"] = _as_recorded(engine, folder)
+    recording = Recording(folder, engine, process=jax.process_index(), log=log)
+    if search.replay == "only" and not recording:
+        known = "; ".join(map(json.dumps, recorded_engines(folder))) or "nothing"
         raise FileNotFoundError(
-            f"config.search.replay is 'only', but {folder} has no searches of {json.dumps(asked)}; "
-            f"there is: {there}. Name the folder by config.search.replay_folder, or set the engine "
-            "and its settings as they were."
+            f"config.search.replay is 'only', but {folder} has no searches of "
+            f"{json.dumps(engine)}; there is: {known}. Name the folder by "
+            "config.search.replay_folder, or set the engine and its settings as they were."
         )
     return recording
 
@@ -57,11 +57,11 @@ _NOT_IN_RESULTS = {
     *("local.index", "dense.index", "dense.query_rows", "dense.batch_tokens"),
     "dense.query_batch_tokens",
 }
-"""Settings of our engines on which no result depends, or that say where the same server is."""
+"""Settings of built-in engines that change no result, or say where the same server is."""
 
 
-def _asked_settings(config: ResolvedConfig) -> dict[str, Any]:
-    """Settings of the engine on which results depend; a file is what it holds, None if missing."""
+def _engine_settings(config: ResolvedConfig) -> dict[str, Any]:
+    """Return the settings on which results depend. A file is a hash of its content, or None."""
     engine = config.search.engine
     if is_dotted(engine):
         return dict(config.search.settings)
@@ -73,35 +73,37 @@ def _asked_settings(config: ResolvedConfig) -> dict[str, Any]:
         if not {key, f"{name}.{key}"} & _NOT_IN_RESULTS
     }
     if engine == "hybrid":
-        del settings["local.corpus"]  # it is that of dense
-    digests = search_fingerprints(config)
+        del settings["local.corpus"]  # the same as that of dense
+    fingerprints = search_fingerprints(config)
     for key in filter(_is_file, settings):
-        held = {
-            name: one for name, one in digests.items() if f"{name}/".startswith(f"search.{key}/")
+        files = {
+            name: digest
+            for name, digest in fingerprints.items()
+            if f"{name}/".startswith(f"search.{key}/")
         }
-        digest = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
-        settings[key] = settings[key] and (digest if held else None)
+        digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+        settings[key] = settings[key] and (digest if files else None)
     return settings
 
 
 def _is_file(setting: str) -> bool:
-    """True for a setting that names a file: a recording goes by its content, not its path."""
+    """Return True for a setting that names a file: its content counts, not its path."""
     return f"search.{setting}" in KEYS and bool(KEYS[f"search.{setting}"].holds)
 
 
-def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings; of files that are missing here, as the only recording that fits has them.
+def _as_recorded(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the settings, with missing files as the only recording that fits has them.
 
     Raises:
-        FileNotFoundError: several recordings fit.
+        FileNotFoundError: Several recordings fit.
     """
-    settings: dict[str, Any] = asked["settings"]
+    settings: dict[str, Any] = engine["settings"]
     missing = [key for key, value in settings.items() if value is None and _is_file(key)]
     fitting = []
-    for there in recorded_engines(folder) if missing else []:
-        held = dict.fromkeys(missing)
-        if {**there, "settings": {**there.get("settings", {}), **held}} == asked:
-            fitting.append(there["settings"])
+    for recorded in recorded_engines(folder) if missing else []:
+        without_files = {**recorded.get("settings", {}), **dict.fromkeys(missing)}
+        if {**recorded, "settings": without_files} == engine:
+            fitting.append(recorded["settings"])
     if len(fitting) > 1:
         raise FileNotFoundError(
             f"config.search.{missing[0]} is not here, and {folder} has searches of {len(fitting)} "

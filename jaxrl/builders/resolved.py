@@ -279,8 +279,9 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
     weights = {names[name]: float(weight) for name, weight in config.reward.weights.items()}
     order = [part for part in (*environment_parts, *reward_parts) if part in weights]
     policy = config.policy.name
-    none = {"none": None}
-    loss, longest = config.loss, config.rollout.max_response_tokens
+    none: dict[str, Any] = {"none": None}
+    loss = config.loss
+    length = {"max_response_tokens": config.rollout.max_response_tokens}
     clip = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
     return ResolvedConfig(
         config=config,
@@ -302,35 +303,21 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
             for kind, stages in (("train", {"train"}), ("eval", {"train", "evaluate"}))
             if needs_data and stages & set(config.stages)
         },
-        estimator=_objective(
-            "advantage", config.advantage, advantages.ESTIMATORS, advantages.COLUMNS
-        ),
-        policy_loss=_objective("loss", loss, losses.LOSSES, losses.ARRAYS, **clip),
-        loss_term=_optional("loss.term", loss.term, losses.TERMS, losses.ARRAYS),
-        token_filter=_optional("loss.gate", loss.gate, losses.GATES, losses.ARRAYS),
-        group_filter=_optional("filter", config.filter, filters.FILTERS, filters.COLUMNS),
-        watcher=_optional("watch", config.watch, watch.WATCHES, watch.ARGUMENTS),
+        estimator=_function(config, "advantage.name", advantages.ESTIMATORS, advantages.COLUMNS),
+        policy_loss=_function(config, "loss.name", losses.LOSSES, losses.ARRAYS, **clip),
+        loss_term=_function(config, "loss.term.name", none | losses.TERMS, losses.ARRAYS),
+        token_filter=_function(config, "loss.gate.name", none | losses.GATES, losses.ARRAYS),
+        group_filter=_function(config, "filter.name", none | filters.FILTERS, filters.COLUMNS),
+        watcher=_function(config, "watch.name", none | watch.WATCHES, watch.ARGUMENTS),
         trajectory_filter=_function(
-            "filter.trajectories",
-            config.filter.trajectories,
-            none | filters.TRAJECTORIES,
-            ("trajectory",),
+            config, "filter.trajectories", none | filters.TRAJECTORIES, ("trajectory",)
         ),
         aggregation=_function(
-            "loss.aggregation",
-            loss.aggregation,
-            aggregation.AGGREGATIONS,
-            aggregation.ARRAYS,
-            max_response_tokens=longest,
+            config, "loss.aggregation", aggregation.AGGREGATIONS, aggregation.ARRAYS, **length
         ),
-        kl_estimator=_function("kl.estimator", config.kl.estimator, kl.KL_ESTIMATORS, kl.ARRAYS),
+        kl_estimator=_function(config, "kl.estimator", kl.KL_ESTIMATORS, kl.ARRAYS),
         schedules={
-            stage: _function(
-                f"{section}.schedule",
-                config[section].schedule,
-                optimizer.SCHEDULES,
-                optimizer.NUMBERS,
-            )
+            stage: _function(config, f"{section}.schedule", optimizer.SCHEDULES, optimizer.NUMBERS)
             for stage, section in (("train", "optimizer"), ("sft", "sft.optimizer"))
         },
     )
@@ -491,46 +478,35 @@ def _judge(config: ConfigDict, name: str) -> RewardPart:
         raise ValueError(f"config.{key}: {error}.") from error
 
 
-def _optional(
-    key: str, section: ConfigDict, table: Mapping[str, Any], arrays: Sequence[str]
-) -> NamedFunction | None:
-    if section.name == "none" and not section.settings:
-        return None
-    return _objective(key, section, {"none": None, **table}, arrays)
-
-
-def _objective(
+def _function(
+    config: ConfigDict,
     key: str,
-    section: ConfigDict,
     table: Mapping[str, Any],
     arrays: Sequence[str],
     **common: Any,
-) -> NamedFunction:
-    """Resolve `section.name` with the settings of its subsection.
+) -> Any:
+    """Resolve a function of the method with its settings.
 
     Args:
-        key: Key of the section.
-        section: Section with `name`, `settings` and a subsection for each built-in name.
-        table: Built-in functions by name.
+        config: The configuration.
+        key: Key that holds the name. If it ends in `.name`, the section has `settings` and a
+            subsection for each built-in name; otherwise the function has no settings.
+        table: Built-in functions by name; None where the name stands for no function.
         arrays: Names of the arguments that the function may take.
         common: Settings that every function of this kind may take.
+
+    Returns:
+        A `NamedFunction`, or None.
     """
-    check_settings(key, section, section.name)
-    function = _resolve_function(f"{key}.name", section.name, table, arrays)
-    values = function_settings(
-        f"{key}.settings", section.name, function, subsection(section), **common
-    )
-    return NamedFunction(key=f"{key}.name", name=section.name, function=function, settings=values)
-
-
-def _function(
-    key: str, name: str, table: Mapping[str, Any], arrays: Sequence[str], **settings: Any
-) -> Any:
-    """Resolve a function whose settings are not in the configuration; None if `table` has None."""
+    section, _, last = key.rpartition(".")
+    name, settings, settings_key = config[section][last], {}, key
+    if last == "name":
+        check_settings(section, config[section], name)
+        settings, settings_key = subsection(config[section]), f"{section}.settings"
     if name in table and table[name] is None:
         return None
     function = _resolve_function(key, name, table, arrays)
-    values = function_settings(key, name, function, {}, **settings)
+    values = function_settings(settings_key, name, function, settings, **common)
     return NamedFunction(key=key, name=name, function=function, settings=values)
 
 
