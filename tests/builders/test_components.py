@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from jaxrl.builders.environment import (
     build_environment,
     build_random_search,
     build_search,
-    build_tools,
     check_documents,
 )
 from jaxrl.config import default_config
@@ -28,7 +26,7 @@ from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search.resilient import PROBE
 from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.rollout import Rollout
-from tests.helpers import ROOT, build, resolved
+from tests.helpers import build, resolved
 from tests.servers import Retriever, served
 from tests.toys import OWN_SYSTEM, toy_tokenizer
 
@@ -84,6 +82,8 @@ def test_overlong_prompts_are_refused_left_out_or_cut():
     assert note.endswith("more than 40 tokens; their last 40 tokens are kept")
     for wish in ("refuse", "drop", "truncate_left"):
         assert fit(wish, "short", "brief") == (["0", "1"], "")
+    with pytest.raises(ValueError, match=r"2 of 2 tasks .* would leave none; raise config.rollout"):
+        fit("drop", "x" * 50, "y" * 60)
 
 
 def test_a_task_of_which_the_template_drops_a_field_is_refused_with_its_line(tiny_world, tmp_path):
@@ -140,18 +140,15 @@ def test_a_system_message_of_the_template_that_is_left_out_is_told(tiny_world, t
         assert "config.prompt.system" in note
 
 
-def test_never_all_tasks_are_left_out():
-    with pytest.raises(ValueError, match=r"2 of 2 tasks .* would leave none; raise config.rollout"):
-        fit("drop", "x" * 50, "y" * 60)
-
-
-def test_what_is_for_experts_alone_is_refused_for_a_dense_model(tiny_world):
-    for key, value in {"model.balance_coef": 0.1, "model.replay": True}.items():
+def test_what_the_model_lacks_is_refused(tiny_world):
+    for key, value, lacks in (
+        ("model.balance_coef", 0.1, "has no experts; set it to 0.0"),
+        ("model.replay", True, "has no experts; set it to False"),
+        ("model.freeze_tower", True, "reads no images; set it to False"),
+    ):
         config = debug_tiny.get_config(str(tiny_world))
         config.update_from_flattened_dict({key: value})
-        with pytest.raises(
-            ValueError, match=rf"config\.{key} is {value}, .* no experts .*; set it"
-        ):
+        with pytest.raises(ValueError, match=rf"config\.{key} is {value}, .* {lacks}"):
             build(config)
 
 
@@ -204,21 +201,13 @@ def test_documents_that_an_index_was_built_of_are_not_checked_again(tiny_world, 
     assert len(shown) == 1
 
 
-def test_the_tools_of_each_server_are_told():
-    """As a run begins: what a server offers may be another thing than it was."""
-    server = str(ROOT / "tests" / "extending" / "my_server.py")
-    config, told = default_config(), []
-    config.env.search.protocol, config.search.engine = "qwen", "none"
-    config.env.search.mcp = ({"command": (sys.executable, server)},)
-    assert [tool.name for tool in build_tools(resolved(config), told.append)] == ["look_up"]
-    assert told == [f"the MCP server '{sys.executable} {server}' offers look_up"]
-    config.env.search.mcp = ()
-    assert build_tools(resolved(config), told.append) == []
-    assert len(told) == 1
-
-
 def test_the_amounts_of_the_configuration_are_what_is_paid():
     config = default_config()
+    config.env.search.protocol = "qwen"
+    config.env.search.qwen.update({"format_reward": 0.3, "format_failure": -0.2})
+    qwen = resolved(config).protocol(())
+    assert [qwen.format_reward(text) for text in ("<answer>x</answer>", "x")] == [0.3, -0.2]
+    config.env.search.protocol = "search_r1"
     config.search.engine = "empty"
     config.env.search.search_r1.update(
         {

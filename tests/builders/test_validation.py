@@ -14,11 +14,8 @@ from configs import (
     dapo_small,
     passk,
     passk_small,
-    search_moe,
-    search_moe_small,
     search_r1,
     search_r1_brief,
-    search_r1_lora,
     search_r1_small,
     search_r1_stable,
 )
@@ -143,6 +140,14 @@ BROKEN = [
     ),
     ("kl.coef", {"kl.coef": 1e-5, "kl.controller": "log"}),
     ("filter.carry_over", {"filter.carry_over": True}),
+    ("rollout.max_prompt_tokens", {"rollout.max_total_tokens": 512}),
+    (
+        "filter.accuracy_range.low",
+        {
+            **{"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
+            "filter.name": "accuracy_range",
+        },
+    ),
     ("filter.accuracy_range.low", between(0.99, 0.99)),
     (
         "filter.accuracy_range.low",  # between 3 / 8 and 4 / 8
@@ -162,6 +167,7 @@ BROKEN = [
         "filter.max_batches",
         {"filter.name": "varied", "filter.tasks_per_batch": 1, "filter.max_batches": 2},
     ),
+    ("sft.source", {"stages": ("sft",)}),
     ("filter.name", {**GATED, "filter.name": "varied"}),
     ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
     (
@@ -191,6 +197,8 @@ BROKEN = [
         {**GATED, "env.name": "math", "eval.final_suites": ("sampled",)},
     ),
     ("reward.weights", {**GATED, "reward.weights": {"format": 0.5}}),
+    # All answers are wrong, yet paid.
+    ("reward.weights", {"filter.resample_attempts": 1, "reward.weights": {"format": 0.5}}),
     ("shaping.stage_level", {**GATED, "shaping.stage_level": False}),
     ("eval.every_steps", {"shaping.boundary_aware": True}),
     ("shaping.centred_gain", {"shaping.centred_gain": True}),
@@ -210,38 +218,12 @@ def test_combinations_that_make_no_sense_are_refused(key, changes):
         validate(settings(**changes))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"filter.resample_attempts": 1, "reward.weights": {"format": 0.5}},  # all wrong, yet paid
-        {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1,
-         "filter.name": "accuracy_range"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_further_examples_are_refused(changes):
-    with pytest.raises(
-        ValueError, match=r"^config\.(reward\.weights|filter\.accuracy_range\.low) is "
-    ):
-        validate(settings(**changes))
-
-
 def test_the_bound_of_overlong_is_where_something_is_charged():
     rollout = {"rollout.max_total_tokens": 64, "rollout.max_prompt_tokens": 16}
     rollout |= {"rollout.max_response_tokens": 32, "shaping.overlong_buffer": 8}
     validate(settings(**rollout, **{"shaping.overlong_max_tokens": 70}))  # a response of 63: 1 / 8
     with pytest.raises(ValueError, match=r"config\.shaping\.overlong_max_tokens is 71"):
         validate(settings(**rollout, **{"shaping.overlong_max_tokens": 71}))
-
-
-def test_a_budget_below_the_longest_prompt_is_named_before_a_penalty_that_is_off():
-    expected = r"config\.rollout\.max_prompt_tokens is 1024; expected less than "
-    with pytest.raises(ValueError, match=expected):
-        validate(settings(**{"rollout.max_total_tokens": 512}))
-
-
-def test_the_defaults_break_no_rule():
-    validate(settings())
 
 
 @pytest.mark.parametrize("module", METHODS + SMALL, ids=lambda module: module.__name__)
@@ -273,6 +255,7 @@ def test_a_small_sibling_keeps_the_method(module):
 @pytest.mark.parametrize(
     "changes",
     [
+        {},
         # ARES's masks, DAPO's filter and Pass@k's advantages are one configuration.
         {
             "advantage.name": "pass_at_k", "filter.name": "varied", "kl.coef": 0.01,
@@ -360,57 +343,21 @@ PUBLISHED = {
         "loss.aggregation": "token-mean", "kl.coef": 0.0,
     },
 }  # fmt: skip
-OTHERWISE = {
-    (search_r1, "rollout.max_response_tokens"): "share 1,500",
-    (dapo, "optimizer.warmup_steps"): "not the paper's 20",
-    (bapo, "shaping.abstention_rate"): "is 0.1, where paper and released code have 0.05",
-    (ares, "shaping.bootstrap_tasks"): "over 512 here",
-    (ares, "num_steps"): "500 steps (the paper: 50 epochs)",
+DIFFERING = {
+    search_r1: {"rollout.max_response_tokens"},
+    dapo: {"optimizer.warmup_steps"},
+    bapo: {"shaping.abstention_rate"},
+    ares: {"shaping.bootstrap_tasks", "num_steps"},
+    passk: set(),
 }
-"""What a configuration's docstring says where it differs."""
-DIFFERS = {
-    search_r1: (
-        "no critic", "a retry hint", "the population's deviation", "brackets of tags",
-        "a failed search", "every 50 steps",
-    ),
-    search_r1_brief: ("BM25", "replaces", "no retry hint"),
-    search_r1_lora: ("BM25", "an adapter of rank 32", "32 questions of 8", "three searching turns"),
-    search_moe: ("BM25", "GSPO", "no KL term", "no entropy bonus", "R3"),
-    dapo: ("number of steps", "compared by value", "in no mean", "64 devices", "128 H20"),
-    bapo: (
-        "twice", "no packages", "on an end-of-turn id", "cumulative", "n/2 distinct",
-        "a failed search",
-    ),
-    ares: (
-        "cold start", "moves the target first", "trigger words", "by accuracy", "Videos",
-        "one host", "window entropy",
-    ),
-    passk: ("compares rewards with 1 and 0", "division by zero", "one line", "within the run"),
-}  # fmt: skip
-"""Pieces of what differs beside hyper-parameters: of docs/algorithms.md and of the devices."""
-SEARCHERS = (search_r1, search_r1_brief, search_r1_lora, search_r1_small, bapo, bapo_small,
-             search_moe, search_moe_small)  # fmt: skip
+"""Keys with another value than the publication; the docstrings say why."""
 
 
 @pytest.mark.parametrize("module", PUBLISHED, ids=lambda module: module.__name__)
-def test_hyper_parameters_are_published_or_said_to_differ(module):
+def test_hyper_parameters_are_those_of_the_publication(module):
     flat = flatten(module.get_config())
-    said = " ".join(module.__doc__.split())
     differing = {key for key, value in PUBLISHED[module].items() if flat[key] != value}
-    assert differing == {key for owner, key in OTHERWISE if owner is module}
-    assert [key for key in differing if OTHERWISE[module, key] not in said] == []
-
-
-@pytest.mark.parametrize("module", DIFFERS, ids=lambda module: module.__name__)
-def test_what_else_differs_is_said(module):
-    said = " ".join(module.__doc__.split())
-    assert [piece for piece in DIFFERS[module] if piece not in said] == []
-
-
-@pytest.mark.parametrize("module", SEARCHERS, ids=lambda module: module.__name__)
-def test_who_searches_by_words_where_the_publication_has_vectors_says_so(module):
-    engine = module.get_config().search.engine
-    assert engine == ("local" if "BM25" in module.__doc__ else "dense")
+    assert differing == DIFFERING[module]
 
 
 def test_dapo_has_the_three_published_setups():
@@ -514,13 +461,3 @@ def test_reward_functions_are_called_by_their_last_pieces_where_these_differ():
 def test_settings_of_reward_functions_fit(changes, told):
     with pytest.raises(ValueError, match=told):
         validate(helpers.settings(**changes), needs_data=False)
-
-
-def test_a_warm_start_without_demonstrations_says_what_they_are(tmp_path):
-    config = default_config()
-    config.stages, config.model.path = ("sft",), str(tmp_path)
-    expected = (
-        r"sft\.source is ''; expected a JSONL file of chats .*leave 'sft' out of config\.stages"
-    )
-    with pytest.raises(ValueError, match=expected):
-        validate(config)

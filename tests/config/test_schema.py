@@ -44,67 +44,31 @@ def test_shipped_configs_are_valid(name):
         ("advantage.name", "gae", "one of grpo"),
         ("loss.name", "reinforce", "one of clip"),
         ("loss.aggregation", "mean", "one of token-mean, seq-mean-token-mean"),
-        ("kl.anchor", "start", "one of ref, old"),
         ("kl.estimator", "k4", "one of k1, k2, k3, abs"),
         ("optimizer.schedule", "step", "one of constant, linear, cosine"),
-        ("sft.optimizer.schedule", "step", "one of constant, linear, cosine"),
-        ("stages", ("train", "test"), "a tuple out of ('sft', 'train', 'evaluate')"),
         ("stages", (), "each at most once, in the order of"),
-        ("stages", ("train", "sft"), "each at most once, in the order of"),
         ("seed", 2**31, "a number of at least 0 and below 2147483648"),
         ("optimizer.epsilon", 0.0, "a number above 0"),
-        ("sft.optimizer.beta2", 1.0, "a number of at least 0 and below 1"),
         ("stages", ("train", "train"), "each at most once, in the order of"),
         ("eval.patience", 2, "0, unless checkpoint.keep_best and eval.every_steps are above 0"),
-        ("eval.patience", -1, "a number of at least 0"),
-        ("eval.min_delta", -0.5, "a number of at least 0"),
-        ("checkpoint.keep", 0, "a number above 0"),
-        ("checkpoint.keep_best", -1, "a number of at least 0"),
-        (
-            "eval.suites",
-            ("beam",),
-            "a tuple out of ('sampled', 'greedy', 'empty_search', 'random_search', 'blank_images')",
-        ),
-        ("num_steps", 0, "a number above 0"),
+        ("eval.suites", ("beam",), "a tuple out of ('sampled', 'greedy', 'empty_search', "),
         ("rollout.temperature", 0.0, "a number of at least 0.001"),
-        ("eval.temperature", 0.0, "a number of at least 0.001"),
-        ("eval.samples", 0, "a number above 0 and of at most 256"),
         ("eval.samples", 257, "a number above 0 and of at most 256"),
-        ("eval.resamples", 0, "a number above 0"),
         ("eval.ks", (1, 2), "a tuple of integers from 1 to eval.samples=1"),
         ("advantage.pass_at_k.k_schedule", (4, 1), "pairs (step, k)"),
         ("advantage.pass_at_k.k_schedule", ((0, 4, 1),), "pairs (step, k)"),
-        ("advantage.pass_at_k.k_schedule", ((0, 4.0),), "pairs (step, k)"),
         ("advantage.pass_at_k.k_schedule", ((0, True),), "pairs (step, k)"),
         ("advantage.pass_at_k.k_schedule", ((0, 0),), "pairs (step, k)"),
-        (
-            "advantage.pass_at_k.k_schedule",
-            ((1, 4),),
-            "pairs (step, k) of whole numbers",
-        ),
+        ("advantage.pass_at_k.k_schedule", ((1, 4),), "pairs (step, k) of whole numbers"),
         ("advantage.pass_at_k.k_schedule", ((0, 4), (9, 2), (9, 1)), "pairs (step, k) of whole"),
-        ("eval.ks", (0,), "a tuple of integers from 1 to eval.samples=1"),
-        ("eval.ks", (1.0,), "a tuple of integers from 1 to eval.samples=1"),
         ("eval.ks", (True,), "a tuple of integers from 1 to eval.samples=1"),
-        ("rollout.max_turns", -1, "a number of at least 0"),
-        ("rollout.num_rows", 0, "a number above 0"),
-        ("rollout.cache_gib", -1.0, "a number of at least 0 and of at most 1048576"),
         ("rollout.cache_gib", 1e300, "a number of at least 0 and of at most 1048576"),
-        ("rollout.temperature", 1e-40, "a number of at least 0.001"),
-        ("eval.temperature", 1e-5, "a number of at least 0.001"),
         ("rollout.chunk_tokens", 10**9, "at most rollout.max_total_tokens="),
-        ("rollout.observation_lag_chunks", 0, "a number above 0"),
         ("rollout.ahead", 2, "0 or 1"),
-        ("mesh.rollout_devices", -1, "a number of at least 0"),
-        ("loss.clip_low", -0.1, "a number of at least 0"),
-        ("loss.correction.cap", 0.5, "a number of at least 1"),
-        ("loss.dppo.cap", 0.5, "a number of at least 1"),
         ("loss.clip.dual_clip", 0.5, "a number above 1, or 0 for no bound"),
         ("advantage.grpo.ddof", 2, "0 (population) or 1 (sample)"),
-        ("optimizer.beta2", 1.5, "a number of at least 0 and below 1"),
         ("sft.optimizer.final_lr_fraction", -0.1, "a number of at least 0 and of at most 1"),
         ("log.trajectories", -2, "0 or more, or -1 for all"),
-        ("rollout.group_size", 1, "at least 2"),
         ("optimizer.num_minibatches", 3, "a divisor of rollout.tasks_per_step=4"),
         ("rollout.max_prompt_tokens", 192, "less than rollout.max_total_tokens=192"),
         ("rollout.context.max_tokens", 96, "0"),
@@ -112,8 +76,6 @@ def test_shipped_configs_are_valid(name):
         ("prompt.examples", ({"role": "user"},), "messages with 'role' and 'content'"),
         ("model.path", "", "a path"),
         ("tasks.train.source", "", "a path"),
-        ("tasks.eval.source", "", "a path"),
-        ("sft.source", "", "a JSONL file of chats"),
         ("search.local.corpus", "", "a path"),
         # What ml_collections lets through.
         ("seed", None, "a value of type int, as 0"),
@@ -124,11 +86,8 @@ def test_shipped_configs_are_valid(name):
         ("ledger.prices", {"search": -1.0}, "a price of at least 0 for each tool"),
         ("eval.suites", ({},), "a tuple out of"),
         ("stages", (("train",),), "a tuple out of"),
-        ("search.dense.pooling", "max", "one of '', mean, first, last"),
-        ("loss.entropy_coef", float("inf"), "a finite number"),
         # What no clock could wait for.
         ("search.deadline_s", 1e10, "at most 1e+09 seconds"),
-        ("env.step_deadline_s", 1e300, "at most 1e+09 seconds"),
     ],
 )
 def test_rules(config, key, value, expected):
@@ -138,7 +97,7 @@ def test_rules(config, key, value, expected):
         validate(config)
 
 
-@pytest.mark.parametrize("key", ["api_key", "token", "apikey", "access_token", "X-Amz-Signature"])
+@pytest.mark.parametrize("key", ["api_key", "token", "X-Amz-Signature"])
 def test_a_key_in_an_address_is_refused_without_being_shown(config, key):
     config.search.engine, config.search.replay = "http", "only"  # whoever asks
     config.search.http.url = f"http://127.0.0.1:8000/retrieve?index=wiki&{key}=abc123"
@@ -148,13 +107,6 @@ def test_a_key_in_an_address_is_refused_without_being_shown(config, key):
     assert "abc123" not in str(raised.value)
     config.search.http.url = "http://127.0.0.1:8000/retrieve?index=wiki&keywords=1&author=me"
     validate(config)
-
-
-def test_a_part_of_the_reward_that_is_not_known_points_to_judges_and_functions(config):
-    config.reward.weights = {"helpful": 1.0}
-    told = r"no reward part 'helpful'.*entry of its name in config\.reward\.judges.*a dotted name"
-    with pytest.raises(ValueError, match=told):
-        validate(config)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +128,16 @@ def test_a_server_that_is_not_named(config, settings, expected):
     validate(config)
 
 
-def test_no_reward(config):
-    config.reward.weights = {"format": 0.0, "exact_match": 0.0}
-    with pytest.raises(ValueError, match=r"reward.weights is .*: these weights would pay nothing"):
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"format": 0.0, "exact_match": 0.0}, "reward.weights is .*: these weights would pay noth"),
+        ({"helpful": 1.0}, r"no reward part 'helpful'.*config\.reward\.judges.*a dotted name"),
+    ],
+)
+def test_weights_that_pay_nothing(config, weights, message):
+    config.reward.weights = weights
+    with pytest.raises(ValueError, match=message):
         validate(config)
 
 
