@@ -9,8 +9,8 @@
     run = train(config, "runs/first")
     run.metrics.to_pandas().plot(x="step", y="critic/rewards/mean")
 
-A run lives in its workdir as one of the command does: called again, it goes on where it stopped,
-and `python -m jaxrl.launch`, `ask` and `report` read the same folder.
+A run lives in its workdir, as one of the command `jaxrl train` does. The same call resumes it, and
+`jaxrl train`, `chat` and `report` read the same folder.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ from jaxrl.utils.secrets import redacted_output
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's results, as its workdir holds them.
+    """Results of a run.
 
     Attributes:
-        workdir: the folder.
-        metrics: a row for each record of `metrics.jsonl`, in order: `step` counts over all stages,
-            `stage` names the stage; null where a record lacks a metric.
-        scores: the last evaluation's means by their names, as `val-core/all/exact_match/mean@1`;
-            empty where nothing was evaluated.
-        best_checkpoint: the checkpoint with the highest `eval.best_metric`, or the newest where
-            none has a value; None without checkpoints.
-        report: the page about the run; None where there is none yet.
+        workdir: Folder of the run.
+        metrics: One row for each record of `metrics.jsonl`, null where a record lacks a metric.
+            `step` counts over all stages, `stage` names the stage.
+        scores: Means of the last evaluation by name, such as `val-core/all/exact_match/mean@1`.
+        best_checkpoint: Checkpoint with the highest `eval.best_metric`, or the newest one if none
+            has a value; None without checkpoints.
+        report: Page about the run, if there is one.
     """
 
     workdir: Path
@@ -66,22 +65,21 @@ def train(
     accept_changes: bool = False,
     ignore_memory_plan: bool = False,
 ) -> Run:
-    """Run the stages of a configuration in this process, from where the workdir stands.
+    """Run the stages of a configuration in this process, from the workdir's newest checkpoint.
 
     Args:
-        config: `jaxrl.config.default_config()` with changes; it is not changed.
-        workdir: the run's folder; it is made. Relative paths are the working folder's, as those
-            in the configuration are.
-        accept_changes: go on in a workdir that began with other data, rewards or another method.
-        ignore_memory_plan: start although the plan needs more memory than a device has.
+        config: `jaxrl.config.default_config()` with changes. It is copied.
+        workdir: Folder of the run; it is made.
+        accept_changes: Resume in a workdir that began with other data, rewards or another method.
+        ignore_memory_plan: Start although the plan needs more memory than a device has.
 
     Raises:
-        ValueError, KeyError, AttributeError, TypeError, OSError: the configuration, a file or the
-            workdir is wrong; says what arrived, what was expected and where to change it.
-        KeyboardInterrupt: the user interrupted; the steps that were done are saved, and the same
-            call goes on. A second interrupt ends at once.
+        ValueError, KeyError, AttributeError, TypeError, OSError: The configuration, a file or the
+            workdir is wrong.
+        KeyboardInterrupt: The user interrupted. Finished steps are saved, and the same call
+            resumes. A second interrupt ends at once.
         OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
-            UserCodeError, UnreadableError, CheckpointError: as `jaxrl.run.run`.
+            UserCodeError, UnreadableError, CheckpointError: See `jaxrl.run.run`.
     """
     return _play(
         config, Path(workdir), accept_changes=accept_changes, ignore_memory_plan=ignore_memory_plan
@@ -91,16 +89,17 @@ def train(
 def evaluate(config: ConfigDict, workdir: str | Path, *, step: int | None = None) -> Run:
     """Evaluate a run on its held-out tasks, and export its model.
 
-    In a workdir without checkpoints this measures the model of `config.model.path` as it is.
+    In a workdir without checkpoints this measures the model of `config.model.path`.
 
     Args:
-        config: of the run; `eval.*` and `tasks.eval` may have changed, and `stages` is ignored.
-        workdir: the run's folder.
-        step: evaluate this step's checkpoint, into `eval/evaluate_<step>.json` and
-            `steps/<step>/`, and leave everything else of the run as it is.
+        config: Configuration of the run. `eval.*` and `tasks.eval` may have changed, and `stages`
+            is ignored.
+        workdir: Folder of the run.
+        step: Step whose checkpoint is evaluated into `eval/evaluate_<step>.json` and
+            `steps/<step>/`. Nothing else of the run changes.
 
     Raises:
-        The errors of `train`.
+        Exception: As `train`.
     """
     config = config.copy_and_resolve_references()
     config.stages = ("evaluate",)
@@ -108,10 +107,10 @@ def evaluate(config: ConfigDict, workdir: str | Path, *, step: int | None = None
 
 
 def open_run(workdir: str | Path) -> Run:
-    """Read the results of a run that was made before, or that is under way.
+    """Read the results of a run, also of one in progress.
 
     Raises:
-        FileNotFoundError: the folder holds no `metrics.jsonl`.
+        FileNotFoundError: The folder holds no `metrics.jsonl`.
     """
     workdir = Path(workdir)
     file, page = workdir / "metrics.jsonl", workdir / "report.html"
@@ -139,7 +138,7 @@ def open_run(workdir: str | Path) -> Run:
 
 
 def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
-    # A copy: what is left to the memory is chosen in it.
+    # A copy, because sizes that the memory decides are set in it.
     config = config.copy_and_resolve_references()
     add_code_folders(workdir)
     resolved = validation.validate(config)
@@ -151,14 +150,13 @@ def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
         play = launch.make_ready(resolved, workdir, display, stack, **settings)
         should_stop = stack.enter_context(_asked_to_stop())
         stack.enter_context(told_of_stalls(display, config.watch.stall_s))
+        is_interrupted = False
         try:
             play(should_stop)
         except Interrupted:
             is_interrupted = True
-        else:
-            is_interrupted = False
         del play
-    # Out here: an error that a notebook keeps would keep the frames below it, and their weights.
+    # Raised here, since a notebook keeps the frames of an error, and with them weights.
     if is_interrupted:
         raise KeyboardInterrupt(f"the steps done are saved in {workdir}")
     return open_run(workdir)

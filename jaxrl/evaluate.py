@@ -1,4 +1,4 @@
-"""Scores a policy on held-out tasks: roll out, summarise, write; suites and their stage."""
+"""Score a policy on held-out tasks: roll out, summarize, write."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def as_record(
     made_with: str = "",
     has_results: bool = False,
 ) -> dict[str, Any]:
-    """An evaluation as JSON: summaries, and every answer to every question.
+    """Return an evaluation as JSON: summaries, and every answer to every question.
 
     Args:
-        step: over all stages.
-        stage: that evaluates.
-        settings: how it was measured.
-        suites: the questions of each suite.
-        summaries: of the same suites.
-        weights_step: whose weights were evaluated; by default those of `step`.
-        made_with: names all else that it depends on, for `read_metrics`.
-        has_results: tell of each answer what the results of tools were to it.
+        step: Step over all stages.
+        stage: Stage that evaluates.
+        settings: How it was measured.
+        suites: Groups of each suite.
+        summaries: Summary of each suite.
+        weights_step: Step of the weights; `step` by default.
+        made_with: Hash of everything else that it depends on, for `read_metrics`.
+        has_results: Attribute each answer to results of tools.
     """
     return {
         "step": step,
@@ -87,7 +87,7 @@ def as_record(
 
 
 def write(path: Path, record: Mapping[str, Any], text: str) -> None:
-    """Writes the record to `path` and the text beside it as `.txt`, each all at once."""
+    """Write the record to `path` and the text beside it as `.txt`, each atomically."""
     content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
     for name, written in ((path.with_suffix(".txt"), text), (path, content)):
         with written_whole(name) as file:
@@ -95,15 +95,10 @@ def write(path: Path, record: Mapping[str, Any], text: str) -> None:
 
 
 def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, float] | None:
-    """The metrics of an evaluation that `write` wrote, if it can stand for a new one.
+    """Return the metrics of an evaluation on disk, to reuse instead of repeating it.
 
-    None if it cannot: its file is missing or damaged, or of other weights or settings, or the
-    environment failed in it, which may be mended by now.
-
-    Args:
-        path: of the record.
-        weights_step: whose weights it must have evaluated.
-        made_with: what else it must have been made with.
+    None if the file is missing or damaged, has another `weights_step` or `made_with`, or if the
+    environment failed in it, which may be repaired by now.
     """
     try:
         record = read_object(path)
@@ -127,7 +122,7 @@ def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, flo
 
 
 def read_ledger(path: Path) -> Ledger:
-    """Reads an evaluation's ledger that `write` wrote; an empty one where its file has none."""
+    """Return the ledger of an evaluation on disk; an empty one if there is none."""
     try:
         return Ledger.from_json(read_object(path)["ledger"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -135,9 +130,9 @@ def read_ledger(path: Path) -> Ledger:
 
 
 def evaluate(session: Session, params: Params) -> Params:
-    """The stage: scores parameters in all final suites, unless that is done and on disk.
+    """Run the stage: score parameters in all final suites, unless the result is on disk.
 
-    Nothing comes after it, so the parameters are given up: the sampler's weights take their room.
+    No stage follows, so the parameters are donated to the sampler.
     """
     progress, workdir = session.progress, session.workdir
     file = workdir / "eval" / f"evaluate_{progress.step}.json"
@@ -169,7 +164,7 @@ def evaluate(session: Session, params: Params) -> Params:
 
 
 def made_with(session: Session) -> str:
-    """A hash of what an evaluation depends on beside the weights: settings, questions, corpus."""
+    """Return a hash of what an evaluation depends on besides weights: settings, tasks, corpus."""
     settings = session.settings.evaluation.depends_on
     read = ("model.path/", "tasks.eval.source", "search.local.corpus", "search.dense.")
     content = {
@@ -183,21 +178,21 @@ def made_with(session: Session) -> str:
 def run_suites(
     session: Session, stage: str, suites: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Evaluates the engine's weights and writes `eval/<stage>_<step>.json` and `.txt`.
+    """Evaluate the engine's weights and write `eval/<stage>_<step>.json` and `.txt`.
 
     Returns:
-        Metrics, and the first error of each suite of which every episode failed.
+        Metrics, and the first error of each suite in which every episode failed.
 
     Raises:
-        BudgetSpentError: a model behind an endpoint plays, and the run may spend no more.
+        BudgetSpentError: A model behind an endpoint plays, and the run has spent its budget.
     """
     step, display, settings = session.progress.step, session.display, session.settings.evaluation
     started = time.perf_counter()
     played: dict[str, list[Group]] = {}
     ledger = Ledger()
     for suite in suites:
-        # Where a model behind an endpoint plays, the suites before may have spent what the run may:
-        # its answers are recorded, so that the next start goes on from there.
+        # The suites before may have spent the budget of a model behind an endpoint. Its answers
+        # are recorded, so the next start continues from there.
         if session.components.external:
             session.check_budget()
         groups = played[suite] = play(session, suite)
@@ -253,7 +248,7 @@ def run_suites(
 
 
 def play(session: Session, suite: str) -> list[Group]:
-    """Plays the held-out tasks with the engine's weights, as the suite asks for."""
+    """Play the held-out tasks of a suite with the engine's weights."""
     settings, components = session.settings.evaluation, session.components
     is_greedy = suite == "greedy"
     rollout = components.rollout if suite in ("sampled", "greedy") else components.controls[suite]

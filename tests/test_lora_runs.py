@@ -128,7 +128,6 @@ def refused(workdir, monkeypatch, **changes):
     argv += [f"--config.{key}={value}" for key, value in changes.items()]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr("jaxrl.run.run", lambda *_: pytest.fail("the run was begun"))
-    sys.modules.pop("config_config", None)
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
         launch.main(launch.parse_flags(argv))
     return ended.value.code
