@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -174,19 +173,18 @@ def leave_out_adapter(config: ConfigDict) -> None:
 
 def leave_out_method(config: ConfigDict) -> None:
     """Replace user code that only training calls by the defaults: it may be missing here."""
-    loss = config.loss
-    for section in (config.advantage, loss, loss.term, loss.gate, config.filter, config.watch):
-        if is_dotted(section.name):
-            section.settings = {}
-    if is_dotted(config.advantage.name):
-        config.advantage.name = "reinforce_plus_plus"  # groups of one are valid
-    for key in (
-        *("loss.name", "loss.term.name", "loss.gate.name", "loss.aggregation", "kl.estimator"),
-        *("filter.name", "filter.trajectories", "optimizer.schedule", "sft.optimizer.schedule"),
-        "watch.name",
-    ):
-        if is_dotted(attrgetter(key)(config)):
-            config.update_from_flattened_dict({key: KEYS[key].default})
+    for key, entry in KEYS.items():
+        section, _, last = key.rpartition(".")
+        if section.split(".")[0] in METHOD and entry.names_code and is_dotted(config[key]):
+            config[section][last] = entry.default
+            if last == "name":
+                config[section].settings = {}
+            if section == "advantage":
+                config.advantage.name = "reinforce_plus_plus"  # groups of one are valid
+
+
+METHOD = ("advantage", "loss", "kl", "filter", "optimizer", "sft", "watch")
+"""Sections of the training method."""
 
 
 def fit_mesh(config: ConfigDict) -> int:

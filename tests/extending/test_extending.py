@@ -223,31 +223,6 @@ def played(config, workdir):
     return trajectories(workdir, record["step"]), record
 
 
-@pytest.mark.slow(instead="extending/test_package.py::test_a_run_uses_each_by_its_name")
-@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
-def test_a_run_with_a_tool_an_engine_and_a_reward_of_ones_own(tiny_world, tmp_path, server):
-    spoken = ["<clock> 75 </clock>", "13:15", "<search> abc </search>", "cba"]
-    spoken += ["<answer> x </answer>"]
-    weights = {"exact_match": 1.0, "my_reward.brevity": 0.2}
-    config = taught(
-        tiny_world, tmp_path, spoken,
-        **{
-            "env.search.tools": ("my_tool.Clock",), "reward.weights": weights,
-            "search.engine": "my_engine.Engine", "search.settings": {"url": server},
-        },
-    )  # fmt: skip
-    lines, record = played(config, tmp_path / "run")
-    turns = [turn for line in lines for turn in line["turns"]]
-    found = {(t["tool"], t["tool_call"], t["observation"]) for t in turns if t["tool_call"]}
-    assert ("clock", "75", "\n\n<information>13:15</information>\n\n") in found
-    assert (None, "abc", "\n\n<information>cba</information>\n\n") in found
-    for line in lines:
-        parts = line["reward_parts"]
-        assert 0 < parts["brevity"] < 1
-        assert line["reward"] == pytest.approx(parts["exact_match"] + 0.2 * parts["brevity"])
-    assert record["reward/brevity/mean"] > 0
-
-
 def turn_of(saved):
     return Turn(**{**saved, "records": tuple(CallRecord(**one) for one in saved["records"])})
 
@@ -293,65 +268,6 @@ def test_a_run_pays_functions_of_verl_and_trl_and_turns(tiny_world, tmp_path):
     assert record["actor/grad_norm"] > 0
 
 
-def rate(request):
-    """A judge that likes long responses."""
-    score = min(len(request.json["messages"][0]["content"]) / 20, 10)
-    return {"choices": [{"message": {"content": f"Score: {score}"}}]}
-
-
-@pytest.mark.slow(
-    instead="extras/endpoints/test_judges.py::test_a_recorded_run_is_given_again_without_a_network"
-)
-@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
-def test_a_run_with_a_judge_and_mathematics_and_again_without_the_judge(tiny_world, tmp_path):
-    lines = (tiny_world / "questions_train.jsonl").read_text().splitlines()
-    asked = [{**json.loads(line), "answers": ["2"]} for line in lines]
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in asked))
-    settings = {"model": "j", "prompt": "Rate {response}"}
-    changes = {
-        "tasks.train.source": str(tmp_path / "tasks.jsonl"), "sft.num_steps": 20,
-        "reward.weights": {"math_verify": 1.0, "helpful": 0.5}, "reward.correct": "math_verify",
-        "reward.math_verify.workers": 1, "env.search.protocol": "bapo",
-    }  # fmt: skip
-    right, wrong = r"<answer>\boxed{\sqrt{4}}</answer>", r"<answer>\boxed{x}</answer>"
-    config = taught(tiny_world, tmp_path, [right], [wrong], **changes)
-    config.ledger.prices = {"helpful": 0.5}
-    with served(rate) as judge:
-        settings["url"] = f"{judge.url}/v1"
-        config.reward.judges = {"helpful": settings}
-        _, record = played(config, tmp_path / "run")
-    lines = trajectories(tmp_path / "run", record["step"] - 1)
-    assert {line["is_correct"] for line in lines} == {False, True}
-    for line in lines:
-        parts, response = line["reward_parts"], line["generated_text"]
-        assert parts["exact_match"] == 0  # not as a text
-        assert parts["math_verify"] == line["is_correct"] == (right in response)
-        assert parts["helpful"] == pytest.approx(min(len("Rate " + response) / 20, 10) / 10)
-        assert line["reward"] == pytest.approx(parts["math_verify"] + 0.5 * parts["helpful"])
-    assert record["actor/grad_norm"] > 0
-    num_asked = len(judge.requests)
-    assert num_asked == len({request.body for request in judge.requests})  # each once
-    num_calls = record["ledger/total/calls/helpful"]
-    assert num_calls == record["ledger/total/trajectories"] > num_asked
-    assert record["perf/ledger/total/attempts/helpful"] == num_asked
-    assert record["perf/ledger/total/cost"] == 0.5 * num_asked
-    for line in lines:
-        [judged] = line["reward_records"]
-        assert judged["call"] == "Rate " + line["generated_text"]
-    folder = str(tmp_path / "run" / "judgements")
-    config.reward.judges = {"helpful": {**settings, "replay": "only", "replay_folder": folder}}
-    _, again = played(config, tmp_path / "again")
-    first, second = (trajectories(tmp_path / name, record["step"]) for name in ("run", "again"))
-    sources = {one.pop("reward_records")[0]["source"] for one in second}
-    assert sources <= {"replay", "cache", "shared"}
-    for one in (*first, *second):
-        one.pop("reward_records", None)
-    assert first == second
-    assert again["ledger/total/calls/helpful"] == num_calls
-    assert again["perf/ledger/total/attempts/helpful"] == again["perf/ledger/total/cost"] == 0
-    assert again["actor/grad_norm"] == record["actor/grad_norm"]
-
-
 def assert_by_turn(lines):
     """Each turn has what is earned from it on, less the mean of what others of the group earn."""
 
@@ -368,25 +284,6 @@ def assert_by_turn(lines):
         assert line["turn_advantages"] == pytest.approx(wanted, abs=1e-5)
         several += len({round(advantage, 4) for advantage in wanted}) > 1
     assert several > 0  # else it could as well have been one a trajectory
-
-
-@pytest.mark.slow(instead="extending/test_package.py::test_a_run_uses_each_by_its_name")
-@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
-def test_a_run_in_an_environment_of_ones_own(tiny_world, tmp_path):
-    config = taught(
-        tiny_world, tmp_path, ["<calc> 6*7 </calc>"],
-        **{
-            "env.name": "my_env.CalculatorEnv", "env.settings": {"hint": ""},
-            "reward.weights": {"exact_match": 1.0, "economy": 0.5},
-        },
-    )  # fmt: skip
-    lines, record = played(config, tmp_path / "run")
-    first = [line["turns"][0] for line in lines]
-    assert ("6*7", "<result>42</result>") in {(t["tool_call"], t["observation"]) for t in first}
-    assert {len(line["turns"]) for line in lines} <= {1, 2, 3}  # rollout.max_turns is 2
-    for line in lines:
-        assert line["reward"] == pytest.approx(0.5 * line["reward_parts"]["economy"])
-    assert record["reward/economy/mean"] < 1
 
 
 def test_the_objectives_by_hand():
