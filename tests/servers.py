@@ -1,4 +1,4 @@
-"""Servers for tests: real ones, in threads of this process."""
+"""Servers and a search engine for tests: real ones, in threads of this process."""
 
 import collections
 import contextlib
@@ -10,6 +10,9 @@ import subprocess
 import sys
 import threading
 import urllib.parse
+
+from jaxrl.envs.base import NO_INFORMATION
+from jaxrl.envs.search.base import SearchEngine
 
 
 @dataclasses.dataclass
@@ -122,6 +125,18 @@ def served(answer):
         yield server
     finally:
         server.close()
+
+
+class KeywordSearch(SearchEngine):
+    """Mock engine: the text of the first keyword, in order, that the query contains."""
+
+    def __init__(self, mapping):
+        self._texts = {keyword.lower(): text for keyword, text in mapping.items()}
+
+    def run(self, query, /):
+        lowered = query.lower()
+        texts = (text for keyword, text in self._texts.items() if keyword in lowered)
+        return next(texts, f"{NO_INFORMATION} for: {query}")
 
 
 def words(text):

@@ -10,7 +10,6 @@ from jaxrl.data.serialization import from_json, to_json
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import NO_INFORMATION, Prompt, Task
 from jaxrl.envs.protocol import BAPO, bapo, qwen, search_r1
-from jaxrl.envs.search.base import KeywordSearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
 from jaxrl.sampling import decode
@@ -23,6 +22,7 @@ from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import supervised_loss
 from jaxrl.types import Batch, Draw, members
 from tests.qwen import qwen3
+from tests.servers import KeywordSearch
 from tests.toys import chain, showing, toy_tokenizer
 
 # Found text that is too long, that forges tags and special tokens, and that is not there.

@@ -18,7 +18,6 @@ from examples.convert_gguf import convert_config, convert_tokenizer
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Outcome, Prompt, Task
 from jaxrl.envs.protocol import SEARCH_R1, Asked, qwen
-from jaxrl.envs.search.base import KeywordSearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event
@@ -30,6 +29,7 @@ from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.types import Draw, members
 from tests.helpers import ROOT
+from tests.servers import KeywordSearch
 from tests.vocabularies import needed, whole_gguf
 
 QWEN25, SMOLLM2 = "qwen2.5-coder-1.5b-instruct.gguf", "smollm2-135m-instruct.gguf"

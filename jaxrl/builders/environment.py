@@ -23,7 +23,7 @@ from jaxrl.envs.search.corpus import (
     check_corpus,
     index_folder,
     is_indexed,
-    num_lines,
+    line_starts,
     read_corpus,
 )
 from jaxrl.envs.search.resilient import Policy, ResilientSearch, ask_first
@@ -140,7 +140,7 @@ def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> T
         return stand_in
     name = c.search.engine
     corpus = c.search[c.corpus_section].corpus if c.corpus_section else ""
-    total = functools.cache(lambda: num_lines(Path(corpus)))  # counted if an index is built
+    total = functools.cache(lambda: len(line_starts(Path(corpus))))  # if an index is built
     sections = {
         key: section.to_dict()
         for key, section in c.search.items()

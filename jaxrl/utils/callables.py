@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MAX_ERROR_CHARS = 2000
-"""Length to which the first line of an exception is cut."""
+from jaxrl.utils.concurrency import error_text
 
 
 class UserCodeError(ValueError):
@@ -82,12 +81,7 @@ def format_failure(error: BaseException) -> str:
 
     JAX appends its own traceback to messages, so only the first line is kept.
     """
-    try:
-        text = str(error)
-    except Exception:  # an exception class of the user may fail to print itself
-        text = ""
-    message = f"{type(error).__name__}: {text}".removesuffix(": ")[:MAX_ERROR_CHARS]
-    first = (message.splitlines() or [""])[0].rstrip(".")
+    first = (error_text(error).splitlines() or [""])[0].rstrip(".")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -111,11 +105,7 @@ def code_folders() -> list[str]:
 
 
 def wrap_user_code(key: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with errors that name the config key and the failing line.
-
-    The result raises a `UserCodeError` for any exception. Messages that name the key already are
-    kept.
-    """
+    """Return `function` with a `UserCodeError` for any exception, which names key and line."""
 
     def wrapped(*arguments: Any, **settings: Any) -> Any:
         try:

@@ -1,8 +1,7 @@
-"""Starts another process, talks with it, and ends it: what is common to all that have a child.
+"""Child processes that exchange JSON lines.
 
-A child has a session of its own, so that neither Ctrl-C nor a signal to the run's process group
-reaches it, and so that what it starts ends with it. Lines are JSON objects. Whoever wants another
-one in place of a child that ended starts it.
+A child has its own session, so Ctrl-C and signals to the run's process group do not reach it, and
+what it starts ends with it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_LOOK_S = 3600.0  # the system's call takes no more than 24 days
-_ENDING_S = 5.0  # in which a process that was killed is gone
+_MAX_SELECT_S = 3600.0  # the system call accepts at most 24 days
+_ENDING_S = 5.0  # time for a killed process to end
 
 
 class EndedError(ChildProcessError):
-    """A child has ended with a `status`, which is negative for a signal, and prints no more."""
+    """A child has ended with `status`, which is negative for a signal, and prints no more."""
 
     def __init__(self, what: str, status: int) -> None:
         super().__init__(f"{what} ended with {status}")
@@ -36,7 +35,7 @@ class SilentError(TimeoutError):
 
 
 class Child(contextlib.AbstractContextManager):
-    """A process with pipes; as a context, one that is gone at its end."""
+    """A process with pipes. As a context manager, it is killed at the end."""
 
     def __init__(
         self,
@@ -45,19 +44,19 @@ class Child(contextlib.AbstractContextManager):
         what: str,
         most: float = math.inf,
         stderr: int | None = subprocess.DEVNULL,
-        **opening: Any,
+        **options: Any,
     ) -> None:
-        """Starts the process.
+        """Start the process.
 
         Args:
-            command: its words.
-            what: names it in messages.
-            most: bytes of what it prints, and of what it reports, beyond which no more is kept.
-            stderr: as of `subprocess.Popen`; a pipe fills `reported`.
-            opening: further arguments of `subprocess.Popen`; without `stdin` that is a pipe.
+            command: Program and arguments.
+            what: Name of the child in messages.
+            most: Number of bytes of each output after which further ones are dropped.
+            stderr: Argument of `subprocess.Popen`; a pipe fills `reported`.
+            options: Further arguments of `subprocess.Popen`. The default `stdin` is a pipe.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: The process cannot be started.
         """
         self._what, self._most = what, most
         self._process = subprocess.Popen(
@@ -65,35 +64,35 @@ class Child(contextlib.AbstractContextManager):
             stdout=subprocess.PIPE,
             stderr=stderr,
             start_new_session=True,
-            **{"stdin": subprocess.PIPE, **opening},
+            **{"stdin": subprocess.PIPE, **options},
         )
         self.pid = self._process.pid
-        self.printed, self.reported = bytearray(), bytearray()  # and not taken yet
+        self.printed, self.reported = bytearray(), bytearray()  # unread stdout and stderr
         pipes = (self._process.stdout, self.printed), (self._process.stderr, self.reported)
-        self._open = {pipe.fileno(): taken for pipe, taken in pipes if pipe is not None}
-        self._writing = threading.Lock()
+        self._open = {pipe.fileno(): buffer for pipe, buffer in pipes if pipe is not None}
+        self._write_lock = threading.Lock()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Writes a line to it; several threads may.
+        """Write a JSON line to the child. Thread-safe.
 
         Raises:
-            EndedError: it reads no more.
+            EndedError: The child does not read any more.
         """
         stdin = self._process.stdin
         assert stdin is not None
         try:
-            with self._writing:
+            with self._write_lock:
                 stdin.write(json.dumps(message).encode() + b"\n")
                 stdin.flush()
         except OSError:
             raise EndedError(self._what, self._end()) from None
 
     def hear(self, patience_s: float = math.inf) -> dict[str, Any]:
-        """Reads the next line that it prints.
+        """Read the next JSON line of the child.
 
         Raises:
-            EndedError: there is none any more.
-            SilentError: there is none for `patience_s` seconds.
+            EndedError: The child prints no more.
+            SilentError: There was no line for `patience_s` seconds.
         """
         if not self.read(lambda: b"\n" in self.printed, patience_s):
             raise EndedError(self._what, self._end())
@@ -102,25 +101,24 @@ class Child(contextlib.AbstractContextManager):
         return dict(json.loads(line))
 
     def read(self, is_enough: Callable[[], bool], patience_s: float) -> bool:
-        """Reads until `is_enough()`; False where the child has closed its outputs before.
+        """Read both outputs until `is_enough()`; return False if the child closes them first.
 
         Raises:
-            SilentError: neither is so after `patience_s` seconds.
+            SilentError: Neither happened within `patience_s` seconds.
         """
-        ends = time.monotonic() + patience_s
+        deadline = time.monotonic() + patience_s
         with selectors.PollSelector() as selector:
             for pipe in self._open:
                 selector.register(pipe, selectors.EVENT_READ)
-            is_over = False
+            is_late = False
             while not is_enough():
                 if not self._open:
                     return False
-                if is_over:
+                if is_late:
                     raise SilentError(f"{self._what} was silent for {patience_s:g} s")
-                left_s = ends - time.monotonic()
-                is_over = left_s <= 0  # but what is there already is taken
-                ready = selector.select(min(max(left_s, 0), _LOOK_S))
-                for key, _ in ready:
+                left_s = deadline - time.monotonic()
+                is_late = left_s <= 0  # what has arrived is still read
+                for key, _ in selector.select(min(max(left_s, 0), _MAX_SELECT_S)):
                     data = os.read(key.fd, 65536)
                     if not data:
                         selector.unregister(key.fd)
@@ -130,10 +128,10 @@ class Child(contextlib.AbstractContextManager):
         return True
 
     def wait(self, patience_s: float | None = None) -> int:
-        """Waits until it has ended; gives its status, negative for a signal.
+        """Wait for the end; return the status, which is negative for a signal.
 
         Raises:
-            SilentError: it has not ended after `patience_s` seconds.
+            SilentError: The child has not ended after `patience_s` seconds.
         """
         try:
             return self._process.wait(patience_s)
@@ -141,36 +139,27 @@ class Child(contextlib.AbstractContextManager):
             raise SilentError(f"{self._what} did not end in {patience_s:g} s") from None
 
     def _end(self) -> int:
-        """Ends a child that has closed its pipes; gives its status.
-
-        Raises:
-            SilentError: it was killed, and has not ended.
-        """
-        with contextlib.suppress(SilentError):  # it may be at its end, or go on without them
+        """End a child that has closed its pipes; return its status."""
+        with contextlib.suppress(SilentError):
             return self.wait(_ENDING_S)
         self.kill()
         return self.wait(_ENDING_S)
 
     def kill(self) -> None:
-        """Kills its process group, but not after `wait`: the number may be another's then."""
+        """Kill the process group, unless the child was waited for: its number may be reused."""
         if self._process.returncode is None:
-            signal_group(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kills it, and waits until it is gone; what does not die is left to itself."""
+        """Kill the child and close its pipes."""
         self.kill()
         with contextlib.suppress(SilentError):
             self.wait(_ENDING_S)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what was written is not wanted any more
+                with contextlib.suppress(OSError):  # of data that is not flushed
                     pipe.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def signal_group(leader: int, number: int) -> None:
-    """Sends a signal to a process group, if it is still there and ours."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, number)

@@ -1,4 +1,4 @@
-"""Threads, event loops and deadlines for code that is not ours and may fail or never return."""
+"""Threads, event loops and deadlines for user code, which may fail or never return."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from jaxrl.utils.secrets import redact
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MAX_ERROR = 2000  # characters of an exception's text; a library may put a whole page into it
+MAX_ERROR = 2000
+"""Longest text of an exception in characters; a library may put a whole page into it."""
 
 MAX_S = 1e9
-"""Seconds that a setting may ask for; threads and locks take no more than 9 times as many."""
+"""Longest time that a setting may ask for, in seconds. Locks accept 9 times as many."""
 
-_ENDING_S = 1.0  # in which a coroutine ends that is cancelled, unless it refuses or blocks the loop
+_CANCEL_S = 1.0  # time for a canceled coroutine to end
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and text of an exception, redacted, in at most `MAX_ERROR` characters."""
+    """Return type and text of an exception, redacted and cut to `MAX_ERROR` characters."""
     try:
         text = str(error)
-    except Exception:  # exceptions are classes of the user's too
+    except Exception:  # an exception class of the user may fail to print itself
         text = ""
     return redact(f"{type(error).__name__}: {text}".removesuffix(": "))[:MAX_ERROR]
 
 
 def failure_report(error: BaseException) -> str:
-    """Return type, text and notes of an exception, and where it was raised, redacted.
+    """Return type, text, notes and traceback of an exception, redacted.
 
-    In at most `MAX_ERROR` characters. Where frames have to be left out, they are the outermost.
+    At most `MAX_ERROR` characters: the innermost frames are kept.
     """
     notes = " ".join([error_text(error), *getattr(error, "__notes__", ())])
     report = redact(notes)[:MAX_ERROR]
@@ -52,82 +53,75 @@ def failure_report(error: BaseException) -> str:
     return redact("\n".join([report, *frames]))
 
 
-def in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Runs `work` in a thread that no exit of the interpreter waits for; returns its future.
+def _run(future: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # SystemExit too: it ends a thread, not the process
+        future.set_exception(error)
 
-    A thread of an executor that hangs would keep the process from ending.
+
+def in_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Run `work` in a daemon thread, for which the interpreter's exit does not wait.
+
+    A hanging thread of an executor would keep the process alive.
     """
     future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # SystemExit too: it ends a thread, not the process
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="env").start()
+    threading.Thread(target=_run, args=(future, work), daemon=True, name="env").start()
     return future
 
 
 class Threads:
-    """Threads as of `in_thread` that take one piece of work after another, until `close`.
-
-    Starting a thread takes as long as a short call, and the caller waits for it.
-    """
+    """Reusable daemon threads. Starting one takes as long as a short call."""
 
     def __init__(self) -> None:
         self._lock, self._is_closed = threading.Lock(), False
-        self._spare: list[tuple[threading.Thread, queue.SimpleQueue[Any]]] = []
+        self._idle: list[tuple[threading.Thread, queue.SimpleQueue[Any]]] = []
 
     def start(self, work: Callable[[], Result]) -> Future[Result]:
-        """Runs `work` in a thread that has nothing to do, or another one; returns its future."""
+        """Run `work` in an idle or a new thread."""
         future: Future[Result] = Future()
         with self._lock:
-            _, works = self._spare.pop() if self._spare else self._another()
-        works.put((future, work))
+            _, calls = self._idle.pop() if self._idle else self._new_thread()
+        calls.put((future, work))
         return future
 
-    def _another(self) -> tuple[threading.Thread, queue.SimpleQueue[Any]]:
-        works: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    def _new_thread(self) -> tuple[threading.Thread, queue.SimpleQueue[Any]]:
+        calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def run() -> None:
-            while (assigned := works.get()) is not None:
-                future, work = assigned
-                try:
-                    future.set_result(work())
-                except BaseException as error:
-                    future.set_exception(error)
+            while call := calls.get():
+                _run(*call)
                 with self._lock:
                     if self._is_closed:
                         return
-                    self._spare.append((thread, works))
+                    self._idle.append((thread, calls))
 
         thread = threading.Thread(target=run, daemon=True, name="env")
         thread.start()
-        return thread, works
+        return thread, calls
 
     def close(self) -> None:
-        """Ends the threads: those that work when they are done, for which nobody waits."""
+        """End idle threads now and the others once their call returns."""
         with self._lock:
             self._is_closed = True
-        for _, works in self._spare:
-            works.put(None)
-        for thread, _ in self._spare:
+        for _, calls in self._idle:
+            calls.put(None)
+        for thread, _ in self._idle:
             thread.join()
 
 
 def side_by_side(
     work: Callable[[Item], Result], items: Sequence[Item], *, max_threads: int
 ) -> list[Result]:
-    """Maps `work` over items in threads, as `in_thread` makes them; results in their order."""
+    """Map `work` over items in daemon threads; return the results in order."""
     calls = [partial(work, item) for item in items]
     return [future.result() for future in started(calls, max_threads=max_threads)]
 
 
 def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[Future[Result]]:
-    """Begins all calls in threads, as `in_thread` does; a cancelled one is not begun.
+    """Run calls in daemon threads; canceled futures that have not started are skipped.
 
-    A call that hangs keeps its thread; the others go on with the rest.
+    A call that hangs keeps its thread; the others continue with the rest.
     """
     futures: list[Future[Result]] = [Future() for _ in calls]
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -135,17 +129,11 @@ def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[
         waiting.put(index)
 
     def run() -> None:
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 index = waiting.get_nowait()
-            except queue.Empty:
-                return
-            if not futures[index].set_running_or_notify_cancel():
-                continue
-            try:
-                futures[index].set_result(calls[index]())
-            except BaseException as error:
-                futures[index].set_exception(error)
+                if futures[index].set_running_or_notify_cancel():
+                    _run(futures[index], calls[index])
 
     for _ in range(min(len(calls), max_threads)):
         threading.Thread(target=run, daemon=True, name="env").start()
@@ -153,24 +141,22 @@ def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[
 
 
 def once(make: Callable[[], Result]) -> Callable[[], Result]:
-    """Calls `make` once, also where several threads are the first to ask for its result."""
-    lock, made = threading.Lock(), functools.cache(make)
+    """Cache the result of `make`, also if several threads ask for it first."""
+    lock, cached = threading.Lock(), functools.cache(make)
 
-    @functools.wraps(make)
-    def make_or_wait() -> Result:
+    def locked() -> Result:
         with lock:
-            return made()
+            return cached()
 
-    return make_or_wait
+    return locked
 
 
 def new_loop(name: str) -> asyncio.AbstractEventLoop:
-    """A loop that runs for as long as the process lives, in a thread that no exit waits for."""
+    """Start an event loop in a daemon thread. It runs as long as the process."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:
-        # A coroutine that calls `sys.exit` would end the loop, and whoever waits for another one
-        # would wait for ever; its own task has failed by it.
+        # `sys.exit` in a coroutine ends `run_forever`, and the other coroutines would hang.
         while True:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
@@ -181,21 +167,19 @@ def new_loop(name: str) -> asyncio.AbstractEventLoop:
 
 @once
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of tools and their servers."""
+    """Return the event loop that tools and MCP servers share."""
     return new_loop("event_loop")
 
 
 class LateError(TimeoutError):
-    """Raised where a call exceeds its deadline."""
+    """A call exceeded its deadline."""
 
 
 def within(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Runs a coroutine in `event_loop`, up to a deadline; cancels it then.
-
-    One that does not end then, or blocks the loop, is left to itself.
+    """Run a coroutine in `event_loop`; cancel it at the deadline.
 
     Raises:
-        LateError: it took longer.
+        LateError: The coroutine took longer. It may still run if it ignores cancellation.
     """
 
     async def timed() -> Result:
@@ -207,22 +191,20 @@ def within(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:
                 raise LateError from error
             raise
 
-    done = asyncio.run_coroutine_threadsafe(timed(), event_loop())
-    wait([done], timeout=deadline_s + _ENDING_S)
-    if not done.done():
-        done.cancel()
-        raise LateError
-    return done.result()
+    return _result(asyncio.run_coroutine_threadsafe(timed(), event_loop()), deadline_s + _CANCEL_S)
 
 
 def in_time(deadline_s: float, work: Callable[[], Result]) -> Result:
-    """Runs `work` in a thread, up to a deadline; leaves the thread to itself then.
+    """Run `work` in a thread, which is abandoned at the deadline.
 
     Raises:
-        LateError: it took longer.
+        LateError: The call took longer.
     """
-    done = in_thread(work)
-    wait([done], timeout=deadline_s)
-    if not done.done():
+    return _result(in_thread(work), deadline_s)
+
+
+def _result(future: Future[Result], timeout_s: float) -> Result:
+    if wait([future], timeout=timeout_s).not_done:  # `result(timeout)` hides errors of the work
+        future.cancel()
         raise LateError
-    return done.result()
+    return future.result()

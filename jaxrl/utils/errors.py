@@ -7,9 +7,9 @@ class ToolError(Exception):
     """The tool failed, not the model's call of it. It never becomes a reward.
 
     Attributes:
-        retry_after_s: seconds that the server asked to wait; None where it did not ask.
-        is_permanent: True where another try would fail alike, as with a wrong key or address.
-        status: of an HTTP server's answer; None where there was none.
+        retry_after_s: Seconds that the server asked to wait, or None.
+        is_permanent: True if another try would fail too, as with a wrong key or address.
+        status: Status of an HTTP server's answer, or None.
     """
 
     def __init__(

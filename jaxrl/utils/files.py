@@ -1,10 +1,9 @@
-"""Files and folders that appear whole or not at all, whenever the process is killed."""
+"""Atomic files and folders: complete or absent, whenever the process is killed."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import os
 import shutil
 import socket
@@ -16,20 +15,20 @@ from typing import TextIO
 from jaxrl.utils.text import writable
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors where a file cannot grow: the disk, a quota, a limit."""
+"""Error numbers of a full disk, a quota and a limit on file sizes."""
 
+_RIGHTS = "give this user the right to it (ls -l shows who has it)."
+_FILE_THERE = "a folder belongs there; move the file away."
 REMEDIES = {
-    errno.EACCES: "give this user the right to it (ls -l shows who has it).",
-    errno.EPERM: "give this user the right to it (ls -l shows who has it).",
-    errno.EROFS: "name a place that can be written to.",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _RIGHTS),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), _FILE_THERE),
     errno.EISDIR: "a file belongs there; move the folder away.",
-    errno.EEXIST: "a folder belongs there; move the file away.",
+    errno.EROFS: "name a place that can be written to.",
     errno.ENAMETOOLONG: "name a shorter path.",
-    errno.ENOTDIR: "a folder belongs there; move the file away.",
     **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
     errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",
 }
-"""Remedies for errors of the system, whose texts do not tell them."""
+"""What to do about an error of the system, by its number."""
 
 
 class MovedError(OSError):
@@ -41,13 +40,10 @@ _held: dict[Path, int] = {}
 
 
 def check_held(path: Path) -> None:
-    """Check that a held folder is still where it was, before something in it is made.
-
-    Args:
-        path: The folder, or a path below it; any other path passes.
+    """Check that the held folder at or above `path` is still there, before writing to it.
 
     Raises:
-        MovedError: The folder is not there any more, or another one is.
+        MovedError: It was moved, removed or replaced.
     """
     path = path.absolute()
     for folder, descriptor in _held.items():
@@ -61,12 +57,12 @@ def check_held(path: Path) -> None:
 
 
 def system_message(error: OSError, remedy: str = "", place: Path | None = None) -> str | None:
-    """Says which file the system refuses, why, and the remedy; None for other errors.
+    """Return file, reason and remedy of an error of the system; None for other errors.
 
     Args:
-        error: of the system.
-        remedy: what to do, if it is not what `REMEDIES` says.
-        place: what the error is about, if it does not name a file.
+        error: Error of the system.
+        remedy: Replacement for the text in `REMEDIES`.
+        place: Path for an error that does not name a file.
     """
     file = error.filename or place
     if not file or error.errno not in REMEDIES:
@@ -75,9 +71,9 @@ def system_message(error: OSError, remedy: str = "", place: Path | None = None) 
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """Finds an error of a full disk in an exception or its causes; None: there is none.
+    """Return the error of a full disk among an exception and its causes, or None.
 
-    Libraries that write by themselves say it in their texts alone.
+    Some libraries report it in their text only.
     """
     while error is not None:
         for number in FULL_DISK:
@@ -90,10 +86,10 @@ def full_disk(error: BaseException | None) -> OSError | None:
 
 
 def users_cache() -> Path:
-    """`$XDG_CACHE_HOME/jaxrl`; a relative path counts as none, as that specification has it.
+    """Return `$XDG_CACHE_HOME/jaxrl`. The specification ignores relative paths.
 
     Raises:
-        RuntimeError: the user has no home.
+        RuntimeError: The user has no home.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "jaxrl"
@@ -101,10 +97,7 @@ def users_cache() -> Path:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[TextIO]:
-    """A text file to write to, which takes the place of `path` at the end; folders are made.
-
-    What is written becomes `writable`: a file is never missing for one bad character in it.
-    """
+    """Open a text file that replaces `path` at the end. Lone surrogates become U+FFFD."""
     with (
         taking_place(path) as unfinished,
         unfinished.open("w", encoding="utf-8", errors="jaxrl.replaced") as file,
@@ -114,7 +107,7 @@ def written_whole(path: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def taking_place(path: Path) -> Iterator[Path]:
-    """An unfinished file of any kind to write to, which takes the place of `path` at the end."""
+    """Yield the path of an unfinished file, which replaces `path` at the end."""
     check_held(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -129,15 +122,15 @@ def taking_place(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def folder_taking_place(path: Path, *, marker: str, is_writer: bool = True) -> Iterator[Path]:
-    """A folder to write to, which takes the place of `path` at the end.
+    """Yield an unfinished folder, which replaces `path` at the end.
 
     Args:
-        path: the final folder. What is there is replaced if it is empty or holds `marker`.
-        marker: a file that tells an earlier output from a folder given by mistake.
-        is_writer: whether this process touches the disk; of several, one does.
+        path: The final folder. An existing one is replaced if it is empty or holds `marker`.
+        marker: File that distinguishes an earlier output from a folder named by mistake.
+        is_writer: True in the process that writes to the disk.
 
     Raises:
-        FileExistsError: there is something else at `path`.
+        FileExistsError: There is something else at `path`.
     """
     path = Path(os.path.abspath(path))
     if is_writer:
@@ -165,21 +158,18 @@ def folder_taking_place(path: Path, *, marker: str, is_writer: bool = True) -> I
 
 
 def begin_replacing(folder: Path) -> None:
-    """Makes room for a new folder, if one is there; until `settle` it is `<its name>.replaced`."""
+    """Rename an existing folder to `<name>.replaced`, until `settle` removes or restores it."""
     if folder.exists():
         folder.rename(_beside(folder, "replaced"))
 
 
 def remove_whole(folder: Path) -> None:
-    """Removes a folder, of which nobody ever sees a part; a kill may leave `<its name>.removed`."""
+    """Remove a folder at once; a kill may leave `<name>.removed`, which `settle` removes."""
     _remove(folder, _beside(folder, "removed"))
 
 
 def settle(folder: Path) -> None:
-    """Ends the replacement of a folder, and what a kill has left of one or of its removal.
-
-    Where there is no new folder, the replaced one comes back.
-    """
+    """Finish an interrupted replacement or removal; restore the old folder if no new one exists."""
     replaced, removed = _beside(folder, "replaced"), _beside(folder, "removed")
     if replaced.exists():
         if folder.exists():
@@ -200,23 +190,27 @@ def _remove(folder: Path, removed: Path) -> None:
 
 
 def set_aside(path: Path, *, is_copied: bool = False) -> Path:
-    """Moves a damaged file to `<its name>.damaged`, or one with a number where there is one.
+    """Move a damaged file to `<name>.damaged`, with a number if that exists.
 
-    With `is_copied` it stays where it is too.
+    Args:
+        path: The file.
+        is_copied: True to leave the file in place too.
     """
     aside = free_name(path.with_name(f"{path.name}.damaged"))
     return Path(shutil.copy2(path, aside)) if is_copied else path.rename(aside)
 
 
 def free_name(path: Path) -> Path:
-    """The path, with a number at its end where something has that name."""
-    ends = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
-    names = (path.with_name(f"{path.name}{end}") for end in ends)
-    return next(name for name in names if not name.exists())
+    """Return the path, with a number appended if it exists."""
+    free, number = path, 0
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
 
 
 def append_line(path: Path, text: str) -> None:
-    """Adds a line to a text file, after the end of one that a kill has cut."""
+    """Append a line to a text file; first end the last one if a kill cut it."""
     with path.open("a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -226,10 +220,10 @@ def append_line(path: Path, text: str) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Holds a folder for this process; the system lets go of it when the process ends.
+    """Lock a folder for this process. The system releases the lock when the process ends.
 
     Raises:
-        ValueError: another process holds it, and is named; or the folder cannot be made.
+        ValueError: Another process holds it, or the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

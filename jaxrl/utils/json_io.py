@@ -1,22 +1,21 @@
-"""JSON from outside, parsed with one-line errors and a bounded depth."""
+"""Parsing of JSON from outside, with one-line errors and bounded depth."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100
-"""Depth of objects and lists in one another; copying and writing them later on is recursive."""
+"""Maximum nesting of objects and lists: copying and writing them is recursive."""
 
 
 def parse_json(text: str | bytes, place: str) -> Any:
-    """Parses JSON.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is no JSON, or nested too deeply; `place` is named.
+        ValueError: The text is not JSON, or is nested too deeply. The message begins with `place`.
     """
     try:
         value = json.loads(text)
@@ -30,11 +29,11 @@ def parse_json(text: str | bytes, place: str) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds none.
+        OSError: The file cannot be read.
+        ValueError: It holds no object.
     """
     value = parse_json(path.read_bytes(), str(path))
     if not isinstance(value, dict):
@@ -43,20 +42,19 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def is_too_deep(text: str | bytes, value: Any) -> bool:
-    """Return True if what a text holds is nested deeper than `MAX_DEPTH`."""
+    """Return True if parsed JSON is nested deeper than `MAX_DEPTH`."""
     data = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:  # as of nearly every text
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:  # nearly every text
         return False
     depth, level = 0, [value]
-    while level := [one for one in level if isinstance(one, dict | list)]:
+    while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
-        inner = (one.values() if isinstance(one, dict) else one for one in level)
-        level = list(itertools.chain.from_iterable(inner))
+        level = [x for item in level for x in (item.values() if isinstance(item, dict) else item)]
     return depth > MAX_DEPTH
 
 
 def number_of(value: Any) -> float | None:
-    """A finite number; None for anything else."""
+    """Return a finite number as a float, and None for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

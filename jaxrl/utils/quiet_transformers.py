@@ -1,4 +1,4 @@
-"""transformers without its advice; the process's environment and settings stay the user's."""
+"""Import and use of transformers without its warnings."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silences transformers below errors, while it is imported and called.
+    """Hide messages of transformers below errors, unless TRANSFORMERS_VERBOSITY is set.
 
-    Without torch it advises to install it, and of a folder's files it warns of what is meant.
-    Whoever sets TRANSFORMERS_VERBOSITY hears what that says.
+    It advises to install torch, and warns about a folder's files.
     """
     logger = logging.getLogger("transformers")
     if os.environ.get("TRANSFORMERS_VERBOSITY"):
         yield
         return
 
-    # The import sets the logger's level, so a filter stands at what it tells itself; loggers of
-    # modules have no level of their own, and no filter of this one.
+    # The import sets the logger's level, so it needs a filter. Loggers of modules inherit the level
+    # but not the filter.
     def is_error(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
 

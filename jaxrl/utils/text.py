@@ -1,4 +1,4 @@
-"""Text from outside as files, terminals and pages can hold it."""
+"""Foreign text for files, terminals and pages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import unicodedata
 
 import regex
 
-# What a terminal obeys, a page may not hold or a reader cannot see: C0 but newline and tab, DEL,
-# C1, marks that turn the direction of writing, characters without width, tags.
+# Control and invisible characters: C0 except newline and tab, DEL, C1, marks of direction,
+# characters without width, tags.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"
     "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb"
@@ -25,12 +25,10 @@ UNSPACED = (
 )
 """A letter of a script without blanks between words, as a set of the `regex` module (`V1`).
 
-Han, kana, Hangul (whose words carry endings), and Thai, Lao, Khmer, Burmese and others whose lines
-are broken by a dictionary (Unicode's SA).
+Han, kana, Hangul (whose words have endings), and Unicode's class SA, such as Thai, Lao and Khmer.
 """
 
-# Characters that nobody sees, such as soft hyphens, joiners and variation selectors, and marks that
-# enclose a character, such as that of a keycap.
+# Invisible characters such as soft hyphens and joiners, and enclosing marks such as a keycap's.
 _IGNORED = regex.compile(r"[\p{Cf}\p{Default_Ignorable_Code_Point}\p{Me}]")
 
 
@@ -43,20 +41,14 @@ codecs.register_error("jaxrl.replaced", _replaced)
 
 
 def writable(text: str) -> str:
-    """Text that UTF-8 has bytes for: a half of a surrogate pair becomes a replacement character.
-
-    Text of a server, a library or a file name may hold such halves, and no file takes them.
-    """
+    """Replace lone surrogates, which servers and file names may contain, by U+FFFD."""
     if type(text) is str and text.isascii():
         return text
     return text.encode("utf-8", "jaxrl.replaced").decode("utf-8")
 
 
 def fold(text: str) -> str:
-    """Return a text in lowercase, with compatibility forms made equal (NFKC).
-
-    Characters that nobody sees are dropped.
-    """
+    """Return a text in lowercase and NFKC, without invisible characters."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", _IGNORED.sub("", text))
     text = text.lower()
@@ -77,9 +69,8 @@ def replace_unencodable() -> None:
 
 
 def printable(text: str) -> str:
-    r"""Text to show on a terminal or a page: writable, and what is obeyed or hidden as its code.
+    r"""Return writable text for a terminal or a page, with control characters as escapes.
 
-    Newline and tab stay. An escape sequence reads as `\x1b[2J` and is not obeyed, a mark that
-    would turn the rest of a line round reads as `\u202e`.
+    Newline and tab stay. An escape sequence reads as `\x1b[2J`.
     """
     return _HIDDEN.sub(lambda m: m[0].encode("unicode_escape").decode("ascii"), writable(text))

@@ -1,25 +1,18 @@
 """Qwen's tool calls: what a turn asks for, what it is answered, what a response is worth."""
 
 import json
-import time
 
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
 from jaxrl.envs.protocol import (
-    Asked,
-    Reading,
-    Unreadable,
-    mask_calls,
     qwen,
     qwen_format,
-    read_tool_calls,
 )
-from jaxrl.envs.search.base import KeywordSearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
-from jaxrl.envs.tools.budget import Budget
 from tests.envs.contract import after
+from tests.servers import KeywordSearch
 
 TASK = Task(id="t", question="Where was Ada born?", answers=("Avington",))
 
@@ -113,26 +106,16 @@ def test_calls_of_one_turn_are_answered_in_their_order():
     assert Turn(text="", tool_call="ab", tool="double").calls("double") == ["ab"]
 
 
-def test_all_calls_of_a_tool_go_to_it_at_once():
-    tool = Double()
-    env = make_env(tools=[tool])
-    step(env, call("double", text="a") + call("double", text="b"), call("double", text="c"))
-    assert tool.batches == [["a", "b", "c"]]
-
-
 @pytest.mark.parametrize(
     ("turn", "answer"),
     [
         ("<tool_call>{}</tool_call>", "error: the call is no JSON object as"),
-        ("<tool_call>[1]</tool_call>", "error: the call is no JSON object as"),
         ('<tool_call>{"name": "double"}</tool_call>', "error: the call is no JSON object as"),
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "error: the call is no JSON obj"),
         (
             '<tool_call>{"name": "double", "arguments": "{}"}</tool_call>',
             "error: the call is no JSON object as",
         ),
         ("<tool_call>{'name': 1}</tool_call>", "error: the call is not valid JSON: Expecting pro"),
-        ("<tool_call></tool_call>", "error: the call is not valid JSON: Expecting value"),
         ('<tool_call>{"name": NaN}</tool_call>', "error: the call is not valid JSON: NaN is no J"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: the call is nested too deeply"),
         ("<tool_call>" + "9" * 5_000 + "</tool_call>", "error: the call is not valid JSON: Exc"),
@@ -141,8 +124,6 @@ def test_all_calls_of_a_tool_go_to_it_at_once():
         (call("double"), "error: argument 'text' is missing; it takes text"),
         (call("double", text="a", n=2), "error: unknown argument 'n'; it takes text"),
         (call("double", text=5), "error: argument 'text' is a number; expected a string"),
-        (call("double", text=None), "error: argument 'text' is null; expected a string"),
-        (call("double", text=True), "error: argument 'text' is a boolean; expected a string"),
         (call("double", text=["a"]), "error: argument 'text' is an array; expected a string"),
         (call("double", text=" "), "nothing to say"),
     ],
@@ -203,16 +184,6 @@ def doubles(texts):
     return "".join(call("double", text=text) for text in texts)
 
 
-def test_fifty_calls_in_one_turn_are_bounded():
-    tool = Double()
-    reply = asked_at(make_env(tools=[tool], max_calls=3), doubles("a" * 50))
-    assert tool.batches == [["a"] * 3]
-    assert len(reply.records) == 3
-    spent = "error: this call was not made: no call is left of the 3 allowed; answer now"
-    assert reply.observation.bodies == ("aa",) * 3 + (spent,) * 47
-    assert reply.outcome is None
-
-
 def test_calls_are_counted_over_the_trajectory_and_only_those_that_reach_a_tool():
     tool = Double()
     env = make_env(tools=[tool], max_calls=3, max_turns=9)
@@ -228,22 +199,6 @@ def test_calls_are_counted_over_the_trajectory_and_only_those_that_reach_a_tool(
     assert (reply.outcome, reply.records) == (None, ())
     assert reply.observation.bodies[0].startswith("error: this call was not made")
     assert tool.batches[2:] == [["a"], ["b"]]
-
-
-def test_calls_beyond_the_bound_cost_nothing_of_the_budget():
-    tool = Double()
-    budget = Budget(prices={"double": 1.0}, max_cost=2.0)
-    env = make_env(tools=[tool], max_calls=2, budget=budget)
-    assert asked_at(env, doubles("abcd")).outcome is None
-    assert tool.batches == [["a", "b"]]
-    assert (
-        asked_at(make_env(max_calls=3, budget=budget), doubles("abcd")).outcome == "out_of_budget"
-    )
-
-
-def test_without_a_bound_all_calls_are_made():
-    assert len(asked_at(make_env(), doubles("a" * 50)).records) == 50
-    assert len(asked_at(make_env(max_calls=0), doubles("a" * 50)).records) == 50
 
 
 def played(*turns, **settings):
@@ -307,15 +262,6 @@ def test_the_format(text, keeps):
     )
 
 
-def test_what_a_turn_asks_for():
-    read = read_tool_calls(f"a{call('x', n=1)}b<tool_call>{{</tool_call>{call('y')}")
-    assert [type(one) for one in read.calls] == [Asked, Unreadable, Asked]
-    assert read.calls[0] == Asked(tool="x", arguments={"n": 1})
-    assert read.calls[2] == Asked(tool="y", arguments={})
-    assert read_tool_calls("</think>" + call("x")).calls
-    assert read_tool_calls(call("x") + "</think>").is_malformed
-
-
 TAGGED = [
     "</tool_call>",
     "a <tool_call> b </tool_call> c",
@@ -329,24 +275,6 @@ TAGGED = [
     call("double", text="inner"),
 ]
 """Arguments that hold tags, which are text inside the JSON of a call."""
-
-
-@pytest.mark.parametrize("text", TAGGED)
-def test_tags_in_the_strings_of_a_call_are_text(text):
-    expected = Asked(tool="double", arguments={"text": text})
-    thought = f"<think>{call('double', text=text)}</think>"
-    for turn in (
-        call("double", text=text),
-        f"{thought}I call {call('double', text=text)}",
-        f"no opener</think>{call('double', text=text)}",
-        call("double", text=text).replace("\n", " \t\n "),
-    ):
-        assert read_tool_calls(turn) == Reading(calls=(expected,))
-    two = read_tool_calls(call("double", text=text) + call("double", text="b"))
-    assert two.calls == (expected, Asked(tool="double", arguments={"text": "b"}))
-    named = {"name": text, "arguments": {text: [text]}}
-    [read] = read_tool_calls(f"<tool_call>{json.dumps(named)}</tool_call>").calls
-    assert read == Asked(tool=text, arguments={text: [text]})
 
 
 @pytest.mark.parametrize("text", TAGGED)
@@ -382,12 +310,6 @@ def test_a_call_that_breaks_off_is_told_what_is_wrong(turn, reason):
     assert (tool.batches, reply.outcome) == ([], None)
 
 
-def test_a_call_that_breaks_off_does_not_swallow_the_next():
-    broken = '<tool_call>{"name": "double", "arguments": {"text": "a}}</tool_call>\n'
-    read = read_tool_calls(broken + call("double", text="</tool_call>"))
-    assert [type(one) for one in read.calls] == [Unreadable, Asked]
-
-
 def test_an_unclosed_thought_ends_with_its_message():
     protocol = qwen()
     for asked in (call("a") + "<think>", "<tool_call>{'name': '<think>'}</tool_call>"):
@@ -397,13 +319,6 @@ def test_an_unclosed_thought_ends_with_its_message():
         assert protocol.is_abstention(asked + R + "<answer>I don't know</answer>")
     assert protocol.final_answer(f"{call('a')}<think>{A}{R}no answer") == ""
     assert protocol.final_answer(f"{call('a')}{R}<think>{A}") == ""
-
-
-def test_the_time_to_find_calls_is_linear():
-    text = '<tool_call>{"' + '<tool_call>{\\"' * 20_000
-    start = time.process_time()
-    assert mask_calls(text) == text
-    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("name", ["", "a b", "search", "double", "1st"])

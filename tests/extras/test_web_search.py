@@ -318,11 +318,8 @@ def test_a_self_hosted_service_may_ask_for_a_key(monkeypatch):
         ({"provider": "bing"}, "config.search.web.provider is 'bing'; expected one of serper, "),
         ({"provider": "searxng"}, "config.search.web.url is ''; expected the address of a server"),
         ({"provider": "brave", "topk": 21}, "config.search.web.topk is 21; brave gives at most 20"),
-        ({"key_env": f"{KEY}-1"}, "config.search.web.key_env names no environment variable; "),
-        (
-            {"key_env": "abc"},
-            "the environment variable that config.search.web.key_env names is not",
-        ),
+        ({"key_env": f"{KEY}-1"}, "the environment variable that config.search.web.key_env names"),
+        ({"key_env": "abc"}, "the environment variable that config.search.web.key_env names is no"),
         ({"url": "http://key@host"}, "config.search.web.url holds a user or a password"),
     ],
 )

@@ -18,11 +18,12 @@ from jaxrl.envs.base import (
 from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.rewards.combiner import Payment
 from jaxrl.envs.rewards.functions import RewardFunction, kind_of
-from jaxrl.envs.search.base import EmptySearch, KeywordSearch, SearchEngine
+from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.sampling.observations import encode_observation
 from jaxrl.sampling.rollout import Rollout
 from tests.helpers import tiny_params
+from tests.servers import KeywordSearch
 from tests.toys import (
     ROOMY,
     SMALL,

@@ -11,11 +11,9 @@ from jaxrl.utils.files import (
     full_disk,
     held,
     remove_whole,
-    set_aside,
     settle,
     written_whole,
 )
-from jaxrl.utils.text import writable
 from tests.helpers import no_file_beyond
 
 HOLD = "import sys, time\nfrom pathlib import Path\nfrom jaxrl.utils.files import held\n" + (
@@ -73,17 +71,6 @@ def test_a_folder_is_settled_whenever_its_replacement_was_killed(tmp_path, kille
     assert {file.name for file in tmp_path.iterdir()} - {"new"} == set()
 
 
-HALF = "\ud800"  # of a surrogate pair; UTF-8 has no bytes for it
-
-
-def test_text_of_any_kind_can_be_written(tmp_path):
-    assert writable(f"a {HALF}{HALF} é 😀 \x1b\n") == "a \ufffd\ufffd é 😀 \x1b\n"
-    path = tmp_path / "file"
-    with written_whole(path) as file:
-        file.write(f"no {HALF} text\n")
-    assert path.read_text(encoding="utf-8") == "no \ufffd text\n"
-
-
 def test_a_full_disk_takes_nothing_away_and_is_told(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
@@ -134,17 +121,6 @@ def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):
         pass
     with held(folder):
         pass
-
-
-def test_damaged_files_are_kept_aside(tmp_path):
-    path = tmp_path / "x.json"
-    kept = []
-    for text in "abc":
-        path.write_text(text)
-        kept.append(set_aside(path))
-    assert [file.name for file in kept] == [f"x.json.damaged{end}" for end in ("", ".1", ".2")]
-    assert [file.read_text() for file in kept] == ["a", "b", "c"]
-    assert not path.exists()
 
 
 def test_a_line_begins_where_a_cut_one_ends(tmp_path):

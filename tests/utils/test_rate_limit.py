@@ -1,6 +1,5 @@
 """Limits and breaker with time as an argument."""
 
-import itertools
 import math
 
 import pytest
@@ -83,18 +82,6 @@ def test_a_server_that_asks_to_wait_is_left_alone_for_so_long():
     assert one.rest_s(9.0) == 5.0  # the longer one
 
 
-def test_patience_ends_where_nobody_has_had_an_answer():
-    one = breaker(max_failures=0)
-    assert one.patience_s(1000.0) == 60.0
-    one.answered(10.0)
-    one.failed(30.0, began=5.0)  # it began before another was answered
-    assert one.down_s(30.0) == 20.0
-    assert one.patience_s(69.0) == 1.0
-    assert one.may_try(69.0)
-    one.answered(69.5)
-    assert one.patience_s(70.0) == 60.0
-
-
 def test_one_that_refuses_all_is_given_up_at_once():
     one = breaker()
     one.failed(1.0, began=0.0, num_permanent=2)
@@ -128,12 +115,6 @@ def test_an_open_breaker_lets_one_call_through_a_rest(events):
             one.failed(now, began=now - 0.01)
             row += 1
             rests_until = now + 5.0 if row >= 3 else -math.inf
-
-
-def test_windows_of_a_rate_below_one():
-    limit = RateLimit(0.5)
-    starts = [limit.reserve(1, now) for now in (0.0, 0.1, 0.2)]
-    assert [b - a for a, b in itertools.pairwise(starts)] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(

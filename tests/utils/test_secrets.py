@@ -74,12 +74,6 @@ def test_a_short_secret_is_redacted_only_as_a_whole_word():
     )
 
 
-def test_an_empty_secret_is_none():
-    register_secret("")
-    register_secret(" ")
-    assert redact("a  b") == "a  b"
-
-
 def test_no_part_of_overlapping_secrets_is_left():
     register_secret("abcdefgh")
     register_secret("fghijklm")
@@ -87,11 +81,6 @@ def test_no_part_of_overlapping_secrets_is_left():
     assert redact("-abcdefghijklm-") == "-***-"
     assert redact("-abcdefghxyz-") == "-***-"
     assert redact("abcdefghfghijklm fghijklm") == "****** ***"
-
-
-def test_the_words_of_a_header_are_secrets():
-    register_secret("Bearer tok-12345678")
-    assert redact("Bearer tok-12345678, tok-12345678, a Bearer") == "***, ***, a Bearer"
 
 
 class Leaky(Tool):

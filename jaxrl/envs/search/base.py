@@ -1,8 +1,4 @@
-"""Search engines: a query in, the text of an observation out.
-
-Those with documents give them too, with ids and scores. The mock and the empty engine serve tests
-and the control evaluation.
-"""
+"""Search engines: a query in, the text of an observation out."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from jaxrl.envs.tools.base import Tool
 
 
 class SearchEngine(Tool):
-    """The tool that `<search>` calls: `run` gives the text found for one query."""
+    """The tool that `<search>` calls: `run` returns the text for one query."""
 
     name = "search"
     blank = NO_INFORMATION
@@ -24,32 +20,19 @@ class SearchEngine(Tool):
     description = "Searches a collection of documents and returns passages that fit a query."
 
     asks_server: ClassVar[bool] = False
-    """True where a run asks once at its start, to see whether there is somebody who answers."""
-
-
-class KeywordSearch(SearchEngine):
-    """A mock: the text of the first keyword that occurs in the query, case aside."""
-
-    def __init__(self, mapping: Mapping[str, str]) -> None:
-        self._texts = {keyword.lower(): text for keyword, text in mapping.items()}
-
-    def run(self, query: str, /) -> str:
-        """The text of the first keyword, in the mapping's order, that `query` contains."""
-        lowered = query.lower()
-        texts = (text for keyword, text in self._texts.items() if keyword in lowered)
-        return next(texts, f"{NO_INFORMATION} for: {query}")
+    """True if a run sends a test query at its start, to see whether the server answers."""
 
 
 class EmptySearch(SearchEngine):
-    """Finds nothing, ever: a control, whose score is what the policy knew without searching."""
+    """Control engine that finds nothing, which measures what the policy knows by itself."""
 
     def run(self, query: str, /) -> str:
-        """Always `NO_INFORMATION`."""
+        """Return `NO_INFORMATION`."""
         return NO_INFORMATION
 
 
 class Document(NamedTuple):
-    """One passage of a corpus. Equal scores are ranked in this order of fields."""
+    """A passage of a corpus. Documents of equal scores are ordered by these fields."""
 
     id: str
     title: str
@@ -57,7 +40,7 @@ class Document(NamedTuple):
 
     @classmethod
     def of_contents(cls, id: str, contents: str) -> Document:
-        r"""Splits Search-R1's `contents`, `"title"\ntext`."""
+        r"""Parse Search-R1's `contents`, `"title"\ntext`."""
         title, _, text = contents.partition("\n")
         title = " ".join(title.split())
         is_quoted = len(title) > 1 and title[0] == title[-1] == '"'
@@ -65,16 +48,16 @@ class Document(NamedTuple):
 
     @property
     def contents(self) -> str:
-        r"""Title and text in one, as Search-R1 has them: `"title"\ntext`."""
+        r"""Title and text as in Search-R1: `"title"\ntext`."""
         return f'"{self.title}"\n{self.text}'
 
 
 class Hit(NamedTuple):
-    """A document that was found, and how well it fits the query.
+    """A document and its score.
 
     Attributes:
-        document: the id is "" where a server tells none.
-        score: higher is better, and compares within one answer only; None where it is not told.
+        document: Document; its id is "" if the server sends none.
+        score: Higher is better, within one answer. None if the server sends none.
     """
 
     document: Document
@@ -82,89 +65,70 @@ class Hit(NamedTuple):
 
 
 class Documents(Protocol):
-    """The documents of a corpus by their places in it, as a list of them."""
+    """Documents of a corpus by index."""
 
-    def __len__(self) -> int:
-        """Number of documents."""
-        ...
-
-    def __getitem__(self, place: int, /) -> Document:
-        """The document at a place, from 0."""
-        ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Document: ...
 
 
 def render_documents(documents: Iterable[Document]) -> str:
-    """Search-R1's rendering, one `Doc i(Title: ..) text` a line; `NO_INFORMATION` for none."""
+    """Render documents as Search-R1 does, `Doc i(Title: ..) text` per line."""
     lines = [f"Doc {i}(Title: {d.title}) {d.text}" for i, d in enumerate(documents, start=1)]
     return "\n".join(lines) or NO_INFORMATION
 
 
 class DocumentSearch(SearchEngine):
-    """An engine that finds documents: `retrieve` gives them, `run` and `run_batch` their text."""
+    """An engine that finds documents: subclasses define `retrieve`."""
 
     topk: int
-    """Documents that an answer shows at most."""
+    """Maximum number of documents that an answer shows."""
 
     documents: Documents | None = None
-    """All that it searches, in the order of the corpus; None where they are not at hand."""
+    """All documents in the order of the corpus, or None if they are not available."""
 
     @abc.abstractmethod
     def retrieve(self, queries: Sequence[str], topk: int) -> Sequence[list[Hit] | ToolError]:
-        """The best documents for each query, best first, at most `topk` (1 or more) of each.
+        """Return at most `topk` documents per query, best first, or the error of the query.
 
-        In place of documents stands why there are none; called from several threads at once.
+        Called from several threads.
 
         Raises:
-            ToolError: the search failed, and for which query is not known.
+            ToolError: The search failed for all queries.
         """
 
     def run(self, query: str, /) -> str:
-        """The best documents for a query, rendered."""
+        """Return the rendered documents for one query."""
         [result] = self.run_batch([query])
         if isinstance(result, ToolError):
             raise result
         return result
 
     def run_batch(self, queries: Sequence[str], /) -> list[str | ToolError]:
-        """The best documents for each query, rendered, or why there are none."""
-        results = self.retrieve(queries, self.topk)
+        """Return the rendered documents for each query, or its error."""
         return [
-            one if isinstance(one, ToolError) else render_documents(hit.document for hit in one)
-            for one in results
+            hits if isinstance(hits, ToolError) else render_documents(hit.document for hit in hits)
+            for hits in self.retrieve(queries, self.topk)
         ]
 
 
 def batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    """The queries in their order, at most `size` together."""
+    """Split queries into batches of at most `size`."""
     return (queries[start : start + size] for start in range(0, len(queries), size))
 
 
 class SkippedHits:
-    """Count of the hits that a server gave and that cannot be read.
-
-    A line of log reports the first one, and then each time the count has one more digit.
-    """
+    """Count of a server's hits that cannot be read, logged when it gains a digit."""
 
     def __init__(self, server: str, log: Callable[[str], None]) -> None:
-        """Start at zero.
-
-        Args:
-            server: Name of the server in messages.
-            log: Callback for lines of log.
-        """
         self.count = 0
         self._server, self._log = server, log
         self._lock = threading.Lock()
 
     def read(self, items: Iterable[Any], read_one: Callable[[Any], Hit]) -> list[Hit]:
-        """Read the hits of one query and skip those that cannot be read.
-
-        Args:
-            items: Hits as they arrived.
-            read_one: Function of one of them, which raises ValueError if it cannot be read.
+        """Read the hits of one query and skip those for which `read_one` raises a ValueError.
 
         Raises:
-            ValueError: no hit can be read, although there are some.
+            ValueError: No hit can be read, although there are some.
         """
         hits: list[Hit] = []
         errors: list[ValueError] = []
@@ -186,7 +150,7 @@ class SkippedHits:
 
 
 Progress = Callable[[int], None]
-"""Callback that is told how many documents of an index are done, while it is built."""
+"""Callback for the number of documents that are indexed."""
 
 
 ENGINES: Mapping[str, str | type[SearchEngine]] = {
@@ -197,4 +161,4 @@ ENGINES: Mapping[str, str | type[SearchEngine]] = {
     "web": "jaxrl.extras.web_search.engine.WebSearch",
     "empty": EmptySearch,
 }
-"""Search engines that a configuration can name; text says where one is."""
+"""Search engines by the names that a config uses."""

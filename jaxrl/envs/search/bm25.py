@@ -1,4 +1,4 @@
-"""BM25 without a service: an index on disk of a JSONL corpus."""
+"""BM25 search over a JSONL corpus, with an index on disk."""
 
 from __future__ import annotations
 
@@ -71,33 +71,28 @@ def tokenize(text: str) -> list[str]:
     return tokens
 
 
-# Float32 sums of term scores depend on their order, so that equal documents may differ by this
-# much, relative to the score.
+# Scores are float32 sums whose order varies; equal documents may differ by this share of the score.
 _TIE = 1e-5
 
 
 MAX_QUERY_WORDS = 1_000
-"""Different words of a query that are looked up; each costs time, and a model may write many."""
+"""Maximum number of different words of a query that are looked up."""
 
 
-# Tantivy searches without Python's lock.
-_NUM_THREADS = min(os.cpu_count() or 1, 16)
+_NUM_THREADS = min(os.cpu_count() or 1, 16)  # tantivy releases the GIL
 
 
 class LocalSearch(DocumentSearch):
     """BM25 over a JSONL corpus, from an index on disk.
 
-    A document matches when it shares a word with the query; words of the title count twice. There
-    is no query syntax: `-` and `:` in a query are punctuation. Of a query's different words the
-    first `MAX_QUERY_WORDS` count. Equal scores are broken by id, so the same corpus gives the same
-    text wherever and whenever the index was built.
+    A document matches if it shares a word with the query; words of the title count twice. Queries
+    have no syntax. Their first `MAX_QUERY_WORDS` different words count. Equal scores are ordered by
+    id, so an index always gives the same text.
 
-    The index is built on first use, in a folder of `index` named after the corpus' content,
-    and opened from there afterwards; a corpus that changed gets a new folder. Where lines were
-    appended to a corpus that has an index, only these are read: the new index goes on from a copy
-    of the old one, and finds what one built afresh does, but that scores may differ by a few parts
-    in a million. Several processes may start at once, and a build that was killed is begun afresh.
-    Each opening compares all files with their checksums, so a damaged index answers nothing wrong.
+    The index is built on first use, in a folder of `index` named after the corpus' content. If
+    lines were appended to an indexed corpus, only these are read; scores then differ from a fresh
+    index by at most a few parts in a million. Several processes may start at once, and a killed
+    build starts over. Checksums of all files are compared on opening.
     """
 
     def __init__(
@@ -108,20 +103,19 @@ class LocalSearch(DocumentSearch):
         topk: int = 3,
         progress: Progress = lambda _: None,
     ) -> None:
-        """Opens the index of `corpus`, building it if need be.
+        """Open the index of `corpus`, building it if needed.
 
         Args:
-            corpus: a JSONL file, as `read_corpus` describes it.
-            index: where indexes live, by default a folder `index` beside the corpus; created if
-                missing. Folders in it may be deleted.
-            topk: documents an answer shows at most.
-            progress: is told how many documents are read, where an index must be built.
+            corpus: JSONL file, see `read_corpus`.
+            index: Folder of indexes, by default `index` beside the corpus.
+            topk: Number of documents that an answer shows.
+            progress: Callback for the number of documents read during a build.
 
         Raises:
-            FileNotFoundError: there is no such corpus.
-            PermissionError: corpus or index may not be read, or the index not be written.
+            FileNotFoundError: There is no such corpus.
+            PermissionError: The corpus or the index may not be read, or the index not written.
             NotADirectoryError: `index` is a file.
-            ValueError: the corpus is malformed or empty, its index damaged, or `topk` is below 1.
+            ValueError: The corpus is malformed or empty, its index damaged, or `topk` is below 1.
         """
         corpus, index_dir = Path(corpus), index_folder(corpus, index)
         if topk < 1:
@@ -138,14 +132,14 @@ class LocalSearch(DocumentSearch):
             corpus=corpus,
             section="search.local",
         )
-        with _damage_told(folder, ValueError):
+        with _named_damage(folder, ValueError):
             _check_files(folder, digest)
             opened = _open(folder)
             self._searcher = opened.searcher()
         self._folder, self._schema = folder, opened.schema
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """The documents with the highest BM25 scores, several queries side by side.
+        """Return the documents with the highest BM25 scores, several queries in parallel.
 
         Documents of equal scores have the score of the first of them.
         """
@@ -156,15 +150,13 @@ class LocalSearch(DocumentSearch):
         words = list(dict.fromkeys(tokenize(query)))[:MAX_QUERY_WORDS]
         if not words:
             return []
-        terms = [
-            tantivy.Query.term_query(self._schema, "tokens", word, index_option="freq")
-            for word in words
-        ]
         best: list[Hit] = []
-        with _damage_told(self._folder, _DAMAGED):  # since it was opened
-            any_word = tantivy.Query.boolean_query([(tantivy.Occur.Should, t) for t in terms])
-            # Ties are broken by id, which tantivy does not know: a group of equally good documents
-            # is read to its end, and more are asked for until the last one needed is complete.
+        damaged = functools.partial(ToolError, is_permanent=True)
+        with _named_damage(self._folder, damaged):  # since it was opened
+            field = functools.partial(tantivy.Query.term_query, self._schema, "tokens")
+            terms = [(tantivy.Occur.Should, field(word, index_option="freq")) for word in words]
+            any_word = tantivy.Query.boolean_query(terms)
+            # Tantivy cannot order ties by id, so groups of ties are read to their end.
             limit = topk + 1
             while True:
                 hits = self._searcher.search(any_word, limit, count=False).hits  # best first
@@ -188,13 +180,9 @@ class LocalSearch(DocumentSearch):
         return best[:topk]
 
 
-# Another search would fail alike.
-_DAMAGED = functools.partial(ToolError, is_permanent=True)
-
-
 @contextlib.contextmanager
-def _damage_told(folder: Path, kind: Callable[[str], Exception]) -> Iterator[None]:
-    """Raises tantivy's errors and panics over a damaged index as `kind`, in one line."""
+def _named_damage(folder: Path, kind: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise tantivy's errors and panics over a damaged index as `kind`, in one line."""
     try:
         yield
     except BaseException as error:
@@ -208,19 +196,17 @@ def _damage_told(folder: Path, kind: Callable[[str], Exception]) -> Iterator[Non
 
 
 def _check_files(folder: Path, corpus_sha256: str) -> None:
-    """Refuses an index with a file that is not as it was written; about a second a GB.
+    """Compare all files of an index with their checksums, at about one GB/s.
 
     Raises:
-        PermissionError: one may not be read.
-        ValueError: one is another, or missing, or the index is of another corpus.
+        PermissionError: A file may not be read.
+        ValueError: A file is missing or has changed, or the index is of another corpus.
     """
     try:
-        read = dict(json.loads((folder / _READ).read_text(encoding="utf-8")))
-        digests, made_of = dict(read["files"]), (read["sha256"], read["format"])
-    except FileNotFoundError:
-        raise ValueError(f"{_READ} is missing") from None
-    except (LookupError, TypeError, ValueError, RecursionError):
-        raise ValueError(f"{_READ} is not the file that was written") from None
+        manifest = read_object(folder / _READ)
+        digests, made_of = dict(manifest["files"]), (manifest["sha256"], manifest["format"])
+    except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{_READ} is missing or not the file that was written") from error
     if made_of != (corpus_sha256, _format()):
         raise ValueError(f"{_READ} says that it was made of another corpus, or in another format")
     for name, digest in _digests(folder, list(digests)).items():
@@ -230,30 +216,25 @@ def _check_files(folder: Path, corpus_sha256: str) -> None:
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """SHA-256 of files of a folder; "" for one that is missing."""
+    """Return the SHA-256 of files by name; "" for a missing one."""
 
     def digest(name: str) -> str:
-        try:
-            return file_digest(folder / name)
-        except FileNotFoundError:
-            return ""
+        return file_digest(folder / name) if (folder / name).exists() else ""
 
-    digests = side_by_side(digest, names, max_threads=_NUM_THREADS)
-    return dict(zip(names, digests, strict=True))
+    return dict(zip(names, side_by_side(digest, names, max_threads=_NUM_THREADS), strict=True))
 
 
 def _open(folder: Path) -> Any:
-    """Opens an index, also one that this user may only read.
+    """Open an index, also one that this user may only read.
 
-    tantivy writes a lock beside the files. Where it may not, links to them are opened in a
-    temporary folder; nothing of an index is looked up by name once it is open.
+    Tantivy writes a lock file beside the index. Where it may not, it opens links in a temporary
+    folder. It does not look up files by name once the index is open.
     """
     try:
         return tantivy.Index.open(str(folder))
     except ValueError as error:
         if "Lockfile" not in str(error):
             raise
-    # The library's threads may write a lock there while it is removed.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as links:
         for part in folder.absolute().iterdir():
             if part.suffix != ".lock":
@@ -262,43 +243,44 @@ def _open(folder: Path) -> Any:
 
 
 def _format() -> str:
-    """Format of an index: our tokens and tantivy's files."""
+    """Return the format of an index: our tokens and tantivy's files."""
     return f"{_INDEX_VERSION} {version('tantivy')}"
 
 
+def _link_or_copy(source: str, target: str) -> None:
+    """Share a file that never changes, if it is ours and the system has links; else copy it."""
+    path = Path(source)
+    if path.suffix not in ("", ".json") and path.stat().st_uid == os.geteuid():
+        with contextlib.suppress(OSError):
+            os.link(source, target)
+            return
+    shutil.copyfile(source, target)
+
+
 def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) -> None:
-    """Builds an index beside its folder, then renames it, so that it is whole or absent."""
+    """Build an index beside its folder and rename it, so that it is whole or absent."""
     building = folder.parent / "building"
     shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
     try:
         old, known = _known_part(corpus, folder.parent)
+        building.mkdir()
         for part in old.iterdir() if old is not None else ():
-            if part.suffix == ".lock" or part.name in (_READ, _IDS):
-                continue
-            # Files that never change are shared, where they are ours and the system has links.
-            is_fixed = part.suffix not in ("", ".json") and part.stat().st_uid == os.geteuid()
-            try:
-                if not is_fixed:
-                    raise OSError  # as where there are no links: it is copied
-                os.link(part, building / part.name)
-            except OSError:
-                shutil.copyfile(part, building / part.name)
+            if part.suffix != ".lock" and part.name not in (_READ, _IDS):
+                _link_or_copy(str(part), str(building / part.name))
         ids = _write_index(corpus, building, known, progress)
         (building / _IDS).write_bytes(ids.tobytes())
-        read: dict[str, Any] = {"sha256": digest, "num_bytes": corpus.stat().st_size}
-        read["files"] = _digests(
-            building, sorted(p.name for p in building.iterdir() if p.suffix != ".lock")
-        )
-        (building / _READ).write_text(json.dumps(read | {"format": _format()}), encoding="utf-8")
-        for part in building.iterdir():  # some of tantivy's files are their owner's alone
+        names = sorted(part.name for part in building.iterdir() if part.suffix != ".lock")
+        manifest = {"sha256": digest, "num_bytes": corpus.stat().st_size, "format": _format()}
+        manifest["files"] = _digests(building, names)
+        (building / _READ).write_text(json.dumps(manifest), encoding="utf-8")
+        for part in building.iterdir():  # tantivy lets only the owner read some files
             part.chmod(building.stat().st_mode & 0o666)
         check_unchanged(corpus, folder.parent, digest)
         building.rename(folder)
     except ValueError as error:
         if not any(name in str(error) for name in ("io::Error", "IoError", "IO error")):
             raise
-        free = shutil.disk_usage(building).free / 2**20
+        free = shutil.disk_usage(folder.parent).free / 2**20
         raise OSError(
             f"the index of {corpus} could not be written to {folder.parent}, where {free:,.0f} MiB "
             "are free; an index needs about as much as its corpus. Free some space, or name "
@@ -308,39 +290,36 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         shutil.rmtree(building, ignore_errors=True)
 
 
-# Beside tantivy's files: what was read for an index, with the SHA-256 of all its files; and
-# `id_hash` of its documents in 8 bytes each, by which an index of a longer corpus goes on.
+# Beside tantivy's files: a manifest with the SHA-256 of each file, and `id_hash` of all documents,
+# 8 bytes each, which an index of a longer corpus needs.
 _READ, _IDS = "corpus.json", "ids"
 
 
 def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
-    """The index of the longest part that the corpus begins with, and that part."""
+    """Return the index of the longest part that the corpus begins with, and that part."""
     folders: dict[str, Path] = {}
     sizes: dict[str, int] = {}
     for path in index_dir.glob(f"*/{_READ}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            read = read_object(path)
-            if read["format"] == _format() and path.parent.name != "building":
-                folders[read["sha256"]] = path.parent
-                sizes[read["sha256"]] = int(read["num_bytes"])
+            manifest = read_object(path)
+            if manifest["format"] == _format() and path.parent.name != "building":
+                sizes[manifest["sha256"]] = int(manifest["num_bytes"])
+                folders[manifest["sha256"]] = path.parent
     digest, num_lines = longest_known(corpus, sizes)
-    if not digest:
-        return None, Known()
     ids = array("Q")
-    try:
-        with _damage_told(folders[digest], ValueError):
-            _check_files(folders[digest], digest)
-            ids.frombytes((folders[digest] / _IDS).read_bytes())
-            num_documents = _open(folders[digest]).searcher().num_docs
-    except (OSError, ValueError):  # damaged, or not ours to read: built afresh
-        return None, Known()
-    if num_documents != len(ids):
-        return None, Known()
-    return folders[digest], Known(num_bytes=sizes[digest], num_lines=num_lines, ids=ids)
+    with contextlib.suppress(OSError, ValueError):  # a damaged or unreadable index is not extended
+        if digest:
+            folder = folders[digest]
+            with _named_damage(folder, ValueError):
+                _check_files(folder, digest)
+                ids.frombytes((folder / _IDS).read_bytes())
+                if _open(folder).searcher().num_docs == len(ids):
+                    return folder, Known(num_bytes=sizes[digest], num_lines=num_lines, ids=ids)
+    return None, Known()
 
 
 def _write_index(corpus: Path, folder: Path, known: Known, progress: Progress) -> array[int]:
-    """Indexes the documents that are not known yet; returns `id_hash` of all ids."""
+    """Index the documents that are not known yet; return `id_hash` of all ids."""
     if known.ids:
         index = tantivy.Index.open(str(folder))
     else:
@@ -352,8 +331,8 @@ def _write_index(corpus: Path, folder: Path, known: Known, progress: Progress) -
         )
         index = tantivy.Index(schema, path=str(folder))
     ids = array("Q", known.ids)
-    # One thread and one commit: with more, ranks of equal documents differ from build to build.
-    # Leaving the block commits and waits for tantivy's threads, after an error too.
+    # One thread and one commit: with more, the order of equal documents varies between builds.
+    # Leaving the block commits and waits for tantivy's threads.
     with index.writer(heap_size=256_000_000, num_threads=1) as writer:
         for document in read_corpus(corpus, known):
             title = tokenize(document.title)
@@ -364,7 +343,7 @@ def _write_index(corpus: Path, folder: Path, known: Known, progress: Progress) -
             if len(ids) % 1000 == 0:
                 progress(len(ids))
         progress(len(ids))
-    # Where the disk is full only at the end, tantivy commits nothing and does not say so.
+    # If the disk is full at the end, tantivy commits nothing, without an error.
     index.reload()
     if index.searcher().num_docs != len(ids):
         raise ValueError(f"IoError: {index.searcher().num_docs} of {len(ids)} documents")

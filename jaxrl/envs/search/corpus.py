@@ -27,11 +27,11 @@ from jaxrl.utils.paths import similar_path
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """The part of a corpus that was read before: its first lines.
+    """The first lines of a corpus, which were read before.
 
     Attributes:
-        num_bytes: of these lines.
-        num_lines: blank ones too.
+        num_bytes: Size of these lines.
+        num_lines: Number of these lines, including blank ones.
         ids: `id_hash` of the id of each document in them.
     """
 
@@ -41,38 +41,34 @@ class Known:
 
 
 def id_hash(document_id: str) -> int:
-    """64-bit hash of an id, the same in every process: a corpus has millions of ids."""
+    """Return a 64-bit hash of an id, the same in every process."""
     return int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest())
 
 
 def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
-    r"""Streams the documents of a JSONL corpus; blank lines are skipped.
+    r"""Stream the documents of a JSONL corpus; skip blank lines.
 
     A line is `{"id", "title", "text"}`, or Search-R1's `{"id", "contents"}` where `contents` is
     `"title"\nbody`. Other keys are ignored.
 
     Args:
-        path: of the corpus.
-        known: a part that is not given again; no document behind it may have an id from there.
+        path: The corpus.
+        known: Part to skip, whose ids may not occur again.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line is something else or has the id of an earlier one, a document is blank,
-            or there is none.
+        FileNotFoundError: There is no such file.
+        ValueError: A line is malformed or repeats an id, a document is blank, or there is none.
     """
     known = known or Known()
     seen = set(known.ids)
     for fields, place in read_objects(path, skip_bytes=known.num_bytes, skip_lines=known.num_lines):
         document = parse_document(fields, place)
         key = id_hash(document.id)
-        for other, first in read_objects(path) if key in seen else ():
-            if first == place:  # only the hashes are equal
-                break
-            if str(other["id"]) == document.id:
-                raise ValueError(
-                    f"{place}: the id {document.id!r} is that of line {first.rpartition(':')[2]} "
-                    "already; give every document an id of its own."
-                )
+        if key in seen:
+            raise ValueError(
+                f"{place}: the id {document.id!r} is that of an earlier line already; give every "
+                "document an id of its own."
+            )
         seen.add(key)
         yield document
     if not seen:
@@ -80,10 +76,10 @@ def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
 
 
 def parse_document(fields: dict[str, Any], place: str) -> Document:
-    """Parses a line of a corpus.
+    """Parse a line of a corpus.
 
     Raises:
-        ValueError: the line is something else, or blank; `place` says where it stands.
+        ValueError: The line is malformed or blank. The message begins with `place`.
     """
     match fields:
         case {"id": str() | int() as key, "title": str() as title, "text": str() as text}:
@@ -103,7 +99,7 @@ def parse_document(fields: dict[str, Any], place: str) -> Document:
 
 
 class CorpusDocuments:
-    """The documents of a corpus by their places in it; read from the file when asked for."""
+    """Documents of a corpus by index, read from the file on demand."""
 
     def __init__(
         self,
@@ -111,13 +107,12 @@ class CorpusDocuments:
         offsets: Sequence[int] | None = None,
         checks: Sequence[int] | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Store the arguments; nothing is read yet.
 
         Args:
-            corpus: a JSONL file, which stays as it is.
-            offsets: where each document's line begins, in bytes; None: that is looked up on first
-                use, in the whole file.
-            checks: `line_check` of each document's line; None: lines are taken as they are.
+            corpus: JSONL file, which must not change.
+            offsets: Byte at which each document's line begins; None to find out on first use.
+            checks: `line_check` of each document's line; None to trust the file.
         """
         self._path, self._known, self._checks = corpus, offsets, checks
 
@@ -130,21 +125,20 @@ class CorpusDocuments:
         return open(self._path, "rb", buffering=0)
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self._offsets)
 
-    def __getitem__(self, place: int, /) -> Document:
-        """The document at a place; safe to be called from several threads.
+    def __getitem__(self, index: int, /) -> Document:
+        """Return a document. Thread-safe.
 
         Raises:
-            ToolError: its line is not the one that was indexed.
+            ToolError: Its line is not the one that was indexed.
         """
-        begin = int(self._offsets[place])
-        is_last = place + 1 == len(self._offsets)
-        end = os.fstat(self._file.fileno()).st_size if is_last else int(self._offsets[place + 1])
+        begin = int(self._offsets[index])
+        is_last = index + 1 == len(self._offsets)
+        end = os.fstat(self._file.fileno()).st_size if is_last else int(self._offsets[index + 1])
         # Blank lines may follow, which belong to no document.
         line = os.pread(self._file.fileno(), max(end - begin, 0), begin).partition(b"\n")[0]
-        if self._checks is not None and line_check(line) != int(self._checks[place]):
+        if self._checks is not None and line_check(line) != int(self._checks[index]):
             raise ToolError(
                 f"{self._path}, byte {begin}: this is not the line that was indexed. The file has "
                 "changed since, or the index is damaged; start the run again, and if that does not "
@@ -154,12 +148,12 @@ class CorpusDocuments:
 
 
 def line_check(line: bytes) -> int:
-    """CRC-32 of a line without its end, by which it is known again."""
+    """Return the CRC-32 of a line without its end."""
     return zlib.crc32(line.removesuffix(b"\n"))
 
 
 def line_starts(path: Path) -> Sequence[int]:
-    """Offsets in bytes of the lines of a file that are not blank."""
+    """Return the byte offsets of the lines of a file that are not blank."""
     starts, begin = array("Q"), 0
     with open(path, "rb") as lines:
         for line in lines:
@@ -170,33 +164,21 @@ def line_starts(path: Path) -> Sequence[int]:
 
 
 def index_folder(corpus: str | Path, index: str | Path = "") -> Path:
-    """The folder of a corpus' indexes: `index`, by default a folder `index` beside it."""
+    """Return the folder of a corpus' indexes: by default `index` beside it."""
     return Path(index) if index else Path(corpus).parent / "index"
 
 
-def num_lines(path: Path) -> int:
-    """Number of lines of a file; 0 where there is none."""
-    if not path.is_file():
-        return 0
-    with open(path, "rb") as content:
-        chunks = iter(functools.partial(content.read, 2**20), b"")
-        last, count = b"", 0
-        for last in chunks:
-            count += last.count(b"\n")
-    return count + (not last.endswith(b"\n") if last else 0)
-
-
 def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
-    """Finds the longest part that a corpus begins with; `parts` has bytes of each by its SHA-256.
+    """Find the longest of some known parts that a corpus begins with.
 
-    A part that ends within a line is none: that line is another one by now.
+    A part that ends within a line does not count, since that line has changed.
 
     Args:
-        path: of the corpus.
-        parts: bytes of each, by the SHA-256 of its content.
+        path: The corpus.
+        parts: Size in bytes of each part, by its SHA-256.
 
     Returns:
-        Its SHA-256 and how many lines end in it; "" and 0 where there is none.
+        SHA-256 and number of lines of the longest part; "" and 0 without one.
     """
     longest, hasher = ("", 0), hashlib.sha256()
     done, num_lines, ends_line = 0, 0, False
@@ -214,10 +196,10 @@ def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
 
 
 def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
-    """Refuses a corpus that is not there, and a file where its indexes belong.
+    """Check that a corpus exists and that its index folder is no file.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: names the key, of a section of the configuration.
+        FileNotFoundError, NotADirectoryError: The message names the key in `section`.
     """
     if not corpus.is_file():
         raise FileNotFoundError(
@@ -231,17 +213,17 @@ def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
 def make_once(
     folder: Path, make: Callable[[], None], *, lock: Path, corpus: Path, section: str
 ) -> None:
-    """Lets one process of all make an index that is missing; the others wait for it.
+    """Make an index that is missing in one process, while the others wait.
 
     Args:
-        folder: of the index, in that of all indexes of the corpus.
-        make: makes it.
-        lock: a file beside it. The system frees the lock when the process dies.
-        corpus: what is indexed; its digest is kept beside the index.
-        section: of the configuration, for messages.
+        folder: Folder of the index.
+        make: Function that makes it.
+        lock: File beside the folder. The system releases the lock when the process dies.
+        corpus: The corpus, for messages.
+        section: Config section of the engine, for messages.
 
     Raises:
-        PermissionError: the index may not be written.
+        PermissionError: The index may not be written.
     """
     if folder.is_dir():
         return
@@ -259,14 +241,13 @@ def make_once(
         fcntl.flock(held, fcntl.LOCK_EX)
         if not folder.is_dir():
             make()
-    corpus_digest(corpus, folder.parent)  # there is a folder now to keep it in
 
 
 def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
-    """Refuses an index of a corpus that changed while it was read: it would bear a wrong name.
+    """Check that a corpus did not change while it was indexed.
 
     Raises:
-        ValueError: `digest`, taken before, is not that of the corpus.
+        ValueError: Its digest is not `digest` any more.
     """
     if corpus_digest(corpus, index_dir) != digest:
         raise ValueError(
@@ -277,50 +258,42 @@ def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
 
 _DIGESTS = "digests.json"
 
-_SETTLED_NS = 2 * 10**9  # file systems count changes in steps, of up to two seconds
+_SETTLED_NS = 2 * 10**9  # file systems round times of change to up to two seconds
 
 
 def corpus_digest(corpus: Path, index_dir: Path) -> str:
-    """SHA-256 of a corpus' content.
+    """Return the SHA-256 of a corpus.
 
-    It is kept beside the indexes, and read there by the next start that finds the corpus with the
-    same name, size and time of change, wherever both lie by then. A corpus that changed just now
-    is read anew until it is settled: it might change again and look the same.
+    The index folder caches it by name, size and time of change of the corpus, so both may be
+    moved. A corpus that changed within the last two seconds is always read, since it may change
+    again without a trace.
     """
     stat, now_ns = corpus.stat(), time.time_ns()
     key = f"{corpus.name} {stat.st_size} {stat.st_mtime_ns}"
-    known: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        known = read_object(index_dir / _DIGESTS)
-    if not all(isinstance(digest, str) for digest in known.values()):
-        known = {}
+        cache = read_object(index_dir / _DIGESTS)
     is_settled = now_ns - stat.st_mtime_ns > _SETTLED_NS
-    if is_settled and key in known:
-        return known[key]
-    # What may change again and look the same is remembered neither here nor on disk.
-    hash_file = _digest if is_settled else _digest.__wrapped__
-    digest = hash_file(corpus.resolve(), stat.st_size, stat.st_mtime_ns)
-    if is_settled and index_dir.is_dir():
-        with contextlib.suppress(OSError):  # of others, or full: the next start reads it again
+    if is_settled and isinstance(cache.get(key), str):
+        return cache[key]
+    digest = file_digest(corpus)
+    if is_settled:
+        with contextlib.suppress(OSError):  # the folder may be read-only, or the disk full
+            index_dir.mkdir(parents=True, exist_ok=True)
             unfinished = index_dir / f".{_DIGESTS}.{os.getpid()}"
-            unfinished.write_text(json.dumps(known | {key: digest}, indent=1), encoding="utf-8")
+            unfinished.write_text(json.dumps(cache | {key: digest}, indent=1), encoding="utf-8")
             unfinished.replace(index_dir / _DIGESTS)
     return digest
 
 
 def is_indexed(corpus: Path, index_dir: Path) -> bool:
-    """Return True if there is an index of a corpus as it is now, which names its digest."""
+    """Return True if there is an index of the corpus in its current state."""
     made_of = [path for path in index_dir.glob("*/*.json") if path.parent.name != "building"]
     digest = corpus_digest(corpus, index_dir) if made_of else ""
     return any(digest in path.read_text("utf-8", "replace") for path in made_of)
 
 
-@functools.lru_cache(maxsize=8)
-def _digest(file: Path, size: int, mtime_ns: int) -> str:
-    return file_digest(file)
-
-
 def file_digest(file: Path) -> str:
-    """SHA-256 of a file's content."""
+    """Return the SHA-256 of a file."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

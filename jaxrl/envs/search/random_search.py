@@ -1,4 +1,4 @@
-"""The control engine that finds documents drawn at random."""
+"""Control engine that returns random documents."""
 
 from __future__ import annotations
 
@@ -10,20 +10,13 @@ from jaxrl.envs.search.base import DocumentSearch, Hit
 
 
 class RandomSearch(DocumentSearch):
-    """Draws documents at random: a control, whose score was not learnt from results.
-
-    The same query finds the same documents, each as likely as any other, whatever was asked before.
-    """
+    """Uniformly drawn documents, which depend on the query and the seed only."""
 
     def __init__(self, engine: DocumentSearch, *, seed: int) -> None:
-        """Takes the place of an engine.
-
-        Args:
-            engine: whose documents are drawn, as many as it shows.
-            seed: with the query, what the draws depend on.
+        """Replace an engine.
 
         Raises:
-            ValueError: its documents are not at hand.
+            ValueError: The engine's documents are not available.
         """
         if engine.documents is None:
             raise ValueError(f"{type(engine).__name__} has no documents at hand to draw from.")
@@ -31,14 +24,14 @@ class RandomSearch(DocumentSearch):
         self._documents, self._seed = engine.documents, seed
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Documents drawn for each query, all different."""
+        """Draw different documents for each query."""
         size, results = len(self._documents), []
         for query in queries:
-            drawn: dict[int, None] = {}  # places, in the order in which they are drawn
+            drawn: dict[int, None] = {}  # an ordered set
             for number in itertools.count():
                 if len(drawn) == min(topk, size):
                     break
                 data = f"{self._seed} {number} {query}".encode("utf-8", errors="surrogatepass")
                 drawn[int.from_bytes(hashlib.sha256(data).digest()) % size] = None
-            results.append([Hit(self._documents[place], None) for place in drawn])
+            results.append([Hit(self._documents[index], None) for index in drawn])
         return results

@@ -15,19 +15,18 @@ from jaxrl.utils.json_io import parse_json, read_object
 
 
 class Recording:
-    """Results of an engine with certain settings, by query, in files that only grow.
+    """Results of an engine with certain settings, by query, in append-only files.
 
     ```text
     <folder>/<hash of engine and settings>/
         engine.json             engine and settings
-        process_0.jsonl         one result a line, by process: {"key", "query", "result", "digest"}
+        process_0.jsonl         one result per line: {"key", "query", "result", "digest"}
     ```
 
-    A key is the SHA-256 of engine, settings and query, a digest that of key and result; where they
-    differ, the line is damaged. A result that is there once stays, whatever the engine finds later.
-    Each process writes a file of its own; a line that a kill has cut or that is damaged is told and
-    passed over. Lines of versions without digests are read. Memory holds a place in a file for
-    every query, not its result.
+    A key is the SHA-256 of engine, settings and query; a digest is the SHA-256 of key and result.
+    Lines that a kill cut, or whose digest differs, are ignored with a warning. Lines of old
+    versions have no digest. The first result of a query stays. Each process writes its own file.
+    Memory holds the place of each result, not its text.
     """
 
     def __init__(
@@ -38,47 +37,43 @@ class Recording:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Reads what is there; nothing is written until there is a result.
+        """Read the existing results; nothing is written before the first `add`.
 
         Args:
-            folder: of all recordings of a run.
-            engine: its name and settings, as JSON has them.
-            process: number of this process, whose own results come before those of others.
-            log: told of lines that are passed over.
+            folder: Folder of all recordings of a run.
+            engine: Name and settings of the engine, as JSON values.
+            process: Number of this process, whose own results have priority.
+            log: Callback for warnings about damaged lines.
         """
         self._engine = json.dumps(dict(engine), sort_keys=True, ensure_ascii=False)
         self.folder = folder / _digest(self._engine)[:16]
         self._own = self.folder / f"process_{process}.jsonl"
         self._places: dict[str, tuple[Path, int, int]] = {}  # by key: file, first byte, bytes
         self._lock = threading.Lock()
-        others = sorted(self.folder.glob("process_*.jsonl")) if self.folder.is_dir() else []
-        for path in [self._own, *(path for path in others if path != self._own)]:
+        paths = self.folder.glob("process_*.jsonl")
+        for path in sorted(paths, key=lambda path: (path != self._own, path)):
             num_bad = start = 0
-            if path.exists():
-                with path.open("rb") as file:
-                    for data in file:
-                        if (entry := _read_line(data)) is not None:
-                            self._places.setdefault(entry[0], (path, start, len(data)))
-                        elif data.strip():
-                            num_bad += 1
-                        start += len(data)
+            with path.open("rb") as file:
+                for data in file:
+                    if entry := _read_line(data):
+                        self._places.setdefault(entry[0], (path, start, len(data)))
+                    elif data.strip():
+                        num_bad += 1
+                    start += len(data)
             if num_bad:
-                lines, them = ("1 line", "it") if num_bad == 1 else (f"{num_bad} lines", "them")
-                verb = ("is", "It is") if num_bad == 1 else ("are", "They are")
                 log(
-                    f"warning: {path} has {lines} that {verb[0]} no result, or not the one that "
-                    f"was written; a kill may have cut {them}, or the file is damaged. "
-                    f"{verb[1]} left out"
+                    f"warning: {path} has damaged lines ({num_bad}), which are left out; a kill "
+                    "may have cut them"
                 )
 
     def __len__(self) -> int:
         return len(self._places)
 
     def get(self, query: str) -> str | None:
-        """The result of a query; None where there is none, or none any more.
+        """Return the result of a query, or None.
 
         Raises:
-            OSError: its file cannot be read.
+            OSError: The file cannot be read.
         """
         key = self._key(query)
         with self._lock:
@@ -89,24 +84,24 @@ class Recording:
         with path.open("rb") as file:
             file.seek(start)
             entry = _read_line(file.read(size))
-        if entry is not None and entry[0] == key:
+        if entry and entry[0] == key:
             return entry[1]
-        with self._lock:  # somebody has changed the file
+        with self._lock:  # the file has changed
             self._places.pop(key, None)
         return None
 
     def add(self, query: str, result: str) -> None:
-        """Keeps a result, unless the query has one.
+        """Record a result, unless the query has one.
 
         Raises:
-            OSError: it could not be written.
+            OSError: The result could not be written.
         """
         key = self._key(query)
         digest = _digest(f"{key}\n{result}")
         line = {"key": key, "query": query, "result": result, "digest": digest}
         try:
             data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
-        except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 does not have
+        except UnicodeEncodeError:  # half of a surrogate pair
             data = json.dumps(line).encode() + b"\n"
         with self._lock:
             if key in self._places:
@@ -114,11 +109,10 @@ class Recording:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._own.exists():
                 (self.folder / "engine.json").write_text(self._engine + "\n", encoding="utf-8")
-            # In one write, behind the end of a line that a kill has cut.
             with self._own.open("a+b", buffering=0) as file:
                 if file.seek(0, os.SEEK_END):
                     file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":
+                    if file.read(1) != b"\n":  # a kill cut the last line
                         file.write(b"\n")
                 if file.write(data) != len(data):
                     raise OSError(f"{self._own}: a result could not be written whole")
@@ -129,7 +123,7 @@ class Recording:
 
 
 def recorded_engines(folder: Path) -> list[dict[str, Any]]:
-    """Engines and settings of which a folder has recordings, those whose file can be read."""
+    """Return engines and settings of the recordings in a folder; skip unreadable ones."""
     engines = []
     for path in sorted(folder.glob("*/engine.json")):
         with contextlib.suppress(OSError, ValueError):
@@ -141,15 +135,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-_NAMES = {"key", "query", "result"}
-
-
 def _read_line(data: bytes) -> tuple[str, str] | None:
-    """Key and result; None where a line is not what was written."""
+    """Return key and result of a line, or None if it is damaged."""
     with contextlib.suppress(ValueError):
         match parse_json(data, "a line"):
             case {"key": str() as key, "result": str() as result, **rest}:
-                is_whole = rest.get("digest") == _digest(f"{key}\n{result}")
-                if is_whole or {"key", "result", *rest} == _NAMES:  # of before there were digests
+                is_old = rest.keys() == {"query"}  # from before there were digests
+                if is_old or rest.get("digest") == _digest(f"{key}\n{result}"):
                     return key, result
     return None

@@ -1,17 +1,17 @@
-"""A guard around any search engine: neither its failures nor its limits reach a reward.
+"""Cache, limits, retries and outages around a search engine.
 
 A query passes, in this order:
 
-1. cache: what was found before, for a while.
-2. calls in flight: a query that another episode is asking right now is not asked twice.
-3. recording: what an earlier call found, where searches are recorded or replayed.
-4. rate limit: queries a second and calls side by side; what is over waits in line.
-5. deadline: a call that takes longer has failed.
-6. retries: a call that failed is made again after a while, or when the server says.
-7. breaker: after failures in a row nobody asks for a while, then one call tries.
-8. outage: where nobody gets an answer for too long, the run stops or goes on without results.
+1. Cache: earlier results.
+2. In flight: a query that another episode is asking now is not asked again.
+3. Recording: results of earlier runs, if searches are recorded or replayed.
+4. Rate limit: queries per second and concurrent calls.
+5. Deadline: a call that takes longer has failed.
+6. Retries: with backoff, or when the server says.
+7. Circuit breaker: after consecutive failures nobody asks for a while, then one call tries.
+8. Outage: if nobody gets an answer for too long, the run stops or continues without results.
 
-Failures are never kept. Misses of a batch go to an engine that takes batches as one.
+Failures are never cached. An engine that takes batches gets the misses of a batch together.
 """
 
 from __future__ import annotations
@@ -30,34 +30,29 @@ from cachetools import LRUCache
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.search.base import SearchEngine
 from jaxrl.envs.tools.base import Answer, Tool, run_one, run_together
-from jaxrl.utils.concurrency import LateError, in_thread, in_time, side_by_side
+from jaxrl.utils.concurrency import in_thread, side_by_side
 from jaxrl.utils.rate_limit import Breaker, RateLimit, bounded_wait_s
 
 if TYPE_CHECKING:
     from jaxrl.envs.search.recording import Recording
 
 MAX_BACKOFF_S = 30.0
-"""Seconds that a retry waits at most of itself; a server may ask for more."""
+"""Longest backoff in seconds; a server may ask for more."""
 
 MAX_HANGING = 128
-"""Calls that are past their deadline and have not ended, at most; a thread each."""
-
-_TOLD_AFTER_S = 10.0  # seconds without any answer, after which a person is told
+"""Maximum number of calls, and threads, that are past their deadline and have not returned."""
 
 _WHAT_TO_DO = (
     "What was finished is saved; once it answers, run the same command again. With "
     "config.search.on_outage='empty' a run goes on without results."
 )
 
-_ENTRY = 200  # bytes that an entry of the cache takes beside its texts, about
+_ENTRY_BYTES = 200  # overhead of a cache entry, about
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Limits and deadlines of an engine: the keys of `config.search` with the same names.
-
-    Times are in seconds, sizes in MiB.
-    """
+    """Limits and deadlines: the keys of `config.search` with these names, in seconds and MiB."""
 
     cache_mib: float
     cache_ttl_s: float
@@ -73,16 +68,12 @@ class Policy:
 
 
 class Nobody(Tool):
-    """Stands for an engine that must not be asked."""
+    """Stand-in for an engine that must not be asked."""
 
     name, blank = "nobody", ""
 
     def run(self, call: str, /) -> str:
-        """Raises an error.
-
-        Raises:
-            ToolError: always.
-        """
+        """Raise a ToolError."""
         raise ToolError("nobody is asked")
 
 
@@ -91,39 +82,37 @@ PROBE = "test"
 
 
 def ask_first(engine: Tool, policy: Policy, *, place: str, log: Callable[[str], None]) -> None:
-    """Probes a server with one query before any long work, so that a wrong address shows at once.
+    """Send one query before any long work, so that a wrong address shows at once.
 
-    Where it fails, a warning says so, and it is asked again for as long as a run would ask; with
-    `on_outage="empty"` nobody waits, as a run would go on without it.
+    With `on_outage="empty"` one try is made, and a failure is logged.
 
     Args:
-        engine: asks the server.
-        policy: of the run.
-        place: key of the server's address, for messages.
-        log: told of a failure.
+        engine: Engine that asks the server.
+        policy: Limits of the run.
+        place: Config key of the server's address, for messages.
+        log: Callback for warnings.
 
     Raises:
-        ValueError: the server refuses the query, as where there is no such path, or a key is wrong.
-        OutageError: it has answered nobody for `policy.outage_deadline_s`.
+        ValueError: The server refuses the query, as if the path or a key is wrong.
+        OutageError: The server did not answer within `policy.outage_deadline_s`.
     """
-    try:
-        result = in_time(policy.deadline_s, lambda: run_one(engine, PROBE))
-    except LateError:
-        result = ToolError(f"no answer within {policy.deadline_s:g} s (config.search.deadline_s)")
-    if isinstance(result, ToolError) and not result.is_permanent:
-        failed = f"warning: a first query of the server that {place} names failed: {result}"
-        if policy.on_outage == "empty":
-            log(f"{failed}. Episodes that search are environment errors until it answers")
-            return
-        log(
-            f"{failed}. It is asked again for {policy.outage_deadline_s:g} s "
-            "(config.search.outage_deadline_s)"
+    probing = replace(policy, cache_mib=0.0, breaker_failures=max(policy.breaker_failures, 2))
+    if policy.on_outage == "empty":
+        probing = replace(probing, outage_deadline_s=0.0, retries=0)
+        search = ResilientSearch(engine, probing)
+    else:
+        search = ResilientSearch(
+            engine, probing, log=lambda line: log(f"{line} ({place})"), warn_after_s=0.0
         )
-        asked = ResilientSearch(engine, replace(policy, cache_mib=0.0), log=log)
-        [result] = asked.run_batch([PROBE])
-    if isinstance(result, OutageError):
+    [result] = search.run_batch([PROBE])
+    if isinstance(result, OutageError) and result.fallback is None:
         raise OutageError(f"{result} The server is the one that {place} names.")
-    if isinstance(result, ToolError):
+    if isinstance(result, OutageError):
+        log(
+            f"warning: a first query of the server that {place} names failed: {result}. Episodes "
+            "that search are environment errors until it answers"
+        )
+    elif isinstance(result, ToolError):
         raise ValueError(f"the server that {place} names refuses a first query: {result}.")
 
 
@@ -132,22 +121,22 @@ class _Miss:
     """A query that the engine is asked."""
 
     query: str
-    started: float  # on the clock, when it came
+    started: float
     settled: Future[Answer] = field(default_factory=Future)
     attempts: int = 0
     num_counted: int = 0  # failures while the engine answered others
-    since: float = 0.0  # the failure before, or the start
+    since: float = 0.0  # time of the failure before, or the start
     error: ToolError = field(default_factory=lambda: ToolError("no try was made"))
 
 
 class ResilientSearch(SearchEngine):
-    """Guard around a search engine; see the module."""
+    """Search engine with the guards that the module lists."""
 
     what: ClassVar[str] = "the search engine"
-    """Name of what is asked, in messages."""
+    """Name of the engine in messages."""
 
     section: ClassVar[str] = "config.search"
-    """Section of its settings, in messages."""
+    """Section of its settings in messages."""
 
     def __init__(
         self,
@@ -157,24 +146,26 @@ class ResilientSearch(SearchEngine):
         recording: Recording | None = None,
         is_replay: bool = False,
         log: Callable[[str], None] = lambda _: None,
+        warn_after_s: float = 10.0,
     ) -> None:
-        """Asks nothing yet.
+        """Wrap an engine.
 
         Args:
-            engine: a tool called `search`.
-            policy: how it is asked.
-            recording: knows results, and is told new ones; None: nothing is recorded.
-            is_replay: the recording alone answers, never the engine.
-            log: is told of outages.
+            engine: Tool called `search`.
+            policy: Limits and deadlines.
+            recording: Known results, to which new ones are added; None to record nothing.
+            is_replay: True if only the recording answers.
+            log: Callback for warnings about outages.
+            warn_after_s: Seconds without any answer after which a warning is logged.
         """
         self.engine = engine
         self.blank = engine.blank
-        self._policy, self._log = policy, log
+        self._policy, self._log, self._warn_after_s = policy, log, warn_after_s
         self._recording, self._is_replay = recording, is_replay
         self._max_running = policy.max_concurrent or engine.max_threads
         self._takes_batches = type(engine).run_batch is not Tool.run_batch
-        self._lock = threading.Lock()  # of the cache, of what is in flight
-        # By query: its result, when that came, and bytes of both.
+        self._lock = threading.Lock()  # guards the cache and the queries in flight
+        # Result, time and bytes by query.
         self._cache: LRUCache[str, tuple[str, float, int]] = LRUCache(
             policy.cache_mib * 2**20, getsizeof=lambda entry: entry[2]
         )
@@ -187,31 +178,31 @@ class ResilientSearch(SearchEngine):
             patience_s=policy.outage_deadline_s,
         )
         self._num_running = self._num_hanging = 0
-        self._is_told = False  # of the outage under way
+        self._is_told = False  # of the current outage
         self._answered_query: str | None = None  # the last one
 
     def run(self, query: str, /) -> str:
-        """The text found for one query."""
+        """Return the text for one query."""
         [result] = self.run_batch([query])
         if isinstance(result, ToolError):
             raise result
         return result
 
     def run_batch(self, queries: Sequence[str], /) -> list[str | ToolError]:
-        """The text found for each query, or why there is none."""
+        """Return the text for each query, or its error."""
         return [answer.found for answer in self.answer_all(queries)]
 
     def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
-        """Answers each query, with the text found or the reason for none, and what that took."""
+        """Answer each query with its text or error, and a record of the call."""
         started = time.monotonic()
         cached: dict[str, str] = {}
         misses: dict[str, _Miss] = {}
         shared: dict[str, _Miss] = {}
         with self._lock:
             for query in dict.fromkeys(calls):
-                text, kept_at, _ = self._cache.get(query, (None, started, 0))
+                text, cached_at, _ = self._cache.get(query, (None, started, 0))
                 ttl_s = self._policy.cache_ttl_s
-                if text is not None and not (ttl_s and started - kept_at > ttl_s):
+                if text is not None and not (ttl_s and started - cached_at > ttl_s):
                     cached[query] = text
                 elif query in self._in_flight:
                     shared[query] = self._in_flight[query]
@@ -219,7 +210,7 @@ class ResilientSearch(SearchEngine):
                     miss = _Miss(query=query, started=started, since=started)
                     self._in_flight[query] = misses[query] = miss
         try:
-            unknown = [miss for miss in misses.values() if not self._is_recalled(miss)]
+            unknown = [miss for miss in misses.values() if not self._recall(miss)]
             # One by one, or in batches as large as the rate limit lets start at once.
             size = max(len(unknown) if self._takes_batches else 1, 1)
             size = min(size, self._limit.burst) if self._limit else size
@@ -228,7 +219,7 @@ class ResilientSearch(SearchEngine):
                 self._play(pieces[0])
             elif pieces:
                 side_by_side(self._play, pieces, max_threads=self._max_running)
-        finally:  # others may wait for them
+        finally:  # other threads may wait for the misses
             for miss in misses.values():
                 self._settle(miss, miss.error)
         wait_for([miss.settled for miss in shared.values()])
@@ -238,7 +229,7 @@ class ResilientSearch(SearchEngine):
                 answers.append(self._answer(query, cached[query], "cache", started))
             elif query in misses:
                 answers.append(misses[query].settled.result())
-                shared.setdefault(query, misses.pop(query))  # and each that follows shares it
+                shared.setdefault(query, misses.pop(query))  # repetitions share the answer
             else:
                 result = shared[query].settled.result().found
                 answers.append(self._answer(query, result, "shared", started))
@@ -250,84 +241,72 @@ class ResilientSearch(SearchEngine):
         if isinstance(result, OutageError) and result.fallback is not None:
             source = "fallback"
         waited_s = time.monotonic() - started
-        took = {"source": source, "waited_s": waited_s, "attempts": attempts}
-        return Answer.of(self, query, result, **took)
+        record = {"source": source, "waited_s": waited_s, "attempts": attempts}
+        return Answer.of(self, query, result, **record)
 
     def _settle(self, miss: _Miss, result: str | ToolError, source: str = "tool") -> None:
-        """Gives a query its answer, once; only a result is kept."""
+        """Answer a query, once; cache its text."""
         with self._lock:
             if miss.settled.done():
                 return
             if isinstance(result, str):
-                size = len(miss.query) + len(result) + _ENTRY
+                size = len(miss.query) + len(result) + _ENTRY_BYTES
                 if size <= self._cache.maxsize:
                     self._cache[miss.query] = (result, time.monotonic(), size)
             self._in_flight.pop(miss.query, None)
             answer = self._answer(miss.query, result, source, miss.started, miss.attempts)
             miss.settled.set_result(answer)
 
-    def _is_recalled(self, miss: _Miss) -> bool:
-        """Settles a query from the recording, or because it is replayed and has none there."""
+    def _recall(self, miss: _Miss) -> bool:
+        """Settle a query from the recording; return True if it is settled."""
         if self._recording is None:
             return False
-        recalled: str | ToolError | None = self._recording.get(miss.query)
-        if recalled is None and self._is_replay:
-            recalled = self._outage(
+        result: str | ToolError | None = self._recording.get(miss.query)
+        if result is None and self._is_replay:
+            result = self._outage(
                 miss,
                 f"{self.section}.replay is 'only', and {self._recording.folder} has no result for "
                 f"the query {miss.query!r:.200}",
                 "This run is not the one that was recorded; with replay='record' the engine is "
                 "asked for what is missing.",
             )
-        if recalled is not None:
-            self._settle(miss, recalled, "replay")
-        return recalled is not None
+        if result is not None:
+            self._settle(miss, result, "replay")
+        return result is not None
 
     def _play(self, misses: list[_Miss]) -> None:
-        """Asks for some queries at once, and again for those that failed.
+        """Ask for some queries together until each is settled.
 
-        The last try is made for each alone, so that none is lost for another one's sake.
+        The last try is made for each alone, so that one query cannot fail the others.
         """
         while misses:
             results = self._attempt([miss.query for miss in misses], misses)
             if results is None:
+                down_s = self._breaker.down_s(time.monotonic())
                 for miss in misses:
-                    with self._turn:
-                        down_s = self._breaker.down_s(time.monotonic())
                     why = (
                         f"{self.what} has answered nobody for {down_s:.1f} s "
                         f"({self.section}.outage_deadline_s); the last error: {miss.error}"
                     )
                     self._settle(miss, self._outage(miss, why))
                 return
-            misses = [m for m, one in zip(misses, results, strict=True) if self._goes_on(m, one)]
+            misses = [m for m, r in zip(misses, results, strict=True) if self._needs_retry(m, r)]
             if not misses:
                 return
-            # Longer from try to try, but not beyond an outage's end.
+            # Exponential backoff with jitter, but not beyond an outage's end.
             most = max(miss.attempts for miss in misses)
             doublings = min(most - 1, self._policy.retries, 10)
             wait_s = min(self._policy.backoff_s * 2**doublings, MAX_BACKOFF_S)
-            wait_s *= random.uniform(0.75, 1.25)  # so that not all who failed come back together
-            with self._turn:
-                patience_s = self._breaker.patience_s(time.monotonic())
-            time.sleep(max(min(wait_s, patience_s), 0.0))
+            patience_s = self._breaker.patience_s(time.monotonic())
+            time.sleep(max(min(wait_s * random.uniform(0.75, 1.25), patience_s), 0.0))
             if len(misses) > 1 and most >= self._policy.retries:
                 side_by_side(lambda m: self._play([m]), misses, max_threads=self._max_running)
                 return
 
-    def _goes_on(self, miss: _Miss, result: str | ToolError) -> bool:
-        """Settles a query with its result, or returns True if it is to be asked again."""
+    def _needs_retry(self, miss: _Miss, result: str | ToolError) -> bool:
+        """Settle a query with its result, or return True to ask again."""
         if isinstance(result, str):
-            kept: str | ToolError = result
-            if self._recording is not None:
-                try:
-                    self._recording.add(miss.query, result)
-                except OSError as error:
-                    text = f"an answer of {self.what} could not be recorded: {error}"
-                    kept = OutageError(text)
-                else:  # another call of it may have been first
-                    kept = self._recording.get(miss.query) or result
-            self._settle(miss, kept)
+            self._settle(miss, self._recorded(miss.query, result))
             return False
         with self._turn:
             answered_others = self._breaker.answered_at > miss.since
@@ -340,14 +319,24 @@ class ResilientSearch(SearchEngine):
         elif result.is_permanent or miss.num_counted > self._policy.retries:
             self._settle(miss, result)
         elif not answered_others and miss.attempts > self._policy.retries:
-            # Is it the engine, or the query? Of the latter, the tries that follow count.
+            # Does the engine fail, or the query? An answer to another makes the next tries count.
             self._answers_another(miss)
         return not miss.settled.done()
 
-    def _answers_another(self, miss: _Miss, *, is_forced: bool = False) -> bool:
-        """Asks for `miss` what the engine has answered before; returns True if it still does.
+    def _recorded(self, query: str, result: str) -> str | ToolError:
+        """Record a result; return the recorded one, which another process may have added first."""
+        if self._recording is None:
+            return result
+        try:
+            self._recording.add(query, result)
+        except OSError as error:
+            return OutageError(f"an answer of {self.what} could not be recorded: {error}")
+        return self._recording.get(query) or result
 
-        An answer counts for the breaker, as any does; with `is_forced` the breaker is not asked.
+    def _answers_another(self, miss: _Miss, *, is_forced: bool = False) -> bool:
+        """Repeat a query that the engine has answered; return True if it still does.
+
+        `is_forced` ignores the breaker. The answer counts for it in any case.
         """
         query = self._answered_query
         if query is None:
@@ -358,7 +347,7 @@ class ResilientSearch(SearchEngine):
     def _attempt(
         self, queries: list[str], misses: list[_Miss], *, is_forced: bool = False
     ) -> list[str | ToolError] | None:
-        """Asks the engine once; None where it is given up."""
+        """Ask the engine once; return None if it is given up."""
         is_new = not any(miss.attempts for miss in misses)
         if not self._enter(is_new=is_new, is_forced=is_forced):
             return None
@@ -378,7 +367,7 @@ class ResilientSearch(SearchEngine):
         return results
 
     def _call(self, queries: list[str], began: float) -> list[str | ToolError]:
-        """Calls the engine once, up to its deadline."""
+        """Call the engine once, up to its deadline."""
         with self._turn:
             is_down = self._breaker.down_s(began) > 0
             patience_s = self._breaker.patience_s(began)
@@ -387,28 +376,28 @@ class ResilientSearch(SearchEngine):
                 return [ToolError(text)] * len(queries)
         limit_s = self._policy.deadline_s
         if is_down and 0 < patience_s < limit_s:
-            limit_s = patience_s  # an outage is to end when it was said to
+            limit_s = patience_s
         if len(queries) == 1 and not self._takes_batches:
             call = in_thread(lambda: [run_one(self.engine, queries[0])])
         else:
             call = in_thread(lambda: run_together(self.engine, queries))
-        if not wait_for([call], timeout=limit_s).done:
+        if wait_for([call], timeout=limit_s).done:
+            return call.result()
 
-            def came_late(_: Future[list[str | ToolError]]) -> None:
-                with self._turn:
-                    self._num_hanging -= 1
-
+        def returned_late(_: Future[list[str | ToolError]]) -> None:
             with self._turn:
-                self._num_hanging += 1
-            call.add_done_callback(came_late)
-            text = f"no answer within {limit_s:g} s ({self.section}.deadline_s)"
-            return [ToolError(text)] * len(queries)
-        return call.result()
+                self._num_hanging -= 1
+
+        with self._turn:
+            self._num_hanging += 1
+        call.add_done_callback(returned_late)
+        text = f"no answer within {limit_s:g} s ({self.section}.deadline_s)"
+        return [ToolError(text)] * len(queries)
 
     def _enter(self, *, is_new: bool, is_forced: bool) -> bool:
-        """Waits for a turn to call the engine; False where the engine is given up instead.
+        """Wait for a turn to call the engine; return False if it is given up.
 
-        A new query may try what others have given up, where it is the one that tries.
+        A new query may try an engine that others have given up, if the breaker admits it.
         """
         with self._turn:
             while True:
@@ -427,20 +416,20 @@ class ResilientSearch(SearchEngine):
                 self._turn.wait(max(min(waits), 0.0) + 1e-3)
 
     def _leave(self, queries: list[str], results: list[str | ToolError], began: float) -> None:
-        """Ends a turn and records its outcome."""
+        """End a turn and record its outcome."""
         with self._turn:
             now = time.monotonic()
             self._num_running -= 1
-            failed = [one for one in results if isinstance(one, ToolError)]
+            failed = [result for result in results if isinstance(result, ToolError)]
             if failed or not results:  # an interrupt leaves none
-                permanent = [error.is_permanent for error in failed]
+                are_permanent = all(error.is_permanent for error in failed)
                 self._breaker.failed(
                     now,
                     began=began,
                     retry_after_s=max([bounded_wait_s(e.retry_after_s) for e in failed], default=0),
-                    num_permanent=len(failed) if all(permanent) else 0,
+                    num_permanent=len(failed) if are_permanent else 0,
                 )
-                if not self._is_told and self._breaker.down_s(now) > _TOLD_AFTER_S:
+                if not self._is_told and self._breaker.down_s(now) > self._warn_after_s:
                     self._is_told = True
                     patience_s = max(self._breaker.patience_s(now), 0.0)
                     self._log(
@@ -448,7 +437,7 @@ class ResilientSearch(SearchEngine):
                         f"{patience_s:.0f} s ({self.section}.outage_deadline_s). The last error: "
                         f"{failed[-1] if failed else 'none'}"
                     )
-            texts = [q for q, one in zip(queries, results, strict=False) if isinstance(one, str)]
+            texts = [q for q, r in zip(queries, results, strict=False) if isinstance(r, str)]
             if texts:
                 if self._is_told:
                     self._is_told = False
@@ -457,10 +446,10 @@ class ResilientSearch(SearchEngine):
                 self._answered_query = texts[-1]
             self._turn.notify_all()
 
-    def _outage(self, miss: _Miss, why: str, what_to_do: str = _WHAT_TO_DO) -> OutageError:
-        """The error of a query that the engine does not answer; empty where a run goes on."""
+    def _outage(self, miss: _Miss, why: str, remedy: str = _WHAT_TO_DO) -> OutageError:
+        """Return the error of a query during an outage, with a fallback if the run continues."""
         if self._policy.on_outage == "stop":
-            return OutageError(f"{why}. {what_to_do}")
+            return OutageError(f"{why}. {remedy}")
         with self._lock:
             stale = self._cache.get(miss.query)
         return OutageError(why, fallback=stale[0] if stale else self.blank)

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from jaxrl.envs.base import NO_INFORMATION, CallRecord, Episode, Prompt, Task, Turn
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.rewards.attribution import Attribution, attribute, occurs, results_of
-from jaxrl.envs.search.base import Document, KeywordSearch, SearchEngine, render_documents
+from jaxrl.envs.search.base import Document, SearchEngine, render_documents
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
 from jaxrl.extras.sentinel.evidence import has_found
 from jaxrl.extras.stability.first_occurrence import first_occurrence
 from tests.envs.contract import after
 from tests.episodes import make_trajectory
+from tests.servers import KeywordSearch
 
 KERR = Document("1", "Avington Bridge", "The bridge was designed by Ada Kerr.")
 MILL = Document("2", "Mill", "The mill burnt in 1914-1918.")
@@ -56,11 +57,6 @@ def test_an_answer_in_results(answer, is_there):
         turn = search("q", KERR, MILL, DALE, protocol=protocol)
         assert occurs(answer, turn.observation) == is_there
         assert attribute([turn, ANSWER], ["no such", answer]).has_evidence == is_there
-
-
-def test_what_the_model_writes_is_no_evidence():
-    turn = Turn(text="Ada Kerr <search>Ada Kerr</search>", tool_call="Ada Kerr", observation=" ")
-    assert not attribute([turn, Turn(text="<answer>Ada Kerr</answer>")], ["Ada Kerr"]).has_evidence
 
 
 def test_results_that_were_cut_hold_what_is_left():
@@ -260,15 +256,6 @@ def test_a_call_that_was_not_made_is_no_evidence():
     text = asked("qwen", "river") + asked("qwen", "bridge")
     assert not has_evidence(played(engine, text, max_calls=1))
     assert has_evidence(played(engine, text, max_calls=2))
-
-
-def test_a_tag_of_another_tool_is_no_search():
-    engine = KeywordSearch({"bridge": "By Ada Kerr."})
-    turns = played(
-        engine, "<python>print Ada Kerr</python>", protocol="search_r1", tools=[Python()]
-    )
-    assert "Ada Kerr" in turns[0].observation
-    assert not has_evidence(turns)
 
 
 def test_a_search_that_failed_is_no_evidence():

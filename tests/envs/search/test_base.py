@@ -6,12 +6,10 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import (
     Document,
     DocumentSearch,
-    EmptySearch,
     Hit,
-    KeywordSearch,
-    render_documents,
 )
 from jaxrl.envs.search.random_search import RandomSearch
+from tests.servers import KeywordSearch
 
 CITIES = [
     Document("1", "Paris", "Paris is the capital of France."),
@@ -24,18 +22,6 @@ def test_keyword_search():
     assert engine.run("the CAPITAL of france") == "Paris"
     assert engine.run("Capital?") == "a city"
     assert engine.run("Rome") == "No information found for: Rome"
-
-
-def test_empty_search():
-    assert EmptySearch().run_batch(["a", "b"]) == ["No information found"] * 2
-
-
-def test_render_documents():
-    assert render_documents(CITIES) == (
-        "Doc 1(Title: Paris) Paris is the capital of France.\n"
-        "Doc 2(Title: Berlin) Berlin is the capital of Germany. It is not Paris."
-    )
-    assert render_documents([]) == "No information found"
 
 
 class Cities(DocumentSearch):
@@ -60,14 +46,6 @@ def test_found_documents_are_rendered_and_failures_told():
     assert Cities().run("1") == "Doc 1(Title: Paris) Paris is the capital of France."
     with pytest.raises(ToolError, match="down"):
         Cities().run("broken")
-
-
-def test_contents_are_title_and_text():
-    document = Document.of_contents("7", '"Eiffel Tower"\nA tower\nin Paris.')
-    assert document == Document("7", "Eiffel Tower", "A tower\nin Paris.")
-    assert document.contents == '"Eiffel Tower"\nA tower\nin Paris.'
-    assert Document.of_contents("7", "Eiffel  Tower") == Document("7", "Eiffel Tower", "")
-    assert Document.of_contents("7", '"Eiffel\n ') == Document("7", "Eiffel", "")
 
 
 @pytest.mark.parametrize("title", ["Paris", "", '"Weird Al" Yankovic', 'The "Queen"', '"', '""'])

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search import bm25 as bm25_index
-from jaxrl.envs.search import corpus
 from jaxrl.envs.search.base import Document
 from jaxrl.envs.search.bm25 import LocalSearch, tokenize
 from jaxrl.envs.tools.base import run_one
@@ -131,8 +130,7 @@ some_script = st.sampled_from(
         "ᾳ",
         "Å",
         "½",
-        "-",
-        " ",
+        " -",
     ]
 )
 
@@ -178,25 +176,6 @@ def test_documents_come_with_their_scores(tmp_path):
     assert engine.retrieve(["red"], 2)[0] == found[:2]
 
 
-@pytest.mark.parametrize(
-    ("query", "first"),
-    [
-        ("首都", "3"),
-        ("北京", "3"),
-        ("中华", "3"),
-        ("東京", "4"),
-        ("タワー", "4"),
-        ("中国的首都是哪里", "3"),
-        ("-Paris", "1"),
-        ("title:Germany AND (", "2"),
-        ("FRANCE", "1"),
-        ('"capital of germany"~2^', "2"),
-    ],
-)
-def test_queries_are_words_without_syntax(tmp_path, query, first):
-    assert ids(make_search(tmp_path, CITIES), query)[0] == first
-
-
 NOISE = " ".join(f"w{i}" for i in range(20_000))
 HOSTILE = {
     "100,000 characters": ("paris " + NOISE)[:100_000],
@@ -225,15 +204,6 @@ def test_words_beyond_the_limit_do_not_count(tmp_path):
     words = [f"w{i}" for i in range(bm25_index.MAX_QUERY_WORDS)]
     assert ids(engine, " ".join([*words[1:], "France"])) == ["1"]
     assert ids(engine, " ".join([*words, "France"])) == []
-
-
-def test_title_counts_twice(tmp_path):
-    documents = [
-        Document("1", "other words", "about Paris here"),
-        Document("2", "about Paris", "other words here"),
-        Document("3", "other words", "here"),
-    ]
-    assert ids(make_search(tmp_path, documents), "paris") == ["2", "1"]
 
 
 def test_search_r1_corpus(tmp_path):
@@ -307,59 +277,26 @@ def test_the_index_is_built_once(tmp_path, monkeypatch):
     assert make_search(tmp_path, CITIES).run("capital") == before
 
 
-@pytest.mark.parametrize("is_emptied", [True, False])
-def test_a_damaged_index_is_told(tmp_path, is_emptied):
-    make_search(tmp_path, CITIES)
-    [folder] = [path for path in (tmp_path / "index").iterdir() if path.is_dir()]
-    for file in list(folder.iterdir()):
-        file.unlink()  # what the search before may still have mapped stays as it was
-        if not is_emptied:
-            file.write_bytes(b"x")
-    with pytest.raises(ValueError, match=f"the index {folder} is damaged; delete that folder"):
-        make_search(tmp_path, CITIES)
-
-
 def test_a_corpus_that_did_not_change_is_not_read_again(tmp_path, monkeypatch):
     def read(file, *about):
-        if str(file.name).endswith(".jsonl"):
-            reads.append(file.name)
+        reads.append(file.name)
         return hash_file(file, *about)
+
+    def num_reads(corpus):
+        reads.clear()
+        LocalSearch(corpus, corpus.parent / "index")
+        return len([name for name in reads if name == str(corpus)])
 
     reads, hash_file = [], hashlib.file_digest
     monkeypatch.setattr(hashlib, "file_digest", read)
-    old = write_corpus(tmp_path, CITIES)
-    LocalSearch(old, tmp_path / "index")
-    assert len(reads) == 3  # it changed just now, and may change again
-    os.utime(old, ns=(0, time.time_ns() - 3 * 10**9))
-    LocalSearch(old, tmp_path / "index")
-    assert len(reads) == 4
-    # Where it lies does not matter.
-    moved = Path(shutil.copytree(tmp_path, tmp_path / "moved"))
-    new = moved / old.name
-    LocalSearch(new, moved / "index")
-    assert len(reads) == 4
-    new.write_text(old.read_text() + "\n")
-    LocalSearch(new, moved / "index")
-    assert len(reads) > 4
-    os.utime(new, ns=(0, 0))
-    (moved / "index" / "digests.json").write_text("[")
-    reads.clear()
-    LocalSearch(new, moved / "index")
-    assert len(reads) == 1
-
-
-@pytest.mark.parametrize(("content", "count"), [("", 0), ("a", 1), ("a\n", 1), ("a\n\nb", 3)])
-def test_lines_are_counted(tmp_path, content, count):
-    (tmp_path / "file").write_text(content)
-    assert corpus.num_lines(tmp_path / "file") == count
-    assert corpus.num_lines(tmp_path / "none") == 0
-
-
-def test_documents_are_counted_where_an_index_is_built(tmp_path):
-    counts = []
-    make_search(tmp_path, CITIES, progress=counts.append)
-    make_search(tmp_path, CITIES, progress=counts.append)
-    assert counts == [4]
+    path = write_corpus(tmp_path, CITIES)
+    assert num_reads(path) == 2  # it changed just now, and may change again
+    os.utime(path, ns=(0, 10**18))
+    assert [num_reads(path), num_reads(path)] == [1, 0]
+    moved = Path(shutil.copytree(tmp_path, tmp_path / "moved")) / path.name
+    assert num_reads(moved) == 0
+    (moved.parent / "index" / "digests.json").write_text("[")
+    assert num_reads(moved) == 1
 
 
 def test_a_changed_corpus_is_indexed_again(tmp_path):
@@ -469,26 +406,10 @@ def test_an_index_that_is_damaged_is_not_extended(tmp_path, reads, part):
 def test_appended_documents_are_checked(tmp_path):
     path = write_corpus(tmp_path, CITIES[:2])
     LocalSearch(path, tmp_path / "index")
-    content = path.read_text(encoding="utf-8")
     append(path, [CITIES[2], CITIES[0]])
-    message = ":4: the id '1' is that of line 1 already"
-    with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
-        LocalSearch(path, tmp_path / "index")
-    path.write_text(content + "not json\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"corpus\.jsonl:3 is not valid JSON"):
+    with pytest.raises(ValueError, match="jsonl:4: the id '1' is that of an earlier line"):
         LocalSearch(path, tmp_path / "index")
     assert len(indexes(tmp_path)) == 1
-
-
-def test_a_failed_build_leaves_nothing_behind(tmp_path):
-    path = write_corpus(tmp_path, CITIES)
-    good = path.read_text(encoding="utf-8")
-    path.write_text(good + "not json\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"corpus\.jsonl:5"):
-        LocalSearch(path, tmp_path / "index")
-    assert indexes(tmp_path) == []
-    path.write_text(good, encoding="utf-8")
-    assert ids(LocalSearch(path, tmp_path / "index"), "France") == ["1"]
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path):
@@ -497,23 +418,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path):
     with no_file_beyond(1000), pytest.raises(OSError, match=r"index of .*corpus\.jsonl could not"):
         LocalSearch(path, tmp_path / "index")
     assert indexes(tmp_path) == []
-
-
-def test_others_may_read_an_index_as_the_umask_says(tmp_path):
-    umask = os.umask(0o027)
-    try:
-        make_search(tmp_path, CITIES)
-    finally:
-        os.umask(umask)
-    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "index").glob("*/*")} == {0o640}
-
-
-def test_an_index_that_may_not_be_read(open_folder):
-    make_search(open_folder, CITIES)
-    [meta] = (open_folder / "index").glob("*/meta.json")
-    meta.chmod(0)
-    with as_nobody(), pytest.raises(PermissionError, match=str(meta)):
-        LocalSearch(open_folder / "corpus.jsonl", open_folder / "index")
 
 
 def test_an_index_that_may_only_be_read(open_folder):
@@ -592,33 +496,6 @@ def test_a_corpus_that_changes_while_it_is_indexed_is_told(tmp_path):
     assert ids(LocalSearch(path, tmp_path / "index"), "北京") == ["3"]
 
 
-_APPENDING = """
-import sys, time
-from pathlib import Path
-
-path, text = Path(sys.argv[1]), Path(sys.argv[1]).read_text(encoding="utf-8")
-for number in range(200):
-    with path.open("a", encoding="utf-8") as file:
-        file.write('{"id": "n%d", "title": "new", "text": "kangaroo"}\\n' % number)
-    time.sleep(0.002)
-path.write_text("{\\n", encoding="utf-8")
-"""
-
-
-def test_an_open_index_is_left_alone_by_whoever_writes_the_corpus(tmp_path):
-    path = write_corpus(tmp_path, CITIES)
-    engine = LocalSearch(path, tmp_path / "index")
-    before = engine.retrieve(["capital", "kangaroo"], 9)
-    assert before[1] == []
-    process = run_python(_APPENDING, path)
-    while process.poll() is None:
-        assert engine.retrieve(["capital", "kangaroo"], 9) == before
-    assert process.returncode == 0
-    assert engine.retrieve(["capital", "kangaroo"], 9) == before
-    with pytest.raises(ValueError, match="jsonl:1 is not valid JSON"):
-        LocalSearch(path, tmp_path / "index")
-
-
 def test_processes_that_start_at_once_share_one_index(tmp_path):
     path = write_corpus(tmp_path, [Document(str(i), f"word {i}", "text") for i in range(500)])
     processes = [run_python(BUILD, path, tmp_path / "index") for _ in range(3)]
@@ -627,59 +504,28 @@ def test_processes_that_start_at_once_share_one_index(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "[]",
-        '"text"',
-        '{"id": "1", "text": "no title"}',
-        '{"title": "no id", "text": "x"}',
-        '{"id": "1", "title": null, "text": "x"}',
-        '{"id": null, "contents": "x"}',
-        '{"id": "1", "contents": ["x"]}',
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path, line):
-    path = write_corpus(tmp_path, CITIES[:1])
-    path.write_text(path.read_text(encoding="utf-8") + "\n" + line, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"corpus\.jsonl:3"):
-        LocalSearch(path, tmp_path / "index")
-
-
-def test_a_line_that_is_not_utf8_is_named(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_bytes(b'{"id": "1", "contents": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match=r"corpus\.jsonl:1"):
-        LocalSearch(path, tmp_path / "index")
-
-
-@pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"id": 1, "title": "Rome", "text": ""}, ":6: the id '1' is that of line 1 already"),
-        (
-            {"id": "5", "title": " ", "text": "\t"},
-            ":6: the document '5' has neither title nor text",
-        ),
-        ({"id": "5", "contents": '""\n'}, ":6: the document '5' has neither title nor text"),
-        ({"id": "5", "contents": "\ud800"}, ":6 holds half of a surrogate pair"),
+        (b"{", ":5 is not valid JSON"),
+        (b'{"id": "5", "contents": "caf\xe9"}', ":5 is not valid JSON in UTF-8"),
+        (b'{"id": "5", "text": "no title"}', ":5: expected"),
+        (b'{"id": null, "contents": "x"}', ":5: expected"),
+        (b'{"id": "5", "contents": ["x"]}', ":5: expected"),
+        (b'{"id": 1, "contents": "Rome"}', ":5: the id '1' is that of an earlier line"),
+        (b'{"id": "5", "title": " ", "text": "\\t"}', ":5: the document '5' has neither title nor"),
+        (b'{"id": "5", "contents": "\\ud800"}', ":5 holds half of a surrogate pair"),
     ],
 )
-def test_a_document_that_no_search_could_find_or_tell_apart(tmp_path, line, message):
+def test_a_malformed_line_is_named_and_nothing_is_left(tmp_path, line, message):
     path = write_corpus(tmp_path, CITIES)
-    path.write_text(path.read_text() + "\n" + json.dumps(line))
+    good = path.read_bytes()
+    path.write_bytes(good + line)
     with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
         LocalSearch(path, tmp_path / "index")
-
-
-def test_ids_of_equal_hash_are_two(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "id_hash", lambda _: 0)
-    assert len(list(corpus.read_corpus(write_corpus(tmp_path, CITIES)))) == len(CITIES)
-
-
-def test_an_empty_corpus_is_refused(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("\n \n")
+    assert indexes(tmp_path) == []
+    path.write_bytes(good)
+    assert ids(LocalSearch(path, tmp_path / "index"), "France") == ["1"]
+    path.write_bytes(b"\n \n")
     with pytest.raises(ValueError, match="has no documents"):
         LocalSearch(path, tmp_path / "index")
 
@@ -688,11 +534,6 @@ def test_a_missing_corpus_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no corpus at .*corpus\.jsonl"):
         LocalSearch(tmp_path / "corpus.jsonl", tmp_path / "index")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_topk_below_one_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="topk is 0"):
-        make_search(tmp_path, CITIES, topk=0)
 
 
 def test_its_documents_are_those_of_the_corpus_in_their_order(tmp_path):
@@ -717,48 +558,25 @@ def flipped(path, rng):
     return bit
 
 
-def test_a_flipped_bit_of_an_index_is_told(tmp_path):
-    words = [f"word{i}" for i in range(40)]
-    rng = random.Random(1)
-    documents = [
-        Document(str(i), f"Title {i}", " ".join(rng.choices(words, k=20))) for i in range(60)
-    ]
-    path = write_corpus(tmp_path, documents)
-    engine = LocalSearch(path, tmp_path / "index")
-    queries = [" ".join(rng.sample(words, 3)) for _ in range(5)]
-    before = engine.run_batch(queries)
-    [folder] = [tmp_path / "index" / name for name in indexes(tmp_path)]
+def test_damage_to_any_file_of_an_index_is_told(tmp_path):
+    make_search(tmp_path, CITIES)
+    [folder] = (tmp_path / "index").glob("*/")
     files = sorted(p for p in folder.iterdir() if p.suffix != ".lock")
     assert len(files) > 6
-    whole = {file: file.read_bytes() for file in files}
-    told = []
-    for turn in range(300):
-        file = files[turn % len(files)]
-        bit = flipped(file, rng)
-        try:
-            again = LocalSearch(path, tmp_path / "index").run_batch(queries)
-        except ValueError as error:
-            told.append(str(error))
+    for file in files:
+        whole = file.read_bytes()
+        if file.name != "corpus.json":  # of which not all is compared
+            flipped(file, random.Random(0))
         else:
-            assert again == before, (file.name, bit)
+            file.write_bytes(b"[")
+        start = re.escape(f"the index {folder} is damaged; delete that folder, and the next start")
+        with pytest.raises(ValueError, match=start):
+            make_search(tmp_path, CITIES)
         file.unlink()
-        file.write_bytes(whole[file])
-    start = (
-        f"the index {folder} is damaged; delete that folder, and the next start builds it anew. ("
-    )
-    assert [text for text in told if not text.startswith(start) or "\n" in text] == []
-    assert len(told) > 200  # all but most of those in `corpus.json`, about what the corpus was
-
-
-def test_what_an_index_is_damaged_by_is_named(tmp_path):
-    make_search(tmp_path, CITIES)
-    [store] = (tmp_path / "index").glob("*/*.store")
-    flipped(store, random.Random(0))
-    with pytest.raises(ValueError, match=f"{store.name} is not the file that was written"):
-        LocalSearch(tmp_path / "corpus.jsonl", tmp_path / "index")
-    store.unlink()
-    with pytest.raises(ValueError, match=f"{store.name} is missing"):
-        LocalSearch(tmp_path / "corpus.jsonl", tmp_path / "index")
+        with pytest.raises(ValueError, match=f"{file.name} is missing"):
+            make_search(tmp_path, CITIES)
+        file.write_bytes(whole)
+    assert ids(make_search(tmp_path, CITIES), "Germany") == ["2"]
 
 
 def test_an_index_of_another_corpus_is_told(tmp_path):

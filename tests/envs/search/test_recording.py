@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from jaxrl.config import default_config
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
-from jaxrl.envs.search.recording import Recording, recorded_engines
+from jaxrl.envs.search.recording import Recording
 from jaxrl.envs.search.resilient import Policy, ResilientSearch
 
 ENGINE = {"engine": "http", "settings": {"url": "http://127.0.0.1:1/", "topk": 3}}
@@ -39,16 +37,6 @@ def test_what_is_kept_is_found_again_and_can_be_read(tmp_path):
     fields = json.loads(line)
     assert list(fields) == ["key", "query", "result", "digest"]
     assert (fields["query"], fields["result"]) == ("q", "Zoë\nsaid <b>")
-
-
-def test_another_engine_or_other_settings_are_another_recording(tmp_path):
-    Recording(tmp_path, ENGINE).add("q", "found")
-    other = {**ENGINE, "settings": {**ENGINE["settings"], "topk": 4}}
-    assert Recording(tmp_path, other).get("q") is None
-    assert Recording(tmp_path, {**ENGINE, "engine": "web"}).get("q") is None
-    Recording(tmp_path, other).add("q", "more")
-    assert Recording(tmp_path, ENGINE).get("q") == "found"
-    assert len(recorded_engines(tmp_path)) == 2
 
 
 @settings(
@@ -83,27 +71,6 @@ def test_a_line_that_a_kill_has_cut_costs_only_itself(tmp_path, cut):
     third = Recording(tmp_path, ENGINE)
     found = [third.get(query) for query in "abcd"]
     assert found == ["about a", "about b", "about c, asked again", "about d"]
-
-
-def test_each_process_writes_a_file_of_its_own_and_reads_those_of_all(tmp_path):
-    code = (
-        "import sys; from jaxrl.envs.search.recording import Recording\n"
-        f"one = Recording(sys.argv[1], {ENGINE!r}, process=int(sys.argv[2]))\n"
-        "for i in range(200): one.add(f'q{i % 150 + 50 * one_index}', f'{one_index} {i}')\n"
-    ).replace("sys.argv[1], ", "__import__('pathlib').Path(sys.argv[1]), ")
-    code = code.replace("one_index", "int(sys.argv[2])")
-    jobs = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(index)])
-        for index in range(2)
-    ]
-    assert [job.wait(30) for job in jobs] == [0, 0]
-    [folder] = tmp_path.iterdir()
-    assert sorted(path.name for path in folder.glob("*.jsonl")) == [
-        "process_0.jsonl",
-        "process_1.jsonl",
-    ]
-    for index in range(2):
-        assert len(Recording(tmp_path, ENGINE, process=index)) == 200
 
 
 def test_a_process_goes_by_what_it_was_told_itself(tmp_path):
@@ -175,46 +142,22 @@ def test_what_is_no_result_any_more_is_asked_again(tmp_path):
 
 
 def test_a_flipped_bit_is_told_or_changes_no_result(tmp_path):
-    rng = random.Random(0)
-    results = {f"q{i}": f'Zoë said "{i}" \\ {rng.random()}\n<b>' for i in range(6)}
-    for process in range(2):  # each was told something else
-        one = Recording(tmp_path, ENGINE, process=process)
-        one.get("q0")
-        for query, result in results.items():
-            one.add(query, f"{result} to process {process}")
-    [folder] = tmp_path.iterdir()
-    paths = sorted(folder.glob("process_*.jsonl"))
-    whole = {path: path.read_bytes() for path in paths}
-    assert len({len(content) for content in whole.values()}) == 1
-    wanted = {query: f"{result} to process 0" for query, result in results.items()}
-    for _ in range(400):
-        path = rng.choice(paths)
-        damaged = bytearray(whole[path])
-        bit = rng.randrange(8 * len(damaged))
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        told = []
-        again = Recording(tmp_path, ENGINE, log=told.append)
-        found = {query: again.get(query) for query in results}
-        if told:
-            assert len(told) == 1
-            assert told[0].startswith(f"warning: {path} has "), told
-        else:
-            assert found == wanted, (path.name, bit)
-        path.write_bytes(whole[path])
-
-
-def test_a_bit_that_flips_while_a_run_reads_gives_nothing(tmp_path):
-    Recording(tmp_path, ENGINE).add("q", "seven")
-    [path] = tmp_path.glob("*/process_0.jsonl")
+    results = {f"q{i}": f'Zoë said "{i}" \\ \n<b>' for i in range(3)}
+    recording = Recording(tmp_path, ENGINE)
+    for query, result in results.items():
+        recording.add(query, result)
+    [path] = tmp_path.glob("*/process_*.jsonl")
     whole = path.read_bytes()
-    for bit in range(8 * len(whole)):
-        recording = Recording(tmp_path, ENGINE)
+    for bit in random.Random(0).sample(range(8 * len(whole)), 200):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        assert recording.get("q") in (None, "seven")
-        path.write_bytes(whole)
+        warnings = []
+        again = Recording(tmp_path, ENGINE, log=warnings.append)
+        found = {query: again.get(query) for query in results}
+        assert len(warnings) <= 1
+        assert all(found[query] in (None, result) for query, result in results.items())
+        assert bool(warnings) or found == results, bit
 
 
 def test_lines_of_before_there_were_digests_are_read(tmp_path):
@@ -229,7 +172,4 @@ def test_lines_of_before_there_were_digests_are_read(tmp_path):
     path.write_text(json.dumps(earlier | {"digets": "0" * 64}) + "\n")
     assert Recording(tmp_path, ENGINE, log=told.append).get("q") is None
     [warning] = told
-    assert warning == (
-        f"warning: {path} has 1 line that is no result, or not the one that was written; a kill "
-        "may have cut it, or the file is damaged. It is left out"
-    )
+    assert warning.startswith(f"warning: {path} has damaged lines (1), which are left out")

@@ -11,10 +11,10 @@ import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
 from jaxrl.envs.protocol import bapo, search_r1
-from jaxrl.envs.search.base import KeywordSearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
 from jaxrl.envs.tools.monty import MontyTool
+from tests.servers import KeywordSearch
 
 TASK = Task(id="t", question="What is 6 * 7?", answers=("42",))
 
@@ -106,15 +106,6 @@ def test_each_call_goes_to_its_tool():
     assert answered.outcome == Outcome.ANSWERED
 
 
-def test_calls_of_both_tools_share_the_budget():
-    turns = [Turn(text="<search>x</search>", tool_call="x", observation="y")]
-    turns += [Turn(text="<python>x</python>", tool_call="x", observation="y")]
-    episode = Episode(task=TASK, turns=turns)
-    for text in ("<python>1</python>", "<search>1</search>"):
-        assert make_env().step([episode], [text])[0].outcome == Outcome.OUT_OF_BUDGET
-        assert make_env(max_turns=3).step([episode], [text])[0].outcome is None
-
-
 def test_the_stop_strings_say_whether_there_is_a_tool():
     assert make_env().stop_strings == ("</search>", "</answer>", "</python>")
     env = make_env(tools=())
@@ -175,7 +166,6 @@ def tool():
     ("code", "printed"),
     [
         ("print(6 * 7)\nprint('a', 'b')", "42\na b"),
-        ("from math import sqrt\nprint(sqrt(16))", "4.0"),
         ("6 * 7", "No output"),
         ("print('before')\n1 / 0", "ZeroDivisionError: division by zero"),
         ("print(", "SyntaxError: unexpected EOF while parsing"),
@@ -183,14 +173,11 @@ def tool():
         ("while True: pass", "TimeoutError: time limit exceeded"),
         ("x = [0] * 10**9", "MemoryError: limit exceeded"),
         ("x = []\nwhile True: x.append('a' * 10**6)", "MemoryError: limit exceeded"),
-        ("for _ in range(10): print('x' * 5000)", "MemoryError: limit exceeded"),
         ("def f(): return f()\nf()", "RecursionError: maximum recursion depth exceeded"),
         ("import numpy", "ModuleNotFoundError: No module named 'numpy'"),
         ("import time\ntime.sleep(100)\nprint('slept')", "slept"),
         ("raise ValueError('one\\ntwo\\n')", "ValueError: one\ntwo"),
         ("raise ValueError('a' * 10**6)", "ValueError: " + "a" * 1988 + " .."),
-        ("{}['k' * 3000]", "KeyError: " + "k" * 1990 + " .."),
-        ("x = " + "q" * 3000, "NameError: name '" + "q" * 1983 + " .."),
         ("print('x' * 10**6)", "MemoryError: limit exceeded"),
     ],
 )
@@ -228,12 +215,6 @@ def test_snippets_start_afresh_and_repeat(tool):
     assert tool.run("print(x)") == "NameError: name 'x' is not defined"
     draw = "import random, time\nprint(random.random(), time.time())"
     assert tool.run(draw) == tool.run(draw)
-
-
-def test_a_batch_is_run_in_order_by_few_workers(tool):
-    assert tool.run_batch([f"print({i} ** 2)" for i in range(20)]) == [
-        str(i * i) for i in range(20)
-    ]
 
 
 def kill(pid):
