@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -246,35 +245,6 @@ def test_an_outage_at_any_time_is_no_score_and_the_run_goes_on(tiny_world, tmp_p
             else:
                 assert ahead
         assert len(places) > 2
-
-
-@pytest.mark.slow(instead="test_faults.py::test_a_training_through_faults_loses_nothing")
-def test_two_thousand_trajectories_through_faults(tiny_world, tmp_path):
-    """None lost, none rewarded by a failure, and memory and threads do not grow."""
-    memory, threads = [], []
-
-    def measure():
-        with open("/proc/self/statm") as file:
-            memory.append(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
-        threads.append(threading.active_count())
-        return False
-
-    with FaultServer(MIX, seed=5, late_s=0.1) as server:
-        config = faulty(
-            tiny_world, tmp_path / "run", server,
-            **{
-                "num_steps": 16, "rollout.tasks_per_step": 16, "rollout.group_size": 8,
-                "rollout.num_rows": 32, "search.cache_mib": 0.01, "checkpoint.every_steps": 8,
-                # A busy machine takes longer; what never arrives is no attempt there.
-                "search.http.timeout_s": 1.5, "search.deadline_s": 4.0,
-            },
-        )  # fmt: skip
-        play(config, tmp_path / "run", should_stop=measure)
-        assert_nothing_is_lost(tmp_path / "run", server, 2048)
-        assert {kind for kind, count in server.did.items() if count} >= {"ok", *MIX}
-    half = len(memory) // 2
-    assert max(memory[half:]) < max(memory[:half]) + 200
-    assert max(threads) < 120
 
 
 @pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_says_how")

@@ -1,4 +1,4 @@
-"""Interface of environments: tasks in, observations and rewards out, as text and image files."""
+"""Interface of environments, in text and image files."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Outcome(enum.StrEnum):
 
 
 class OutageError(ToolError):
-    """The tool has answered nobody for longer than a run waits for it.
+    """A tool has not answered anyone for longer than the run waits.
 
     Attributes:
-        fallback: what the model is shown in place of an answer, in an episode that ends as an
-            environment error; None: the run stops, as no episode can be played.
+        fallback: Text to show instead, in an episode that ends as an environment error. None stops
+            the run.
     """
 
     def __init__(self, message: str, *, fallback: str | None = None) -> None:
@@ -42,32 +42,28 @@ class OutageError(ToolError):
 
 
 SOURCES = ("tool", "cache", "shared", "replay", "fallback")
-"""Answerers of a call: the tool itself; the cache; the same call of another episode under way at
-that moment; the record of earlier calls; nobody, in an outage."""
+"""Sources of an answer: the tool; the cache; the same call of another episode, in flight at that
+moment; a recording; nobody, during an outage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
-    """Record of one call of a tool.
+    """Record of one call of a tool. Only `tool`, `call` and `result_index` are reproducible."""
 
-    All but `tool`, `call` and `result_index` may differ when a run is repeated.
-    """
-
-    call: str  # as it was sent
-    tool: str | None = None  # which one; None for the search engine
+    call: str
+    tool: str | None = None  # None for the search engine
     source: str = "tool"  # one of SOURCES
-    attempts: int = 1  # how often the tool was asked for it
-    waited_s: float = 0.0  # until there was an answer, or none was waited for any more
-    error: str | None = None  # why there is no answer
-    result_index: int = 0  # of its result among the results of the turn
+    attempts: int = 1
+    waited_s: float = 0.0
+    error: str | None = None  # reason for no answer
+    result_index: int = 0  # of its result in the turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One question record.
+    """A question record, with either `question` or `messages`, and all accepted answers.
 
-    Exactly one of `question` and `messages` is set; `answers` holds every accepted answer. Where
-    there are images, the texts hold as many marks `<image>`, in their order.
+    The texts hold a mark `<image>` for each image, in order.
     """
 
     id: str
@@ -81,13 +77,12 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Chat that puts a question: a system message, examples, and the question in its template.
+    """Chat that asks a question.
 
     Attributes:
-        system: the system message; "" for none.
-        template: the user message, with `{question}` where the question goes. Other braces are
-            plain text.
-        examples: messages between the two.
+        system: System message; "" for none.
+        template: User message, with `{question}`. Other braces are plain text.
+        examples: Messages between the two.
     """
 
     system: str
@@ -95,14 +90,13 @@ class Prompt:
     examples: tuple[Message, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks the template."""
         if "{question}" not in self.template:
             raise ValueError(
                 f"the prompt template {self.template!r} does not contain {{question}}."
             )
 
     def messages(self, task: Task) -> list[Message]:
-        """The chat that opens an episode; a task that brings messages keeps just those."""
+        """Return the first messages of an episode; those of the task if it has some."""
         if task.messages is not None:
             return list(task.messages)
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -112,10 +106,10 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Text the environment inserts; only `body` may be shortened to fit a token budget.
+    """Text that the environment inserts, with images behind `body`.
 
-    `prefix` and `suffix` carry the protocol's tags. `body` comes from outside: it is encoded with
-    special tokens as plain text. Images are shown behind it, inside the tags, and never shortened.
+    Only `body` may be cut to fit a token budget. It is foreign text, so special tokens in it are
+    encoded as plain text. `prefix` and `suffix` carry the protocol's tags.
     """
 
     prefix: str
@@ -125,21 +119,19 @@ class Observation:
 
     @property
     def text(self) -> str:
-        """The whole block as it reads before any shortening."""
+        """The whole block before it is cut."""
         return self.prefix + self.body + self.suffix
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResults:
-    """Results of the calls of one message, in their order.
+    """Results of the calls of one message, which the chat template renders.
 
-    The model's chat template puts each into a message of the role `tool` and begins the model's
-    next one. Each may be shortened to fit a token budget; all come from outside, as the body of an
-    `Observation` does. Images of a result are shown behind its text.
+    Each is foreign text that may be cut, like the body of an `Observation`, with images behind it.
     """
 
     bodies: tuple[str, ...]
-    images: tuple[tuple[Picture, ...], ...] = ()  # of each body; () where none has any
+    images: tuple[tuple[Picture, ...], ...] = ()  # of each body; () for none
 
     @property
     def images_of_each(self) -> tuple[tuple[Picture, ...], ...]:
@@ -151,19 +143,18 @@ class ToolResults:
 class StepResult:
     """The environment's reply to one model message.
 
-    Either the episode is over (`outcome` is set) or the model goes on, after `observation` if
-    there is one.
+    The episode ends if `outcome` is set. Otherwise the model continues, after an `observation` if
+    there is one. With an `error` but no outcome, the observation stands in for the reply, and the
+    episode ends as an environment error later.
     """
 
     observation: Observation | ToolResults | None = None
     outcome: Outcome | None = None
-    tool_call: str | None = None  # what was asked of the tool, as it was sent; the first call
-    tool: str | None = None  # which one; None for the search engine
+    tool_call: str | None = None  # the first call
+    tool: str | None = None  # its tool; None for the search engine
     latency_s: float = 0.0
-    # Why the environment could not reply; without an outcome, the episode goes on with what stands
-    # in for the reply, and ends as an environment error.
     error: str | None = None
-    records: tuple[CallRecord, ...] = ()  # of all calls of tools for this reply
+    records: tuple[CallRecord, ...] = ()  # of all calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,16 +164,16 @@ class Turn:
     text: str
     tool_call: str | None = None
     tool: str | None = None
-    observation: str | None = None  # as inserted, after any shortening
-    results: tuple[str, ...] = ()  # the same of each call, where the observation is `ToolResults`
+    observation: str | None = None  # as inserted, perhaps cut
+    results: tuple[str, ...] = ()  # of each call, if the observation is `ToolResults`
     latency_s: float = 0.0
-    error: str | None = None  # why the environment could not reply
-    records: tuple[CallRecord, ...] = ()  # of the calls of tools to reply to it
-    images: tuple[Picture, ...] = ()  # that the observation shows
-    is_cut: bool = False  # the budget of tokens ended it
+    error: str | None = None  # of the environment
+    records: tuple[CallRecord, ...] = ()
+    images: tuple[Picture, ...] = ()  # of the observation
+    is_cut: bool = False  # by the token budget
 
     def calls(self, tool: str | None) -> list[str]:
-        """The calls of a tool in this turn; None is the search engine."""
+        """Return the calls of a tool in this turn; None is the search engine."""
         if self.records:
             return [record.call for record in self.records if record.tool == tool]
         return [self.tool_call] if self.tool_call is not None and self.tool == tool else []
@@ -190,17 +181,16 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Episode:
-    """One sample of one task while it runs; the rollout owns and fills it."""
+    """One sample of one task in progress, which the rollout fills."""
 
     task: Task
-    # Of the response, which the chat template has written: the prompt ends with it.
-    opener: str = ""
+    opener: str = ""  # beginning of the response that the chat template writes
     turns: list[Turn] = field(default_factory=list)
     outcome: Outcome | None = None
 
     @property
     def response(self) -> str:
-        """The template's opener, and everything after the prompt, observations included."""
+        """Everything after the prompt, including observations."""
         written = "".join(turn.text + (turn.observation or "") for turn in self.turns)
         return self.opener + written
 
@@ -214,15 +204,11 @@ class Episode:
 class Reward:
     """Result of the environment for one episode.
 
-    `parts` are what was measured, each without its weight. `total` is what training uses: the sum
-    by the weights of a run, which `payment.Payment` puts in; an environment leaves it out.
+    `parts` are unweighted. `Payment` fills in `total`, their weighted sum, which training uses,
+    and `turn_totals` and `rest`, the shares of turns and of the whole episode.
 
-    The verdicts are for what reads groups rather than rewards: pass@k advantages, filters and
-    difficulties ask `is_correct`; abstention rewards ask the other two.
-
-    A part that is earned turn by turn stands in `turn_parts` alone, with an amount for each turn of
-    the episode, known by the end of that turn; its sum becomes one of the `parts`. Of `total`, and
-    put in like it, `turn_totals` is what each turn has earned, and `rest` what no turn has.
+    Parts that are earned by turn are in `turn_parts` only, with an amount for each turn.
+    Advantages, filters and shaping read the verdicts.
     """
 
     parts: Mapping[str, float]
@@ -232,16 +218,13 @@ class Reward:
     turn_totals: tuple[float, ...] = ()
     rest: float = 0.0
     is_correct: bool = False
-    is_abstention: bool = False  # the answer says that the model does not know
-    is_well_formed: bool = True  # the response keeps to the protocol
+    is_abstention: bool = False  # the answer is "I don't know"
+    is_well_formed: bool = True  # by the protocol
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A finished episode: what the environment found in it, and the ids of its response.
-
-    `records` is filled while it is paid, also where that fails: what calls of judges took.
-    """
+    """A finished episode with the environment's reward. `Payment` fills `records`."""
 
     episode: Episode
     reward: Reward
@@ -250,45 +233,40 @@ class Finished:
 
 
 class Env(Protocol):
-    """A batched environment: one call serves all rows that stopped together.
+    """A batched environment.
 
-    What a method raises, a result of another type and, of `step`, no result within a deadline end
-    the episodes concerned as environment errors, with type and text of what happened. An
-    `OutageError` of `step` without a fallback ends the run.
+    An exception, a result of another type or no `step` within a deadline ends the episodes
+    concerned as environment errors. An `OutageError` of `step` without a fallback ends the run.
 
-    An environment that plays its episodes itself has a method `rollout` too, which returns a
-    rollout. It takes the sampler, the further arguments of `sampling.episodes.EpisodePlayer` and,
-    as `log`, a function that prints a line of the run. Such an environment may have an
-    `engine_kind`, the class of its sampler. Nobody asks its `start` and `step`.
+    An environment that plays its episodes itself also has a method `rollout`, which returns a
+    rollout. It takes the sampler, the further arguments of `sampling.episodes.EpisodePlayer`, and
+    `log`, a callback for lines of the run. It may have an `engine_kind`, the class of its sampler.
+    Its `start` and `step` are not called.
     """
 
     stop_strings: tuple[str, ...]
-    """The model's turn ends where one of these ends; () where it has one turn and no tools."""
+    """Ends of a model's turn; () for one turn without tools."""
 
     reward_parts: tuple[str, ...]
-    """Names of what `score` measures, whole or by turns, the same for every reward."""
+    """Names of the parts that `score` measures, the same for every reward."""
 
     chat_tools: Sequence[Mapping[str, Any]] = ()
-    """Functions that the chat template tells the model it may call, as JSON schemas."""
+    """JSON schemas of the functions that the chat template describes."""
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Chat messages that open an episode of each task."""
+        """Return the first messages of an episode of each task."""
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Replies to one finished turn of each episode.
+        """Reply to the new turn `texts[i]` of each episode, which is not in its `turns` yet.
 
-        Called from threads, possibly from several at once; the episodes are not to be changed.
-        Where it raises, the caller asks again for each episode alone.
-
-        `texts[i]` is the new turn of `episodes[i]` (not yet in its `turns`). It ends exactly at a
-        stop string, or, where the model ended its turn by itself, without one.
+        The text ends at a stop string, or the model ended its turn. Called from several threads.
+        Must not change the episodes. After an exception it is called for each episode alone.
         """
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Rewards of finished episodes of one task, environment errors left out by the caller.
+        """Return the rewards of finished episodes of one task, without environment errors.
 
-        Where it raises, the caller asks again for each episode alone; one for which it raises then
-        too ends as an environment error.
+        After an exception it is called for each episode alone.
         """
 
 
@@ -297,4 +275,4 @@ ENVS: Mapping[str, str] = {
     "math": "jaxrl.envs.math_env.MathEnv",
     "agents": "jaxrl.extras.serve.agents.environment.AgentEnv",
 }
-"""Environments that a configuration can name, by where they are."""
+"""Environments by the names that a config uses."""

@@ -1,4 +1,4 @@
-"""Opens encoded images: few formats, bounded, upright."""
+"""Decoding of images: few formats, bounded size, upright."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are read. Pillow would try all it knows, and starts Ghostscript for EPS."""
 
 MAX_PIXELS = 50_000_000
-"""Limit of an image in its file: few bytes may stand for many pixels, of which each takes some 11
-bytes while it is made smaller."""
+"""Maximum size of an image; a small file may hold many pixels of some 11 bytes each."""
 
 MAX_SCANS = 100
-"""Limit of a JPEG, as in libtiff: each scan goes over all pixels again, and may take a few bytes of
-the file. A progressive one has 10, or 18 with four colours."""
+"""Maximum number of scans of a JPEG: each decodes all pixels again from perhaps a few bytes."""
 
 TURNED = range(5, 9)  # values of EXIF's orientation that swap height and width
 _TURNS = {
@@ -34,12 +32,11 @@ _ORIENTATION = 0x0112
 
 
 def opened(picture: Picture) -> PIL.Image.Image:
-    """An image whose pixels are not read yet.
+    """Open an image without reading its pixels.
 
     Raises:
-        UnreadableError: it has more than `MAX_PIXELS` or `MAX_SCANS`, or its colours more than 8
-            bits.
-        Exception: it is none of `FORMATS`, or damaged; see `reading`.
+        UnreadableError: The image has more than `MAX_PIXELS`, `MAX_SCANS` or 8 bits per value.
+        Exception: The image is damaged or of another format; see `reading`.
     """
     source = picture.path if picture.path else io.BytesIO(picture.data)
     image = PIL.Image.open(source, formats=FORMATS)
@@ -62,13 +59,13 @@ def opened(picture: Picture) -> PIL.Image.Image:
 
 
 def num_scans(jpeg: bytes) -> int:
-    """Upper bound on the scans of the image that a JPEG begins with; exact above `MAX_SCANS`."""
+    """Return the number of scans of a JPEG; an upper bound if at most `MAX_SCANS`."""
     starts = jpeg.count(b"\xff\xda")
     if starts <= MAX_SCANS:
         return starts
-    # Some may stand in what accompanies the image, or in another image or a film behind it.
+    # Some may be in metadata, or in another image behind this one.
     count, place = 0, 2
-    # Within a scan, 255 stands before 0 or before the number of a restart.
+    # Within a scan, 255 is followed by 0 or the number of a restart.
     while marker := _MARKER.search(jpeg, place):
         kind, place = marker[0][1], marker.end()
         if kind == 0xD9:  # the end
@@ -83,33 +80,27 @@ _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 
 @contextmanager
 def reading(picture: Picture) -> Iterator[None]:
-    """Raises whatever goes wrong while an image is read as an `UnreadableError`."""
+    """Raise any error of Pillow as an `UnreadableError`."""
     try:
         yield
     except UnreadableError:
         raise
-    except PIL.UnidentifiedImageError as error:  # whose text may be an address in memory
-        raise UnreadableError(
-            _cannot_be_read(picture, f"it is none of {', '.join(FORMATS)}")
-        ) from error
-    except Exception as error:  # whatever Pillow's readers make of a damaged file
-        raise UnreadableError(_cannot_be_read(picture, error)) from error
+    except Exception as error:
+        why = " ".join(str(error).split())
+        if isinstance(error, PIL.UnidentifiedImageError):  # whose text may be an address in memory
+            why = f"it is none of {', '.join(FORMATS)}"
+        raise UnreadableError(f"{picture.name} cannot be read as an image: {why}") from error
 
 
 def orientation(image: PIL.Image.Image) -> int | None:
-    """EXIF's orientation, as far as the start of the file tells; of a PNG, the end may say more."""
-    is_told = image.format != "PNG" or "exif" in image.info
-    return image.getexif().get(_ORIENTATION) if is_told else None
+    """Return EXIF's orientation, or None; a PNG may have it at its end, which is not read yet."""
+    is_read = image.format != "PNG" or "exif" in image.info
+    return image.getexif().get(_ORIENTATION) if is_read else None
 
 
 def upright(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Decodes an image to RGB, turned as EXIF says that it is looked at."""
+    """Decode an image to RGB, turned upright."""
     is_turned = orientation(image) in _TURNS
     image.load()  # which turns a TIFF, and reads the end of a PNG
     turn = _TURNS.get(orientation(image) or 1) if is_turned else None
     return (image if turn is None else image.transpose(turn)).convert("RGB")
-
-
-def _cannot_be_read(picture: Picture, error: BaseException | str) -> str:
-    why = " ".join(str(error).split())
-    return f"{picture.name} cannot be read as an image: {why}"

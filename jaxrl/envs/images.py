@@ -1,4 +1,4 @@
-"""Images as they are given, encoded: in files or as bytes; and the marks for them in texts."""
+"""Encoded images, in files or as bytes, and the marks for them in texts."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ from pathlib import Path
 from typing import Any
 
 MARK = "<image>"
-"""Stands in a text where an image is; in one that comes without images it is plain text."""
+"""Place of an image in a text; plain text in a task without images."""
 
 
 class UnreadableError(ValueError):
-    """An image cannot be read, or is another one than it was; the text names it."""
+    """An image cannot be read or has changed; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An image as it is given, in a format such as PNG or JPEG; nothing of it is decoded."""
+    """An encoded image: the path of a file, or its bytes."""
 
-    path: str = ""  # of its file; "" where there is none
-    data: bytes = field(default=b"", repr=False)  # what a file would hold, where there is none
+    path: str = ""
+    data: bytes = field(default=b"", repr=False)
 
     def read(self) -> bytes:
-        """Reads the bytes of its file.
+        """Return the encoded bytes.
 
         Raises:
-            OSError: there is no such file, or it cannot be read.
+            OSError: The file cannot be read.
         """
         return Path(self.path).read_bytes() if self.path else self.data
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the content, equal for equal files wherever they are; errors as of `read`."""
+        """Hash of the content; raises as `read` does."""
         return hashlib.blake2b(self.read(), digest_size=16).hexdigest()
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """Name in messages."""
         return self.path or f"an image of {len(self.data):,} bytes"
 
 
 class Pictured(str):
-    """A text with images behind it, as a tool may answer: `Pictured("two", images=[picture])`."""
+    """A tool's answer with images behind it: `Pictured("two", images=[picture])`."""
 
     __slots__ = ("images",)
     images: tuple[Picture, ...]
 
     def __new__(cls, text: str, images: Iterable[Picture]) -> Pictured:
-        """Makes the text; what methods of `str` make of it has no images."""
-        made = super().__new__(cls, text)
-        made.images = tuple(images)
-        return made
+        """Make the text. Methods of `str` drop the images."""
+        pictured = super().__new__(cls, text)
+        pictured.images = tuple(images)
+        return pictured
 
 
 def images_behind(text: str) -> tuple[Picture, ...]:
-    """The images of a `Pictured`; any other text has none."""
+    """Return the images of a `Pictured`; other texts have none."""
     return text.images if isinstance(text, Pictured) else ()
 
 
 def picture(value: Any, folder: Path) -> Picture:
-    """The image that a field of a record holds.
+    """Read the image in a field of a record.
 
     Args:
-        value: a path; the bytes of a file; a `data:` URL; or an object with `bytes` or `path`, as
-            verl and Hugging Face's `datasets` have it, or with `image` or `url`.
-        folder: that relative paths begin in.
+        value: A path, bytes of a file, a `data:` URL, or an object with `bytes`, `path`, `image`
+            or `url`, as in verl and Hugging Face's `datasets`.
+        folder: Folder of relative paths.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: It is something else.
     """
     match value:
         case bytes() if value:
@@ -100,7 +100,7 @@ def picture(value: Any, folder: Path) -> Picture:
 
 
 def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
-    """The images of a field that holds one or a list of them; errors as of `picture`."""
+    """Read a field that holds one image or a list of them; raises as `picture` does."""
     if values is None:
         return ()
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)

@@ -1,4 +1,4 @@
-"""The mathematics environment: one turn of reasoning, and an answer that is checked."""
+"""Mathematics environment: one turn of reasoning, and an answer that is checked."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from jaxrl.envs.rewards.rules import says_unknown
 
 
 class MathEnv(Env):
-    """Questions answered in one turn, whose last `Answer:` line counts.
+    """Questions answered in one turn, in the last `Answer:` line.
 
-    There are no tools and no stop strings: the model ends its turn by itself. Without an
-    `Answer:` line the episode is malformed.
+    There are no tools and no stop strings. An episode without an `Answer:` line is malformed.
     """
 
     stop_strings = ()
     reward_parts = ("exact_match", "math")
 
     def __init__(self, *, prompt: Prompt) -> None:
-        """`prompt` puts the question; it should ask for a last line `Answer: ..`."""
+        """Store the prompt, which should ask for a last line `Answer: ..`."""
         self._prompt = prompt
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """System message, examples and question; a task that brings messages keeps just those."""
+        """Return the prompt of each task."""
         return [self._prompt.messages(task) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Ends every episode."""
+        """End every episode."""
         return [StepResult(outcome=_outcome(math_answer(text))) for text in texts]
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """`math` is 1 for a right answer and -1 otherwise, `exact_match` 1 or 0."""
+        """Score answers: `math` is 1 if correct, else -1; `exact_match` is 1 or 0."""
         rewards = []
         for episode in group:
             task, answer = episode.task, math_answer(episode.response)

@@ -1,14 +1,11 @@
-r"""Grammars of a searching model's turns: how they are parsed, defused and rendered.
+r"""Protocols of a searching model's turns: parsing, sanitizing and rendering.
 
-Three grammars, as data. In two of them the model thinks in `<think>..</think>`, asks in
-`<search>..</search>`, calls other tools by tags of their names, and closes with
-`<answer>..</answer>`. Search-R1 (https://arxiv.org/abs/2503.09516) shows results in
-`<information>`; BAPO (https://arxiv.org/abs/2601.11037) in `<result>`, and has the final answer in
-a `\boxed{..}`.
+In Search-R1's (https://arxiv.org/abs/2503.09516) and BAPO's (https://arxiv.org/abs/2601.11037), the
+model thinks in `<think>`, calls tools by tags of their names such as `<search>`, and ends with
+`<answer>`. Results are in `<information>` or `<result>`. BAPO's final answer is in `\boxed{..}`.
 
-The third is Qwen's own (https://qwen.readthedocs.io/en/latest/framework/function_call.html): calls
-are JSON in `<tool_call>..</tool_call>`, any number in a turn that the model ends by itself, and its
-chat template describes the tools and shows their results.
+In Qwen's (https://qwen.readthedocs.io/en/latest/framework/function_call.html), calls are JSON in
+`<tool_call>`, any number per turn. The chat template describes tools and renders results.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from typing import Any
 
 from jaxrl.envs.base import Observation, ToolResults
 from jaxrl.envs.images import images_behind
-from jaxrl.envs.rewards import rules
 from jaxrl.envs.rewards.qa import exact_match
 from jaxrl.envs.rewards.rules import (
     answer_reward,
@@ -42,50 +38,50 @@ from jaxrl.envs.rewards.rules import (
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A call as a turn holds it."""
+    """A call of a tool, which may not exist, with a text or JSON arguments."""
 
-    tool: str  # the name of the tool, which need not exist
-    arguments: str | Mapping[str, Any]  # a text, or what JSON held
+    tool: str
+    arguments: str | Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """A call that cannot be parsed, not even its tool."""
+    """A call that cannot be parsed."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The calls of a turn; none where it closes one that it never opened."""
+    """The calls of a turn; none if it closes a call that it never opened."""
 
     calls: tuple[Asked | Unreadable, ...] = ()
-    is_answer: bool = False  # it ends the episode
-    is_malformed: bool = False  # so does this
+    is_answer: bool = False  # ends the episode
+    is_malformed: bool = False  # ends the episode
 
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """A grammar of turns, and the rewards for keeping to it.
+    """Syntax of turns, and the rewards for following it.
 
     Attributes:
-        name: as in `PROTOCOLS`.
-        tags: all of its tags; text from outside cannot write them.
-        tools: those of them that call a tool.
-        stop_strings: a turn of a model without further tools ends where one of these ends.
-        result_prefix: opens the block with a tool's result.
-        result_suffix: closes it.
-        final_answer: the answer of a response, "" where there is none.
-        is_well_formed: whether a response keeps to the protocol.
-        format_reward: what a response earns by whether it does.
-        reward_parts: what is measured of every response.
-        correctness_name: the one of these that is this protocol's own.
-        correctness: that part, of a response and the accepted answers.
-        is_correct: whether a response is correct by that part; an abstention never is.
-        read: what a turn asks for, of its text and the names of the tools that are there.
-        is_abstention: whether a response's answer says that the model does not know.
-        in_template: whether the model's chat template describes the tools and shows their results,
-            and the model ends its turns by itself; the tags of results are then not used.
+        name: Key in `PROTOCOLS`.
+        tags: All tags. `sanitize` removes them from foreign text.
+        tools: Tags that call a tool.
+        stop_strings: Ends of a turn of a model with a search engine only.
+        result_prefix: Text before a tool's result.
+        result_suffix: Text after it.
+        final_answer: Function from a response to its answer, or "".
+        is_well_formed: Function from a response to True if it follows the protocol.
+        format_reward: Function from a response to the reward for that.
+        reward_parts: Names of the parts that are measured.
+        correctness_name: The part that is specific to this protocol.
+        correctness: Function from a response and the accepted answers to that part.
+        is_correct: Function from the same to True if the response is correct by that part.
+        read: Function from the text of a turn and the names of tools to the calls.
+        is_abstention: Function from a response to True if its answer says "I don't know".
+        in_template: True if the chat template describes tools and renders results, and the model
+            ends its turns itself.
     """
 
     name: str
@@ -101,29 +97,28 @@ class Protocol:
     correctness_name: str
     correctness: Callable[[str, Sequence[str]], float]
     is_correct: Callable[[str, Sequence[str]], bool]
-    # A lambda, since `read_tags` is defined below.
     read: Callable[[str, Sequence[str]], Reading] = lambda turn, tools: read_tags(turn, tools)
     is_abstention: Callable[[str], bool] = is_abstention
     in_template: bool = False
 
     def sanitize(self, text: str) -> str:
-        """Foreign text with the angle brackets of every protocol tag replaced by ‹ and ›.
+        """Replace the angle brackets of every protocol tag in foreign text by ‹ and ›.
 
-        Opening, closing and self-closing tags count, in any case and with blanks inside the
-        brackets. Lone surrogates, which JSON can carry and UTF-8 cannot, become "?".
+        Opening, closing and self-closing tags count, in any case and with blanks inside. Lone
+        surrogates become "?".
         """
         names = "|".join(self.tags)
         tag = re.compile(rf"<(\s*(?:/\s*)?(?:{names})\s*(?:/\s*)?)>", re.IGNORECASE)
         return tag.sub(r"‹\1›", text).encode("utf-8", "replace").decode("utf-8")
 
     def render_observation(self, body: str) -> Observation:
-        """The block that answers a call. Nothing else writes a result's tags."""
+        """Return the sanitized result of a call in the protocol's tags."""
         return Observation(
             prefix=self.result_prefix, body=self.sanitize(body), suffix=self.result_suffix
         )
 
     def render_results(self, results: Sequence[str]) -> Observation | ToolResults:
-        """The answer to a turn's calls, in their order; tags hold the result of one."""
+        """Return the observation for a turn's results in order; tags hold only one."""
         images = tuple(map(images_behind, results))
         if self.in_template:
             shown = images if any(images) else ()
@@ -132,7 +127,7 @@ class Protocol:
 
 
 def read_tags(turn: str, tools: Sequence[str]) -> Reading:
-    """Reads the call of a turn that ends with a closing tag; any other end is malformed."""
+    """Parse a turn that ends with a closing tag; any other end is malformed."""
     if turn.endswith("</answer>"):
         return Reading(is_answer=True)
     tool = next((name for name in tools if turn.endswith(f"</{name}>")), None)
@@ -167,11 +162,10 @@ _JSON = json.JSONDecoder()
 
 
 def read_tool_calls(turn: str, tools: Sequence[str] = ()) -> Reading:
-    """Reads a turn's calls in Qwen's format; thoughts call nothing.
+    """Parse a turn in Qwen's format; calls inside thoughts do not count.
 
-    Each `<tool_call>` holds a JSON object with a name and an object of arguments; tags in its
-    strings are text. What is no such thing is an unreadable call, as is one that is never closed.
-    Without any, the turn is the last one: an answer, if it holds `<answer>..</answer>`.
+    Each `<tool_call>` holds a JSON object with a name and an object of arguments; anything else,
+    or a call that is not closed, is `Unreadable`. A turn without calls is the last one.
     """
     masked = mask_calls(turn)
     begin, end = _said(masked)
@@ -192,12 +186,12 @@ def read_tool_calls(turn: str, tools: Sequence[str] = ()) -> Reading:
 
 
 def read_call(text: str) -> Asked | Unreadable:
-    """The call that a text between `<tool_call>` and `</tool_call>` holds."""
+    """Parse the text between `<tool_call>` and `</tool_call>`."""
     try:
         call = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         return Unreadable(reason="the call is nested too deeply")
-    except ValueError as error:  # of numbers with thousands of digits too
+    except ValueError as error:
         return Unreadable(reason=f"the call is not valid JSON: {error}")
     match call:
         case {"name": str() as name, "arguments": dict() as arguments}:
@@ -211,10 +205,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def said(text: str) -> str:
-    """Return a response without its thoughts, and with its calls as `mask_calls` leaves them.
+    """Return a response without its thoughts, masked by `mask_calls`.
 
-    What follows a `<think>` that is never closed is a thought too, up to the end of the message:
-    the results of its calls.
+    A `<think>` that is never closed ends with its message, before the results of its calls.
     """
     rest = mask_calls(text).rpartition("</think>")[2]
     return _UNCLOSED_THOUGHT.sub("", rest)
@@ -231,15 +224,13 @@ def _said(masked: str) -> tuple[int, int]:
 
 
 def qwen_format(text: str) -> bool:
-    """Return True if a response keeps to Qwen's tool calls.
+    """Return True if a response follows Qwen's protocol.
 
-    Apart from closed think blocks, which may stand anywhere and are ignored with all they hold,
-    the tags must read: any number of rounds of calls, each closed, with as many closed results as
-    calls, then exactly one answer, which ends the text. Each call is a JSON object with a name and
-    an object of arguments; tags in its strings are text. Other text may stand between the tags.
+    Outside closed think blocks, the tags must be: any number of rounds of valid calls with as many
+    results, then one answer, which ends the text. Other text may be between the tags.
 
     Args:
-        text: the response alone, results as the chat template shows them included.
+        text: Response with its results as the chat template renders them.
     """
     text = without_thoughts(mask_calls(text))
     tags = "".join(_LETTERS[tag] for tag in _CALL_TAGS.findall(text))
@@ -247,7 +238,6 @@ def qwen_format(text: str) -> bool:
         return False
     if any(len(calls) != len(results) for calls, results in _ROUND.findall(tags)):
         return False
-    # All are closed, as seen above.
     return all(isinstance(read_call(call), Asked) for call in _CALL.findall(text))
 
 
@@ -261,10 +251,9 @@ _LETTERS = {
 
 
 def last_query(turn: str, tag: str = "search") -> str | None:
-    """The query of a turn that ends with the closing tag, dedented and stripped; may be blank.
+    """Return the dedented text after the last opening tag of a turn that ends with the closing tag.
 
-    The query is the text after the last opening tag. None when the turn ends otherwise or opens
-    nothing.
+    None if the turn ends otherwise or opens nothing.
     """
     if not turn.endswith(f"</{tag}>"):
         return None
@@ -273,10 +262,9 @@ def last_query(turn: str, tag: str = "search") -> str | None:
 
 
 def last_answer(response: str) -> str:
-    """The last answer of a response, stripped: Search-R1's final answer.
+    """Return the last `<answer>` of a response, stripped; "" without one.
 
-    Without any `</answer>`, as when the budget ran out, it is the partial text after the last
-    `<answer>`; without an opener it is "".
+    Without any `</answer>`, it is the partial text after the last `<answer>`.
     """
     before_close, close, _ = response.rpartition("</answer>")
     _, opener, answer = (before_close if close else response).rpartition("<answer>")
@@ -299,17 +287,18 @@ def search_r1(
     exact_match_bonus: float = 2.0,
     not_found: float = 0.5,
 ) -> Protocol:
-    """Search-R1's protocol with the amounts that its parts `format` and `answer` pay.
+    """Return Search-R1's protocol with these rewards.
 
     Args:
-        tools: names of tools beside the search engine.
-        format_reward: for a response that keeps to the protocol.
-        format_failure: for one that does not.
-        answer_reward: for an answer close to the truth.
-        exact_match_bonus: for the truth itself, in place of that.
-        not_found: for the answer "no relevant content found".
+        tools: Names of tools beside the search engine.
+        format_reward: Reward for a well-formed response.
+        format_failure: Reward for any other.
+        answer_reward: Reward for an answer close to the truth.
+        exact_match_bonus: Reward for the truth itself, instead of `answer_reward`.
+        not_found: Reward for the answer "no relevant content found".
     """
     tools = ("search", *tools)
+    is_well_formed = partial(search_r1_format, tools=tools)
 
     def is_correct(response: str, answers: Sequence[str]) -> bool:
         answer = last_answer(response)
@@ -323,10 +312,8 @@ def search_r1(
         result_prefix="\n\n<information>",
         result_suffix="</information>\n\n",
         final_answer=last_answer,
-        is_well_formed=partial(search_r1_format, tools=tools),
-        format_reward=partial(
-            rules.format_reward, tools=tools, reward=format_reward, failure=format_failure
-        ),
+        is_well_formed=is_well_formed,
+        format_reward=lambda text: format_reward if is_well_formed(text) else format_failure,
         reward_parts=("format", "answer", "exact_match", "f1"),
         correctness_name="answer",
         correctness=partial(
@@ -340,15 +327,14 @@ def search_r1(
 
 
 def bapo(tools: Sequence[str] = ()) -> Protocol:
-    """BAPO's protocol; its `<python>` is a tag also where no tool answers it.
+    """Return BAPO's protocol. `<python>` is a tag even without that tool.
 
     Args:
-        tools: names of tools beside the search engine.
+        tools: Names of tools beside the search engine.
     """
     tools = tuple(dict.fromkeys(("search", "python", *tools)))
 
     def is_well_formed(response: str) -> bool:
-        # As its correctness has it: a box that cannot be read is bad format too.
         return bapo_format(response, tools=tools) and boxed_answer(response) is not None
 
     correctness = partial(bapo_correctness, tools=tools)
@@ -372,12 +358,12 @@ def bapo(tools: Sequence[str] = ()) -> Protocol:
 def qwen(
     tools: Sequence[str] = (), *, format_reward: float = 0.0, format_failure: float = -1.0
 ) -> Protocol:
-    """Qwen's tool calls, with the final answer in `<answer>`.
+    """Return Qwen's protocol, with the final answer in `<answer>`.
 
     Args:
-        tools: names of all tools.
-        format_reward: for a response that keeps to the protocol.
-        format_failure: for one that does not.
+        tools: Names of all tools.
+        format_reward: Reward for a well-formed response.
+        format_failure: Reward for any other.
     """
 
     def final_answer(response: str) -> str:
@@ -419,4 +405,4 @@ PROTOCOLS: Mapping[str, Callable[..., Protocol]] = {
     "bapo": bapo,
     "qwen": qwen,
 }
-"""Grammars, as functions of the names of the tools: beside the search engine, where it has tags."""
+"""Protocols as functions of the names of tools (those with tags: beside the search engine)."""

@@ -1,4 +1,4 @@
-"""The search environment: the model asks, reads what a search engine found, and answers."""
+"""Search environment: the model calls a search engine and other tools, and answers."""
 
 from __future__ import annotations
 
@@ -30,21 +30,19 @@ from jaxrl.utils.concurrency import side_by_side
 class SearchEnv(Env):
     """Questions answered with a search engine and other tools, in a protocol.
 
-    With Search-R1's or BAPO's, a turn ends with `</answer>`, which ends the episode, or with
-    `</search>`, which inserts what the engine found. A turn that the model ends by itself is
-    malformed. One that closes a search it never opened earns nothing, and the model goes on. Tools
-    beside the engine are called by tags of their names; the closing one ends a turn as `</search>`
-    does.
+    In Search-R1's and BAPO's protocols, a turn ends with `</answer>`, which ends the episode, or
+    with the closing tag of a tool, which inserts the result. A turn that ends otherwise is
+    malformed. One that closes a call that it never opened is ignored, and the model continues.
 
-    With Qwen's, the model ends its turns by itself. All calls in a turn are answered, in their
-    order; a wrong one is told what is wrong with it. A turn without calls is the last one, and
-    malformed if it holds no answer.
+    In Qwen's, the model ends its turns itself. All calls of a turn are answered in order; a wrong
+    call is answered with its error. A turn without calls is the last one, and malformed without an
+    answer.
 
     An answer that says "I don't know" ends the episode as abstained.
     """
 
     stop_strings: tuple[str, ...] = ("</search>", "</answer>")
-    reward_parts: tuple[str, ...] = ()  # those of its protocol
+    reward_parts: tuple[str, ...] = ()  # those of the protocol
 
     def __init__(
         self,
@@ -58,27 +56,21 @@ class SearchEnv(Env):
         correct_by: str = "exact_match",
         budget: Budget | None = None,
     ) -> None:
-        """Checks the settings.
+        """Check the settings.
 
         Args:
-            engine: answers the queries; its name is `search`. None: there is none, which only a
-                protocol of the chat template allows.
-            tools: answer other calls.
-            prompt: puts the question.
-            max_turns: turns allowed that call a tool, blank calls included. One more
-                generation follows them; if that calls again, the episode is out of budget.
-            max_calls: calls of tools allowed over the turns of an episode; blank and wrong calls
-                reach none and do not count. Those beyond are not made, and are told so. 0: no
-                limit.
-            protocol: the tags, and how format and answers are judged, for the names of `tools`.
-            correct_by: the part by which an episode is correct: where it is above 0, or for the
-                protocol's own part where its `is_correct` says so.
-            budget: what the calls of an episode may cost; one that would cost more is not made and
-                ends it, out of budget. None: no limit.
+            engine: Search engine, called `search`. None is allowed with Qwen's protocol only.
+            tools: Other tools.
+            prompt: Chat that asks the question.
+            max_turns: Maximum number of turns with calls, including blank ones. After one more
+                turn with a call, the episode is out of budget.
+            max_calls: Maximum number of calls that reach a tool in an episode; 0 for no limit.
+                Further ones are answered with an error.
+            protocol: Function from the names of `tools` to the protocol.
+            correct_by: Reward part by which an episode is correct: above 0, or by `is_correct` if
+                it is the protocol's own part.
+            budget: Bound on the cost of an episode's calls, whose excess ends the episode.
         """
-        for name, limit in (("max_turns", max_turns), ("max_calls", max_calls)):
-            if limit < 0:
-                raise ValueError(f"{name} is {limit}; expected 0 or more.")
         offered = [*([] if engine is None else [engine]), *tools]
         names = [tool.name for tool in offered]
         self._protocol = spoken = with_tools(protocol, names)
@@ -109,11 +101,11 @@ class SearchEnv(Env):
         self._budget = budget or Budget()
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """System message, examples and question; a task that brings messages keeps just those."""
+        """Return the prompt of each task."""
         return [self._prompt.messages(task) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Replies to one turn of each episode; all calls of a tool go to it at once."""
+        """Reply to one turn of each episode; all calls of a tool go to it together."""
         plans = [self._plan(e, text) for e, text in zip(episodes, texts, strict=True)]
         calls: dict[str, list[_Call]] = {}
         for plan in plans:
@@ -124,7 +116,7 @@ class SearchEnv(Env):
         return [plan if isinstance(plan, StepResult) else self._reply(plan) for plan in plans]
 
     def _plan(self, episode: Episode, text: str) -> StepResult | list[_Call]:
-        """Reads one turn: the reply where no tool is called, else the calls of tools."""
+        """Parse one turn; return its calls, or the reply if there are none."""
         reading = self._protocol.read(text, tuple(self._tools))
         if reading.is_answer:
             abstains = self._protocol.is_abstention(episode.response + text)
@@ -133,7 +125,7 @@ class SearchEnv(Env):
             return StepResult(outcome=Outcome.MALFORMED)
         if not reading.calls:
             return StepResult()
-        # Blank calls reach no tool, but are answered like the others, so they count.
+        # Blank calls count too: they are answered like the others.
         num_turns = sum(turn.observation is not None for turn in episode.turns)
         if num_turns >= self._max_turns:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
@@ -151,7 +143,7 @@ class SearchEnv(Env):
         return calls
 
     def _resolve(self, asked: Asked | Unreadable) -> _Call:
-        """Finds the tool of a call, or the answer where there is none."""
+        """Find the tool of a call, or answer it with an error."""
         if isinstance(asked, Unreadable):
             return _Call(found=f"error: {asked.reason}")
         tool = self._tools.get(asked.tool)
@@ -162,14 +154,14 @@ class SearchEnv(Env):
             text = tool.call_of(asked.arguments)
         except CallError as error:
             return _Call(found=f"error: {error}")
-        except ToolError as error:  # it could not tell whether they fit
+        except ToolError as error:
             return _Call(found=error)
-        except RecursionError:  # JSON that can be read may be too deep to be compared or written
+        except RecursionError:  # JSON that can be read may be too deep to be written
             return _Call(found="error: the call is nested too deeply")
         return _Call(tool=tool, text=text) if text.strip() else _Call(found=tool.blank)
 
     def _reply(self, calls: list[_Call]) -> StepResult:
-        """The reply to a turn whose calls are answered: their results, or the failure of one."""
+        """Return the results of a turn's calls, or the failure of one."""
         shown, errors = [], []
         for result in [call.found for call in calls]:
             if isinstance(result, OutageError) and result.fallback is None:
@@ -195,10 +187,7 @@ class SearchEnv(Env):
         )
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Format of the whole response and correctness of its final answer.
-
-        An abstention is never correct, whatever else its answer says.
-        """
+        """Score the format of the response and its final answer. An abstention is never correct."""
         rewards, protocol = [], self._protocol
         for episode in group:
             task, response = episode.task, episode.response
@@ -213,7 +202,7 @@ class SearchEnv(Env):
                 "f1": f1(judged, task.answers),
             }
             is_correct = parts[self._correct_by] > 0
-            # A protocol's own part pays what a setting says, also above 0 for what is not right.
+            # The config may set a reward above 0 for what is not correct.
             if self._correct_by == protocol.correctness_name:
                 is_correct = protocol.is_correct(response, task.answers)
             reward = Reward(
@@ -229,16 +218,16 @@ class SearchEnv(Env):
 
 @dataclass
 class _Call:
-    """A call of a tool, until and after it is answered."""
+    """A call of a tool and its answer."""
 
-    tool: Tool | None = None  # None where the call reaches none
+    tool: Tool | None = None  # None if the call reaches none
     text: str = ""
-    found: str | ToolError = ""  # what it is answered, or how the tool failed
-    record: CallRecord | None = None  # where a tool was asked
+    found: str | ToolError = ""  # answer or failure
+    record: CallRecord | None = None  # None if no tool was called
 
 
 def _answer(calls: list[_Call]) -> None:
-    """Runs the calls of one tool."""
+    """Answer the calls of one tool."""
     tool = calls[0].tool
     assert tool is not None
     answers = tool.answer_all([call.text for call in calls])
@@ -247,52 +236,46 @@ def _answer(calls: list[_Call]) -> None:
 
 
 def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
-    """The protocol for these tools, the search engine first where there is one.
+    """Return the protocol for these tools; the search engine is the first if there is one.
 
     Raises:
-        ValueError: a name is no tag, another tool's, or a tag of the protocol with a meaning; or
-            there is no tool that the protocol needs.
+        ValueError: A name cannot be called or is taken, or a required tool is missing.
     """
     bare = protocol(())
-    if bare.in_template:
-        if not names:
+    pattern, taken, called = r"[A-Za-z_][\w.-]*", set(), names
+    if not bare.in_template:
+        if names[:1] != ["search"]:
+            problem = f"the search engine is called {names[0]!r}" if names else "there is no tool"
+            raise ValueError(f"{problem}; expected 'search'.")
+        pattern, called = r"[a-z]\w*", names[1:]
+        taken = {"search", *bare.tags} - set(bare.tools[1:])
+    elif not names:
+        raise ValueError(
+            "there is no tool to call; name one in config.env.search.tools or "
+            "config.env.search.mcp, or set config.search.engine."
+        )
+    for name in called:
+        if not re.fullmatch(pattern, name, re.ASCII) or name in taken:
             raise ValueError(
-                "there is no tool to call; name one in config.env.search.tools or "
-                "config.env.search.mcp, or set config.search.engine."
-            )
-        for name in names:
-            if not re.fullmatch(r"[A-Za-z_][\w.-]*", name, re.ASCII) or names.count(name) > 1:
-                raise ValueError(
-                    f"a tool is called {name!r}; expected names of letters, digits, '_', '-' and "
-                    "'.', each of one tool."
-                )
-        return protocol(names)
-    if names[:1] != ["search"]:
-        problem = f"the search engine is called {names[0]!r}" if names else "there is no tool"
-        raise ValueError(f"{problem}; expected 'search'.")
-    taken = {"search", *bare.tags} - set(bare.tools[1:])
-    for name in names[1:]:
-        if not re.fullmatch(r"[a-z]\w*", name) or name in taken:
-            raise ValueError(
-                f"a tool is called {name!r}; expected a name that can be a tag and is none of "
+                f"a tool is called {name!r}; expected a name that can be called and is none of "
                 f"{', '.join(sorted(taken))}."
             )
         taken.add(name)
-    return protocol(names[1:])
+    return protocol(called)
 
 
 def turn_ends(protocol: Protocol, names: Sequence[str]) -> tuple[str, ...]:
-    """Strings that end a turn where tools of these names stand beside the search engine."""
+    """Return the stop strings with tools of these names beside the search engine."""
     if protocol.in_template:
         return ()
     return (*protocol.stop_strings, *(f"</{name}>" for name in names))
 
 
 def check_spoken(protocol: Protocol) -> None:
-    """Refuses a protocol that `SearchEnv` cannot play.
+    """Check that `SearchEnv` can use a protocol.
 
     Raises:
-        ValueError: a turn would not end where it is read, or a reward part is never measured.
+        ValueError: A required stop string is missing, or a reward part is not measured.
     """
     for end in () if protocol.in_template else ("</search>", "</answer>"):
         if end not in protocol.stop_strings:

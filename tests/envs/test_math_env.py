@@ -21,13 +21,6 @@ def play(env, text, task=TASK):
     return result, reward
 
 
-def test_prompt():
-    examples = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "Answer: 1"}]
-    [messages] = make_env(system="Think.", examples=examples).start([TASK])
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
-    assert messages[-1]["content"] == "What is 1/4 + 1/4?\nEnd with Answer: .."
-
-
 @pytest.mark.parametrize(
     ("text", "outcome", "math", "answer"),
     [
@@ -48,12 +41,6 @@ def test_one_turn(text, outcome, math, answer):
     assert reward.is_correct == (math > 0)
     assert reward.is_abstention == (outcome == Outcome.ABSTAINED)
     assert reward.is_well_formed == (outcome != Outcome.MALFORMED)
-
-
-def test_every_turn_of_a_batch_is_answered():
-    episodes = [Episode(task=TASK)] * 3
-    outcomes = [r.outcome for r in make_env().step(episodes, ["Answer: 1", "no", "Answer: 2"])]
-    assert outcomes == ["answered", "malformed", "answered"]
 
 
 def test_nothing_stops_a_turn_but_the_model():

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.envs import protocol
 from jaxrl.envs.protocol import BAPO, PROTOCOLS, SEARCH_R1
 
 TAG = re.compile(
@@ -26,24 +25,6 @@ PIECES = [
     "\ud800",
 ]
 hostile_text = st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
-
-
-@pytest.mark.parametrize(
-    ("turn", "query"),
-    [
-        ("<search>capital of France</search>", "capital of France"),
-        ("<think>hm</think>\n<search> \nParis? </search>", "Paris?"),
-        ("<search>first <search>second</search>", "second"),
-        ("<search></search>", ""),
-        ("<search> \n</search>", ""),
-        ("no opener</search>", None),
-        ("<search>unfinished", None),
-        ("<search>q</search> and more", None),
-        ("<answer>Paris</answer>", None),
-    ],
-)
-def test_last_query(turn, query):
-    assert protocol.last_query(turn) == query
 
 
 @pytest.mark.parametrize(
@@ -80,14 +61,6 @@ def test_final_answer(response, answer):
 )
 def test_final_answer_of_bapo(response, answer):
     assert BAPO.final_answer(response) == answer
-
-
-def test_last_query_of_another_tool():
-    assert protocol.last_query("<python>\nprint(1)\n</python>", "python") == "print(1)"
-    assert protocol.last_query("<python>print(1)</python>") is None
-    # The first line keeps its place among the others.
-    indented = "<python>\n  if 1:\n    print(1)\n</python>"
-    assert protocol.last_query(indented, "python") == "if 1:\n  print(1)"
 
 
 def test_the_two_protocols():

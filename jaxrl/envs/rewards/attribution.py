@@ -1,8 +1,7 @@
-"""The source of an answer: which results of an episode hold it, and which repeat others.
+"""Attribution of an answer to the search results of an episode.
 
-All of it is read from the results of searches that were executed, as the model saw them. Errors,
-results of other tools and what `rollout.max_observation_tokens` cut off are no evidence. Neither is
-an answer whose words all stand in the query: the model wrote them, and the result may repeat them.
+Evidence is what the model saw of executed searches. Errors and results of other tools do not count.
+Neither does an answer whose words are all in the query, since the result may repeat them.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ _MAX_JOINED = 8  # words of a query that a result may write as one
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """Relation of one episode's results to its answer.
+    """Relation of an episode's results to its answer.
 
     Attributes:
-        has_evidence: A search shows an accepted answer, see `shows_answer`.
-        num_redundant: searches that ask what the episode has asked before, or that find nothing
-            which it has not seen.
+        has_evidence: True if a search shows an accepted answer, see `shows_answer`.
+        num_redundant: Number of searches that repeat a query, or find nothing new.
     """
 
     has_evidence: bool
@@ -42,14 +40,14 @@ class Attribution:
 
 
 def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
-    """Looks for accepted answers in an episode's results, and counts redundant searches."""
+    """Find accepted answers in an episode's results, and count redundant searches."""
     asked: set[str] = set()
     seen: list[str] = []
     num_redundant = 0
     for turn in turns:
         queries = [" ".join(c.call.lower().split()) for c in calls_of(turn) if c.tool is None]
         results = [piece for _, result in search_results(turn) for piece in results_of(result)]
-        # A result that was cut is the beginning of the whole one.
+        # A result may have been cut.
         is_known = bool(results) and all(
             any(old.startswith(new) for old in seen) for new in results
         )
@@ -64,7 +62,7 @@ def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
 
 
 def search_results(turn: Turn) -> list[tuple[str, str]]:
-    """Return query and result of each search of a turn that was executed, as the model saw it."""
+    """Return query and result, as the model saw it, of each executed search of a turn."""
     shown = turn.results or ((turn.observation,) if turn.observation else ())
     return [
         (record.call, shown[record.result_index])
@@ -74,10 +72,7 @@ def search_results(turn: Turn) -> list[tuple[str, str]]:
 
 
 def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
-    """Return True if a search of a turn shows an accepted answer that its query does not hold.
-
-    A query holds an answer if all words of the answer are among its own, in any order.
-    """
+    """Return True if a search shows an accepted answer whose words are not all in its query."""
     for query, result in search_results(turn):
         if not results_of(result):
             continue
@@ -90,15 +85,12 @@ def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
 
 
 def _words_of(query: str) -> set[str]:
-    """Return the words of a query, and those that its words make without the blanks between them.
-
-    The latter since a result may repeat `java script` as `java-script`.
-    """
+    """Return the words of a query, also joined, since a result may have `java-script` for two."""
     words: set[str] = set()
-    # A call of several arguments is JSON, which may escape the blanks between words.
+    # Several arguments are JSON, which may escape blanks.
     for text in (query, _ESCAPE.sub(" ", query)):
         plain = _plain(text)
-        # What is an article in the query may be a letter of the answer.
+        # An article in the query may be a letter of the answer.
         spellings = plain.translate(NO_PUNCTUATION), _NO_WORD.sub(" ", plain)
         for reading in map(str.split, (*spellings, *_readings(text))):
             for start in range(len(reading)):
@@ -107,13 +99,12 @@ def _words_of(query: str) -> set[str]:
 
 
 def occurs(answer: str, observation: str) -> bool:
-    """Return True if an answer stands in an observation as whole words.
+    """Return True if an observation contains an answer as whole words.
 
-    Both are compared as `exact_match` does (case, articles, blanks and punctuation aside), once
-    without their punctuation and once with blanks in its place: `U.S.` is `US`, and `1914-1918`
-    holds `1914`. As in BM25, compatibility forms are equal, characters that nobody sees are none,
-    and a letter of a script without blanks is a word. Tags and the numbers of documents are no
-    text.
+    Both are normalized as in `exact_match`, once without punctuation and once with blanks in its
+    place: `U.S.` is `US`, and `1914-1918` contains `1914`. Compatibility forms are equal, invisible
+    characters ignored, and a letter of a script without blanks is a word. Tags and the numbers of
+    documents do not count.
     """
     text = _DOCUMENT.sub(" ", _TAG.sub(" ", observation))
     readings = zip(_readings(answer), _readings(text), strict=True)
@@ -121,7 +112,7 @@ def occurs(answer: str, observation: str) -> bool:
 
 
 def _readings(text: str) -> tuple[str, str]:
-    """Return a text normalised without its punctuation, and with blanks in its place."""
+    """Return a text normalized without punctuation, and with blanks in its place."""
     text = _plain(text)
     return normalize_answer(text), normalize_answer(_NO_WORD.sub(" ", text))
 
@@ -132,7 +123,7 @@ def _plain(text: str) -> str:
 
 
 def results_of(observation: str) -> list[str]:
-    """The results in an observation: its documents, or all of it where none are numbered."""
+    """Return the numbered documents in an observation, or all of it without any."""
     text = _TAG.sub(" ", observation)
     parts = _DOCUMENT.split(text)
     pieces = [" ".join(part.split()) for part in (parts[1:] or parts)]

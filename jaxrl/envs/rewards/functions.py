@@ -1,8 +1,7 @@
-"""Reward functions as people write them: recognised by their parameters, called, and read.
+"""User reward functions, recognized by the names of their parameters.
 
-A function is one of four kinds, which the name of a parameter tells: of a response and the accepted
-answers; of the turns of an episode; as verl calls it; as TRL calls it. It is called by keyword with
-those of the kind's arguments that it takes, and with settings of its own.
+There are four kinds: of a response and the accepted answers, of the turns of an episode, as verl
+calls it, and as TRL calls it. Functions are called by keyword with the arguments that they take.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from jaxrl.envs.rewards.combiner import Call, Measured, number
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A way in which reward functions are called.
+    """Calling convention of reward functions.
 
     Attributes:
-        shown: how such a function is written.
-        arguments: from a group to its calls: for each the members, and arguments it may take.
-        read: from the part's name, what the function gave and the members' episodes to what is
-            measured in each.
+        shown: Signature, for messages.
+        arguments: Function from a group to the members and available arguments of each call.
+        read: Function from part name, result and episodes to a `Measured` for each episode.
     """
 
     shown: str
@@ -39,15 +37,15 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A reward part that is a function of the user's.
+    """Reward part of a user function.
 
     Attributes:
-        name: of the part, for messages.
-        function: sync or async.
-        kind: how it is called.
-        settings: keyword arguments of its own.
-        answer_is_text: the ground truth of a task that brings none is its first answer, as a
-            text, and not `{"target": [all answers]}`.
+        name: Name of the part.
+        function: Sync or async function.
+        kind: Its calling convention.
+        settings: Keyword arguments from the config.
+        answer_is_text: True to pass the first answer as `ground_truth` to verl's functions, False
+            to pass `{"target": [all answers]}`. Only for tasks without their own.
     """
 
     name: str
@@ -58,12 +56,12 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        """True if calls give coroutines."""
+        """True if calls return coroutines."""
         inner = getattr(self.function, "__call__", None)  # noqa: B004, of an object
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inner)
 
     def calls(self, group: Sequence[Finished]) -> list[Call]:
-        """A call for each episode, or one for the group, as its kind has it."""
+        """Return a call for each episode, or one for the group."""
         parameters = inspect.signature(self.function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         calls = []
@@ -79,7 +77,7 @@ class RewardFunction:
         return calls
 
     def lacks(self, task: Task) -> list[str]:
-        """Names of what it asks for and a task does not offer."""
+        """Return the names of required arguments that a task does not have."""
         blank = Finished(episode=Episode(task=task), reward=Reward(parts={}, final_answer=""))
         [(_, offered)] = self.kind.arguments([blank], self.answer_is_text)
         known = {**offered, **self.settings}
@@ -97,41 +95,36 @@ class RewardFunction:
 def part_of(
     name: str, function: Any, *, part: str, settings: Mapping[str, Any], answer_is_text: bool
 ) -> RewardFunction:
-    """Makes a reward part of a function that `config.reward.weights` names.
+    """Make a reward part of a function in `config.reward.weights`.
 
     Args:
-        name: a dotted name.
-        function: the object of that name.
-        part: what the part is called.
-        settings: of `config.reward.settings`, keyword arguments.
-        answer_is_text: see `RewardFunction`.
+        name: Dotted path of the function.
+        function: Object at that path.
+        part: Name of the part.
+        settings: Keyword arguments from `config.reward.settings`.
+        answer_is_text: See `RewardFunction`.
 
     Raises:
-        ValueError: it is no function of a known kind, or does not take one of the settings.
+        ValueError: It is not a function of a known kind, or does not take one of the settings.
     """
-    key = "reward.weights"
-    expected = "; or ".join(kind.shown for kind in reversed(KINDS.values()))
-    if not callable(function) or isinstance(function, type):
-        type_name = "class" if isinstance(function, type) else type(function).__name__
+    kind, shown = None, f"a {type(function).__name__}"
+    if callable(function) and not isinstance(function, type):
+        try:
+            kind, shown = kind_of(function), f"a function of {inspect.signature(function)}"
+        except (TypeError, ValueError) as error:  # built in, without a signature
+            shown = str(error)
+    if kind is None or inspect.isgeneratorfunction(function):
+        expected = "; or ".join(kind.shown for kind in reversed(KINDS.values()))
         raise ValueError(
-            f"config.{key} names {name!r}, a {type_name}; expected a function {expected}."
+            f"config.reward.weights names {name!r}, {shown}; expected a function {expected}."
         )
-    try:
-        kind = kind_of(function)
-    except (TypeError, ValueError) as error:  # it does not tell its parameters
-        raise ValueError(
-            f"config.{key} names {name!r}: {error}; expected a function {expected}."
-        ) from error
-    is_generator, parameters = inspect.isgeneratorfunction(function), inspect.signature(function)
-    if kind is None or is_generator:
-        shown = f"{'a generator' if is_generator else 'a function'} of {parameters}"
-        raise ValueError(f"config.{key} names {name!r}, {shown}; expected a function {expected}.")
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.parameters.values())
-    unknown = next((one for one in settings if one not in parameters.parameters), None)
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = next((setting for setting in settings if setting not in parameters), None)
     if unknown is not None and not takes_all:
         raise ValueError(
             f"config.reward.settings gives {name!r} a {unknown!r}, which it does not take; it "
-            f"takes {', '.join(parameters.parameters)}."
+            f"takes {', '.join(parameters)}."
         )
     return RewardFunction(
         name=part,
@@ -143,7 +136,7 @@ def part_of(
 
 
 def kind_of(function: Callable[..., Any]) -> Kind | None:
-    """The kind of a reward function, by the names of its parameters; None for none of them."""
+    """Return the kind of a function by the names of its parameters, or None."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
         return None
@@ -161,17 +154,10 @@ def _of_each(
 
 
 def _listed(name: str, result: Any, count: int, what: str) -> list[Any]:
-    """The values that a part gave, in their order.
-
-    Args:
-        name: of the part.
-        result: what it gave; may be a generator, which is asked for one value too many at most.
-        count: of the values that are expected.
-        what: of which there are so many.
+    """Return the `count` values of a part as a list.
 
     Raises:
-        ValueError: they are more or fewer, have no order, as the keys of a dict, or are no numbers,
-            as bytes.
+        ValueError: The result is no ordered collection of `count` values.
     """
     if not isinstance(result, Iterable) or isinstance(result, Mapping | Set | str | bytes):
         raise ValueError(f"the reward part {name!r} gave {result!r:.200}; expected a list")
@@ -192,10 +178,10 @@ def _read_turns(name: str, result: Any, episodes: Sequence[Finished]) -> list[Me
 
 
 def ground_truth(task: Task, answer_is_text: bool) -> Any:
-    """The truth for verl's functions: the task's `reward_model.ground_truth`, or its answers.
+    """Return the truth for verl's functions: `reward_model.ground_truth`, or the task's answers.
 
-    Those are `{"target": [..]}`, as in verl's sets of questions, or the first of them as a text, as
-    in its sets of mathematics.
+    The answers are `{"target": [..]}`, as in verl's question sets, or the first one as text, as in
+    its mathematics sets.
     """
     model = task.metadata.get("reward_model")
     if isinstance(model, Mapping) and "ground_truth" in model:
@@ -228,7 +214,7 @@ def _read_verl(name: str, result: Any, _: Sequence[Finished]) -> list[Measured]:
         )
     others = {}
     for key, value in result.items():
-        # Texts, lists and None among verl's further keys are for people, and not measured.
+        # Only numbers are logged.
         is_scalar = getattr(value, "shape", ()) == () and callable(getattr(value, "item", None))
         if key != "score" and isinstance(value.item() if is_scalar else value, Real):
             others[str(key)] = number(f"{name}/{key}", value)
@@ -257,7 +243,7 @@ def _trl_arguments(group: Sequence[Finished], _: bool) -> Arguments:
 
 
 def completion_messages(one: Finished) -> list[Message]:
-    """The turns of an episode as messages: the assistant's, and of a tool where one answered."""
+    """Return the turns of an episode as messages of the assistant and of tools."""
     messages: list[Message] = []
     for index, turn in enumerate(one.episode.turns):
         opener = one.episode.opener if index == 0 else ""
@@ -298,4 +284,4 @@ KINDS: dict[str, Kind] = {
         read=lambda name, result, _: [Measured(score=number(name, result))],
     ),
 }
-"""Kinds of functions by the parameter that tells them."""
+"""Kinds of functions by the parameter that identifies them."""

@@ -1,4 +1,4 @@
-"""Answers to mathematical questions: found in a response, and compared by what they mean."""
+"""Answers to mathematical questions: extraction and comparison by value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 from jaxrl.envs.rewards.rules import last_boxed, says_unknown
 
 _ANSWER_LINE = re.compile(r"\banswer[*_]*\s*:[*_]*\s*([^\n]*)", re.IGNORECASE)
-_COMMA = r"(?:\\!)*(?:\{,\}|,)(?:\s?\\!)*(?:(?<=[!}])\s)?"  # `, ` alone parts the items of a list
+_COMMA = r"(?:\\!)*(?:\{,\}|,)(?:\s?\\!)*(?:(?<=[!}])\s)?"  # `, ` alone separates items of a list
 _SPACE = r"(?:\{\\[,;:]\}|\\(?:[,;:!]|thinspace(?![A-Za-z]))\s?|\\ |[~ \u00a0\u2009\u202f])"
 _THOUSANDS = re.compile(
     rf"(?<![\d.^_])([1-9]\d{{0,2}})(?:((?:{_COMMA}\d{{3}})+)|((?:{_SPACE}\d{{3}})+))(?!\d)"
@@ -36,23 +36,22 @@ _NUMBER = re.compile(
     rf"([+-]?)\s*(?:({_DECIMAL})|(?:(\d+)\s+)?({_SIGNED})\s*/\s*({_SIGNED})"
     rf"|(\d+)?\s*\\frac\{{\s*({_SIGNED})\s*\}}\{{\s*({_SIGNED})\s*\}})"
 )
-_MAX_MATH = 200  # characters; longer answers are text, so that nobody can nest brackets for long
+_MAX_MATH = 200  # characters; longer answers are compared as text
 
 
 def math_answer(response: str) -> str | None:
-    """The text after the last `Answer:` up to the end of its line; None without one.
+    """Return the text after the last `Answer:`, up to the end of its line, or None.
 
-    Case and the asterisks of bold type do not matter, and the answer may stand on the next line.
+    Case and bold type do not matter. The answer may be on the next line.
     """
     lines = _ANSWER_LINE.findall(response)
     return lines[-1].strip() if lines else None
 
 
 def math_correctness(response: str, answers: str | Sequence[str]) -> float:
-    """1.0 if the last `Answer:` line gives an accepted answer, else -1.0.
+    """Return 1.0 if the last `Answer:` line gives an accepted answer by `same_math`, else -1.0.
 
-    The reward of DAPO (https://arxiv.org/abs/2503.14476); what counts as the same answer is
-    `same_math`. An abstention is never right.
+    The reward of DAPO (https://arxiv.org/abs/2503.14476). An abstention is never correct.
     """
     answer = math_answer(response)
     answers = (answers,) if isinstance(answers, str) else answers
@@ -62,26 +61,24 @@ def math_correctness(response: str, answers: str | Sequence[str]) -> float:
 
 
 def same_math(answer: str, truth: str) -> bool:
-    r"""Return True if two answers are the same number, the same list of answers, or read alike.
+    r"""Return True if two answers are the same number, list of answers, or text.
 
-    Numbers are whole, decimal, fractions (`1/2`, `\frac{1}{-2}`, `1\frac12`), with leading zeros
-    and with thousands parted (see `join_thousands`), and compared exactly. Around an answer, dollar
-    signs, `\boxed`, a final period, `x =`, degrees, percent signs and common units do not matter:
-    `50\%` is 50. Other answers are compared as text without blanks, its characters composed (NFC);
-    `2x` is not `x2`, nor `\sqrt{4}` 2.
+    Numbers are whole, decimal or fractions (`1/2`, `\frac{1}{-2}`, `1\frac12`), may have separators
+    of thousands (see `join_thousands`), and are compared exactly. Dollar signs, `\boxed`, a final
+    period, `x =`, degrees, percent signs and common units are ignored: `50\%` is 50. Other answers
+    are compared as text (NFC) without blanks; `\sqrt{4}` is not `2`.
     """
     return value_equal(answer, truth) is True
 
 
 def value_equal(answer: str, truth: str) -> bool | None:
-    """Compares two answers as `same_math` does; None where only their text differs.
+    """Compare two answers as `same_math` does; return None if only their notation may differ.
 
-    Two numbers that differ are not the same. Of anything else that differs, other notation may be
-    the reason.
+    Two different numbers are False.
     """
     answer, truth = (unicodedata.normalize("NFC", text) for text in (answer, truth))
     given, wanted = _canonical_math(answer), _canonical_math(truth)
-    if "" in (given, wanted):  # all of it is ignored around an answer; it may be the answer itself
+    if "" in (given, wanted):  # what is ignored around an answer may be the answer
         return answer.strip() == truth.strip() != ""
     if given == wanted:
         return True
@@ -90,10 +87,9 @@ def value_equal(answer: str, truth: str) -> bool | None:
 
 
 def join_thousands(text: str) -> str:
-    r"""Removes separators of thousands from numbers: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
+    r"""Remove separators of thousands: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
 
-    A plain comma stays, as `(1,234)` is a list, and so does the blank of a mixed number,
-    `2 100/300`.
+    A plain comma stays, as `(1,234)` is a list, and so does a mixed number, `2 100/300`.
     """
     return _THOUSANDS.sub(_joined, text)
 
@@ -111,7 +107,7 @@ def _joined(number: re.Match[str]) -> str:
 
 
 def _canonical_math(text: str) -> Fraction | str | tuple:
-    """Canonical form of an answer, equal for answers that mean the same; "" for none."""
+    """Return a canonical form of an answer; "" for none."""
     text = text.strip().rstrip(".")
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).replace("−", "-")
@@ -144,7 +140,6 @@ def _read_math(text: str) -> Fraction | str | tuple:
     opening, inner, closing = "", text, ""
     if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _is_one_bracket(text):
         opening, inner, closing = text[0], text[1:-1], text[-1]
-    # The commas between items stand outside all brackets.
     items, depth = [""], 0
     for character in inner:
         depth += (character in "([{") - (character in ")]}")
@@ -161,7 +156,7 @@ def _read_math(text: str) -> Fraction | str | tuple:
 
 
 def _read_number(text: str) -> Fraction | None:
-    """The value of a number, which may be a fraction or a mixed number; None for other text."""
+    """Return the value of a number, fraction or mixed number; None for other text."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None

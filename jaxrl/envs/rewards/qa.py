@@ -1,4 +1,4 @@
-"""Short answers compared as SQuAD does: what is the same answer, and how much of it is right."""
+"""Exact match and F1 of short answers, as in SQuAD."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lowercases, drops ASCII punctuation and the words a, an, the, and collapses blanks.
+    """Lowercase, drop ASCII punctuation and the words a, an, the, and collapse blanks.
 
-    SQuAD's normalisation (https://arxiv.org/abs/1606.05250), but for a text that it leaves nothing
-    of: `A` keeps its articles, `+` its punctuation too. "" for a blank text alone. Characters are
-    composed first (NFC), so `e` with a combining accent is `é`.
+    SQuAD's normalization (https://arxiv.org/abs/1606.05250), except that a text of which nothing
+    would be left keeps its articles, or else its punctuation. Characters are composed (NFC) first.
     """
     lowered = unicodedata.normalize("NFC", text).lower()
     plain = lowered.translate(NO_PUNCTUATION)
@@ -26,18 +25,16 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(answer: str, truths: str | Sequence[str]) -> float:
-    """1.0 if the normalised answer equals any normalised truth, else 0.0, as a blank one is."""
+    """Return 1.0 if the normalized answer equals any normalized truth, else 0.0."""
     truths = (truths,) if isinstance(truths, str) else truths
     return float(normalize_answer(answer) in {*map(normalize_answer, truths)} - {""})
 
 
 def f1(answer: str, truths: str | Sequence[str]) -> float:
-    """Harmonic mean of the precision and recall of the answer's words; the best of the truths.
+    """Return F1 of the answer's words, for the best of the truths.
 
-    SQuAD's measure (https://arxiv.org/abs/1606.05250): both texts are normalised, their words are
-    bags, and a word shared several times counts several times. As in HotpotQA
-    (https://arxiv.org/abs/1809.09600), `yes`, `no` and `noanswer` are right or wrong as a whole: a
-    text that merely contains one of them shares nothing with it. A blank answer earns 0.
+    SQuAD's measure (https://arxiv.org/abs/1606.05250) of bags of normalized words. As in HotpotQA
+    (https://arxiv.org/abs/1809.09600), `yes`, `no` and `noanswer` must match as a whole.
     """
     truths = (truths,) if isinstance(truths, str) else truths
     answer, best = normalize_answer(answer), 0.0

@@ -1,4 +1,4 @@
-"""Rewards computed from text: format, correctness and abstention, by several papers' rules."""
+"""Rules of several papers for format, correctness and abstention."""
 
 from __future__ import annotations
 
@@ -10,65 +10,41 @@ from difflib import SequenceMatcher, get_close_matches
 from jaxrl.envs.rewards.qa import f1
 
 SPECIAL_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "<eos>", "</s>")
-"""End markers that may trail a response without spoiling its format."""
+"""End markers that a response may end with."""
 
 NOT_FOUND = "未找到相关内容"
-"""The answer "no relevant content found": honest, so paid a little."""
+"""The answer "no relevant content found", which is honest and earns a part."""
 
 _THINK_BLOCK = re.compile(r"<think>(?:(?!<think>).)*?</think>", re.DOTALL)
 _BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")  # escaped ones are only printed
 _UNKNOWN = ("i don't know", "i do not know")
 
 
-def search_r1_format(
-    text: str,
-    *,
-    tools: Sequence[str] = ("search",),
-    special_tokens: Sequence[str] = SPECIAL_TOKENS,
-) -> bool:
-    """Return True if a response keeps to Search-R1's protocol.
+def search_r1_format(text: str, *, tools: Sequence[str] = ("search",)) -> bool:
+    """Return True if a response follows Search-R1's protocol.
 
-    Apart from closed think blocks, which may stand anywhere and are ignored with all they hold,
-    the tags must read: any number of calls, each closed and followed by one closed information
-    block, then exactly one answer, which ends the text. Other text may stand between the tags.
+    Outside closed think blocks, the tags must be: any number of calls, each closed and followed by
+    a closed information block, then one answer, which ends the text. Other text may be between.
 
     Args:
-        text: the response alone, inserted observations included, without the prompt.
-        tools: tags that call one.
-        special_tokens: markers removed from the end first, with the blanks around them.
+        text: Response with its observations, without the prompt.
+        tools: Tags that call a tool.
     """
-    text = _THINK_BLOCK.sub("", _strip_end(text, special_tokens))
+    text = without_thoughts(text)
     names = "|".join(tools)
     tags = "".join(re.findall(rf"</?(?:think|{names}|information|answer)>", text))
     good = rf"(?:<({names})></\1><information></information>)*<answer></answer>"
     return text.endswith("</answer>") and re.fullmatch(good, tags) is not None
 
 
-def format_reward(
-    text: str,
-    *,
-    tools: Sequence[str] = ("search",),
-    special_tokens: Sequence[str] = SPECIAL_TOKENS,
-    reward: float = 0.5,
-    failure: float = -1.0,
-) -> float:
-    """`reward` for a response that keeps to Search-R1's protocol, else `failure`."""
-    is_kept = search_r1_format(text, tools=tools, special_tokens=special_tokens)
-    return reward if is_kept else failure
-
-
-def _strip_end(text: str, special_tokens: Sequence[str]) -> str:
+def without_thoughts(text: str) -> str:
+    """Remove closed think blocks and the end markers `SPECIAL_TOKENS` from a response."""
     end = len(text.rstrip())
-    while marker := next((t for t in special_tokens if t and text.endswith(t, 0, end)), None):
+    while marker := next((t for t in SPECIAL_TOKENS if text.endswith(t, 0, end)), None):
         end -= len(marker)
         while end > 0 and text[end - 1].isspace():
             end -= 1
-    return text[:end]
-
-
-def without_thoughts(text: str) -> str:
-    """A response without its closed think blocks and the markers that end it."""
-    return _THINK_BLOCK.sub("", _strip_end(text, SPECIAL_TOKENS))
+    return _THINK_BLOCK.sub("", text[:end])
 
 
 def answer_reward(
@@ -79,14 +55,14 @@ def answer_reward(
     exact_match_bonus: float = 2.0,
     not_found: float = 0.5,
 ) -> float:
-    """The pay for an answer; 0 where it is wrong. Of several accepted answers take the maximum.
+    """Return the reward for an answer; 0 if it is wrong.
 
     Args:
-        answer: the model's.
-        truth: an accepted answer. The similarity of the two is not symmetric.
-        reward: for something close to the truth, as `is_right_answer` has it.
-        exact_match_bonus: for the truth itself, in place of `reward`.
-        not_found: for `NOT_FOUND`, unless that is the truth.
+        answer: The model's answer.
+        truth: An accepted answer. With several of them, take the maximum.
+        reward: Reward for an answer close to the truth, see `is_right_answer`.
+        exact_match_bonus: Reward for the truth itself, instead of `reward`.
+        not_found: Reward for `NOT_FOUND`, unless that is the truth.
     """
     answer, truth = _composed(answer), _composed(truth)
     if answer and answer == truth:
@@ -97,15 +73,14 @@ def answer_reward(
 
 
 MAX_COMPARED = 400
-"""Characters, without blanks, of an answer and a truth that may be close without being equal."""
+"""Longest answer and truth that are compared by similarity, in characters without blanks."""
 
 
 def is_right_answer(answer: str, truth: str) -> bool:
-    """Return True if an answer is the truth or close to it; `NOT_FOUND` only as the truth itself.
+    """Return True if an answer equals the truth or is close; `NOT_FOUND` must be equal.
 
-    Close means a `SequenceMatcher` ratio of at least one half, blanks and case aside. The ratio
-    is not symmetric, so the order of the arguments matters. Where either has more than
-    `MAX_COMPARED` characters, only the truth itself is close, since the time grows with the cube.
+    Close means a `SequenceMatcher` ratio of at least one half, without blanks and case. The ratio
+    is not symmetric. Texts longer than `MAX_COMPARED` must be equal, since its time is cubic.
     """
     answer, truth = _composed(answer), _composed(truth)
     if answer in ("", truth, NOT_FOUND):
@@ -126,7 +101,7 @@ def _squeeze(text: str) -> str:
 
 
 def says_unknown(answer: str) -> bool:
-    """Return True if an answer says "I don't know", typographic apostrophe or not."""
+    """Return True if an answer says "I don't know", with any apostrophe."""
     lowered = answer.lower().replace("’", "'")
     return any(words in lowered for words in _UNKNOWN)
 
@@ -144,16 +119,15 @@ def _answer_span(response: str) -> str | None:
 
 
 def bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -> bool:
-    """Return True if a response keeps to BAPO's protocol.
+    """Return True if a response follows BAPO's protocol.
 
-    BAPO (https://arxiv.org/abs/2601.11037), as its code checks: at least one think block, as many
-    closed as opened; one answer, closed after it is opened, with something boxed; each call of a
-    tool closed and then followed by a closed result. A result that nobody asked for passes, and so
-    does text after the answer.
+    As in the code of BAPO (https://arxiv.org/abs/2601.11037): as many closed as opened think
+    blocks, at least one; one answer, closed and with something boxed; each call of a tool closed
+    and followed by a closed result. Other results, and text after the answer, are allowed.
 
     Args:
-        response: the response alone, results included, without the prompt.
-        tools: tags that call one.
+        response: Response with its results, without the prompt.
+        tools: Tags that call a tool.
     """
     num_thoughts = response.count("<think>")
     if num_thoughts == 0 or num_thoughts != response.count("</think>"):
@@ -170,20 +144,20 @@ def bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -
             marks.append(response.find("</result>", marks[-1]))
             if -1 in marks or marks != sorted(marks):
                 return False
-            position = marks[-1]  # only behind its result is the next call looked for
+            position = marks[-1]  # the next call comes after the result
     return True
 
 
 def boxed_answer(response: str) -> str | None:
-    r"""The last balanced `\boxed{..}` in the first closed answer, stripped; None without one."""
+    r"""Return the last balanced `\boxed{..}` in the first closed answer, or None."""
     span = _answer_span(response)
     return None if span is None else last_boxed(span)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last balanced `\boxed{..}`, stripped; None without one."""
-    # Where the content of each open brace begins, negative where it is not boxed. Numbers, since
-    # hundreds of thousands of pairs set off the garbage collector again and again.
+    r"""Return the content of the last balanced `\boxed{..}`, stripped; None without one."""
+    # Starts of the content of open braces, negative if not boxed. Many tuples would trigger the
+    # garbage collector.
     opened: list[int] = []
     last: tuple[int, int] | None = None
     for brace in _BRACE.finditer(text):
@@ -197,29 +171,23 @@ def last_boxed(text: str) -> str | None:
 
 
 def bapo_correctness(
-    response: str,
-    answers: str | Sequence[str],
-    *,
-    tools: Sequence[str] = ("search", "python"),
-    bad_format: float = -1.0,
-    wrong: float = 0.0,
+    response: str, answers: str | Sequence[str], *, tools: Sequence[str] = ("search", "python")
 ) -> float:
-    """F1 of the boxed answer where it is above 0, else `wrong`; `bad_format` where there is none.
+    """Return F1 of the boxed answer; -1.0 for a bad format, 0.0 for an abstention.
 
-    An abstention is `wrong`, whatever its box holds. BAPO (https://arxiv.org/abs/2601.11037).
-    ReCall (https://github.com/Agent-RL/ReCall) has 0 for a bad format and 0.1 for a wrong answer.
+    BAPO (https://arxiv.org/abs/2601.11037).
     """
     answer = boxed_answer(response)
     if answer is None or not bapo_format(response, tools=tools):
-        return bad_format
-    return wrong if is_abstention(response) else f1(answer, answers) or wrong
+        return -1.0
+    return 0.0 if is_abstention(response) else f1(answer, answers)
 
 
 def check_weights(weights: Mapping[str, float], parts: Iterable[str]) -> None:
-    """Refuses weights that would pay nothing, or something that is not measured.
+    """Check that weights name known parts, and that one of them is not 0.
 
     Raises:
-        ValueError: says which part was probably meant.
+        ValueError: The message suggests a similar name.
     """
     parts = list(parts)
     known = f"Known parts are {', '.join(parts)}."

@@ -1,7 +1,4 @@
-"""Tools that a model can call: a text in, a text out. Search engines are tools, and Python is one.
-
-A tool knows neither the tags around its calls nor what an episode is paid.
-"""
+"""Tools that a model can call: a text in, a text out. Search engines are tools too."""
 
 from __future__ import annotations
 
@@ -19,31 +16,31 @@ from jaxrl.envs.images import Pictured
 from jaxrl.utils.concurrency import error_text, side_by_side
 from jaxrl.utils.secrets import redact
 
-MAX_ERROR = 2_000  # characters of a snippet's error that are kept
+MAX_ERROR = 2_000  # characters of an error
 
 
 class CallError(ValueError):
-    """Raised where the model's arguments do not fit the tool; the text is shown to the model."""
+    """The model's arguments do not fit the tool. The message is shown to the model."""
 
 
 class Tool(abc.ABC):
-    """Answers calls; `run` may be called from several threads at once."""
+    """Tool whose `run` may be called from several threads."""
 
     name: str
-    """Name by which the model calls it: `<name>..</name>` around a call."""
+    """Name by which the model calls it."""
 
     blank: str
     """Answer to a blank call, which does not reach the tool."""
 
     max_threads: ClassVar[int] = 32
-    """Calls that run side by side at most."""
+    """Maximum number of concurrent calls."""
 
     argument: ClassVar[str] = "call"
-    """Name of the text of a call where the model calls functions."""
+    """Name of the argument if the model calls functions."""
 
     @property
     def takes_text(self) -> bool:
-        """True if a text alone can be a call, as tags hold it."""
+        """True if a call can be a text between tags."""
         return True
 
     @property
@@ -58,16 +55,16 @@ class Tool(abc.ABC):
         return {"type": "object", "properties": texts, "required": [self.argument]}
 
     def call_of(self, arguments: str | Mapping[str, Any]) -> str:
-        """The call that the model means by a text, or by a function's arguments.
+        """Return the text of a call, given a text or a function's arguments.
 
         Raises:
-            CallError: they do not fit.
+            CallError: The arguments do not fit.
         """
         if isinstance(arguments, str):
             return arguments
         check_names(arguments, [self.argument], [self.argument])
         text = arguments[self.argument]
-        if not isinstance(text, str):  # told in JSON's words, which are the model's
+        if not isinstance(text, str):  # named as in JSON
             kinds = {bool: "a boolean", list: "an array", dict: "an object", type(None): "null"}
             kind = kinds.get(type(text), "a number")
             raise CallError(f"argument '{self.argument}' is {kind}; expected a string")
@@ -75,28 +72,27 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     def run(self, call: str, /) -> str:
-        """The answer to one call; what is wrong with the call itself is an answer too.
+        """Answer one call; an error in the call itself is an answer too.
 
-        The same call has the same answer, of bounded length. Images may stand behind it
-        (`Pictured`), but not behind what a search engine finds.
+        The same call has the same answer, of bounded length. It may be a `Pictured`, except for
+        search engines.
 
         Raises:
-            ToolError: the tool failed, not the model's call; trying again may help.
+            ToolError: The tool failed, not the model's call.
         """
 
     def run_batch(self, calls: Sequence[str], /) -> Sequence[str | ToolError]:
-        """The answers to several calls, in their order, side by side.
+        """Answer several calls concurrently; return an answer or a ToolError for each.
 
-        In place of an answer stands why there is none. A tool that cannot tell which call failed
-        raises `ToolError`; then all are made again, each alone.
+        A tool that cannot tell which call failed raises; then each is repeated alone.
         """
         return side_by_side(functools.partial(run_one, self), calls, max_threads=self.max_threads)
 
     def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
-        """Answers each call, with the tool's failure where it raised anything.
+        """Answer each call, with a record. Failed calls are repeated once, each alone.
 
-        Calls that failed are made once more, each alone; side by side, or a dead server would cost
-        one timeout a call. What would fail alike is left at that.
+        Concurrently, since a dead server would cost a timeout per call. Permanent failures are not
+        repeated.
         """
         start = time.perf_counter()
         results = run_together(self, calls)
@@ -117,10 +113,10 @@ class Tool(abc.ABC):
 
 
 def check_names(arguments: Mapping[str, Any], known: Sequence[str], needed: Sequence[str]) -> None:
-    """Refuses unknown argument names, and missing ones that the function needs.
+    """Check argument names.
 
     Raises:
-        CallError: says which.
+        CallError: A name is unknown, or a required one is missing.
     """
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
     for name in arguments:
@@ -132,13 +128,13 @@ def check_names(arguments: Mapping[str, Any], known: Sequence[str], needed: Sequ
 
 
 def chat_schema(tool: Tool) -> dict[str, Any]:
-    """Schema of a tool as chat templates describe functions."""
+    """Return the JSON schema of a tool for chat templates."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
 class JsonTool(Tool):
-    """A tool of several arguments, by name; a call is a JSON object of them, names in order."""
+    """Tool with named arguments; a call is a JSON object with sorted names."""
 
     blank = "error: the call is empty"
 
@@ -149,30 +145,30 @@ class JsonTool(Tool):
 
     @abc.abstractmethod
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Refuses arguments that do not fit.
+        """Check the arguments.
 
         Raises:
-            CallError: says what is wrong.
+            CallError: They do not fit.
         """
 
     @property
     def takes_text(self) -> bool:
-        """True if one argument will do, and it is a text."""
+        """True if the only required argument is a text."""
         return self._text_argument is not None
 
     @property
     def _text_argument(self) -> str | None:
-        """The argument that a text alone is meant for."""
+        """The argument that a text alone stands for."""
         properties = self.parameters["properties"]
         needed = self.parameters["required"] or list(properties)
         kinds = [properties.get(name, {}).get("type") for name in needed]
         return needed[0] if kinds == ["string"] else None
 
     def call_of(self, arguments: str | Mapping[str, Any]) -> str:
-        """The arguments as JSON.
+        """Return the arguments as JSON.
 
         Raises:
-            CallError: they do not fit.
+            CallError: They do not fit.
         """
         if isinstance(arguments, str):
             if not arguments.strip():
@@ -184,21 +180,21 @@ class JsonTool(Tool):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer to a call, and what that took."""
+    """Answer to a call, and its record."""
 
-    found: str | ToolError  # a text, maybe with images, or how the tool failed
+    found: str | ToolError
     record: CallRecord
 
     @classmethod
     def of(cls, tool: Tool, call: str, found: str | ToolError, **took: Any) -> Answer:
-        """Makes the answer of a tool to a call; `took` are further fields of the record."""
+        """Make the answer of a tool; `took` are further fields of the record."""
         error = str(found) or type(found).__name__ if isinstance(found, ToolError) else None
         name = None if tool.name == "search" else tool.name
         return cls(found=found, record=CallRecord(call=call, tool=name, error=error, **took))
 
 
 def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
-    """Answers of a tool to a batch, or its failure for each call, whatever it raised."""
+    """Answer a batch; any exception is the failure of each call."""
     try:
         answers = [_text_or_error(tool, answer) for answer in tool.run_batch(calls)]
         if len(answers) != len(calls):
@@ -206,29 +202,26 @@ def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
         return answers
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # as in `run_one`; of which call it does not say
+    except BaseException as error:
         return [_as_tool_error(error)] * len(calls)
 
 
 def run_one(tool: Tool, call: str) -> str | ToolError:
-    """The answer of a tool to one call, or its failure, whatever it raised."""
+    """Answer one call; any exception is a ToolError."""
     try:
         return _text_or_error(tool, tool.run(call))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a tool is the user's, and so is what it raises
+    except BaseException as error:  # user code may raise anything
         return _as_tool_error(error)
 
 
 def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
-    """Checks a tool's answer: itself where it can be shown or is an error, else an error.
-
-    Both are redacted.
-    """
+    """Return a redacted answer, or a ToolError if it is no text."""
     if isinstance(answer, ToolError):
         return _as_tool_error(answer)
     if isinstance(answer, Pictured):
-        if tool.name != "search":  # whose results are kept as texts
+        if tool.name != "search":
             return Pictured(redact(answer), answer.images)
     elif isinstance(answer, str):
         return str(redact(answer))
@@ -236,7 +229,7 @@ def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
 
 
 def _as_tool_error(error: BaseException) -> ToolError:
-    """Return an exception as the failure of a tool, redacted, with its type unless it is one."""
+    """Return an exception as a redacted ToolError."""
     if isinstance(error, ToolError):
         error.args = redact(error.args)
         if redact(str(error)) == str(error):
@@ -251,8 +244,8 @@ SANDBOXES = {
     "monty": "jaxrl.envs.tools.monty.MontyTool",
     "bubblewrap": "jaxrl.extras.sandbox.tools.BubblewrapTool",
 }
-"""Tools that the tool `python` can run code in."""
+"""Sandboxes of the tool `python`."""
 
 
 TOOLS = {"python": "jaxrl.envs.tools.monty.MontyTool"}
-"""Tools that a search environment can offer beside its search engine."""
+"""Tools by the names that a config uses."""

@@ -1,4 +1,4 @@
-"""Costs of calls of tools, and the end of a trajectory that may make no more of them."""
+"""Upper bound on the cost of a trajectory's tool calls."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from jaxrl.envs.base import CallRecord, Episode, Turn
 
 SEARCH = "search"
-"""Name of the search engine among the tools; a `CallRecord` has None in its place."""
+"""Name of the search engine among the tools; a `CallRecord` has None instead."""
 
 
 def calls_of(turn: Turn) -> tuple[CallRecord, ...]:
-    """The calls that a turn made; of an environment that keeps no records, its one call."""
+    """Return the calls of a turn; without records, its one call."""
     if turn.records or turn.tool_call is None:
         return turn.records
     error = turn.error if turn.observation is None else None
@@ -23,21 +23,21 @@ def calls_of(turn: Turn) -> tuple[CallRecord, ...]:
 class Budget:
     """Upper bound on the cost of one trajectory's calls.
 
-    Every call counts once and at its price, whether a cache answered it, a server needed several
-    tries, or nobody answered: when an episode ends must be the policy's doing.
+    Every call counts once, whoever answered it and after however many tries: only the policy
+    decides when an episode ends.
 
     Attributes:
-        prices: of a call, by tool; the others are free.
-        max_cost: in the unit of the prices; 0: no limit.
+        prices: Price of a call by tool; other tools are free.
+        max_cost: Bound in the unit of the prices; 0 for none.
     """
 
     prices: Mapping[str, float] = field(default_factory=dict)
     max_cost: float = 0.0
 
     def allows(self, episode: Episode, tools: Iterable[str]) -> bool:
-        """Return True if an episode may make one more call of each of these tools."""
+        """Return True if an episode may call each of these tools once more."""
         if not self.max_cost:
             return True
-        made = [call.tool or SEARCH for turn in episode.turns for call in calls_of(turn)]
-        cost = sum(self.prices.get(name, 0.0) for name in (*made, *tools))
+        past = [call.tool or SEARCH for turn in episode.turns for call in calls_of(turn)]
+        cost = sum(self.prices.get(name, 0.0) for name in (*past, *tools))
         return cost <= self.max_cost * (1 + 1e-9)  # ten calls at 0.1 are within 1

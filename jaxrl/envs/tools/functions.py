@@ -16,25 +16,23 @@ from jaxrl.utils.quiet_transformers import quiet_transformers
 
 
 class FunctionTool(JsonTool):
-    """Calls a function, sync or async, with the arguments that the model gives.
+    """Tool that calls a Python function, sync or async, with the model's arguments.
 
-    Arguments have to be of the types that the hints name, as JSON has them. What the function
-    raises is its failure, but a `CallError`, whose text is the answer. A text is the result as it
-    is, anything else as JSON.
+    Arguments must have the JSON types of the hints. A `CallError` of the function is an answer;
+    other exceptions are failures. Results that are not text are shown as JSON.
     """
 
     def __init__(self, function: Callable[..., Any], *, deadline_s: float = 60.0) -> None:
-        """Reads the function's signature.
+        """Read the function's signature.
 
         Args:
-            function: with a type hint for each parameter, and a docstring in Google's style that
-                describes each.
-            deadline_s: seconds after which a call has failed. A coroutine is cancelled then; a
-                thread in which a plain function runs is left to itself.
+            function: Function with type hints, and a docstring in Google's style that describes
+                each parameter.
+            deadline_s: Seconds for a call. A late coroutine is canceled, a thread abandoned.
 
         Raises:
-            ImportError: the package pydantic is not installed.
-            ValueError: the function does not say how it is called.
+            ImportError: pydantic is not installed.
+            ValueError: The function lacks hints or descriptions.
         """
         try:
             self._pydantic: Any = importlib.import_module("pydantic")
@@ -67,10 +65,10 @@ class FunctionTool(JsonTool):
         return {name: value for name, value in self._schema.items() if name != "description"}
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Refuses arguments of other types than the hints name.
+        """Check the types of arguments.
 
         Raises:
-            CallError: says what is wrong.
+            CallError: A type does not fit.
         """
         self._values(arguments)
 
@@ -79,7 +77,7 @@ class FunctionTool(JsonTool):
         values = {}
         for name, value in arguments.items():
             try:
-                # As JSON: it has no tuples or dates, which strict checks of objects would ask for.
+                # Strict checks of Python objects would ask for tuples and dates.
                 text = json.dumps(value)
                 values[name] = self._types[name].validate_json(text, strict=True)
             except self._pydantic.ValidationError as error:
@@ -89,10 +87,10 @@ class FunctionTool(JsonTool):
         return values
 
     def run(self, call: str, /) -> str:
-        """Calls the function; gives its text, its text with images, or else its result as JSON.
+        """Call the function; return its text, or its result as JSON.
 
         Raises:
-            ToolError: it took too long, or returned what JSON does not have.
+            ToolError: The call took too long, or the result is not JSON.
         """
         try:
             values = self._values(json.loads(call))
@@ -118,7 +116,7 @@ class FunctionTool(JsonTool):
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Description, properties and required names, in the form that chat templates know."""
+    """Return description and parameters in the form of chat templates."""
     with quiet_transformers():
         from transformers.utils import get_json_schema
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}

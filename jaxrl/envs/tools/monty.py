@@ -12,12 +12,11 @@ from jaxrl.envs.tools.base import MAX_ERROR, PYTHON_DESCRIPTION, Tool
 
 
 class MontyTool(Tool):
-    """Monty (https://github.com/pydantic/monty), an interpreter of much of Python in Rust.
+    """Python code in Monty (https://github.com/pydantic/monty), an interpreter in Rust.
 
-    Code runs in worker processes without files, network, environment or other programs, and under
-    limits of time and memory. Every snippet starts afresh. Clock, sleep and random numbers are
-    fixed, so that a snippet prints the same each time; only one close to its time limit may not.
-    Some of the standard library is there (math, re, json, datetime, itertools, ..), no packages.
+    Code runs in worker processes without files, network, environment or other programs, with limits
+    of time and memory. Each snippet starts afresh. Clock, sleep and random numbers are fixed, so
+    output is reproducible. Parts of the standard library are available, no packages.
     """
 
     name = "python"
@@ -34,17 +33,16 @@ class MontyTool(Tool):
         max_output: int = 100_000,
         max_workers: int = max_threads,
     ) -> None:
-        """Starts a worker.
+        """Start a worker.
 
         Args:
-            timeout_s: of one snippet.
-            max_memory: bytes that a snippet may hold. An error's text is cut where it arrives, so
-                for a moment this process may hold as much of it.
-            max_output: bytes that a snippet may print.
-            max_workers: processes at most.
+            timeout_s: Seconds for a snippet.
+            max_memory: Bytes that a snippet may hold.
+            max_output: Bytes that a snippet may print.
+            max_workers: Maximum number of processes.
 
         Raises:
-            ImportError: the package pydantic-monty is not installed.
+            ImportError: pydantic-monty is not installed.
         """
         try:
             self._monty: Any = importlib.import_module("pydantic_monty")
@@ -69,10 +67,10 @@ class MontyTool(Tool):
         weakref.finalize(self, self._pool.__exit__, None, None, None)
 
     def run(self, code: str, /) -> str:
-        """Runs code; returns what it printed, or the type and text of its error.
+        """Run code; return what it printed, or the type and text of its error.
 
-        A worker that dies may have been killed from outside, as the system does when memory runs
-        out, so its code runs again in another one. Where that dies too, it is the code's doing.
+        A worker may be killed from outside, as when memory runs out, so the code runs again in
+        another one. If that dies too, the code is the reason.
         """
         try:
             for _ in range(2):
@@ -86,7 +84,7 @@ class MontyTool(Tool):
                     except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
                         # Without the traceback, which repeats long lines of code.
                         message = _shortened(error.display("type-msg")).rstrip()
-                        # As they come, these say what was measured, each time something else.
+                        # Their own texts contain measurements.
                         fixed = {"TimeoutError": _TIMEOUT, "MemoryError": _MEMORY}
                         return fixed.get(message.partition(":")[0], message)
                     else:

@@ -51,22 +51,6 @@ def test_a_run_pays_the_weighted_sum_of_the_parts_and_of_its_own():
     assert MEASURED.total == 0.0
 
 
-def test_nothing_is_called_where_nothing_is_ones_own():
-    pay = Payment(weights={"f1": 2.0, "brevity": 0.0})
-    before = threading.active_count()
-    assert [r.total for [r] in paid(pay, ["a"], ["b"])] == [1.0, 1.0]
-    assert threading.active_count() == before
-
-
-def compute_score(solution_str, ground_truth):
-    return {"score": 2.0, "acc": solution_str in ground_truth["target"]}
-
-
-def test_further_numbers_are_measured_and_not_paid():
-    [[reward]] = paid(payment({"compute_score": 0.5}, compute_score), ["Paris"])
-    assert (reward.total, reward.parts["compute_score/acc"]) == (1.0, 1.0)
-
-
 async def skips(completions, **kwargs):
     await asyncio.sleep(0)
     return [None if "skip" in one else float(len(one)) for one in completions]

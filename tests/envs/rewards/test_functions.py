@@ -133,14 +133,6 @@ def test_trl_reads_chats_where_the_task_is_one():
     assert measured(score, [finished(task=CHAT, opener="<think>")])[0] == [Measured(score=1.0)]
 
 
-def test_turns_have_an_amount_each():
-    def found(turns, answers, *, pay):
-        return [pay * (turn.tool_call is not None) for turn in turns]
-
-    got, _ = measured(found, pay=0.5)
-    assert got == [Measured(score=0.5, turns=(0.5, 0.0))]
-
-
 class Judge:
     async def __call__(self, response, answers):
         return 1.0

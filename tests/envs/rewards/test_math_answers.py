@@ -234,7 +234,7 @@ def test_no_text_breaks_it_and_all_text_equals_itself(text):
 
 
 def test_what_a_broken_model_writes_is_read_fast():
-    start = time.perf_counter()
+    start = time.process_time()
     for piece in (
         "\\boxed{",
         "((((",
@@ -257,7 +257,7 @@ def test_what_a_broken_model_writes_is_read_fast():
         same_math(text, "5")
         join_thousands(text)
         same_math(piece * (200 // len(piece)), "5")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_answer_lines():

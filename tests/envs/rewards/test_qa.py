@@ -12,13 +12,6 @@ def test_normalize_answer():
     assert normalize_answer("theatre") == "theatre"
 
 
-def test_exact_match():
-    assert exact_match("the Eiffel Tower.", ["Louvre", "Eiffel tower"]) == 1.0
-    assert exact_match("Paris, France", ["Paris"]) == 0.0
-    assert exact_match("Paris", "paris") == 1.0
-    assert exact_match("Paris", []) == 0.0
-
-
 @pytest.mark.parametrize(
     ("composed", "decomposed"),
     [

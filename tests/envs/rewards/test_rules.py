@@ -10,9 +10,9 @@ from jaxrl.envs.rewards.rules import (
     bapo_format,
     boxed_answer,
     check_weights,
-    format_reward,
     is_abstention,
     is_right_answer,
+    search_r1_format,
 )
 
 SEARCH = "<search>q</search>\n\n<information>i</information>\n\n"
@@ -34,7 +34,7 @@ ANSWER = "<answer>A</answer>"
     ],
 )
 def test_good_format(text):
-    assert format_reward(text) == 0.5
+    assert search_r1_format(text)
 
 
 @pytest.mark.parametrize(
@@ -65,22 +65,16 @@ def test_good_format(text):
     ],
 )
 def test_bad_format(text):
-    assert format_reward(text) == -1.0
-
-
-def test_other_special_tokens():
-    assert format_reward(f"{ANSWER}[END]") == -1.0
-    assert format_reward(f"{ANSWER}[END]", special_tokens=["[END]"]) == 0.5
-    assert format_reward(f"{ANSWER}\n", special_tokens=[]) == 0.5
+    assert not search_r1_format(text)
 
 
 @given(st.integers(0, 4), st.sampled_from(["", " some text ", "<think>hm</think>"]))
 def test_any_number_of_searches_is_good_until_one_tag_is_lost(num_searches, between):
     text = between.join([SEARCH] * num_searches + [ANSWER])
-    assert format_reward(text) == 0.5
+    assert search_r1_format(text)
     for tag in ("<search>", "</search>", "<information>", "</information>", "<answer>"):
         if tag in text:
-            assert format_reward(text.replace(tag, "", 1)) == -1.0
+            assert not search_r1_format(text.replace(tag, "", 1))
 
 
 @pytest.mark.parametrize(
@@ -105,28 +99,11 @@ def test_answer_reward(answer, truth, reward):
     assert answer_reward(answer, truth) == reward
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth", "is_right"),
-    [
-        (" Paris\n", "Paris", True),
-        ("paris ", "Paris", True),
-        ("tide", "diet", False),
-        ("未找到相关内容", "Paris", False),  # honest, not right
-        ("未找到相关内容", "未找到相关内容", True),
-        ("", "", False),
-    ],
-)
-def test_what_is_right_does_not_hang_on_what_it_pays(answer, truth, is_right):
-    assert is_right_answer(answer, truth) == is_right
-
-
 def test_amounts_are_arguments():
     amounts = {"reward": 0.25, "exact_match_bonus": 3.0, "not_found": -0.5}
     answers = ("Paris", "paris", "未找到相关内容", "London", "")
     got = [answer_reward(answer, "Paris", **amounts) for answer in answers]
     assert got == [3.0, 0.25, -0.5, 0.0, 0.0]
-    assert format_reward(ANSWER, reward=1.0, failure=-2.0) == 1.0
-    assert format_reward(ANSWER[1:], reward=1.0, failure=-2.0) == -2.0
 
 
 def test_equivalent_characters_are_the_same():
@@ -247,22 +224,21 @@ def test_boxed_answer(content, answer):
 
 
 @pytest.mark.parametrize(
-    ("response", "score", "recall"),
+    ("response", "score"),
     [
-        (THINK + BOX, 1.0, 1.0),
-        (THINK + BOX.replace("Paris", "Paris, France"), 2 / 3, 2 / 3),
-        (THINK + BOX.replace("Paris", "Rome"), 0.0, 0.1),
-        (THINK + BOX.replace("Paris", "I DON'T KNOW"), 0.0, 0.1),
-        (THINK + r"<answer>I don't know, \boxed{Paris}</answer>", 0.0, 0.1),  # an abstention
-        (THINK + BOX.replace("Paris", ""), 0.0, 0.1),
-        (BOX, -1.0, 0.0),
-        (THINK + r"<answer>} \boxed{Paris</answer>", -1.0, 0.0),
+        (THINK + BOX, 1.0),
+        (THINK + BOX.replace("Paris", "Paris, France"), 2 / 3),
+        (THINK + BOX.replace("Paris", "Rome"), 0.0),
+        (THINK + BOX.replace("Paris", "I DON'T KNOW"), 0.0),
+        (THINK + r"<answer>I don't know, \boxed{Paris}</answer>", 0.0),  # an abstention
+        (THINK + BOX.replace("Paris", ""), 0.0),
+        (BOX, -1.0),
+        (THINK + r"<answer>} \boxed{Paris</answer>", -1.0),
     ],
 )
-def test_bapo_correctness(response, score, recall):
+def test_bapo_correctness(response, score):
     answers = ("Paris", "City of Light")
     assert bapo_correctness(response, answers) == pytest.approx(score)
-    assert bapo_correctness(response, answers, bad_format=0.0, wrong=0.1) == pytest.approx(recall)
 
 
 # Weights

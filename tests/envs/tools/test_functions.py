@@ -107,11 +107,6 @@ def test_arguments_are_of_the_types_that_the_hints_name(arguments, answer):
         assert str(raised.value) == answer
 
 
-def test_the_same_arguments_are_the_same_call():
-    tool = FunctionTool(add)
-    assert tool.call_of({"b": 1, "a": 2}) == tool.call_of({"a": 2, "b": 1}) == '{"a": 2, "b": 1}'
-
-
 @pytest.mark.parametrize(
     ("result", "shown"),
     [("é", "é"), (3, "3"), (None, "null"), ({"a": ["é"]}, '{"a": ["é"]}')],
@@ -199,13 +194,6 @@ def test_a_coroutine_that_does_not_end_holds_up_nobody_for_ever(how, told):
         if (answer := run_one(tool, '{"how": "well"}')) == "well":
             break
     assert answer == "well"
-
-
-def test_coroutines_run_side_by_side():
-    begin = time.monotonic()
-    tool = FunctionTool(wait)
-    assert tool.run_batch(['{"seconds": 0.2}'] * 10) == ["0.2"] * 10
-    assert time.monotonic() - begin < 1.5
 
 
 def bare(a: int): ...
