@@ -329,8 +329,6 @@ def test_blank_queries_are_answered_in_the_protocol():
         ({"correct_by": "format"}, "expected one of answer, exact_match, f1"),
         ({"correct_by": "bapo"}, "in the protocol 'search_r1'"),
         ({"template": "Question: {q}"}, "question"),
-        ({"max_turns": -1}, "max_turns is -1"),
-        ({"max_calls": -1}, "max_calls is -1"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):
