@@ -141,7 +141,7 @@ class TestRecords:
             ({"images": ["http://a/b.png"]}, "expected a file, since nothing is downloaded"),
             ({"images": ["data:image/png,x"]}, r"a data: URL without base64"),
             ({"images": 3}, "it is a int; expected a path, or bytes"),
-            ({"images": ["a"], "videos": ["b"]}, "t:1 has videos, which are not read"),
+            ({"images": ["a"], "videos": ["b"]}, "t:1: there are videos, which are not supported"),
             ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "the type 'audio'"),
         ],
     )  # fmt: skip
@@ -636,7 +636,9 @@ class TestCodecs:
         assert (tmp_path / "run" / shown["file"]).read_bytes() == data
         assert len(list((tmp_path / "run" / "images").iterdir())) == 1
         saved(file, seed=9)
-        with pytest.raises(UnreadableError, match=r"a.png was changed since the run sampled with"):
+        with pytest.raises(
+            UnreadableError, match=r"a.png, with which the run sampled, was changed"
+        ):
             serialization.from_json(travelled)
         file.unlink()
         with pytest.raises(

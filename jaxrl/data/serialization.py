@@ -1,4 +1,4 @@
-"""Trajectories as exact JSON, for checkpoints and processes; `logs.records` is for people."""
+"""Trajectories as exact JSON for checkpoints and processes; `logs.records` is for people."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ARRAYS = {
 
 
 MEASURED = ("divergence", "windows")
-"""Fields that a step finds out anew: by then the policy is another."""
+"""Fields that a step measures again, because the policy has changed."""
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as it was sampled, as plain JSON values, exactly.
+    """Return a trajectory as plain JSON values, exactly.
 
-    Arrays are base64 of their little-endian bytes. `MEASURED` and `attachments` are left
-    out; `Processor.with_images` makes the latter again from the images.
+    Arrays are base64 of their little-endian bytes. `MEASURED` and `attachments` are left out;
+    `Processor.with_images` makes the latter again from the images.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
     left_out = (*MEASURED, "attachments", "token_arrays")  # the last are added where there are some
@@ -44,19 +44,20 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
         fields.setdefault("token_arrays", {})[name] = saved
     task = dataclasses.asdict(dataclasses.replace(trajectory.task, images=()))
     task["images"] = list(map(_picture_to_json, trajectory.task.images))
-    turns = [turn_to_json(turn) for turn in trajectory.turns]
-    parts = dict(trajectory.reward_parts)
-    records = calls_to_json(trajectory)
-    outcome = str(trajectory.outcome)
-    plain = {"task": task, "turns": turns, "reward_parts": parts, "outcome": outcome}
-    return {**fields, **plain, "reward_records": records}
+    return fields | {
+        "task": task,
+        "turns": list(map(turn_to_json, trajectory.turns)),
+        "reward_parts": dict(trajectory.reward_parts),
+        "outcome": str(trajectory.outcome),
+        "reward_records": calls_to_json(trajectory),
+    }
 
 
 def from_json(saved: Mapping[str, Any]) -> Trajectory:
-    """The inverse of `to_json`, but for `attachments`; see `Processor.with_images`.
+    """Invert `to_json`, but for `attachments`.
 
     Raises:
-        UnreadableError: the file of an image is not there, or holds another one than it did.
+        UnreadableError: The file of an image is missing or has changed.
     """
     known = {field.name for field in dataclasses.fields(Trajectory)}
     fields = {name: value for name, value in saved.items() if name in known}
@@ -99,7 +100,7 @@ def _turn(saved: Mapping[str, Any]) -> Turn:
 
 
 def turn_to_json(turn: Turn) -> dict[str, Any]:
-    """A turn as plain JSON values; a rare field where it has a value."""
+    """Return a turn as plain JSON values; rare fields only if they have a value."""
     plain = dataclasses.asdict(dataclasses.replace(turn, images=()))
     rare = {
         "images": list(map(_picture_to_json, turn.images)),
@@ -111,7 +112,7 @@ def turn_to_json(turn: Turn) -> dict[str, Any]:
 
 
 def _picture_to_json(picture: Picture) -> dict[str, str]:
-    """An image by its file and what tells that it is the same, or whole."""
+    """Return an image's path and digest, or its bytes if it has no file."""
     if picture.path:
         return {"path": picture.path, "digest": picture.digest}
     return {"data": base64.b64encode(picture.data).decode("ascii")}
@@ -126,20 +127,15 @@ def _picture(saved: Mapping[str, str]) -> Picture:
         return Picture(data=base64.b64decode(saved["data"]))
     picture = Picture(path=saved["path"])
     try:
-        is_same = picture.digest == saved["digest"]
+        problem = "" if picture.digest == saved["digest"] else "was changed"
     except OSError as error:
-        why = error.strerror or str(error)
+        problem = f"cannot be read ({error.strerror or error})"
+    if problem:
         raise UnreadableError(
-            f"{picture.path}, with which the run sampled, cannot be read ({why}); {_PUT_BACK}"
-        ) from error
-    if not is_same:
-        raise UnreadableError(
-            f"{picture.path} was changed since the run sampled with it; {_PUT_BACK}"
+            f"{picture.path}, with which the run sampled, {problem}; put the image back, or begin "
+            "anew with another --workdir."
         )
     return picture
-
-
-_PUT_BACK = "put the image back, or begin anew with another --workdir."
 
 
 def _records(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
@@ -147,15 +143,15 @@ def _records(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
 
 
 def calls_to_json(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Calls of judges as plain JSON values."""
+    """Return the calls of judges as plain JSON values."""
     return [dataclasses.asdict(record) for record in trajectory.reward_records]
 
 
 def groups_to_json(groups: Iterable[Group]) -> list[list[dict[str, Any]]]:
-    """The trajectories of each group as they were sampled."""
+    """Return the trajectories of each group; see `to_json`."""
     return [[to_json(trajectory) for trajectory in group.trajectories] for group in groups]
 
 
 def groups_from_json(saved: Iterable[Iterable[Mapping[str, Any]]]) -> list[Group]:
-    """The inverse of `groups_to_json`."""
+    """Invert `groups_to_json`."""
     return [Group(trajectories=tuple(map(from_json, group))) for group in saved]

@@ -24,7 +24,6 @@ class Mixture(Sequence[Item]):
     """Sources one after another; a stream draws from each by its weight."""
 
     def __init__(self, sources: Sequence[Source[Item]]):
-        """A mixture of at least one source, each with at least one item."""
         self.sources = tuple(sources)
 
     def __len__(self) -> int:
@@ -48,13 +47,12 @@ class Mixture(Sequence[Item]):
 class Stream(Generic[Item]):
     """Items in an endless order that is shuffled anew each epoch.
 
-    The order is a function of the seed, so one number, how many items were taken, is all a restart
-    needs; it does not depend on how many processes read. Of a mixture each source has an order and
-    epochs of its own, and which source comes next follows from the weights alone.
+    The order is a function of the seed, not of the number of processes, so a restart needs only
+    the number of items taken. In a mixture each source has its own order and epochs, and the
+    weights alone say which source comes next.
     """
 
     def __init__(self, items: Sequence[Item], *, seed: int):
-        """A stream over `items`, which are held; see `Mixture` for several sources."""
         import grain  # late: it imports JAX, and a configuration is checked without
 
         sources = items.sources if isinstance(items, Mixture) else (Source(items=items),)
@@ -98,14 +96,10 @@ class Stream(Generic[Item]):
 
 
 def taken_of(shares: Sequence[int], position: int) -> list[int]:
-    """Divides a mixture's first `position` items among its sources.
+    """Divide a mixture's first `position` items among its sources, by integer shares above 0.
 
     The first source takes its share, rounded up, and the others share the rest likewise. So the
     first two are within 1 of their shares, and the n-th within n - 1, since each before it rounds.
-
-    Args:
-        shares: whole numbers above 0.
-        position: from 0.
     """
     counts, rest, total = [], position, sum(shares)
     for share in shares:

@@ -1,7 +1,7 @@
-"""The tasks that a configuration names: sources opened, checked, mixed; held where they are few.
+"""The tasks that a configuration names: open, check and mix their sources.
 
-A large source is read whole once, for what is wrong in it, and then a task at a time, as it is
-drawn. In memory stay some tens of bytes a task: where it stands, and hashes of its id and question.
+A small source is held parsed. A large one is read once to check it, and then a task at a time, as
+it is drawn. It takes some tens of bytes per task: its place, and hashes of its id and question.
 """
 
 from __future__ import annotations
@@ -81,17 +81,13 @@ FIELDS = tuple(
 def resolve_sources(config: ConfigDict, kind: str) -> list[TaskSource]:
     """Return the sources of `tasks.train` or `tasks.eval`, with their readers resolved.
 
-    Args:
-        config: The configuration.
-        kind: "train" or "eval".
-
     Raises:
         ValueError: A source is malformed, or its format names no reader.
     """
     section, key = config.tasks[kind].to_dict(), f"tasks.{kind}"
     entries = section.pop("sources")
     if not entries:
-        return [_resolve_source(TaskSource(key=key, **section), kind)]
+        return [_resolve_source(section, key, kind)]
     split = section.pop("split")
     unused = [name for name in FIELDS if section.get(name)]
     if unused:
@@ -101,29 +97,35 @@ def resolve_sources(config: ConfigDict, kind: str) -> list[TaskSource]:
     for index, entry in enumerate(entries):
         if not isinstance(entry, dict) or not {*entry} <= {*FIELDS}:
             refuse(f"{key}.sources", entry, f"mappings with some of the keys {', '.join(FIELDS)}")
-        source = TaskSource(key=f"{key}.sources[{index}]", **{"split": split, **entry})
-        sources.append(_resolve_source(source, kind))
+        sources.append(_resolve_source({"split": split, **entry}, f"{key}.sources[{index}]", kind))
     return sources
 
 
-def _resolve_source(source: TaskSource, kind: str) -> TaskSource:
+def _resolve_source(fields: Mapping[str, Any], key: str, kind: str) -> TaskSource:
+    source = TaskSource(key=key, **fields)
     texts = (source.source, source.format, source.split, source.data_source)
-    if not all(isinstance(text, str) for text in texts):
-        refuse(source.key, texts, "texts as source, format, split and data_source")
-    if not (source.source or is_dotted(source.format)):
-        expected = "a path" if kind == "train" else "a path to held-out tasks"
-        refuse(f"{source.key}.source", source.source, expected)
-    weight = source.weight
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not (is_number and math.isfinite(weight) and weight > 0):
-        refuse(f"{source.key}.weight", weight, "a number above 0")
-    if weight != 1 and kind != "train":
-        refuse(f"{source.key}.weight", weight, "no weight: held-out tasks are all played")
-    mappings = (source.settings, source.columns)
-    if not all(isinstance(mapping, Mapping) for mapping in mappings):
-        refuse(source.key, mappings, "mappings as settings and columns")
-    if not all(isinstance(n, str) for n in (*source.columns, *source.columns.values())):
-        refuse(f"{source.key}.columns", dict(source.columns), "names of columns and fields")
+    names = source.columns if isinstance(source.columns, Mapping) else {None: None}
+    is_number = isinstance(source.weight, int | float) and not isinstance(source.weight, bool)
+    has_path = source.source or is_dotted(str(source.format))
+    checks = [
+        ("source", all(isinstance(text, str) for text in texts), "texts in all its fields"),
+        ("source", has_path, "a path" if kind == "train" else "a path to held-out tasks"),
+        ("weight", is_number and 0 < source.weight < math.inf, "a number above 0"),
+        (
+            "weight",
+            kind == "train" or source.weight == 1,
+            "no weight: held-out tasks are all played",
+        ),
+        ("settings", isinstance(source.settings, Mapping), "a mapping"),
+        (
+            "columns",
+            all(isinstance(name, str) for name in (*names, *names.values())),
+            "names of columns and fields",
+        ),
+    ]
+    for name, is_valid, expected in checks:
+        if not is_valid:
+            refuse(f"{key}.{name}", getattr(source, name), expected)
     return dataclasses.replace(source, make_reader=_reader_of(source))
 
 
@@ -136,11 +138,11 @@ def _reader_of(source: TaskSource) -> Callable[..., Any]:
 
 
 SUFFIXES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl"}
-"""Formats by the ends of names; any other file is JSONL."""
+"""Formats by suffix; any other file is JSONL."""
 
 
 def format_of(source: str) -> str:
-    """The format of a file, a pattern or a folder, by its name and by what a folder holds."""
+    """Return the format of a file, a pattern or a folder, by its name or its contents."""
     path = Path(source)
     if path.is_dir():
         if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -152,10 +154,10 @@ def format_of(source: str) -> str:
 
 
 def open_reader(source: TaskSource) -> Reader:
-    """The records of a source.
+    """Return the reader of a source.
 
     Raises:
-        FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
+        FileNotFoundError, ValueError: The source cannot be opened; the message names the key.
     """
     key = f"config.{source.key}.source"
     offered = {"source": source.source, "split": source.split, "config_key": key}
@@ -172,23 +174,19 @@ def open_reader(source: TaskSource) -> Reader:
 
 
 class Tasks(Sequence[Task]):
-    """The tasks of one source, each checked once; parsed anew when asked for, if there are many.
+    """The tasks of one source. Each is checked once; if there are many, parsed at each access.
 
     Attributes:
-        key: of its section of the configuration.
+        key: Configuration key of the source's section.
         ids: uint64 [N], hashes of the ids.
         questions: uint64 [N, 2], hashes of what is asked; see `question_hashes`.
     """
 
     def __init__(self, source: TaskSource, show: Callable[[str], None] = lambda _: None):
-        """Opens and checks a source.
-
-        Args:
-            source: as it is configured.
-            show: told how far a large one is.
+        """Open and check a source; `show` receives the progress of a large one.
 
         Raises:
-            FileNotFoundError, ValueError: it cannot be read, or a record is malformed; file and
+            FileNotFoundError, ValueError: It cannot be read, or a record is malformed; file and
                 row are named.
         """
         self.key, self._source = f"config.{source.key}", source
@@ -221,17 +219,13 @@ class Tasks(Sequence[Task]):
         self.questions = np.frombuffer(questions, np.uint64).reshape(-1, 2)
 
     def _read(self, indices: Sequence[int]) -> list[Task]:
-        """The tasks of these records.
-
-        Raises:
-            UserCodeError: one cannot be read; names the key, and its place.
-        """
+        """Read tasks, or raise UserCodeError with the key and the place."""
         try:
             records = self._reader.read(indices)
             return [self._parse(r, i) for r, i in zip(records, indices, strict=True)]
         except (ValueError, OSError) as error:
             raise UserCodeError(str(error)) from error
-        except Exception as error:  # of a reader of one's own
+        except Exception as error:  # a user's reader
             raise UserCodeError(f"{self.key}: {format_failure(error)}.") from error
 
     def _parse(self, record: Record, index: int) -> Task:
@@ -269,11 +263,11 @@ class Tasks(Sequence[Task]):
             yield from self._read(self._indices[block.start : block.stop].tolist())
 
     def place(self, index: int) -> str:
-        """Place of a task in its source."""
+        """Return the `file:row` of a task."""
         return self._reader.place(int(self._indices[index]))
 
     def only(self, kept: np.ndarray) -> Tasks:
-        """Selects the tasks for which `kept`, bool [N], is True; the reader is shared."""
+        """Select the tasks for which `kept`, bool [N], is True."""
         tasks = copy.copy(self)
         tasks._indices, tasks.ids = self._indices[kept], self.ids[kept]
         tasks.questions = self.questions[kept]
@@ -285,11 +279,7 @@ class Tasks(Sequence[Task]):
 def open_tasks(
     sources: Sequence[TaskSource], show: Callable[[str], None] = lambda _: None
 ) -> Mixture[Task]:
-    """The tasks of all sources, each checked, with ids that differ.
-
-    Raises:
-        FileNotFoundError, ValueError: see `Tasks` and `check_ids`.
-    """
+    """Open and check all sources; see `Tasks` and `check_ids` for errors."""
     opened = [Tasks(source, show) for source in sources]
     check_ids(opened)
     names = [source.name for source in sources]
@@ -301,22 +291,12 @@ def open_tasks(
 
 
 def read_tasks(source: str | Path, key: str, *, split: str = "train") -> list[Task]:
-    """All tasks of a file or a folder of any format, without a configuration.
-
-    Args:
-        source: of the file or folder.
-        key: what named it, for errors, as `tasks.train`.
-        split: of a data set that has some.
-    """
+    """Return all tasks of a file or a folder; `key`, such as `tasks.train`, is for errors."""
     return list(open_tasks([TaskSource(key=key, source=str(source), split=split)]))
 
 
 def check_ids(sources: Sequence[Tasks]) -> None:
-    """Refuses two tasks with one id: trajectories, evaluations and difficulties go by it.
-
-    Raises:
-        ValueError: names the second, and where the first is.
-    """
+    """Raise ValueError if two tasks have one id, which trajectories and difficulties go by."""
     everything = Mixture([Source(items=tasks) for tasks in sources])
     ids = np.concatenate([tasks.ids for tasks in sources])
     order = np.argsort(ids, kind="stable")
@@ -325,7 +305,7 @@ def check_ids(sources: Sequence[Tasks]) -> None:
     for second, first in pairs:
         task = everything[second]
         if task.id == everything[first].id:  # else only their hashes are the same
-            place, other = _place(sources, second), _place(sources, first)
+            place, other = (_place(sources, index) for index in (second, first))
             is_same_file = place.rpartition(":")[0] == other.rpartition(":")[0]
             where = f"line {other.rpartition(':')[2]}" if is_same_file else other
             raise ValueError(
@@ -344,11 +324,7 @@ def _place(sources: Sequence[Tasks], index: int) -> str:
 
 
 def check_data_sources(tasks: Sequence[Task], key: str) -> None:
-    """Refuses a data set with the name of a summary over data sets.
-
-    Raises:
-        ValueError: names the task and the configuration key of its file.
-    """
+    """Raise ValueError if a data set has the name of a summary over data sets."""
     for task in tasks:
         if task.data_source in RESERVED:
             raise ValueError(
@@ -362,11 +338,10 @@ RESERVED = ("all", "mean")
 
 
 def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
-    """A warning where held-out questions are among the tasks that are trained on; else "".
+    """Return a warning if held-out questions are among the training tasks, else "".
 
-    Case, blanks and how a question ends make no other question of it; the rest does, since in
-    arithmetic every sign counts. Chats are the same when their messages are, or when they tell the
-    same question in verl's `extra_info`. The same question of another image is another one.
+    Questions are equal up to case, blanks and the mark at the end. Chats are equal if their
+    messages are, or the question in verl's `extra_info`. Their images must be equal too.
     """
     asked = question_hashes(held_out)
     known, first = np.unique(question_hashes(tasks), return_index=True)
@@ -394,10 +369,10 @@ def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
 
 
 def question_hashes(tasks: Sequence[Task]) -> np.ndarray:
-    """Hashes of what each task asks, uint64 [N, 2], by which equal questions are found.
+    """Return hashes of what each task asks, uint64 [N, 2].
 
-    A chat that tells its question has two: that of its messages and that of the question. Any
-    other task has one, twice.
+    A chat with a known question has two, of its messages and of the question. Other tasks have
+    one, twice.
     """
     if isinstance(tasks, Tasks):
         return tasks.questions
@@ -415,7 +390,7 @@ def _hashes_of(task: Task) -> tuple[int, int]:
 
 
 def _identities(task: Task) -> list[str]:
-    """Texts, one of which two tasks share that ask the same, of the same images."""
+    """Return texts of which two tasks that ask the same have one in common."""
     if task.question is not None:
         texts = ["question " + normalized_question(task.question)]
     else:
@@ -429,7 +404,7 @@ def _identities(task: Task) -> list[str]:
 
 
 def normalized_question(text: str) -> str:
-    """A question without what makes no other of it: case, blanks, how it ends."""
+    """Return a question without differences of case, blanks and the mark at the end."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" ?.")
 
 
@@ -439,10 +414,10 @@ def _hash(text: str) -> int:
 
 
 def task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path], str]]:
-    """Return the files of `tasks.train` or `tasks.eval` by the key that names them.
+    """Return the files of `tasks.train` or `tasks.eval` by key, such as `tasks.train.sources/0`.
 
-    Keys of several sources are `tasks.train.sources/0` and so on. With them comes how the entry is
-    configured otherwise, because only its path may change without consent.
+    For one of several sources, the rest of its configuration as JSON comes with them, because only
+    its path may change without consent.
     """
     by_key = {}
     for source in sources:

@@ -22,38 +22,24 @@ MAX_IDS = 2**24
 """Most ids of a vocabulary, which is a list of them; published ones end near 260,000."""
 
 _MAX_CHATS = 64  # templates with different tools
-_SLACK_TOKENS = 128  # behind the last id that is taken of a prefix
-_USUAL_CHARACTERS = 8  # a token, of a prefix that is tried first
+_SLACK_TOKENS = 128  # encoded behind the last id that is taken of a prefix
 
 
 class Tokenizer:
     """A byte-level BPE tokenizer with a chat template, read from a folder in Hugging Face's format.
 
     Attributes:
-        vocab_bytes: the bytes each id stands for; an added token stands for its own text, an id
-            that the vocabulary skips for nothing.
-        num_tokens: ids the tokenizer knows, `0 <= id < num_tokens`; a model's embedding may be
-            padded beyond.
-        eos_ids: any of these ends the model's message; the tokenizer's own comes first.
-        opener: what the chat template writes of each message of the model before the model does;
-            the end of every prompt, "" for most templates.
-        pad_id: fills unused places; masks never depend on it.
-        image_id: stands, as often as its image has tokens, where an image is read; None where the
-            model reads none.
-        video_id: stands for videos, which are not read; None where the model knows none.
-        now: time that the chat template is given, whenever it asks.
-        reads_clock: True if it may ask.
+        vocab_bytes: Bytes of each id. An added token has its own text, a skipped id has none.
+        num_tokens: Number of ids, at most the rows of the model's embedding.
+        eos_ids: Ids that end the model's message; the tokenizer's own comes first.
+        opener: Text that the chat template writes at the start of the model's message; the end of
+            every prompt, "" for most templates.
+        pad_id: Id of padding; masks never depend on it.
+        image_id: Id of one token of an image; None if the model reads no images.
+        video_id: Id of one token of a video; None if the model knows no videos.
+        now: Time that the chat template is given.
+        reads_clock: True if the template may ask for the time.
     """
-
-    vocab_bytes: list[bytes]
-    num_tokens: int
-    eos_ids: tuple[int, ...]
-    opener: str
-    pad_id: int
-    image_id: int | None
-    video_id: int | None
-    now: datetime
-    reads_clock: bool
 
     def __init__(
         self,
@@ -69,16 +55,16 @@ class Tokenizer:
         """Wrap a fast tokenizer of transformers; `from_folder` is the usual way here.
 
         Args:
-            hf_tokenizer: a `PreTrainedTokenizerFast`.
-            eos_ids: further ids that end a message.
-            eos_tokens: further tokens that end a message, by their texts.
-            template_arguments: of the chat template, such as `enable_thinking`.
-            image_id: of the token that the template writes for an image; None of a text model.
-            video_id: of the one for a video; likewise.
-            now: time that the chat template is given; by default the present.
+            hf_tokenizer: A `PreTrainedTokenizerFast`.
+            eos_ids: Further ids that end a message.
+            eos_tokens: Texts of further tokens that end a message.
+            template_arguments: Arguments of the chat template, such as `enable_thinking`.
+            image_id: Id of an image's token, as the template writes it.
+            video_id: Id of a video's token.
+            now: Time for the chat template; by default the present.
 
         Raises:
-            ValueError: the tokenizer is of another kind, or lacks what was named.
+            ValueError: The tokenizer is of another kind, or lacks what was named.
         """
         self._hf_tokenizer = hf_tokenizer
         text = hf_tokenizer.backend_tokenizer.to_str()
@@ -127,7 +113,7 @@ class Tokenizer:
         _check_arguments(arguments, "\n".join(templates))
         self.now = now or datetime.now()
         self.reads_clock = any(map(reads_clock, templates))
-        self._arguments = arguments
+        self.template_arguments: Mapping[str, Any] = arguments
         self.image_id, self.video_id = image_id, video_id
         self._chat = self._make_chat(())
         self._chats = {"[]": self._chat}
@@ -150,11 +136,6 @@ class Tokenizer:
         by_length = sorted(reserved, key=len, reverse=True)
         self._chat_tokens = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
 
-    @property
-    def template_arguments(self) -> Mapping[str, Any]:
-        """Arguments with which the chat template is rendered."""
-        return self._arguments
-
     @classmethod
     def from_folder(
         cls,
@@ -164,23 +145,19 @@ class Tokenizer:
         template_arguments: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> "Tokenizer":
-        """Load from a local folder; nothing is ever looked up on a network.
+        """Load from a local folder, without network access.
 
-        `eos_ids` also takes in those of `generation_config.json`, where the folder has one.
+        `eos_ids` includes those of `generation_config.json`, if the folder has one.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            raise FileNotFoundError(
-                f"{os.fspath(path)!r} is not a folder; expected a local folder with tokenizer.json "
-                "(names on a model hub are not looked up). Set `model.path`."
-            )
         if not (folder / "tokenizer.json").is_file():
             raise FileNotFoundError(
-                f"{folder} holds no tokenizer.json; expected a fast tokenizer's file. Save it "
-                "there with transformers' `save_pretrained`, or set `model.path` to another folder."
+                f"{os.fspath(path)!r} is not a folder with a tokenizer.json; expected a local "
+                "folder as `save_pretrained` writes it (names on a model hub are not looked up). "
+                "Set `model.path`."
             )
         for file in folder.glob("*.json"):
-            file.open("rb").close()  # what may not be read is told by name
+            file.open("rb").close()  # raises PermissionError with the file's name
         with quiet_transformers(), _loading(folder):
             from transformers import AutoTokenizer
 
@@ -189,18 +166,12 @@ class Tokenizer:
                 folder, local_files_only=True, trust_remote_code=False
             )
         template = hf_tokenizer.chat_template
-        if not template:
-            raise ValueError(
-                f"the tokenizer in {folder} has no chat template; expected `chat_template` in "
-                "tokenizer_config.json or a file chat_template.jinja. Add one, or set `model.path` "
-                "to an instruction-tuned model."
-            )
         named = template if isinstance(template, dict) else {"default": template}
-        if not all(isinstance(named.get(name), str) for name in ("default", *named)):
+        if not template or not all(isinstance(named.get(n), str) for n in ("default", *named)):
             raise ValueError(
-                f"the tokenizer in {folder} has the chat templates {', '.join(map(str, named))}; "
-                "expected texts, one of them called default. Name it so in tokenizer_config.json, "
-                "or put it into chat_template.jinja."
+                f"the tokenizer in {folder} has no chat template, or none called default; expected "
+                "`chat_template` in tokenizer_config.json or a file chat_template.jinja. Add one, "
+                "or set `model.path` to an instruction-tuned model."
             )
         with _loading(folder, ValueError):
             return cls(
@@ -213,42 +184,26 @@ class Tokenizer:
             )
 
     def opener_with(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return `opener` as of a chat with these tools."""
+        """Return the `opener` of a chat with these tools."""
         return self._chat_with(tools).opener
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; strings of special tokens become these tokens, none are added."""
+        """Return the ids of `text`; special tokens in it are parsed, none are added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of `text` from outside: a string such as `<|im_end|>` stays plain characters.
-
-        No added token is matched, whether the tokenizer flags it as special or not.
-        """
+        """Return the ids of foreign text; no added token such as `<|im_end|>` is parsed."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def encode_start(self, text: str, max_tokens: int) -> list[int]:
-        """The first `max_tokens` ids of `encode_plain(text)`; a longer text costs no more.
+        """Return the first `max_tokens` ids of `encode_plain(text)`; a longer text costs no more.
 
-        What stands far behind an id has no say in it: merges work on pieces of the text, and the
-        pieces depend on what is near. Where a prefix ends, its last ids do depend on what is cut
-        off, so ids are taken only where many others follow them. A run of blanks is one piece,
-        however long; a prefix does not end within one, unless it has reached its largest size.
-        Where the tokenizer normalises, which sorts the marks on a letter, thousands of marks on
-        one letter are sorted within the prefix only.
+        Merges work on pieces of the text, so text far behind an id does not change it. Only the
+        last ids of a prefix depend on what is cut off, so `_SLACK_TOKENS` more are encoded. Where
+        the tokenizer normalizes, thousands of marks on one letter are sorted within the prefix.
         """
-        wanted = max_tokens + _SLACK_TOKENS
-        largest = self._longest_token * wanted  # characters: holds as many tokens in any case
-        size = min(_USUAL_CHARACTERS * wanted, largest)
-        while size < len(text):
-            start = text[:size]
-            ids = self.encode_plain(start.rstrip() or start)
-            if len(ids) >= wanted:
-                return ids[:max_tokens]
-            if size == largest:
-                return self.encode_plain(start)[:max_tokens]
-            size = min(2 * size, largest)
-        return self.encode_plain(text)[:max_tokens]
+        num_characters = self._longest_token * (max_tokens + _SLACK_TOKENS)
+        return self.encode_plain(text[:num_characters])[:max_tokens]
 
     def render_prompt(
         self,
@@ -258,23 +213,22 @@ class Tokenizer:
         behind: int = 0,
         has_default_system: bool = False,
     ) -> list[int]:
-        """Ids of a chat up to where the model's next message begins.
+        """Return the ids of a chat up to where the model's next message begins.
 
-        What the messages hold cannot forge the chat: in their contents and other fields, strings
-        of special tokens and of tokens that the template itself writes stay plain characters. Other
-        added tokens are parsed there as anywhere: an example's `<think>` is the token that a model
-        writes.
+        Messages cannot forge the chat: in their contents and other fields, special tokens and
+        tokens that the template itself writes stay plain characters. Other added tokens are parsed:
+        an example's `<think>` is the token that a model writes.
 
         Args:
-            messages: the chat; fields beside role and content are the template's to write.
-            tools: what the model may call, as JSON schemas, for the template to describe.
-            image_tokens: of each image, for which a mark stands in the contents; without any, marks
-                are plain text.
-            behind: so many messages, none blank, are left out with all that is before their ends.
-            has_default_system: see `Chat.render`.
+            messages: Chat messages; the template writes their fields beside role and content.
+            tools: JSON schemas of the tools, which the template describes.
+            image_tokens: Number of tokens of each image that a mark in the contents stands for;
+                without any, marks are plain text.
+            behind: Number of first messages, none blank, that are left out.
+            has_default_system: See `Chat.render`.
 
         Raises:
-            ValueError: the template refuses the chat, drops a message or a field of one, or knows
+            ValueError: The template refuses the chat, drops a message or a field of one, or knows
                 no tools or images.
         """
         pieces = self._chat_with(tools).render(
@@ -288,15 +242,11 @@ class Tokenizer:
         return self._expand(self._encode_chat(pieces, self._chat_ids), image_tokens)
 
     def render_turn(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the text of a message of the assistant as the chat template writes its fields.
-
-        Raises:
-            ValueError: see `Chat.turn`.
-        """
+        """Return `Chat.turn` of a message of the assistant."""
         return self._chat_with(tools).turn(message)
 
     def render_image(self, num_tokens: int) -> tuple[list[int], str]:
-        """Ids and text of an image, as the chat template writes it; `num_tokens` are of its own."""
+        """Return the ids and the text of an image of `num_tokens` tokens."""
         return self._expand(self.encode(self._chat.image), [num_tokens]), self._chat.image
 
     def render_results(
@@ -305,13 +255,13 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         image_tokens: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], str]:
-        """Ids and text of a turn of results, from behind the id that ended the model's message.
+        """Return the ids and the text of tool results, as the chat template writes them.
 
-        They are those of the chat template, up to where the model's next message begins, but that
-        no added token is matched inside a result.
+        They go from behind the id that ended the model's message to where its next one begins. No
+        added token is parsed inside a result.
 
         Raises:
-            ValueError: the template shows no results, or nothing ends the messages before them.
+            ValueError: The template shows no results, or nothing ends the messages before them.
         """
         shown = image_tokens or [()] * len(results)
         first, *others = self._chat_with(tools).tool_turn([len(counts) for counts in shown])
@@ -329,11 +279,7 @@ class Tokenizer:
         return self._expand(ids, counts), "".join(piece.text for piece in pieces)
 
     def _expand(self, ids: list[int], image_tokens: Sequence[int]) -> list[int]:
-        """Ids with as many of the image token for each image as it has tokens, in place of one.
-
-        Raises:
-            ValueError: the template has written another number of them.
-        """
+        """Repeat the image token of each image as often as it has tokens."""
         num_written = ids.count(self.image_id) if self.image_id is not None else 0
         if num_written != len(image_tokens):
             raise ValueError(
@@ -347,7 +293,7 @@ class Tokenizer:
         return [id for id in ids for _ in range(next(counts) if id == self.image_id else 1)]
 
     def _make_chat(self, tools: Sequence[Mapping[str, Any]], template: str | None = None) -> Chat:
-        """Makes a chat with tools, by the model's template for them or by another one."""
+        """Return a chat with tools, by the model's template for them or by another one."""
         described = {"tools": [dict(tool) for tool in tools]} if tools else {}
         if template is None and self._hf_tokenizer.chat_template:
             template = self._hf_tokenizer.get_chat_template(tools=[*tools] or None)
@@ -359,14 +305,14 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=asks,
                 chat_template=template,
-                **{**self._arguments, **described},
+                **{**self.template_arguments, **described},
             ),
             bos=self._hf_tokenizer.bos_token or "",
             mark_tokens=self._mark_tokens,
         )
 
     def _mark_tokens(self, text: str) -> str:
-        """A text with marks around the tokens that hold a chat together."""
+        """Put marks around the tokens that hold a chat together."""
         return self._chat_tokens.sub(lambda token: mark_token(token[0]), text)
 
     def _chat_with(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
@@ -391,7 +337,7 @@ class Tokenizer:
         return self._chats[key]
 
     def _encode_chat(self, pieces: Sequence[Piece], reserved: Container[int]) -> list[int]:
-        """Ids of a chat in which no given text holds a reserved added token."""
+        """Encode a chat so that no given text holds a reserved added token."""
         text = "".join(piece.text for piece in pieces)
         is_given = [piece.is_given for piece in pieces for _ in piece.text]
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -416,26 +362,23 @@ class Tokenizer:
 
     @property
     def left_out_system(self) -> str:
-        """The chat template's own system message, once a prompt has been rendered without it."""
+        """The template's own system message, if some prompt was rendered without it; else ""."""
         return next((chat.left_out for chat in self._chats.values() if chat.left_out), "")
 
     @property
     def unknown_message_end(self) -> str:
-        """The added token that stands behind the model's messages, where nothing stops at it.
-
-        "" where one of `eos_ids` stands there, or no added token.
-        """
+        """The added token behind the model's messages, if it is not in `eos_ids`; else ""."""
         ids = self.encode(self._chat.message_end.strip())[:1]
         is_unknown = bool(ids) and ids[0] in self._added_ids and ids[0] not in self.eos_ids
         return self.decode(ids) if is_unknown else ""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, special tokens included; bytes that are not UTF-8 read as U+FFFD."""
+        """Return the text of `ids` with special tokens; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.vocab_bytes[id] for id in ids).decode("utf-8", errors="replace")
 
 
 def _templates_of(hf_tokenizer: Any) -> list[str]:
-    """The chat templates that are used: the default one, and another one for tools if there is."""
+    """Return the default chat template, and the one for tools if that is another one."""
     if not hf_tokenizer.chat_template:
         return []
     default, for_tools = hf_tokenizer.get_chat_template(), hf_tokenizer.get_chat_template(tools=[])
@@ -447,7 +390,7 @@ _OWN_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_prompt
 
 
 def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
-    """Refuses arguments that the chat template does not read."""
+    """Refuse arguments that the chat template does not read."""
     for name in arguments:
         is_read = re.search(rf"\b{re.escape(name)}\b", template)
         if name in _OWN_ARGUMENTS or not is_read:
@@ -460,7 +403,7 @@ def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
 
 @contextlib.contextmanager
 def _loading(folder: Path, *ours: type[Exception]) -> Iterator[None]:
-    """Tells in one line whatever libraries make of a damaged file; `ours` tell it themselves."""
+    """Turn any error of a library into a one-line ValueError; errors `ours` pass."""
     try:
         yield
     except (KeyboardInterrupt, *ours):
@@ -474,17 +417,17 @@ def _loading(folder: Path, *ours: type[Exception]) -> Iterator[None]:
 
 
 def _ids_of_images(folder: Path) -> dict[str, int]:
-    """The `image_token_id` and the `video_token_id` of `config.json`, where there are any."""
+    """Return `image_token_id` and `video_token_id` of `config.json`, if it has them."""
     try:
         fields = read_object(folder / "config.json")
     except (OSError, ValueError):
-        return {}  # who reads the model says what is wrong with it
+        return {}  # reported when the model is loaded
     ids = {f"{kind}_id": fields.get(f"{kind}_token_id") for kind in ("image", "video")}
     return {name: id for name, id in ids.items() if isinstance(id, int)}
 
 
 def _generation_eos_ids(folder: Path) -> list[int]:
-    """The end-of-sequence ids of `generation_config.json`, where there is one."""
+    """Return the end-of-sequence ids of `generation_config.json`, if it exists."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return []
@@ -496,10 +439,10 @@ def _generation_eos_ids(folder: Path) -> list[int]:
 
 
 def bytes_of_ids(spec: dict[str, Any]) -> list[bytes]:
-    """Bytes of every id, from a tokenizer.json.
+    """Return the bytes of every id of a tokenizer.json.
 
     Raises:
-        ValueError: it is not byte-level BPE.
+        ValueError: It is not byte-level BPE.
     """
     model, steps = spec["model"], json.dumps([spec["normalizer"], spec["pre_tokenizer"]])
     added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
@@ -528,10 +471,9 @@ def bytes_of_ids(spec: dict[str, Any]) -> list[bytes]:
 
 
 def _byte_alphabet() -> list[str]:
-    """The character that byte-level BPE writes for each byte.
+    """Return the character that byte-level BPE writes for each byte, as in GPT-2.
 
-    Printable Latin-1 characters stand for themselves, the rest follow from U+0100 on, as in
-    GPT-2 (https://openai.com/research/better-language-models).
+    Printable Latin-1 characters stand for themselves, the rest follow from U+0100 on.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))

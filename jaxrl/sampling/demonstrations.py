@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.chat_template import check_result_order
-from jaxrl.data.records import read_demonstration, read_jsonl
+from jaxrl.data.readers.lines import jsonl
+from jaxrl.data.records import read_demonstration
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import ToolResults
 from jaxrl.envs.images import Picture, UnreadableError
@@ -115,7 +116,9 @@ def read_demonstrations(
             return demonstration
         return dataclasses.replace(demonstration, pictures=pictures, processor=processor)
 
-    return read_jsonl(path, parse, "config.sft.source")
+    reader = jsonl(path, "config.sft.source")
+    records = reader.read(range(len(reader)))
+    return [parse(fields, reader.place(index)) for index, fields in enumerate(records)]
 
 
 def encode_demonstration(

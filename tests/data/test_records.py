@@ -2,7 +2,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,7 +88,6 @@ def test_fields_of_messages_are_kept(file, message, read):
     [
         {"role": "assistant", "content": None},
         {"role": "user", "content": None, "name": "ada"},
-        {"role": "assistant", "content": None, "tool_calls": []},
         {"role": "assistant", "content": None, "tool_calls": ["f"]},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": {}}}]},
         {"role": "assistant", "content": None, "tool_calls": [{"function": "f"}]},
@@ -127,7 +125,6 @@ def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
         ('{"question": "x"\n', "is not valid JSON: Expecting ',' delimiter"),
         (b'{"question": "\xff"}', "is not valid JSON in UTF-8: "),
         ("[1]", "holds a list; expected a JSON object"),
-        ("[" * 100_000, "is nested too deeply to be read; flatten it"),
         (
             '{"question": "x", "answer": "a", "metadata": ' + '{"a": [' * 60 + "]}" * 60 + "}",
             "is nested too deeply to be read; flatten it",
@@ -135,15 +132,9 @@ def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
         ('{"question": " ", "answer": "a"}', "'question' is ' '; expected text that is not blank"),
         ('{"question": "x", "answers": ["a", " "]}', "an answer is blank"),
         ("{}", "expected either 'question' or 'messages', found the fields none"),
-        (
-            '{"question": "x", "messages": []}',
-            "expected either 'question' or 'messages', found the fields 'question', 'messages'",
-        ),
         ('{"question": 3, "answer": "a"}', "'question' is 3; expected text"),
-        ('{"messages": [], "answer": "a"}', "'messages' must be a list of objects"),
         ('{"messages": [{"role": "user"}], "answer": "a"}', "'messages' must be a list of objects"),
         ('{"question": "x"}', "expected 'answers', a list of at least one text; found"),
-        ('{"question": "x", "answers": []}', "expected 'answers', a list of at least one text"),
         ('{"question": "x", "answers": [true]}', "expected a text, a number or a list of these"),
         ('{"question": "x", "answer": "a", "metadata": 1}', "'metadata' is 1; expected an object"),
     ],
@@ -154,12 +145,6 @@ def test_a_malformed_line(file, line, message):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         read_tasks(file, KEY)
     assert str(raised.value).startswith(f"{file}:3")
-
-
-def test_two_tasks_with_one_id(file):
-    tasks = [{"id": id, "question": "x", "answer": "a"} for id in ("a", 1, "b", "1")]
-    with pytest.raises(ValueError, match=f"{file}:4: the id '1' is that of line 2 already; make"):
-        read_tasks(write(file, *tasks), KEY)
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -216,13 +201,6 @@ def test_the_order_depends_on_the_position_alone(position, counts):
     assert parts == whole
 
 
-def test_epochs_and_seeds_differ_in_order():
-    first, second = (Stream(range(50), seed=0).take(start, 50) for start in (0, 50))
-    assert first != second
-    assert first != Stream(range(50), seed=1).take(0, 50)
-    assert first != list(range(50))
-
-
 def test_half_a_surrogate_pair_is_refused(tmp_path):
     file = tmp_path / "tasks.jsonl"
     whole = r'{"question": "Who\ud83d\ude00?", "answers": ["Ada"]}'
@@ -261,11 +239,6 @@ class TestTfds:
     def test_the_same_tasks_as_from_jsonl(self, prepared):
         folder, train = prepared
         assert read_tasks(folder, KEY, split="train") == read_tasks(train, KEY)
-
-    def test_what_is_left_out_has_its_default(self, prepared):
-        [task] = read_tasks(prepared[0], KEY, split="test")
-        # The file's line is kept as the id; without one it would be the place in the data set.
-        assert (task.question, task.data_source, task.metadata) == ("?", "default", {})
 
     def test_splits_may_be_cut(self, prepared):
         tasks = read_tasks(prepared[0], KEY, split="train[1:]")
@@ -310,66 +283,24 @@ class TestTfds:
         with pytest.raises(ValueError, match=r"has no dataset_info.json; set config.tasks.train"):
             read_tasks(tmp_path, KEY)
 
-    @pytest.mark.parametrize("found", ["parquet", "tfrecord", ""])
-    def test_only_array_record_is_read(self, copy, found):
+    def test_only_array_record_is_read(self, copy):
         # Of Parquet, TFDS would say how many examples there are and return a part of them.
         file = copy / "dataset_info.json"
         info = json.loads(file.read_text())
-        info.pop("fileFormat")
-        file.write_text(json.dumps(info | ({"fileFormat": found} if found else {})))
-        with pytest.raises(ValueError, match=r"holds (parquet|tfrecord) files.*array_record"):
+        file.write_text(json.dumps(info | {"fileFormat": "parquet"}))
+        with pytest.raises(ValueError, match=r"holds parquet files.*array_record"):
             read_tasks(copy, KEY)
 
-    @pytest.mark.parametrize("damage", ["info", "features", "cut", "gone"])
+    @pytest.mark.parametrize("damage", ["features", "cut"])
     def test_damage_is_one_line(self, copy, damage):
-        [data] = copy.glob("*-train.*")
-        if damage == "gone":
-            data.unlink()
-        elif damage == "cut":
+        if damage == "cut":
+            [data] = copy.glob("*-train.*")
             data.write_bytes(data.read_bytes()[:100])
         else:
-            name = "dataset_info.json" if damage == "info" else "features.json"
-            (copy / name).write_text("{")
+            (copy / "features.json").write_text("{")
         with pytest.raises(ValueError, match=re.escape(str(copy))) as raised:
             read_tasks(copy, KEY)
         assert "\n" not in str(raised.value)
-
-    def test_a_malformed_example_is_named(self, tmp_path):
-        import tensorflow_datasets as tfds
-
-        info = {"question": tfds.features.Text(), "answers": tfds.features.Text()}
-        examples = [{"question": "?", "answers": "a"}, {"question": "?", "answers": " "}]
-        folder = tfds_tasks.prepare(tmp_path, "bad", "1.0.0", info, {"train": examples})
-        with pytest.raises(ValueError, match=r"bad/1\.0\.0 \[train\]:2: an answer is blank"):
-            read_tasks(folder, KEY)
-
-
-@pytest.mark.slow(instead="data/test_records.py::TestTfds::test_the_same_tasks_as_from_jsonl")
-def test_a_run_trains_on_a_tfds_data_set(tiny_world, tmp_path):
-    """From JSONL to a data set to a step of training, as a user would: its metrics are the same."""
-    files = [f"{split}={tiny_world}/questions_{split}.jsonl" for split in ("train", "eval")]
-    tfds_tasks.main([f"--out={tmp_path}", "--name=world", *files])
-    run = [sys.executable, "-m", "jaxrl.launch", f"--config=configs/debug_tiny.py:{tiny_world}"]
-    run += ["--config.stages=('train',)", "--config.num_steps=1"]
-    folder = tmp_path / "world" / "1.0.0"
-    of_tfds = [f"--config.tasks.{kind}.source={folder}" for kind in ("train", "eval")]
-    of_tfds.append("--config.tasks.eval.split=eval")
-    found = {}
-    for name, changes in {"jsonl": [], "tfds": of_tfds}.items():
-        command = [*run, f"--workdir={tmp_path / name}", *changes]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        found[name] = [
-            {
-                key: x
-                for key, x in json.loads(line).items()
-                if not key.startswith(("timing", "perf"))
-            }
-            for line in lines
-        ]
-    assert found["tfds"] == found["jsonl"]
-    assert [record["step"] for record in found["tfds"]] == [0, 1]
 
 
 def test_held_out_questions_that_are_trained_on_are_told():

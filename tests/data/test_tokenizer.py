@@ -1,7 +1,6 @@
 import copy
 import json
 import random
-import re
 import subprocess
 import sys
 from datetime import datetime
@@ -136,7 +135,6 @@ def cutting(request, tmp_path_factory):
     folder = save(tmp_path_factory.mktemp("cutting"), pre_tokenizer=request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrl.data.tokenizer._SLACK_TOKENS", 16)
-        patch.setattr("jaxrl.data.tokenizer._USUAL_CHARACTERS", 2)
         yield Tokenizer.from_folder(folder)
 
 
@@ -161,7 +159,7 @@ def test_no_more_of_a_long_text_is_encoded_than_is_kept(tokenizer, monkeypatch, 
     ids = tokenizer.encode_start(unit * (5_000_000 // len(unit)), 100)
     assert len(ids) == 100
     assert ids == encode(unit * 10_000)[:100]
-    assert sum(seen) < 50_000
+    assert sum(seen) <= tokenizer._longest_token * 228
 
 
 def test_prompt_is_the_template_as_transformers_encodes_it(tokenizer):
@@ -208,24 +206,18 @@ def test_a_missing_folder_is_no_name_on_a_hub():
         Tokenizer.from_folder("Qwen/Qwen3-0.6B")
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_a_tokenizer_without_a_template_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no chat template"):
-        Tokenizer.from_folder(save(tmp_path, chat_template=None))
-
-
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="eos_token"):
-        Tokenizer.from_folder(save(tmp_path, eos_token=None))
-
-
-def test_a_special_token_that_merges_make_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="'search' is also"):
-        Tokenizer.from_folder(save(tmp_path, special=("<|im_end|>", "<|im_start|>", "search")))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chat_template": None}, "no chat template"),
+        ({"chat_template": {"tool_use": CHATML, "rag": CHATML}}, "none called default"),
+        ({"eos_token": None}, "eos_token"),
+        ({"special": ("<|im_end|>", "<|im_start|>", "search")}, "'search' is also"),
+    ],
+)
+def test_a_tokenizer_that_lacks_something_is_refused(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_folder(save(tmp_path, **fields))
 
 
 @pytest.mark.parametrize(
@@ -275,21 +267,7 @@ def changed(value, place, new):
 
 
 DELETED = object()
-WRONG = (
-    DELETED,
-    None,
-    -1,
-    0,
-    4_000_000_000,
-    10**30,
-    1.5,
-    True,
-    "x\n\x1b[2J",
-    [],
-    [[1]],
-    {},
-    {"a": 1},
-)
+WRONG = (DELETED, None, -1, 4_000_000_000, 10**30, 1.5, "x\n\x1b[2J", [[1]], {}, {"a": 1})
 
 
 def load(folder):
@@ -415,12 +393,6 @@ def test_what_the_template_for_tools_writes_cannot_be_forged(tmp_path):
     assert (tokenizer.opener, tokenizer.opener_with(TOOLS)) == ("", "<think>")
 
 
-@pytest.mark.parametrize("templates", [{"rag": CHATML}, {"tool_use": CHATML, "rag": CHATML}, {}])
-def test_named_templates_without_a_default_are_refused(tmp_path, templates):
-    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
-        Tokenizer.from_folder(save(tmp_path, chat_template=templates))
-
-
 def test_arguments_of_the_template_for_tools_are_taken(tmp_path):
     write_list(tmp_path)
     with pytest.raises(ValueError, match="names 'documents', which the model's chat template does"):
@@ -454,10 +426,9 @@ def test_a_template_is_given_one_time(tmp_path):
         assert text == "Today: 29 Feb 2024\nFind it. (23:59)Where? (23:59)"
 
 
-@pytest.mark.parametrize("start", ["", "\n", "  {% if true %} x\n{% endif %}", "{#- c -#}\n y"])
+@pytest.mark.parametrize("start", ["  {% if true %} x\n{% endif %}", "{#- c -#}\n y"])
 @pytest.mark.parametrize(
-    "directives",
-    ["%Y-%m-%d", "%A, %-d %B %y", "%I:%M:%S %p", "%j|%e|%U", "100%%d %", "%_d|%^a|%Ey"],
+    "directives", ["%Y-%m-%d", "%A, %-d %B %y %I:%M:%S %p", "%j|%e|%U 100%%d %", "%_d|%^a|%Ey"]
 )
 def test_a_fixed_time_changes_nothing_else_of_a_template(tmp_path, start, directives):
     question = "{% for m in messages %}{{ m.content }}{% endfor %}"

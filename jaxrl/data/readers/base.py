@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import datetime
 import decimal
+import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,46 +25,45 @@ ANSWER_KEYS = ("answers", "golden_answers", "answer")
 
 
 class Reader(ABC):
-    """The records of a source by their index from 0; an index of places, not the records, is held.
+    """Random access to the records of a source. It holds an index of places, not the records.
 
-    A factory of one takes `source` (the configured text), `config_key` (that configured it, for
-    messages) and what else it needs: `split`, `columns`, settings of its own. It raises
-    `ValueError` or `OSError`, in one line that names file, row and key.
+    A factory takes `source` (the configured text), `config_key` (its key, for messages), and by
+    name what else it needs: `split`, `columns`, settings. It raises `ValueError` or `OSError`, in
+    one line that names file, row and key.
 
     Attributes:
-        fills_gaps: True where the objects in a column all have the same fields, and those that an
-            object lacks are null, as in tables of Arrow.
+        fills_gaps: True if all objects in a column have the same fields, null where an object has
+            none, as in tables of Arrow.
     """
 
     fills_gaps: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of records, at least one."""
+        """Return the number of records, at least one."""
 
     @abstractmethod
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Reads records; neighbours at a time are the quickest.
+        """Read records; neighbors together are fastest.
 
         Raises:
-            ValueError: one cannot be read; the text names its place.
-            OSError: the file cannot be.
+            ValueError: A record cannot be read; the message names its place.
+            OSError: The file cannot be read.
         """
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """The place of a record, for messages and as its id where it has none: `file:row`."""
+        """Return `file:row` of a record, which is also its id if it has none."""
 
     def folder(self, index: int) -> Path:
-        """The folder in which the relative paths in a record begin: that of its file."""
+        """Return the folder of relative paths in a record: that of its file."""
         return Path(self.place(index).rpartition(":")[0]).parent
 
 
 class Joined(Reader):
-    """Concatenation of several files' readers, in their order."""
+    """Concatenation of the readers of several files."""
 
     def __init__(self, readers: Sequence[Reader]):
-        """A reader over these, at least one."""
         self._readers = readers
         self.fills_gaps = any(reader.fills_gaps for reader in readers)
         self._ends = np.cumsum([len(reader) for reader in readers]).tolist()
@@ -71,42 +71,34 @@ class Joined(Reader):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _find(self, index: int) -> tuple[Reader, int]:
-        """The reader that has a record, and the record's index in it."""
-        at = bisect.bisect_right(self._ends, index)
-        return self._readers[at], index - (self._ends[at - 1] if at else 0)
+    def _find(self, index: int) -> tuple[int, int]:
+        """Return the number of the reader that has a record, and the record's index in it."""
+        number = bisect.bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """See `Reader`."""
-        places = [self._find(index) for index in indices]
-        records: dict[tuple[int, int], Record] = {}
-        for reader in dict.fromkeys(reader for reader, _ in places):
-            within = [index for one, index in places if one is reader]
-            for index, record in zip(within, reader.read(within), strict=True):
-                records[id(reader), index] = record
-        return [records[id(reader), index] for reader, index in places]
+        records = []
+        for number, run in itertools.groupby(map(self._find, indices), key=lambda found: found[0]):
+            records += self._readers[number].read([index for _, index in run])
+        return records
 
     def place(self, index: int) -> str:
         """See `Reader`."""
-        reader, within = self._find(index)
-        return reader.place(within)
-
-    def folder(self, index: int) -> Path:
-        """See `Reader`."""
-        reader, within = self._find(index)
-        return reader.folder(within)
+        number, index = self._find(index)
+        return self._readers[number].place(index)
 
 
 class Listed(Reader):
-    """Reader over an object of the user's: anything with `len` and an object at each index."""
+    """Reader over a user's object that has `len` and a mapping at each index."""
 
     def __init__(self, records: Any, name: str, key: str):
-        """Checks what there is to read.
+        """Wrap the records.
 
         Args:
-            records: a sequence; where it has a method `place(index)`, that tells places.
-            name: what made it, as it is configured.
-            key: that configured it.
+            records: A sequence; a method `place(index)` is used if it has one.
+            name: Configured name of what made it.
+            key: Configuration key of that name.
         """
         if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
             raise ValueError(
@@ -133,11 +125,11 @@ class Listed(Reader):
 
     def place(self, index: int) -> str:
         """See `Reader`."""
-        tell = getattr(self._records, "place", None)
-        return str(tell(index)) if tell else f"{self._name}:{index + 1}"
+        place_of = getattr(self._records, "place", None)
+        return str(place_of(index)) if place_of else f"{self._name}:{index + 1}"
 
     def folder(self, index: int) -> Path:
-        """See `Reader`; where no places are told, paths begin in the working directory."""
+        """See `Reader`; without places, the working directory."""
         return super().folder(index) if hasattr(self._records, "place") else Path()
 
 
@@ -145,39 +137,34 @@ class Held:
     """An open file that must not change while it is read; it may be renamed or removed."""
 
     def __init__(self, path: Path):
-        """Opens the file."""
         self.path = path
         self.file: BinaryIO = path.open("rb")
-        self._stamp = self._now()
+        self._stamp = self._read_stamp()
 
-    def _now(self) -> tuple[int, int]:
+    def _read_stamp(self) -> tuple[int, int]:
         stat = os.fstat(self.file.fileno())
         return stat.st_size, stat.st_mtime_ns
 
     def check(self) -> None:
-        """Refuses a file that was written to since it was opened.
-
-        Raises:
-            ValueError: names it.
-        """
-        if self._now() != self._stamp:
+        """Raise ValueError if the file was written to since it was opened."""
+        if self._read_stamp() != self._stamp:
             raise ValueError(f"{self.path} was changed while the run was reading it.")
 
 
 def open_files(
     open_one: Callable[[Path], Reader], source: str, key: str, *, what: str, suffixes: Sequence[str]
 ) -> Reader:
-    """A reader over the files that a source names: a file, a pattern with *, or a folder.
+    """Return a reader over a file, a pattern with *, or a folder.
 
     Args:
-        open_one: makes the reader of one file.
-        source: of a folder, all files with one of the suffixes are read, in the order of names.
-        key: the configuration key that named it.
-        what: the files are, as `a JSONL file, one object a line`.
-        suffixes: with their dots.
+        open_one: Function that makes the reader of one file.
+        source: Path; of a folder, all files with one of the suffixes are read, sorted by name.
+        key: Configuration key of the source.
+        what: Description of such files for errors.
+        suffixes: File suffixes with their dots.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: There is no such file.
     """
     files = find_files(source, suffixes)
     if not files:
@@ -189,7 +176,7 @@ def open_files(
 
 
 def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
-    """The files that a source names, sorted; see `open_files`."""
+    """Return the files that a source names, sorted; see `open_files`."""
     path = Path(source)
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.suffix in suffixes)
@@ -199,65 +186,51 @@ def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def present(fields: Mapping[str, Any], place: str) -> Record:
-    """The fields that are there, as JSON would have them, but for bytes that are no text.
+    """Return the fields that are not null as plain JSON values; see `as_plain`.
 
     Raises:
-        ValueError: a value is none that text can hold.
+        ValueError: A value has no such form.
     """
     record = {}
     for name, value in fields.items():
         try:
             plain = as_plain(value)
         except TypeError as error:
-            raise ValueError(_left_out(place, name, f"holds {error}")) from error
+            raise ValueError(f"{place}: {name!r} holds {error}; {_leave_out(name)}.") from error
         if plain is not None:
             record[str(name)] = plain
     return record
 
 
 def refuse_bytes(record: Record, place: str) -> None:
-    """Refuses a field with bytes that are no text, as those of an image in a field of another name.
-
-    Raises:
-        ValueError: names place and field.
-    """
+    """Raise ValueError if a field other than `images` holds bytes that are not UTF-8."""
     for name, value in record.items():
-        if name != "images" and (data := _bytes_in(value)):
-            try:
-                data.decode("utf-8")
-            except UnicodeDecodeError as error:
-                why = f"is not valid UTF-8: {error}; name images by columns={{{name!r}: 'images'}}"
-                raise ValueError(_left_out(place, name, why)) from error
+        if name != "images" and _has_bytes(value):
+            raise ValueError(
+                f"{place}: {name!r} is not valid UTF-8; name images by columns="
+                f"{{{name!r}: 'images'}}; {_leave_out(name)}."
+            )
 
 
-def _bytes_in(value: Any) -> bytes:
-    """The first bytes in a plain value; none where there are none."""
-    match value:
-        case bytes():
-            return value
-        case list():
-            return next(filter(None, map(_bytes_in, value)), b"")
-        case dict():
-            return next(filter(None, map(_bytes_in, value.values())), b"")
-    return b""
+def _has_bytes(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, bytes) or any(map(_has_bytes, inner))
 
 
-def _left_out(place: str, name: str, why: str) -> str:
-    return f"{place}: {name!r} {why}; leave the column out, by columns={{{name!r}: ''}}."
+def _leave_out(name: str) -> str:
+    return f"leave the column out, by columns={{{name!r}: ''}}"
 
 
 def one_line(error: Exception) -> str:
-    """An error of a library in one line of at most 300 characters, without a full stop."""
+    """Return an error's text in one line of at most 300 characters, without a full stop."""
     return " ".join(str(error).split())[:300].rstrip(".")
 
 
 def as_plain(value: Any) -> Any:
-    """A value as JSON has it: text for bytes, times and decimals; numbers and lists for NumPy's.
-
-    Bytes that are no text stay bytes, as those of an image.
+    """Return a value of Python, NumPy or Arrow as JSON has it; bytes that are not UTF-8 stay bytes.
 
     Raises:
-        TypeError: something that JSON does not have.
+        TypeError: JSON has no such type.
     """
     match value:
         case None | bool() | int() | str():
@@ -290,7 +263,7 @@ def without_gaps(value: Any) -> Any:
 
 
 def blocks(count: int, size: int) -> Iterable[range]:
-    """Ranges of at most `size` indices that cover a source."""
+    """Return ranges of at most `size` indices that cover `count`."""
     return (range(start, min(start + size, count)) for start in range(0, count, size))
 
 
@@ -302,4 +275,4 @@ READERS: Mapping[str, str] = {
     "hf": "jaxrl.extras.readers.hf.hugging_face",
     "reasoning_gym": "jaxrl.extras.readers.generated.reasoning_gym",
 }
-"""Formats that a configuration can name, by what makes their readers; each imports its library."""
+"""Factories of readers by the format that a configuration names."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import re
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxrl.utils.jsonl import parse_line, refuse_other_formats
 
 
 def jsonl(source: str, config_key: str) -> Reader:
-    """JSONL: one JSON object a line; blank lines are skipped."""
+    """Return a reader of JSONL: one JSON object a line; blank lines are skipped."""
     return open_files(
         lambda path: _JsonLines(path, config_key),
         source,
@@ -26,39 +27,59 @@ def jsonl(source: str, config_key: str) -> Reader:
     )
 
 
-class _JsonLines(Reader):
-    """One file of JSONL."""
+class _Lines(Reader):
+    """One file whose records begin at lines.
 
-    def __init__(self, path: Path, key: str):
-        """Finds where each line begins; parses none."""
-        self._held = Held(path)
-        file = self._held.file
-        refuse_other_formats(path, file.read(4096))
-        file.seek(0)
+    Attributes:
+        config_key: Configuration key of the file.
+    """
+
+    def __init__(self, path: Path, config_key: str):
+        self._held, self.config_key = Held(path), config_key
         self._offsets, self._numbers = array("Q"), array("Q")
-        at = 0
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                self._offsets.append(at)
-                self._numbers.append(number)
-            at += len(line)
+        self._find_records()
         if not self._offsets:
-            raise ValueError(f"{path} holds no line; {key} must name a file with at least one.")
+            raise ValueError(
+                f"{path} holds no line; {config_key} must name a file with at least one record."
+            )
+
+    @abstractmethod
+    def _find_records(self) -> None:
+        """Append the offset and the line number of each record."""
+
+    @abstractmethod
+    def _parse(self, offset: int, number: int) -> Record:
+        """Read the record at an offset and a line number."""
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         self._held.check()
-        file, records = self._held.file, []
-        for index in indices:
-            if file.tell() != self._offsets[index]:
-                file.seek(self._offsets[index])
-            records.append(parse_line(file.readline(), self.place(index)))
-        return records
+        return [self._parse(self._offsets[index], self._numbers[index]) for index in indices]
 
     def place(self, index: int) -> str:
         return f"{self._held.path}:{self._numbers[index]}"
+
+
+class _JsonLines(_Lines):
+    """One file of JSONL."""
+
+    def _find_records(self) -> None:
+        file = self._held.file
+        refuse_other_formats(self._held.path, file.read(4096))
+        file.seek(0)
+        offset = 0
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                self._offsets.append(offset)
+                self._numbers.append(number)
+            offset += len(line)
+
+    def _parse(self, offset: int, number: int) -> Record:
+        if self._held.file.tell() != offset:
+            self._held.file.seek(offset)
+        return parse_line(self._held.file.readline(), f"{self._held.path}:{number}")
 
 
 def csv_table(
@@ -68,18 +89,17 @@ def csv_table(
     *,
     delimiter: str = "",
 ) -> Reader:
-    """CSV or TSV with a line of column names.
+    """Return a reader of CSV or TSV with a line of column names.
 
-    A cell that holds a JSON list of texts is such a list. `messages`, `prompt`, `metadata`,
-    `reward_model` and `extra_info` may hold any JSON, or what pandas writes for it; of answers see
-    `_answers`. An empty cell is no value, and a column without a name, such as pandas writes for
-    row numbers, is not read.
+    A cell that holds a JSON list of texts is such a list. The columns in `OBJECTS` may hold any
+    JSON, or what pandas writes for it; for answers see `_answers`. Empty cells and columns without
+    a name, such as pandas writes for row numbers, are skipped.
 
     Args:
-        source: a file, a pattern, or a folder of .csv and .tsv files.
-        config_key: that names it.
+        source: A file, a pattern, or a folder of .csv and .tsv files.
+        config_key: Configuration key of the source.
         columns: Fields of the columns that have other names.
-        delimiter: of cells, one character; "": a tab in .tsv files, and else a comma.
+        delimiter: Delimiter of cells, one character; "": a tab in .tsv files, else a comma.
     """
     if not isinstance(delimiter, str) or len(delimiter) > 1:
         raise ValueError(f"{config_key}: the delimiter is {delimiter!r}; expected one character.")
@@ -100,81 +120,69 @@ OBJECTS = ("messages", "prompt", "metadata", "reward_model", "extra_info")
 csv.field_size_limit(2**30)  # a cell may hold a whole document
 
 
-class _Csv(Reader):
+class _Csv(_Lines):
     """One file of CSV; a cell in quotes may hold line ends."""
 
-    def __init__(self, path: Path, key: str, delimiter: str, columns: Mapping[str, str]):
-        """Finds where each row begins, and checks that each has as many cells as the header."""
-        self._held, self._delimiter, self._columns = Held(path), delimiter, columns
-        self._offsets, self._numbers = array("Q"), array("Q")
-        self._at = self._number = 0
-        rows = self._rows(0, 0)
+    def __init__(self, path: Path, config_key: str, delimiter: str, columns: Mapping[str, str]):
+        self._delimiter, self._columns = delimiter, columns
+        super().__init__(path, config_key)
+
+    def _find_records(self) -> None:
+        """Find each row, and check that it has as many cells as the header."""
+        path, rows = self._held.path, self._rows(0, 0)
         self._names = next(rows, [])
         if self._names:
             self._names[0] = self._names[0].removeprefix("\ufeff")
         named = [name for name in self._names if name.strip()]
         if not named or len(set(named)) < len(named):
             raise ValueError(
-                f"{path} begins with the columns {self._names!r}, of {key}; expected a line of "
-                "names, each once."
+                f"{path} begins with the columns {self._names!r}, of {self.config_key}; expected "
+                "a line of names, each once."
             )
-        begin = self._at, self._number + 1
+        offset, number = self._at, self._number + 1
         for row in rows:
             if row:  # blank lines are skipped
                 if len(row) != len(self._names):
                     raise ValueError(
-                        f"{path}:{begin[1]} has {len(row)} cells, and {len(self._names)} columns "
-                        f"have names ({', '.join(self._names)}); is {delimiter!r} the delimiter?"
+                        f"{path}:{number} has {len(row)} cells, and {len(self._names)} columns "
+                        f"have names ({', '.join(self._names)}); is {self._delimiter!r} the "
+                        "delimiter?"
                     )
-                self._offsets.append(begin[0])
-                self._numbers.append(begin[1])
-            begin = self._at, self._number + 1
-        if not self._offsets:
-            raise ValueError(f"{path} holds no row; {key} must name a file with at least one.")
+                self._offsets.append(offset)
+                self._numbers.append(number)
+            offset, number = self._at, self._number + 1
 
     def _rows(self, offset: int, number: int) -> Iterator[list[str]]:
-        """The rows from an offset on; a row is read with as many lines as it has, and no more."""
+        """Yield the rows from an offset on; `number` lines are before it."""
         self._at, self._number = offset, number
         self._held.file.seek(offset)
         try:
-            yield from csv.reader(self._lines(), delimiter=self._delimiter, strict=True)
-        except csv.Error as error:
+            yield from csv.reader(self._read_lines(), delimiter=self._delimiter, strict=True)
+        except (csv.Error, UnicodeDecodeError) as error:
             place = f"{self._held.path}:{self._number}"
-            raise ValueError(f"{place} is no CSV: {error}; is a quote unpaired?") from error
+            raise ValueError(
+                f"{place} is no CSV in UTF-8: {error}; is a quote unpaired?"
+            ) from error
 
-    def _lines(self) -> Iterator[str]:
+    def _read_lines(self) -> Iterator[str]:
+        """Yield lines, and count them and their bytes."""
         while line := self._held.file.readline():
             self._at += len(line)
             self._number += 1
-            try:
-                yield line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                place = f"{self._held.path}:{self._number}"
-                raise ValueError(f"{place} is not valid UTF-8: {error}") from error
+            yield line.decode("utf-8")
 
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def read(self, indices: Sequence[int]) -> list[Record]:
-        self._held.check()
-        records = []
-        for index in indices:
-            cells = next(self._rows(self._offsets[index], self._numbers[index] - 1))
-            named = zip(self._names, cells, strict=True)
-            place = self.place(index)
-            filled = ((name, cell) for name, cell in named if name.strip() and cell.strip())
-            fields = self._columns
-            records.append(
-                {name: _value(fields.get(name, name), cell, place) for name, cell in filled}
-            )
-        return records
-
-    def place(self, index: int) -> str:
-        return f"{self._held.path}:{self._numbers[index]}"
+    def _parse(self, offset: int, number: int) -> Record:
+        cells = next(self._rows(offset, number - 1))
+        place = f"{self._held.path}:{number}"
+        return {
+            name: _value(self._columns.get(name, name), cell, place)
+            for name, cell in zip(self._names, cells, strict=True)
+            if name.strip() and cell.strip()
+        }
 
 
 def _value(field: str, cell: str, place: str) -> object:
-    """Reads a cell: JSON in the fields that may hold it, lists of texts, text."""
+    """Return the value of a cell: JSON in the fields that may hold it, a list of texts, or text."""
     if field in OBJECTS and cell.lstrip()[:1] in ("{", "["):
         return _literal(cell, f"{place}: {field!r}")
     if field in ANSWER_KEYS:
@@ -184,16 +192,15 @@ def _value(field: str, cell: str, place: str) -> object:
             value = parse_json(cell, place)
         except ValueError:
             return cell
-        if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             return value
     return cell
 
 
 def _literal(cell: str, place: str) -> Any:
-    """Parse a cell that holds JSON, or lists and dicts as pandas writes them.
+    """Parse a cell that holds JSON, or lists and dicts exactly as Python writes them.
 
-    Python's own literals must be written as Python writes them. Of other ones the meaning is
-    uncertain: Python reads `['x' 'y']`, NumPy's array of two texts, as a list of one.
+    Others are ambiguous: Python reads `['x' 'y']`, NumPy's array of two texts, as a list of one.
 
     Raises:
         ValueError: It holds neither.

@@ -7,22 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.data.readers.base import Reader, Record, one_line, present
-from jaxrl.utils.paths import similar_path
 
 
 def hugging_face(
     source: str, split: str, config_key: str, columns: Mapping[str, str] | None = None
 ) -> Reader:
-    """A data set, or the split of a dictionary of them, as `save_to_disk` left it.
+    """Return a reader of a data set, or of a split of a `DatasetDict`, from `save_to_disk`.
 
-    Args:
-        source: the folder.
-        split: of a dictionary; a folder that holds one data set has none, and this is not read.
-        config_key: that names the folder.
-        columns: those that are left out ("") are not read, images among them.
+    Columns that `columns` maps to "" are not read.
 
     Raises:
-        ValueError: the extra is missing, or the folder is no such one, or without the split.
+        ValueError: The extra or the split is missing, or the folder cannot be read.
     """
     try:
         import datasets
@@ -32,14 +27,9 @@ def hugging_face(
             "the extra: pip install 'jaxrl[datasets]'."
         ) from error
     folder = Path(source)
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{source!r} is no folder; set {config_key} to one of `save_to_disk`."
-            f"{similar_path(source)}"
-        )
     try:
         rows = datasets.load_from_disk(str(folder))
-    except Exception as error:  # Arrow's, its own and others, as the damage has it
+    except Exception as error:  # any of several libraries' own
         raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
     name = str(folder)
     if isinstance(rows, datasets.DatasetDict):
@@ -51,16 +41,15 @@ def hugging_face(
     if not len(rows):
         raise ValueError(f"{name} holds no row; {config_key} must name at least one.")
     dropped = [name for name, field in (columns or {}).items() if field == ""]
-    return _Rows(rows.remove_columns([one for one in dropped if one in rows.column_names]), name)
+    return _Rows(rows.remove_columns([c for c in dropped if c in rows.column_names]), name)
 
 
 class _Rows(Reader):
-    """The rows of one data set."""
+    """The rows of one data set; images and sound are the bytes that are stored."""
 
     fills_gaps = True
 
     def __init__(self, rows: Any, name: str):
-        """Holds what is mapped; images, sound and the like are the bytes they are stored as."""
         self._rows, self._name = rows.with_format("arrow"), name
 
     def __len__(self) -> int:

@@ -17,12 +17,9 @@ HELD_BYTES = 2**25
 
 
 def parquet(source: str, config_key: str, columns: Mapping[str, str] | None = None) -> Reader:
-    """Parquet: verl's files as they are, or columns with the fields of a task.
+    """Return a reader of Parquet files: a file, a pattern such as `train-*.parquet`, or a folder.
 
-    Args:
-        source: a file, a pattern such as `train-*.parquet`, or a folder of .parquet files.
-        config_key: that names it.
-        columns: those that are left out ("") are not read.
+    Columns that `columns` maps to "" are not read.
     """
     dropped = {name for name, field in (columns or {}).items() if field == ""}
     return open_files(
@@ -40,7 +37,6 @@ class _Parquet(Reader):
     fills_gaps = True
 
     def __init__(self, path: Path, key: str, dropped: set[str]):
-        """Reads the file's metadata."""
         self._held = Held(path)
         try:
             self._file = pq.ParquetFile(self._held.file)
@@ -59,17 +55,14 @@ class _Parquet(Reader):
     def read(self, indices: Sequence[int]) -> list[Record]:
         self._held.check()
         wanted = np.asarray(indices, np.int64)
-        of_group = np.searchsorted(self._ends, wanted, side="right")
-        records: dict[int, Record] = {}
-        for group in dict.fromkeys(of_group.tolist()):
-            in_group = wanted[of_group == group]
-            start = int(self._ends[group - 1]) if group else 0
-            table = self._group(group)
-            # Consecutive rows are sliced: `Table.take` does not support Arrow's view types.
-            for run in np.split(in_group, np.flatnonzero(np.diff(in_group) != 1) + 1):
-                rows = table.slice(int(run[0]) - start, len(run)).to_pylist()
-                records |= dict(zip(run.tolist(), rows, strict=True))
-        return [present(records[index], self.place(index)) for index in wanted.tolist()]
+        groups = np.searchsorted(self._ends, wanted, side="right")
+        # Consecutive rows are sliced: `Table.take` does not support Arrow's view types.
+        cuts = np.flatnonzero((np.diff(wanted) != 1) | (np.diff(groups) != 0)) + 1
+        rows: list[Record] = []
+        for run, group in zip(np.split(wanted, cuts), groups[[0, *cuts]], strict=True):
+            start = int(run[0] - (self._ends[group - 1] if group else 0))
+            rows += self._group(int(group)).slice(start, len(run)).to_pylist()
+        return [present(row, self.place(i)) for row, i in zip(rows, indices, strict=True)]
 
     def _group(self, group: int) -> pa.Table:
         if group in self._groups:

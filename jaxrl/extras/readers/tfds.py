@@ -11,19 +11,19 @@ from jaxrl.utils.json_io import parse_json, read_object
 
 
 def tfds(source: str, split: str, config_key: str) -> Reader:
-    """The examples of a split as plain data.
+    """Return a reader of the examples of a split.
 
-    Empty texts and lists are left out, since TFDS cannot leave out a feature. `metadata` may be a
+    Empty texts and lists are dropped, since TFDS cannot leave out a feature. `metadata` may be a
     text that holds a JSON object.
 
     Args:
-        source: the folder of one version of the data set.
-        split: a split, or a part of one, as `train[:90%]`.
-        config_key: that names the folder, for errors.
+        source: Folder of one version of the data set.
+        split: A split, or a part of one such as `train[:90%]`.
+        config_key: Configuration key of the folder.
 
     Raises:
-        ValueError: the folder is no data set, of another format, damaged, without the split, or
-            with images or sound.
+        ValueError: The folder is no data set, has another format, is damaged, lacks the split, or
+            has images or sound.
     """
     folder = Path(source)
     file = folder / "dataset_info.json"
@@ -46,7 +46,7 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
 
     try:
         builder = tensorflow_datasets.builder_from_directory(folder)
-    except Exception as error:  # protobuf's, TFDS's own and others, as the damage has it
+    except Exception as error:  # any of several libraries' own
         raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
     # TFDS would decode it by itself, in any format that Pillow knows, of any size.
     if decoded := list(_decoded(builder.info.features, tensorflow_datasets.features)):
@@ -81,10 +81,9 @@ def _decoded(feature: Any, kinds: Any, name: str = "") -> Iterator[str]:
 
 
 class _Examples(Reader):
-    """The examples of one split, which array_record reads by their places."""
+    """The examples of one split."""
 
     def __init__(self, examples: Any, folder: Path, split: str):
-        """Holds what is to be read."""
         self._examples, self._folder, self._split = examples, folder, split
 
     def __len__(self) -> int:
