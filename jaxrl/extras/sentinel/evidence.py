@@ -39,31 +39,31 @@ Evidence = dict[str, Any]
 
 
 def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Method) -> Evidence:
-    """Measures a step. Shares are of the trajectories that were scored.
+    """Measure a step. Shares are of the trajectories that were scored.
 
     Args:
-        record: metrics of the step.
-        groups: that it trained on, with their advantages.
-        method: by which it did.
+        record: Metrics of the step.
+        groups: Groups that it trained on, with their advantages.
+        method: Method of training.
 
     Returns:
-        reward, reward_sd, reward_min: mean, standard deviation and least of the rewards.
-        num, groups: trajectories that were scored, and groups that have any.
-        correct: share of them that the environment calls right.
-        is_constant: 1 where all rewards are equal.
-        entropy: nats a sampled token, as the sampler saw it.
-        likelihood: mean log-probability of a sampled token of what has a positive advantage, nats.
-        length: mean of the sampled tokens.
-        malformed, cut, void, loops, alike: shares that ended without a search or an answer, at a
+        reward, reward_sd, reward_min: Mean, standard deviation and minimum of the rewards.
+        num, groups: Scored trajectories, and groups that have any.
+        correct: Share that the environment calls right.
+        is_constant: 1 if all rewards are equal.
+        entropy: Mean entropy of a sampled token under the sampler, nats.
+        likelihood: Mean logprob of a sampled token with a positive advantage, nats.
+        length: Mean number of sampled tokens.
+        malformed, cut, void, loops, alike: Shares that ended without a search or an answer, at a
             limit, with a turn that has neither call nor answer, that repeat themselves, that equal
             another of their group.
-        signal: share of the groups with an advantage other than 0.
-        searching, searches: share that asked a tool, and calls a trajectory.
-        found: of those that asked, the share with an accepted answer in a result of a search.
-        prompts: groups whose prompts differ.
-        uneven: largest sum of a group's advantages over their largest size.
-        yes: for each judge, the share of its verdicts that are 1.
-        twins: see `twins_of`.
+        signal: Share of the groups with an advantage other than 0.
+        searching, searches: Share that called a tool, and calls per trajectory.
+        found: Share of those with an accepted answer in a result of a search.
+        prompts: Number of groups whose prompts differ.
+        uneven: Largest sum of a group's advantages over their largest size.
+        yes: For each judge, the share of its verdicts that are 1.
+        twins: See `twins_of`.
         What `METRICS` names, from the record.
     """
     scored = [t for t in members(groups) if t.is_scored]
@@ -122,7 +122,7 @@ def _sampled(trajectory: Trajectory) -> bytes:
 
 
 def has_void_turn(trajectory: Trajectory) -> bool:
-    """Return True where a turn is neither a call nor the answer."""
+    """Return True if a turn is neither a call nor the answer."""
     *before, last = trajectory.turns or (None,)
     if last is None or any(turn is None or turn.observation is None for turn in before):
         return True
@@ -130,11 +130,7 @@ def has_void_turn(trajectory: Trajectory) -> bool:
 
 
 def goes_in_circles(ids: np.ndarray) -> bool:
-    """Return True where few of the runs of four ids in the last 128 differ.
-
-    Args:
-        ids: int [n], sampled tokens of a response; fewer than `MIN_LOOP_TOKENS` never do.
-    """
+    """Return True if less than 40% of the 4-grams in the last 128 sampled ids, int [n], differ."""
     if len(ids) < MIN_LOOP_TOKENS:
         return False
     grams = np.lib.stride_tricks.sliding_window_view(ids[-_LOOKED_AT:], _GRAM)
@@ -143,7 +139,7 @@ def goes_in_circles(ids: np.ndarray) -> bool:
 
 def alike(group: Group) -> list[bool]:
     """Return True for each scored trajectory whose sampled ids another of the group has too."""
-    texts = [_sampled(t) for t in group.scored]
+    texts = list(map(_sampled, group.scored))
     return [texts.count(text) > 1 for text in texts]
 
 
@@ -161,32 +157,31 @@ def unevenness(group: Group) -> float:
 
 def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Share of 1 among the verdicts of each judge that was asked."""
-    judges = {str(one.tool) for t in trajectories for one in t.reward_records}
-    by_judge = {
-        judge: [t.reward_parts[judge] for t in trajectories if judge in t.reward_parts]
-        for judge in sorted(judges)
-    }
-    return {
-        judge: sum(v == 1 for v in values) / len(values)
-        for judge, values in by_judge.items()
-        if values
-    }
+    shares = {}
+    for judge in sorted({str(call.tool) for t in trajectories for call in t.reward_records}):
+        parts = [t.reward_parts[judge] for t in trajectories if judge in t.reward_parts]
+        if parts:
+            shares[judge] = parts.count(1) / len(parts)
+    return shares
 
 
 def twins_of(groups: Sequence[Group]) -> dict[str, float]:
-    """Log-probability that two samples of a group are the same in every group of the step.
+    """Return the log-probability that two samples are equal in every group of the step.
 
-    Samples number i and j of a group are drawn by keys of their own, so that both are the same
-    with the probability of either. Where they are the same in all groups, the key `i-j` has the
-    sum of these log-probabilities, in nats: two samples that share a key are.
+    Samples i and j of a group have different random keys, so they are equal with the probability
+    of either. If they are equal in all groups, the key `i-j` has the sum of these log-probabilities
+    in nats.
     """
-    sums: dict[str, float] = {}
-    for number, group in enumerate(groups):
-        texts = {t.sample_index: (_sampled(t), t) for t in group.scored}
-        here: dict[str, float] = {}
-        for (i, (one, t)), (j, (other, _)) in combinations(sorted(texts.items()), 2):
-            if one == other and t.num_sampled:
-                here[f"{i}-{j}"] = float(t.rollout_logprobs.sum())
-        known = here if number == 0 else {pair: sums[pair] for pair in sums if pair in here}
-        sums = {pair: here[pair] + (sums[pair] if number else 0.0) for pair in known}
+    by_group: list[dict[str, float]] = []
+    for group in groups:
+        samples = sorted(group.scored, key=lambda t: t.sample_index)
+        by_group.append(
+            {
+                f"{a.sample_index}-{b.sample_index}": float(a.rollout_logprobs.sum())
+                for a, b in combinations(samples, 2)
+                if a.num_sampled and _sampled(a) == _sampled(b)
+            }
+        )
+    pairs = [pair for pair in by_group[0] if all(pair in g for g in by_group)] if by_group else []
+    sums = {pair: sum(group[pair] for group in by_group) for pair in pairs}
     return {pair: value for pair, value in sums.items() if math.isfinite(value)}

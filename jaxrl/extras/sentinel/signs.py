@@ -1,14 +1,14 @@
 """Signs that training is about to fail, from the numbers of a step and of those before it.
 
-Each sign compares a step with what was usual in up to `MEMORY` steps before, so a run that begins
-badly raises none for that alone. What cannot be right whatever was usual (prompts of a group that
-differ, samples that share a key) is a sign at once.
+Each sign compares a step with up to `MEMORY` steps before, so a run that begins badly raises none
+for that alone. What is never right (prompts of a group that differ, samples that share a key) is a
+sign at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -53,18 +53,18 @@ def judge(
     share: float,
     gap: float,
 ) -> tuple[dict[str, Any], list[Sign]]:
-    """Judges a step; returns the next state and the signs, the surest first.
+    """Judge a step; return the next state and the signs, the surest first.
 
     Args:
-        record: metrics of the step.
-        groups: that it trained on, with their advantages.
+        record: Metrics of the step.
+        groups: Groups that it trained on, with their advantages.
         state: `steps`, the evidence of earlier steps; `best`, the best mean reward so far;
             `counts`, for each rule the steps in a row in which it held; `twins`, sums over them.
-        method: by which it trained.
-        step: of the stage, from 1.
-        reward_fall: share of the best mean reward, counted from the lowest reward, that is lost.
-        share: of responses, from which on a share that has risen counts.
-        gap: mean difference of sampler and trainer that is too much, nats a token.
+        method: Method of training.
+        step: Number of the step in its stage, from 1.
+        reward_fall: See `watch.sentinel.reward_fall`.
+        share: See `watch.sentinel.share`.
+        gap: See `watch.sentinel.gap`.
     """
     now = evidence_of(record, groups, method)
     past: list[Evidence] = list(state.get("steps", []))
@@ -73,32 +73,28 @@ def judge(
         pair: value + state.get("twins", {}).get(pair, 0.0) for pair, value in now["twins"].items()
     }
     history = History(past=past, now=now, number=step, best=best)
-    rules: dict[str, tuple[Callable[[], Found], int]] = {
+    rules: dict[str, tuple[Found, int]] = {
         # name of the rule: what it finds, and in how many steps in a row it has to
-        "prompts": (lambda: prompts_differ(now), 1),
-        "twins": (lambda: keys_repeat(twins), 1),
-        "uneven": (lambda: advantages_uneven(now, method), 1),
-        "skipped": (lambda: gradient_not_finite(history), 1),
-        "gap": (lambda: sampler_differs(history, gap, has_lag=method.has_lag), 2),
-        "gradient": (lambda: gradient_exploded(history), 1),
-        "moved": (lambda: update_too_large(history), 1),
-        "constant": (lambda: rewards_constant(now), RECENT),
-        "sudden": (lambda: suddenly_right(history), RECENT),
-        "yes": (lambda: judge_says_yes(history), RECENT),
-        "found": (lambda: search_changed(history), 1),
-        "reward": (lambda: reward_fell(history, reward_fall), 1),
-        "entropy": (lambda: entropy_moved(history, share), RECENT),
-        "likelihood": (lambda: likelihood_fell(history), 2),
-        "cut": (lambda: share_rose(history, "cut", share), 2),
-        "malformed": (lambda: share_rose(history, "malformed", share), 2),
-        "void": (lambda: share_rose(history, "void", share), 2),
-        "loops": (lambda: share_rose(history, "loops", share), 2),
-        "length": (lambda: length_jumped(history), 2),
-        "signal": (lambda: no_signal(history), 8),
+        "prompts": (prompts_differ(now), 1),
+        "twins": (keys_repeat(twins), 1),
+        "uneven": (advantages_uneven(now, method), 1),
+        "skipped": (gradient_not_finite(history), 1),
+        "gap": (sampler_differs(history, gap, has_lag=method.has_lag), 2),
+        "gradient": (gradient_exploded(history), 1),
+        "moved": (update_too_large(history), 1),
+        "constant": (rewards_constant(now), RECENT),
+        "sudden": (suddenly_right(history), RECENT),
+        "yes": (judge_says_yes(history), RECENT),
+        "found": (search_changed(history), 1),
+        "reward": (reward_fell(history, reward_fall), 1),
+        "entropy": (entropy_moved(history, share), RECENT),
+        "likelihood": (likelihood_fell(history), 2),
+        **{name: (share_rose(history, name, share), 2) for name in _WORDS},
+        "length": (length_jumped(history), 2),
+        "signal": (no_signal(history), 8),
     }
     counts, signs = {}, []
-    for name, (rule, wanted) in rules.items():
-        sign = rule()
+    for name, (sign, wanted) in rules.items():
         counts[name] = state.get("counts", {}).get(name, 0) + 1 if sign else 0
         if sign and counts[name] >= wanted:
             sound = step - counts[name]  # the last step without it
@@ -130,48 +126,48 @@ class History:
     def __init__(
         self, *, past: Sequence[Evidence], now: Evidence, number: int, best: Mapping[str, Any]
     ):
-        """Takes the evidence of earlier steps, oldest first, and of this one.
+        """Hold the evidence of a step.
 
         Args:
-            past: of up to `MEMORY` steps.
-            now: of step `number` of the stage.
-            number: from 1.
-            best: mean reward of the best `MIN_USUAL` steps in a row, `reward`, its spread `sd`,
+            past: Evidence of up to `MEMORY` earlier steps, oldest first.
+            now: Evidence of this step.
+            number: Number of this step in its stage, from 1.
+            best: Mean reward of the best `MIN_USUAL` steps in a row, `reward`, its spread `sd`,
                 their `groups`, the lowest reward so far, `low`, and the last of them, `number`.
         """
         self.past, self.now, self.number, self.best = past, now, number, best
 
     def usual(self, name: str, last: int = MEMORY) -> list[float]:
-        """A number in the last steps before this one that had it, oldest first."""
-        values = [one[name] for one in self.past if one.get(name) is not None]
-        return values[-last:]
+        """Return a number in the last steps before this one that had it, oldest first."""
+        return _known(name, self.past)[-last:]
 
     def recent(self, name: str) -> float | None:
-        """The mean of a number over the last `RECENT` steps, this one included."""
-        values = [one.get(name) for one in [*self.past[1 - RECENT :], self.now]]
-        known = [value for value in values if value is not None]
+        """Return the mean of a number over the last `RECENT` steps, this one included."""
+        known = _known(name, [*self.past[1 - RECENT :], self.now])
         return sum(known) / len(known) if len(known) == RECENT else None
 
     def before(self, name: str) -> list[float]:
-        """A number in the steps before the recent ones."""
-        earlier = self.past[: max(len(self.past) - RECENT + 1, 0)]
-        return [one[name] for one in earlier if one.get(name) is not None]
+        """Return a number in the steps before the recent ones."""
+        return _known(name, self.past[: max(len(self.past) - RECENT + 1, 0)])
 
     def next_best(self) -> dict[str, Any]:
-        """`best` after this step."""
-        last = [one for one in [*self.past, self.now] if one.get("reward") is not None]
-        lows = [one["reward_min"] for one in last]
-        low = min([*lows, self.best.get("low", math.inf)], default=math.inf)
+        """Return `best` after this step."""
+        last = [step for step in [*self.past, self.now] if step.get("reward") is not None]
+        low = min([*_known("reward_min", last), self.best.get("low", math.inf)])
         best = {**self.best, "low": low} if last else dict(self.best)
         if len(last) < MIN_USUAL:
             return best
         last = last[-MIN_USUAL:]
-        mean = sum(one["reward"] for one in last) / MIN_USUAL
+        mean = sum(step["reward"] for step in last) / MIN_USUAL
         if mean < best.get("reward", -math.inf):
             return best
-        groups = sum(one["groups"] for one in last)
-        spread = max(one["reward_sd"] for one in last)
+        groups = sum(step["groups"] for step in last)
+        spread = max(step["reward_sd"] for step in last)
         return {"reward": mean, "sd": spread, "groups": groups, "low": low, "number": self.number}
+
+
+def _known(name: str, steps: Sequence[Evidence]) -> list[float]:
+    return [step[name] for step in steps if step.get(name) is not None]
 
 
 def prompts_differ(now: Evidence) -> Found:
@@ -187,7 +183,7 @@ def prompts_differ(now: Evidence) -> Found:
 
 def keys_repeat(twins: Mapping[str, float]) -> Found:
     """Samples that are the same again and again, although each was likely to differ."""
-    pair, nats = min(twins.items(), key=lambda one: one[1], default=("", 0.0))
+    pair, nats = min(twins.items(), key=lambda item: item[1], default=("", 0.0))
     if nats > -30.0:
         return None
     i, j = pair.split("-")
@@ -367,7 +363,7 @@ def entropy_moved(history: History, share: float) -> Found:
         return None
     is_alike = (now["alike"] or 0.0) >= max(share, 0.9) and (now["signal"] or 0.0) <= 0.1
     # A policy that has learned its task is alike too, and a small batch of it may be a bad one.
-    right = [one["correct"] or 0.0 for one in [*history.past, now][-SETTLED:]]
+    right = [step["correct"] or 0.0 for step in [*history.past, now][-SETTLED:]]
     if is_alike and sum(right) / len(right) < 0.75:
         return "entropy_collapsed", (
             f"{now['alike']:.0%} of the responses equal another of their group (entropy "
