@@ -1,12 +1,12 @@
-"""BERT encoders, which read a text in both directions: post-norm blocks on plain nested dicts.
+"""BERT encoders: post-norm blocks with attention in both directions, on plain nested dicts.
 
 The parameter tree, with the leading layer axis L of stacked blocks:
 
     embed/{words,places,kinds}/embedding        [V | P | 2, D]
     embed/norm/{scale,bias}                     [D]
-    blocks/attention/{q,k,v,o}/{kernel,bias}    [L, D, D]
+    blocks/attention/{q,k,v,o}/{kernel,bias}    [L, D, D], [L, D]
     blocks/attention_norm/{scale,bias}          [L, D]
-    blocks/mlp/{up,down}/{kernel,bias}          [L, D, F], [L, F, D]
+    blocks/mlp/{up,down}/{kernel,bias}          [L, D, F], [L, F, D], and [L, F], [L, D]
     blocks/mlp_norm/{scale,bias}                [L, D]
 """
 
@@ -34,34 +34,10 @@ ACTIVATIONS = {
 }
 """Activations by `hidden_act` of `config.json`."""
 
-_LAYER = "encoder.layer.{}."
-HF_NAMES = {
-    "embed/words/embedding": "embeddings.word_embeddings.weight",
-    "embed/places/embedding": "embeddings.position_embeddings.weight",
-    "embed/kinds/embedding": "embeddings.token_type_embeddings.weight",
-    "embed/norm/scale": "embeddings.LayerNorm.weight",
-    "embed/norm/bias": "embeddings.LayerNorm.bias",
-    **{
-        f"blocks/{ours}/{part}": f"{_LAYER}{theirs}.{their_part}"
-        for ours, theirs, first in (
-            ("attention/q", "attention.self.query", "kernel"),
-            ("attention/k", "attention.self.key", "kernel"),
-            ("attention/v", "attention.self.value", "kernel"),
-            ("attention/o", "attention.output.dense", "kernel"),
-            ("attention_norm", "attention.output.LayerNorm", "scale"),
-            ("mlp/up", "intermediate.dense", "kernel"),
-            ("mlp/down", "output.dense", "kernel"),
-            ("mlp_norm", "output.LayerNorm", "scale"),
-        )
-        for part, their_part in ((first, "weight"), ("bias", "bias"))
-    },
-}
-"""Parameter to HF tensor, `{}` the layer. A `kernel` is [in, out] here and [out, in] there."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """Every field of a BERT `config.json` that changes the arithmetic."""
+    """Fields of a BERT `config.json` that change the computation."""
 
     vocab_size: int
     width: int
@@ -75,27 +51,22 @@ class BertConfig:
 
     @property
     def stacks(self) -> Stacks:
-        """No layer differs from the others."""
+        """Entries that only some layers have: none."""
         return {}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> BertConfig:
-        """Reads the fields of a `config.json`.
+        """Read the fields of a `config.json`.
 
         Raises:
-            ValueError: one is missing, of another kind, or asks for what is not computed here.
+            ValueError: A field is missing, of the wrong type, or asks for something unsupported.
         """
         fields = completed(fields, "bert", source=source)
-        activation = fields["hidden_act"]
-        places = fields.get("position_embedding_type", "absolute")
-        refused = {
-            f"hidden_act {activation!r:.80}": activation not in [*ACTIVATIONS],
-            f"position_embedding_type {places!r:.80}": places != "absolute",
-            "a decoder (is_decoder)": bool(fields.get("is_decoder")),
-        }
-        for feature, is_asked_for in refused.items():
-            if is_asked_for:
-                raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
+        supported: dict[str, list[Any]] = {"hidden_act": [*ACTIVATIONS], "is_decoder": [False]}
+        supported["position_embedding_type"] = ["absolute"]
+        for name, values in supported.items():
+            if (value := fields.get(name, values[0])) not in values:
+                raise ValueError(f"{source}: {name} {value!r:.80} is not supported.")
 
         size = partial(whole_number, fields, source=source)
         width, num_heads = size("hidden_size"), size("num_attention_heads")
@@ -113,35 +84,62 @@ class BertConfig:
             max_positions=size("max_position_embeddings"),
             num_kinds=size("type_vocab_size"),
             epsilon=float(fields["layer_norm_eps"]),
-            activation=activation,
+            activation=fields["hidden_act"],
         )
 
+    def _tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the HF tensor, `{}` the layer, and the shape of each parameter.
+
+        A `kernel` is [in, out] here and [out, in] in the HF tensor.
+        """
+        D, F = self.width, self.mlp_width
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for ours, theirs, size in (
+            ("words", "word", self.vocab_size),
+            ("places", "position", self.max_positions),
+            ("kinds", "token_type", self.num_kinds),
+        ):
+            hf_name = f"embeddings.{theirs}_embeddings.weight"
+            tensors[f"embed/{ours}/embedding"] = hf_name, (size, D)
+        for ours, theirs in (("scale", "weight"), ("bias", "bias")):
+            tensors[f"embed/norm/{ours}"] = f"embeddings.LayerNorm.{theirs}", (D,)
+        for ours, theirs, shape in (
+            ("attention/q", "attention.self.query", (D, D)),
+            ("attention/k", "attention.self.key", (D, D)),
+            ("attention/v", "attention.self.value", (D, D)),
+            ("attention/o", "attention.output.dense", (D, D)),
+            ("attention_norm", "attention.output.LayerNorm", (D,)),
+            ("mlp/up", "intermediate.dense", (D, F)),
+            ("mlp/down", "output.dense", (F, D)),
+            ("mlp_norm", "output.LayerNorm", (D,)),
+        ):
+            first, hf_name = "kernel" if len(shape) == 2 else "scale", "encoder.layer.{}." + theirs
+            tensors[f"blocks/{ours}/{first}"] = f"{hf_name}.weight", (self.num_layers, *shape)
+            tensors[f"blocks/{ours}/bias"] = f"{hf_name}.bias", (self.num_layers, shape[-1])
+        return tensors
+
     def hf_names(self) -> dict[str, str]:
-        """Path of each parameter to its HF tensor."""
-        return HF_NAMES
+        """Return the HF tensor of each parameter."""
+        return {name: hf_name for name, (hf_name, _) in self._tensors().items()}
 
     def abstract_params(self) -> Params:
-        """The parameters as `jax.ShapeDtypeStruct`s."""
-        tables = {"words": self.vocab_size, "places": self.max_positions, "kinds": self.num_kinds}
-        outputs = {"attention/q": self.width, "mlp/up": self.mlp_width}
-        shapes = {}
-        for name in HF_NAMES:
-            where, _, part = name.rpartition("/")
-            layer = where.removeprefix("blocks/")
-            last = outputs.get(layer, self.width)
-            shape: tuple[int, ...] = (last,)
-            if part == "embedding":
-                shape = (tables[where.removeprefix("embed/")], self.width)
-            elif part == "kernel":
-                shape = (self.mlp_width if layer == "mlp/down" else self.width, last)
-            stack = (self.num_layers,) if layer != where else ()
-            shapes[name] = jax.ShapeDtypeStruct((*stack, *shape), jnp.float32)
+        """Return the parameters as `jax.ShapeDtypeStruct`s."""
+        shapes = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32)
+            for name, (_, shape) in self._tensors().items()
+        }
         return unflatten_dict(shapes, sep="/")
 
     def hidden_states(
-        self, params: Params, token_ids: Int[Array, "B T"], is_there: Bool[Array, "B T"]
+        self, params: Params, token_ids: Int[Array, "B T"], padding_mask: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Last hidden states of texts; of padding, where `is_there` is False, they mean nothing."""
+        """Compute the last hidden states of texts. Those of padding are undefined.
+
+        Args:
+            params: Parameters in the dtype of the computation.
+            token_ids: Tokens of one text a row.
+            padding_mask: True for real tokens.
+        """
         embed = params["embed"]
         x = embed["words"]["embedding"][token_ids]
         x = x + embed["places"]["embedding"][: token_ids.shape[1]]
@@ -153,7 +151,7 @@ class BertConfig:
             heads = (*x.shape[:2], self.num_heads, -1)
             q, k, v = (_linear(attention[name], x).reshape(heads) for name in "qkv")
             scores = jnp.einsum("bqnh,bknh->bnqk", q, k, preferred_element_type=jnp.float32)
-            scores = jnp.where(is_there[:, None, None], scores / q.shape[-1] ** 0.5, LOWEST)
+            scores = jnp.where(padding_mask[:, None, None], scores / q.shape[-1] ** 0.5, LOWEST)
             shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
             attended = jnp.einsum("bnqk,bknh->bqnh", shares, v).reshape(x.shape)
             x = x + _linear(attention["o"], attended)

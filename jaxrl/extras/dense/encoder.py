@@ -1,9 +1,8 @@
-"""Texts to vectors: tokens, batches of few shapes, and the devices that encode them."""
+"""Encoder of texts: tokens, batches of few shapes, and the devices that encode them."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.extras.dense.encoders import EmbeddingModel, encode_rows, load_encoder
-from jaxrl.utils.json_io import read_object
 
 SHORTEST = 16
-"""Tokens of the narrowest batch; each wider one has twice as many."""
+"""Tokens of the narrowest batch. Each wider one has twice as many."""
 
 _FILES = (
     *("config*.json", "*.safetensors*", "tokenizer.json", "modules.json"),
@@ -27,7 +25,7 @@ _FILES = (
 
 
 def folder_digest(folder: str | Path) -> str:
-    """SHA-256 of what an encoder's folder holds of its model and tokenizer, names included."""
+    """Return the SHA-256 of an encoder's files of model and tokenizer, and of their names."""
     digest = hashlib.sha256()
     for file in sorted({file for pattern in _FILES for file in Path(folder).glob(pattern)}):
         digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
@@ -37,26 +35,26 @@ def folder_digest(folder: str | Path) -> str:
 
 
 class Encoder:
-    """Makes vectors of texts; safe to be called from several threads, which share its weights.
+    """Encoder of texts. Threads may share it.
 
-    A text is encoded by a program whose shape depends on its own length alone: with how many others
-    it came, and which, changes nothing.
+    The shape of the program that encodes a text depends on the length of that text alone, so its
+    vector does not depend on the texts beside it.
     """
 
     def __init__(
         self, model: EmbeddingModel, folder: str | Path, devices: Sequence[Any], *, dtype: str
     ) -> None:
-        """Loads weights and tokenizer.
+        """Load weights and tokenizer.
 
         Args:
-            model: what the folder holds.
-            folder: in Hugging Face format, with `tokenizer.json`.
-            devices: of this process; texts are split over them, each has all weights.
-            dtype: of weights and activations, float32 or bfloat16.
+            model: Model of the folder.
+            folder: HF folder with `tokenizer.json`.
+            devices: Devices of this process, which split the texts. Each has all weights.
+            dtype: Dtype of weights and activations, float32 or bfloat16.
 
         Raises:
-            FileNotFoundError: the tokenizer or the weights are missing.
-            ValueError: they are damaged, or not those of the model.
+            FileNotFoundError: The tokenizer or the weights are missing.
+            ValueError: They are damaged, or not those of the model.
         """
         self.model = model
         self._tokenizer = read_tokenizer(folder, model)
@@ -64,31 +62,27 @@ class Encoder:
         self._params = load_encoder(model.model, folder, self._mesh, dtype)
 
     def queries(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
-        """Vectors of queries, float32 [N, D]; see `_encode`."""
+        """Return vectors of queries, float32 [N, D]."""
         return self._encode([f"{self.model.query_prefix}{text}" for text in texts], batch_tokens)
 
     def passages(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
-        """Vectors of passages, float32 [N, D]; see `_encode`."""
+        """Return vectors of passages, float32 [N, D]."""
         return self._encode([f"{self.model.passage_prefix}{text}" for text in texts], batch_tokens)
 
-    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts, with what the tokenizer adds, cut at the model's limit."""
-        ids = [one.ids for one in self._tokenizer.encode_batch([*texts], add_special_tokens=True)]
-        # A tokenizer that adds nothing makes none of a blank text.
-        return [one or [0] for one in ids]
-
     def _encode(self, texts: Sequence[str], batch_tokens: int) -> np.ndarray:
-        """Vectors of texts, in their order; `batch_tokens` of a device's part, padding included."""
-        ids = self.token_ids(texts)
-        # Few widths, each twice the one before: each is a program.
-        doublings = [max(-(-len(one) // SHORTEST) - 1, 0).bit_length() for one in ids]
+        """Return vectors of texts; a device encodes `batch_tokens` at once, padding included."""
+        encodings = self._tokenizer.encode_batch([*texts], add_special_tokens=True)
+        # Some tokenizers return no token for a blank text.
+        ids = [encoding.ids or [0] for encoding in encodings]
+        # A few widths, each twice the one before: each is a program.
+        doublings = [max(-(-len(text) // SHORTEST) - 1, 0).bit_length() for text in ids]
         widths = [min(SHORTEST << power, self.model.max_tokens) for power in doublings]
         split, pending = NamedSharding(self._mesh, P("rows")), []
         for width in sorted(set(widths)):
             rows = max(batch_tokens // width, 1) * self._mesh.size
-            own = [index for index, one in enumerate(widths) if one == width]
-            for start in range(0, len(own), rows):
-                block = own[start : start + rows]
+            members = [index for index, other in enumerate(widths) if other == width]
+            for start in range(0, len(members), rows):
+                block = members[start : start + rows]
                 token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
                 for row, index in enumerate(block):
                     lengths[row] = len(ids[index])
@@ -97,17 +91,17 @@ class Encoder:
                 encoded = encode_rows(self._params, *arrays, model=self.model, mesh=self._mesh)
                 pending.append((block, encoded))
         vectors = np.zeros((len(texts), self.model.width), np.float32)
-        for block, encoded in pending:  # all are under way by now
+        for block, encoded in pending:  # all batches are dispatched by now
             vectors[block] = np.asarray(encoded)[: len(block)]
         return vectors
 
 
 def read_tokenizer(folder: str | Path, model: EmbeddingModel) -> tokenizers.Tokenizer:
-    """The tokenizer of a folder, which cuts texts at the model's limit.
+    """Read the tokenizer of a folder, and let it cut texts at the model's limit.
 
     Raises:
-        FileNotFoundError: there is no `tokenizer.json`.
-        ValueError: it cannot be read, or makes ids that the model does not have.
+        FileNotFoundError: There is no `tokenizer.json`.
+        ValueError: It is damaged, or has ids that the model does not have.
     """
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
@@ -116,17 +110,15 @@ def read_tokenizer(folder: str | Path, model: EmbeddingModel) -> tokenizers.Toke
             "there with transformers' `save_pretrained`."
         )
     try:
-        spec = read_object(file)
-        tokenizer = tokenizers.Tokenizer.from_str(
-            json.dumps(spec | {"truncation": None, "padding": None})
-        )
-    except Exception as error:  # whatever tokenizers makes of a damaged file
-        raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises plain exceptions
+        raise ValueError(f"{file} is damaged: {error}") from error
     num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     if num_ids > model.model.vocab_size:
         raise ValueError(
-            f"{file} knows {num_ids} ids, the model {model.model.vocab_size} (vocab_size in "
+            f"{file} has {num_ids} ids, the model {model.model.vocab_size} (vocab_size in "
             "config.json); they belong to two models."
         )
+    tokenizer.no_padding()
     tokenizer.enable_truncation(model.max_tokens)
     return tokenizer

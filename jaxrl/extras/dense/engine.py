@@ -1,9 +1,9 @@
-"""Dense retrieval as a search engine: documents whose vectors fit that of the query best."""
+"""Dense retrieval as a search engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,183 +11,146 @@ import jax
 import numpy as np
 
 from jaxrl.envs.search.base import DocumentSearch, Hit, Progress
-from jaxrl.envs.search.corpus import corpus_digest, index_folder
+from jaxrl.envs.search.corpus import CorpusDocuments, corpus_digest, index_folder
 from jaxrl.extras.dense.encoder import Encoder, folder_digest
-from jaxrl.extras.dense.encoders import EmbeddingModel, read_embedding_model
-from jaxrl.extras.dense.files import Documents, Rows, Source, open_built, read_prebuilt
+from jaxrl.extras.dense.encoders import read_embedding_model
+from jaxrl.extras.dense.files import Rows, Source, open_built, read_prebuilt
 from jaxrl.extras.dense.passages import Passages
 from jaxrl.utils.text import writable
 
 NUM_SAMPLED = 8
-"""Documents that are encoded to see whether prebuilt vectors are of this encoder."""
+"""Documents that are encoded to compare prebuilt vectors with the encoder."""
 
 LEAST_COSINE = 0.95
-"""Cosine of a prebuilt vector and the encoder's own, in the middle of the sampled documents."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a `DenseSearch`; `jaxrl/config/schema.py` says more of each.
-
-    Attributes:
-        corpus: a JSONL file of documents.
-        encoder: a folder in Hugging Face format: BERT (E5, BGE) or Qwen3-Embedding.
-        index: where indexes live, by default a folder `index` beside the corpus.
-        embeddings: vectors of the documents that were made elsewhere; "": the encoder makes them.
-        topk: documents that an answer shows at most.
-        dtype: of vectors on the devices: float32, bfloat16 or int8.
-        file_dtype: of vectors in the file: float32 or bfloat16.
-        devices: run, those of this process, or cpu.
-        candidates: documents whose scores are computed again from the file.
-        query_rows: queries that are searched for at once.
-        pooling: mean, first or last; "": as the encoder's folder says.
-        query_prefix: before a query; auto: as the folder says.
-        passage_prefix: before a document; likewise.
-        max_tokens: of a text, at most.
-        encoder_dtype: of the encoder's weights and activations.
-        batch_tokens: of documents that a device encodes at once.
-        query_batch_tokens: of queries that a device encodes at once.
-    """
-
-    corpus: str
-    encoder: str
-    index: str = ""
-    embeddings: str = ""
-    topk: int = 3
-    dtype: str = "float32"
-    file_dtype: str = "float32"
-    devices: str = "run"
-    candidates: int = 100
-    query_rows: int = 16
-    pooling: str = ""
-    query_prefix: str = "auto"
-    passage_prefix: str = "auto"
-    max_tokens: int = 512
-    encoder_dtype: str = "float32"
-    batch_tokens: int = 16_384
-    query_batch_tokens: int = 256
-
-
-def embedding_model(settings: Settings) -> EmbeddingModel:
-    """Reads the encoder's folder, as the settings change it; reads no weights.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_embedding_model`.
-    """
-    return read_embedding_model(
-        settings.encoder,
-        pooling=settings.pooling,
-        query_prefix=settings.query_prefix,
-        passage_prefix=settings.passage_prefix,
-        max_tokens=settings.max_tokens,
-    )
+"""Smallest median cosine of a prebuilt vector and the encoder's own over these documents."""
 
 
 class DenseSearch(DocumentSearch):
     """Exact search by inner product over the vectors of a corpus, on the devices of the run.
 
-    The vectors are made on first use, in a folder of `index` named after corpus, encoder and what
-    else they depend on, and mapped from there afterwards. A build that was killed goes on where it
-    was; several processes may start at once, and one of them builds. Where a corpus has grown at
-    its end, only what is new is encoded.
+    The vectors are built on first use, in a folder of `index` named after everything they depend
+    on, and mapped from there afterwards. A killed build resumes. Of several processes one builds.
+    If a corpus has grown at its end, only the new documents are encoded.
 
-    A query finds the same documents whatever else is asked with it, and on any number of devices.
+    The result of a query depends neither on the queries beside it nor on the number of devices.
     """
 
-    def __init__(self, *, progress: Progress = lambda _: None, **settings: Any) -> None:
-        """Opens the index of a corpus, building it if need be; `settings` are those of `Settings`.
+    def __init__(
+        self,
+        *,
+        corpus: str,
+        encoder: str,
+        index: str = "",
+        embeddings: str = "",
+        topk: int = 3,
+        dtype: str = "float32",
+        file_dtype: str = "float32",
+        devices: str = "run",
+        candidates: int = 100,
+        query_rows: int = 16,
+        pooling: str = "",
+        query_prefix: str = "auto",
+        passage_prefix: str = "auto",
+        max_tokens: int = 512,
+        encoder_dtype: str = "float32",
+        batch_tokens: int = 16_384,
+        query_batch_tokens: int = 256,
+        progress: Progress = lambda _: None,
+    ) -> None:
+        """Open the index of a corpus, and build it if necessary.
 
-        Args:
-            progress: is told how many documents have their vectors, where an index must be built.
-            settings: those of `Settings`.
+        `progress` is called with the number of documents that have vectors. All other arguments are
+        the settings of `search.dense`, which `keys.py` describes.
 
         Raises:
-            FileNotFoundError: there is no such corpus, encoder or file of vectors.
-            ImportError: the vectors are of FAISS, which is not installed.
-            PermissionError, NotADirectoryError: the index may not be written.
-            ValueError: there is no such setting, a file is malformed, or what belongs together does
-                not fit.
+            FileNotFoundError: The corpus, the encoder or the file of vectors is missing.
+            ImportError: The vectors are those of FAISS, which is not installed.
+            PermissionError, NotADirectoryError: The index cannot be written.
+            ValueError: A file is malformed, or the files do not belong together.
         """
-        names = [field.name for field in fields(Settings)]
-        unknown = [name for name in settings if name not in names]
-        missing = [name for name in ("corpus", "encoder") if name not in settings]
-        if unknown or missing:
-            problem = f"{unknown[0]!r} is none" if unknown else f"{missing[0]!r} is missing"
-            raise ValueError(f"of the settings of dense search {problem}: {', '.join(names)}.")
-        self._settings = own = Settings(**settings)
-        if own.topk < 1:
-            raise ValueError(f"topk is {own.topk}; a search must show at least 1 document.")
-        self.topk = own.topk
-        devices = jax.local_devices(backend="cpu" if own.devices == "cpu" else None)
-        model = embedding_model(own)
-        self._encoder = Encoder(model, own.encoder, devices, dtype=own.encoder_dtype)
-        index_dir = index_folder(own.corpus, own.index)
-        # All that the vectors depend on beside the corpus.
-        if own.embeddings:
-            file = Path(own.embeddings)
-            read_prebuilt(file)  # which says what is wrong with it
-            made_with: dict[str, Any] = {"embeddings": corpus_digest(file, index_dir)}
-        else:
-            made_with = asdict(model)
-            del made_with["model"], made_with["query_prefix"]
-            made_with["encoder"] = folder_digest(own.encoder)
-            made_with["encoder_dtype"] = own.encoder_dtype
-        source = Source(
-            corpus=Path(own.corpus),
-            index_dir=index_dir,
-            settings=made_with,
-            width=model.width,
-            dtype=own.file_dtype,
+        self.topk = topk
+        self._batch_tokens, self._query_batch_tokens = batch_tokens, query_batch_tokens
+        model = read_embedding_model(
+            encoder,
+            pooling=pooling,
+            query_prefix=query_prefix,
+            passage_prefix=passage_prefix,
+            max_tokens=max_tokens,
         )
-        built = open_built(source, self._rows, progress)
-        self._documents = self.documents = built.documents
+        on_devices = jax.local_devices(backend="cpu" if devices == "cpu" else None)
+        self._encoder = Encoder(model, encoder, on_devices, dtype=encoder_dtype)
+        index_dir = index_folder(corpus, index)
+        settings: dict[str, Any]
+        if embeddings:
+            read_prebuilt(Path(embeddings))  # before its digest, so that errors name the key
+            settings = {"embeddings": corpus_digest(Path(embeddings), index_dir)}
+        else:
+            settings = asdict(model)
+            del settings["model"], settings["query_prefix"]
+            settings |= {"encoder": folder_digest(encoder), "encoder_dtype": encoder_dtype}
+        source = Source(
+            corpus=Path(corpus),
+            index_dir=index_dir,
+            settings=settings,
+            width=model.width,
+            dtype=file_dtype,
+        )
+
+        def make_rows(documents: CorpusDocuments) -> Rows:
+            encoded = self._encoded_rows(documents)
+            return self._prebuilt_rows(documents, encoded, embeddings) if embeddings else encoded
+
+        built = open_built(source, make_rows, progress)
+        self.documents = self._documents = built.documents
         self._passages = Passages(
-            built.vectors,
-            devices,
-            dtype=own.dtype,
-            candidates=own.candidates,
-            query_rows=own.query_rows,
+            built.vectors, on_devices, dtype=dtype, candidates=candidates, query_rows=query_rows
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """The documents with the largest inner products; of equal ones the first in the corpus."""
+        """Return the documents with the largest inner products; of equal ones the first."""
         if not queries:
             return []
         texts = [writable(query) for query in queries]
-        vectors = self._encoder.queries(texts, batch_tokens=self._settings.query_batch_tokens)
+        vectors = self._encoder.queries(texts, batch_tokens=self._query_batch_tokens)
         rankings = zip(*self._passages.search(vectors, topk), strict=True)
         return [
-            [Hit(self._documents[int(i)], float(x)) for i, x in zip(places, scores, strict=True)]
-            for places, scores in rankings
+            [Hit(self._documents[int(i)], float(x)) for i, x in zip(positions, scores, strict=True)]
+            for positions, scores in rankings
         ]
 
-    def _rows(self, documents: Documents) -> Rows:
-        """Function from places to vectors: encoded here, or of a file that fits the encoder."""
-        if not self._settings.embeddings:
-            return lambda start, stop: self._encode(documents.texts(start, stop))
-        key, path = "config.search.dense.embeddings", self._settings.embeddings
-        vectors = read_prebuilt(Path(path))
-        if (len(vectors), vectors.width) != (len(documents), self._encoder.model.width):
+    def _encoded_rows(self, documents: CorpusDocuments) -> Rows:
+        """Return a function that encodes documents: title and text, as in `Document.contents`."""
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            parts = [documents[position] for position in range(start, stop)]
+            texts = [writable(one.contents if one.title else one.text) for one in parts]
+            return self._encoder.passages(texts, batch_tokens=self._batch_tokens)
+
+        return rows
+
+    def _prebuilt_rows(self, documents: CorpusDocuments, encoded: Rows, path: str) -> Rows:
+        """Return a function that reads prebuilt vectors, after comparing some with the encoder's.
+
+        Raises:
+            ValueError: They are not the vectors of these documents and this encoder.
+        """
+        key, prebuilt = "config.search.dense.embeddings", read_prebuilt(Path(path))
+        width = self._encoder.model.width
+        if prebuilt.shape != (len(documents), width):
             raise ValueError(
-                f"{key} is {path!r}, {len(vectors)} vectors of {vectors.width} values; expected "
-                f"{len(documents)}, one for each document of {self._settings.corpus}, of the "
-                f"{self._encoder.model.width} values that the encoder's have."
+                f"{key} is {path!r} with vectors of shape {list(prebuilt.shape)}; expected "
+                f"{[len(documents), width]}, one for each document and as wide as the encoder's."
             )
-        places = np.unique(np.linspace(0, len(documents) - 1, NUM_SAMPLED).round().astype(int))
-        theirs = np.concatenate([vectors(i, i + 1) for i in places.tolist()])
-        ours = self._encode([documents.texts(i, i + 1)[0] for i in places.tolist()])
+        positions = np.unique(np.linspace(0, len(documents) - 1, NUM_SAMPLED).round().astype(int))
+        theirs = np.concatenate([prebuilt.rows(i, i + 1) for i in positions.tolist()])
+        ours = np.concatenate([encoded(i, i + 1) for i in positions.tolist()])
         norms = np.linalg.norm(theirs, axis=1) * np.linalg.norm(ours, axis=1)
         cosines = (theirs * ours).sum(axis=1) / np.maximum(norms, 1e-12)
         if not np.median(cosines) >= LEAST_COSINE:
             raise ValueError(
-                f"{key} is {path!r}, whose vectors are not those that the encoder makes of these "
-                f"documents: cosines of {', '.join(f'{x:.2f}' for x in cosines)} for documents "
-                f"{', '.join(map(str, places))}. They have to be in the order of the corpus, and "
-                "of the same encoder, pooling and passage_prefix."
+                f"{key} is {path!r}, whose vectors differ from the encoder's: cosines of "
+                f"{', '.join(f'{x:.2f}' for x in cosines)} for documents "
+                f"{', '.join(map(str, positions))}. Expected the order of the corpus and the same "
+                "encoder, pooling and passage_prefix."
             )
-        return vectors
-
-    def _encode(self, texts: Sequence[str]) -> np.ndarray:
-        return self._encoder.passages(
-            [writable(text) for text in texts], batch_tokens=self._settings.batch_tokens
-        )
+        return prebuilt.rows

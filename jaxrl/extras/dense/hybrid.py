@@ -1,4 +1,4 @@
-"""Fusion of several engines: documents that each of them ranks high come first."""
+"""Fusion of BM25 and dense retrieval."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from jaxrl.extras.dense.engine import DenseSearch
 
 
 def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]:
-    """Reciprocal rank fusion: a document scores the sum of 1 / (k + rank) over rankings with it.
+    """Fuse rankings: a document scores the sum of 1 / (k + rank) over rankings that contain it.
 
-    Cormack, Clarke and Büttcher, Reciprocal Rank Fusion outperforms Condorcet and individual Rank
-    Learning Methods, SIGIR 2009 (https://doi.org/10.1145/1571941.1572114), equation 1, with k = 60
-    there. Ranks begin at 1. Documents are the same where their ids are. Sums are exact, so that
-    what is equal is so whatever rounding would make of it; equal scores are broken by id, as in
-    `LocalSearch`.
+    Reciprocal rank fusion, equation 1 of Cormack, Clarke and Büttcher, SIGIR 2009
+    (https://doi.org/10.1145/1571941.1572114), with k = 60 there. Ranks begin at 1. Documents are
+    told apart by their ids. Sums are exact; equal scores are ordered by id, as in `LocalSearch`.
 
     Args:
-        rankings: of one query, each best first.
-        k: the larger, the less the first places count before those behind them.
-        topk: documents of the result, at most.
+        rankings: Rankings for one query, each best first.
+        k: Constant that flattens the weights of ranks.
+        topk: Documents of the result, at most.
     """
     documents: dict[str, Document] = {}
     scores: dict[str, Fraction] = {}
@@ -50,27 +48,27 @@ class HybridSearch(DocumentSearch):
         candidates: int = 100,
         progress: Progress = lambda _: None,
     ) -> None:
-        """Opens both indexes, building what is missing.
+        """Open both indexes, and build what is missing.
 
         Args:
-            local: settings of `LocalSearch`; its corpus is that of `dense`.
-            dense: settings of `DenseSearch`.
-            topk: documents that an answer shows at most.
-            k: of `fuse`.
-            candidates: documents of each engine that are fused, at least `topk`.
-            progress: is told how many documents are done, of either index.
+            local: Settings of `LocalSearch`; its corpus is that of `dense`.
+            dense: Settings of `DenseSearch`.
+            topk: Documents in an answer, at most.
+            k: Constant of `fuse`.
+            candidates: Documents of each engine that are fused, at least `topk`.
+            progress: Callback with the number of documents done, of either index.
 
         Raises:
-            FileNotFoundError, PermissionError, ValueError: as the engines.
+            FileNotFoundError, PermissionError, ValueError: As in the two engines.
         """
         self.topk, self._k, self._candidates = topk, k, candidates
-        vectors = DenseSearch(**dense, progress=progress)  # whose corpus it is, so it looks first
+        vectors = DenseSearch(**dense, progress=progress)  # first: errors name its corpus
         words = LocalSearch(**{**local, "corpus": dense["corpus"]}, progress=progress)
         self._engines: tuple[DocumentSearch, ...] = (words, vectors)
         self.documents = vectors.documents
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
-        """The documents that are high in either ranking, higher in both."""
+        """Return the documents that rank high in either engine."""
         count = max(topk, self._candidates)
         rankings = [engine.retrieve(queries, count) for engine in self._engines]
         return [fuse(each, k=self._k, topk=topk) for each in zip(*rankings, strict=True)]

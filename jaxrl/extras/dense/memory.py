@@ -1,4 +1,4 @@
-"""Memory of dense retrieval on a device: its passages, its encoder, and a search's arrays."""
+"""Device memory of dense retrieval: passages, encoder, and the arrays of a search."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from jaxrl.extras.dense.passages import device_bytes
 def search_bytes(
     config: ResolvedConfig, num_passages: int, num_local: int, platform: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of one device throughout, and those that answering queries adds; none on a CPU's.
+    """Return bytes that one device always holds, and bytes that a search adds.
+
+    Both are empty if the run does not search by vectors, or searches on the host's CPU.
 
     Args:
-        config: of the run; both are empty where it searches by no vectors, or on the host's CPU.
-        num_passages: of the corpus; 0 counts them in the file.
-        num_local: devices of a process, which split the passages.
-        platform: of these: cpu, gpu or tpu.
+        config: Config of the run.
+        num_passages: Passages of the corpus; 0 counts them in the file.
+        num_local: Devices of a process, which split the passages.
+        platform: Platform of the devices: cpu, gpu or tpu.
 
     Raises:
-        FileNotFoundError: `num_passages` is 0 and there is no corpus, or there is no encoder.
-        ValueError: the encoder is of no known kind.
+        FileNotFoundError: The encoder is missing, or the corpus if it must be counted.
+        ValueError: The encoder is not supported.
     """
     dense = config.search.dense
     if config.corpus_section != "dense" or dense.devices == "cpu":
@@ -32,8 +34,8 @@ def search_bytes(
     if not num_passages:
         if not corpus.is_file():
             raise FileNotFoundError(
-                f"config.search.dense.corpus is {str(corpus)!r}, which is not there to count its "
-                "passages; say how many there are by --plan_passages."
+                f"config.search.dense.corpus is {str(corpus)!r}; there is no such file to count "
+                "its passages. Give their number by --plan_passages."
             )
         stat = corpus.stat()
         num_passages = _count_lines(corpus, stat.st_size, stat.st_mtime_ns)

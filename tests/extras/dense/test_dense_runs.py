@@ -8,7 +8,6 @@ from configs import debug_tiny
 from jaxrl.builders.validation import validate
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.extras.dense.engine import DenseSearch
-from jaxrl.extras.dense.hybrid import HybridSearch
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.extras.dense.worlds import ENCODER, PREFIXES
@@ -82,21 +81,3 @@ def test_a_run_reads_what_dense_search_finds(dense_run, tiny_world):
         assert answer.startswith(text.strip())
     # Another engine would have told it something else.
     assert LocalSearch(f"{tiny_world}/corpus.jsonl").run(QUERY)[:40] != answer[:40]
-
-
-@pytest.mark.slow(instead="extras/dense/test_engine.py::test_hybrid_fuses_both_engines")
-def test_a_run_reads_what_hybrid_search_finds(dense_run, tiny_world, tmp_path):
-    config = configured(
-        tiny_world, dense_run / "index",
-        **{
-            "search.engine": "hybrid", "search.hybrid.k": 1.0, "stages": ("train",),
-            "model.path": str(dense_run / "run" / "export"),
-        },
-    )  # fmt: skip
-    run(settings_of(config), tmp_path, build(config), Display())
-    dense = dense_settings(tiny_world, dense_run / "index")
-    local = {"corpus": "", "index": str(dense_run / "index")}
-    answer = HybridSearch(local=local, dense=dense, k=1.0).run(QUERY)
-    for text in read_by_the_policy(tmp_path):
-        assert len(text) > len("Doc 1(Title: ")
-        assert answer.startswith(text.strip())

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxrl.extras.dense import passages as module
-from jaxrl.extras.dense.passages import DTYPES, GROUP, Layout, Passages, _first, device_bytes
+from jaxrl.extras.dense.passages import DTYPES, Passages, device_bytes, split_blocks
 from tests.extras.dense.mesh_search import brute_force, corpus_and_queries, unit
 from tests.helpers import ROOT, with_devices
 
@@ -46,25 +46,13 @@ def test_no_more_than_there_are_and_none_of_what_fills_up():
     assert (np.diff(scores) <= 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_alone_and_among_others_is_the_same(dtype):
-    vectors, queries = corpus_and_queries()
-    passages = Passages(vectors, ONE, dtype=dtype, query_rows=4)
-    places, scores = passages.search(queries, topk=5)
-    for row in (0, 4, 11, 20):
-        alone = passages.search(queries[row : row + 1], topk=5)
-        np.testing.assert_array_equal(alone[0][0], places[row])
-        np.testing.assert_array_equal(alone[1][0], scores[row])
-
-
 def test_several_blocks_and_parts_of_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CPU_BLOCK", 64)
     monkeypatch.setattr(module, "LOAD_ROWS", 100)
     vectors, queries = corpus_and_queries(num_passages=700)
     file = np.memmap(tmp_path / "vectors", jnp.bfloat16, "w+", shape=vectors.shape)
     file[:] = vectors
-    layout = Layout.of(700, 1, "cpu")
-    assert (layout.num_blocks, layout.block) == (11, 64)
+    assert split_blocks(700, 1, "cpu") == (11, 64)
     wanted = brute_force(np.asarray(file).astype(np.float32), queries, topk=4)
     for dtype in DTYPES:
         found = Passages(file, ONE, dtype=dtype, candidates=8).search(queries, topk=4)
@@ -86,7 +74,7 @@ def test_candidates_that_cannot_tell_are_not_the_last_word():
     queries = vectors[[3, 390]]
     wanted, _ = brute_force(vectors, queries, topk=1)
     passages = Passages(vectors, ONE, dtype="int8", candidates=4)
-    [first], _ = passages._candidates_of(queries[1:], 4)
+    [first], _ = passages._find_candidates(queries[1:], 4)
     assert wanted[1, 0] not in first
     np.testing.assert_array_equal(passages.search(queries, topk=1)[0], wanted)
 
@@ -105,7 +93,7 @@ def test_int8_finds_what_float32_finds_among_100_000_clustered_vectors():
     recall = np.mean([len({*a} & {*b}) / 3 for a, b in zip(found, wanted, strict=True)])
     assert recall >= 0.99
     # By int8 alone it would be less: the candidates are worth scoring again.
-    rough = [places[:3] for places in passages._candidates_of(queries[:16], 3)[0]]
+    rough = [places[:3] for places in passages._find_candidates(queries[:16], 3)[0]]
     rough_recall = [len({*a} & {*b}) / 3 for a, b in zip(rough, wanted[:16], strict=True)]
     assert np.mean(rough_recall) < 0.99
 
@@ -118,68 +106,38 @@ def test_the_bound_holds_of_every_rounding(dtype, most):
     queries = unit(rng, 16, 48) * np.float32(1.5)
     passages = Passages(vectors, ONE, dtype=dtype)
     for num in (1, 20, 300):
-        found, weakest = passages._candidates_of(queries, num)
+        found, weakest = passages._find_candidates(queries, num)
         for query, places, score in zip(queries.astype(np.float64), found, weakest, strict=True):
             bound = passages._rounding(query)
             assert abs(vectors[places[-1]].astype(np.float64) @ query - score) <= bound < most
 
 
-def test_the_first_of_the_largest():
-    values = np.random.default_rng(0).integers(0, 50, size=(3, 8_000)).astype(np.float32)
-    wanted = np.stack([np.lexsort((np.arange(8_000), -row))[:20] for row in values])
-    np.testing.assert_array_equal(jax.jit(_first, static_argnums=1)(values, 20), wanted)
-
-
-def test_what_is_no_vector_is_refused():
-    vectors, _ = corpus_and_queries(100)
-    vectors[70, 3] = np.nan
-    with pytest.raises(ValueError, match="is one with a value that is no finite number"):
-        Passages(vectors, ONE)
-    with pytest.raises(ValueError, match=r"expected the vectors of passages, \[N, D\]; got an arr"):
-        Passages(np.zeros((0, 4), np.float32), ONE)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_query_that_is_no_vector_finds_nothing(dtype, value):
+def test_values_that_are_not_finite_are_refused(value):
     vectors, queries = corpus_and_queries(100)
     queries[1, 3] = value
-    with pytest.raises(ValueError, match="the vector of a query has a value that is no finite nu"):
-        Passages(vectors, ONE, dtype=dtype).search(queries[:3], topk=2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_plan_is_what_lies_on_a_device(dtype):
-    vectors, _ = corpus_and_queries(5_000)
-    passages = Passages(vectors, ONE, dtype=dtype)
-    planned = device_bytes(5_000, 24, dtype, 1, platform="cpu", candidates=100, query_rows=16)
-    held = passages._passages.nbytes + (passages._scales.nbytes if dtype == "int8" else 0)
-    assert planned["passages"] == held
-    lowered = module._search.lower(
-        passages._passages,
-        passages._scales,
-        passages._counts,
-        jnp.zeros((16, 24), dtype),
-        mesh=passages._mesh,
-        block=passages._layout.block,
-        num=100,
-    )
-    needed = lowered.compile().memory_analysis().temp_size_in_bytes
-    assert needed < planned["search"] < 12 * needed  # it may have to look at more candidates
-    assert passages._layout.passages % GROUP == 0
+    with pytest.raises(ValueError, match="the vector of a query has a value that is not"):
+        Passages(vectors, ONE, dtype="int8").search(queries[:3], topk=2)
+    vectors[70, 3] = value
+    with pytest.raises(ValueError, match="a vector of a passage has a value that is not"):
+        Passages(vectors, ONE)
+    with pytest.raises(ValueError, match=r"expected vectors \[N, D\]"):
+        Passages(np.zeros((0, 4), np.float32), ONE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_search_needs_memory_for_a_block_and_no_second_copy(dtype):
     mesh = Mesh(np.array(ONE), ("passages",))
-    layout = Layout.of(1_000_000, 1, "cpu")
+    num_blocks, block = split_blocks(1_000_000, 1, "cpu")
+    size = num_blocks * block
     kind = "uint16" if dtype == "bfloat16" else dtype
-    num_scales = layout.passages if dtype == "int8" else layout.num_blocks
-    shapes = ((layout.passages, 256), (num_scales,), (1,), (16, 256))
+    shapes = ((size, 256), (size,), (1,), (16, 256))
     kinds = (kind, "float32", "int32", dtype)
     abstract = [jax.ShapeDtypeStruct(*one) for one in zip(shapes, kinds, strict=True)]
+    if dtype != "int8":
+        abstract[1] = None
     most = module.MAX_CANDIDATES
-    lowered = module._search.lower(*abstract, mesh=mesh, block=layout.block, num=most)
+    lowered = module._search.lower(*abstract, mesh=mesh, block=block, num=most)
     needed = lowered.compile().memory_analysis().temp_size_in_bytes
     planned = device_bytes(1_000_000, 256, dtype, 1, platform="cpu", candidates=100, query_rows=16)
     assert needed < planned["search"] < 5 * needed
