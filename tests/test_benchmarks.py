@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import signal
-import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +23,6 @@ from jaxrl.extras.experts import choice, products
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.reference import XLA
 from jaxrl.sampling.demonstrations import Demonstration
-from tests.helpers import ROOT
 
 MODEL = [
     "--num_layers=1", "--width=32", "--num_heads=2", "--num_kv_heads=1", "--head_dim=16",
@@ -148,50 +144,16 @@ def test_operations_by_hand():
     assert update.operations(model, [one], 1) == (2064, 1824 - 6 * 128)
 
 
-@pytest.mark.slow(instead="test_benchmarks.py::test_rollout_of_even_samples")
-def test_rollout_with_searches(tmp_path):
-    record = record_of(rollout, ["--case=search", *EPISODES, "--latency_ms=20"], tmp_path)
-    for name in ("search", "search_without_latency", "at_once"):
-        assert record[name]["tokens_per_s"] > 0
-    # A call of 20 ms costs more than these few tokens do.
-    assert record["search over"]["search_without_latency"] < 1
-    assert record["search over"]["at_once"] < 1
-    assert 0 < record["searches_per_episode"] <= 3
-    assert record["inserted_tokens_per_episode"] <= 12 * record["searches_per_episode"]
-    assert record["tokens_read_twice"] >= 0
-
-
-@pytest.mark.slow(instead="test_benchmarks.py::test_a_small_step_and_its_parts")
-def test_a_step_and_its_parts(tmp_path):
-    check_step(EPISODES, tmp_path)
-
-
 @pytest.mark.minutes
 @pytest.mark.usefixtures("one_size")
-def test_a_small_step_and_its_parts(tmp_path):
-    check_step([*EPISODES, "--num_questions=2", "--turn_tokens=4"], tmp_path)
-
-
-def check_step(sizes, tmp_path):
-    flags = [*sizes, "--latency_ms=1", "--repetitions=1", "--micro_rows=2"]
-    record = record_of(step, flags, tmp_path)
+def test_a_step_and_its_parts(tmp_path):
+    flags = [*EPISODES, "--num_questions=2", "--turn_tokens=4", "--latency_ms=1"]
+    record = record_of(step, [*flags, "--repetitions=1", "--micro_rows=2"], tmp_path)
     parts = [record[f"{name}_s"] for name in ("rollout", "packing", "scoring", "update", "weights")]
     assert min(parts) > 0
     assert 0.9 * record["step_s"] < sum(parts) <= record["step_s"]
     assert record["tools_s"] > 0
     assert record["first_step_s"] > record["step_s"]
-
-
-@pytest.mark.slow(instead="test_benchmarks.py::test_a_small_step_and_its_parts")
-@pytest.mark.usefixtures("one_size")
-def test_a_step_whose_rollout_is_one_ahead(tmp_path):
-    flags = [*EPISODES, "--latency_ms=1", "--micro_rows=2", "--ahead=1"]
-    record = record_of(step, flags, tmp_path)
-    assert record["step_s"] > 0
-    parts = [record[f"{name}_s"] for name in ("rollout", "packing", "scoring", "update", "weights")]
-    assert sum(parts) == pytest.approx(record["one_after_another_s"], rel=0.2)
-    for name in ("step over longer half", "on idle cores", "work side by side"):
-        assert 0 < record[name]["min"] <= record[name]["max"]
 
 
 def test_the_longer_half_by_hand():
@@ -277,14 +239,6 @@ def test_agreement_of_experts_notices_a_row_of_another_group(monkeypatch, tmp_pa
     choice._checked.cache_clear()
 
 
-def test_no_floor_without_the_hardware(tmp_path):
-    model = [flag for flag in MODEL if "flops" not in flag and "bandwidth" not in flag]
-    path = tmp_path / "record.json"
-    record = update.main([*model, *TRAINED, "--repetitions=1", f"--json={path}"])
-    assert record["floor_tokens_per_s"] is None
-    assert record["mfu"] is None
-
-
 SCRIPT = """
 import json, pathlib, sys, time
 kind, record = sys.argv[1], sys.argv[-1].removeprefix("--json=")
@@ -325,35 +279,6 @@ def test_a_part_that_fails_or_hangs_loses_only_itself(tmp_path, monkeypatch, cap
     page = (tmp_path / "out/table.md").read_text()
     assert "| works | done | 0 | tokens_per_s 1,234, mfu 50.0% |" in page
     assert "said by hangs" in (tmp_path / "out/log.txt").read_text()
-
-
-def test_an_interrupt_ends_all_parts_and_keeps_those_that_ended(tmp_path):
-    """Also where they run beside each other; what is left of them would hold the device."""
-    script = tmp_path / "part.py"
-    script.write_text(SCRIPT)
-    code = f"""
-import signal, sys
-from benchmarks import h200
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-make = lambda name: h200.Part(
-    name=name, module="", flags=name, tiny=name, share_s=9, is_timed=False
-)
-h200.PARTS = [make("hangs"), make("works")]
-h200.command = lambda part, _, record: [
-    sys.executable, {str(script)!r}, part.tiny, f"--json={{record}}"
-]
-h200.main(["--preset=cpu", "--out={tmp_path / "out"}"])
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    results = tmp_path / "out/results.json"
-    while not results.exists():
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=10) != 0
-    assert [*json.loads(results.read_text())] == ["works"]
-    found = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True)
-    assert not found.stdout
 
 
 @pytest.mark.parametrize("preset", ["cpu", "h200"])

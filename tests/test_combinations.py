@@ -39,7 +39,7 @@ from tests.runs import (
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 
-SEEDS, MORE_SEEDS = range(1), range(1, 52)
+SEEDS, MORE_SEEDS = range(1), range(1, 37)
 # Choices that only make sense with others bring them along.
 GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1, "eval.suites": ("greedy",)}
 GSPO = {
@@ -145,6 +145,8 @@ def combination(seed, config):
     wanted = [options[rng.integers(len(options))] for options in wanted]
     for option in [*wanted, *wanted]:
         before = {key: _get(config, key) for key in option}
+        if before == option:
+            continue
         config.update_from_flattened_dict(option)
         if not is_valid(config):
             config.update_from_flattened_dict(before)
@@ -319,8 +321,10 @@ def test_mathematics_is_trained_without_a_search(tiny_world, source, tmp_path, m
 
 def test_every_choice_is_drawn(tiny_world):
     """No rule hides a choice from the generator, nor do these seeds leave one out."""
-    seeds = (*SEEDS, *MORE_SEEDS)
-    drawn = [flatten(combination(seed, base_config(tiny_world))) for seed in seeds]
-    for options in DIMENSIONS:
-        for option in options:
-            assert any(option.items() <= config.items() for config in drawn), option
+    missing = [option for options in DIMENSIONS for option in options]
+    for seed in (*SEEDS, *MORE_SEEDS):
+        drawn = flatten(combination(seed, base_config(tiny_world)))
+        missing = [option for option in missing if not option.items() <= drawn.items()]
+        if not missing:
+            break
+    assert not missing, missing

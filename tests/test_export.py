@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,10 @@ from tests.programs import (
 LAYERS = pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
 
 
-def programs(**settings):
+@cache
+def programs(kernels, scan_layers):
+    """Return the programs with these kernels, which several tests lower."""
+    settings = {"kernels": kernels, "scan_layers": scan_layers}
     return sampler_programs(**settings) | trainer_programs(**settings)
 
 
@@ -40,7 +44,7 @@ def programs(**settings):
 @pytest.mark.parametrize("name", ["decode", "append", "update", "optimizer"])
 @LAYERS
 def test_lowers_for(name, platform, kernels, scan_layers):
-    function, arguments = programs(kernels=kernels, scan_layers=scan_layers)[name]
+    function, arguments = programs(kernels, scan_layers)[name]
     lower = export.export(jax.jit(function), platforms=[platform], disabled_checks=CUSTOM_CALLS)
     exported = lower(*arguments)
     assert exported.platforms == (platform,)
@@ -60,7 +64,7 @@ def test_lowers_for(name, platform, kernels, scan_layers):
 def test_products_take_bfloat16_and_those_outside_of_layers_give_float32(
     name, kernels, scan_layers
 ):
-    function, arguments = programs(kernels=kernels, scan_layers=scan_layers)[name]
+    function, arguments = programs(kernels, scan_layers)[name]
     found = products(jax.make_jaxpr(function)(*arguments).jaxpr)
     for one in found:
         assert {operand.aval.dtype for operand in one.invars} == {jnp.dtype("bfloat16")}, one

@@ -16,8 +16,6 @@ from configs import search_r1, search_r1_lora
 from jaxrl import launch
 from jaxrl.builders.fingerprints import fingerprints
 from jaxrl.builders.resolved import resolve_names
-from jaxrl.builders.saved_run import open_run
-from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.lora.files import load_adapter, load_base
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, open_tensors
@@ -186,21 +184,6 @@ def test_the_adapter_and_the_export_are_one_model(base):
     )
     merged = adapter._merged(policy, np.float32)
     assert relative_distance(merged, load_hf(workdir / "export")) < 1e-6
-
-
-@pytest.mark.slow(
-    instead="extras/serve/test_opening.py"
-    "::test_a_run_with_an_adapter_is_asked_and_served_by_what_it_exported"
-)
-def test_the_model_of_a_run_is_asked(base, tmp_path):
-    workdir, _, _ = base
-    display, question = Display(), "Who is this?"
-    exported, _ = Conversation(*open_run(workdir, None, display)).ask(question)
-    copy = killed(workdir, tmp_path / "copy", after=NUM_SFT + NUM_TRAIN - 1)
-    shutil.rmtree(copy / "eval")
-    middle, _ = Conversation(*open_run(copy, None, display)).ask(question)
-    assert exported.turns
-    assert middle.turns
 
 
 @pytest.mark.slow(
