@@ -369,10 +369,8 @@ def planned_bytes(
     config: ResolvedConfig, model: QwenConfig, target: memory.Target, part: str
 ) -> int:
     """Bytes of one device that the plan has for one of `PARTS`."""
-    if part == "update":
+    if part in ("update", "score"):  # scoring needs less than an update
         return memory.update_phase(config, model, target, "train").peak
-    if part == "score":
-        return memory.score_phase(config, model, target).peak
     rollout = memory.rollout_phase(config, model, target)
     held = sum(rollout.kept[name] for name in ("decode weights", "KV cache"))
     return held + sum(rollout.moments[part].values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import Mesh
@@ -34,28 +34,13 @@ class MemoryTerms:
         saved_activations: of a token, kept for the backward pass by each `model.remat` but `full`
             and `offload`; without the layer's input and without scores.
         read_activations: of a token, while prompts and observations are read.
-        inner: of a token, the inner width of an MLP that all tokens pass; 0 without one.
-        reused: of experts' `activations`, what the compiler of a gpu or a tpu keeps where others
-            were, by platform.
-        read_reused: likewise of `read_activations`, on both.
+        reused: Part of experts' `activations` that an accelerator writes over others.
     """
 
     activations: int
     saved_activations: dict[str, int]
     read_activations: int
-    inner: int = 0
-    reused: Mapping[str, int] = field(default_factory=dict)
-    read_reused: int = 0
-
-    def plus(self, other: MemoryTerms) -> MemoryTerms:
-        """The sums of both."""
-        saved = {n: size + other.saved_activations[n] for n, size in self.saved_activations.items()}
-        return MemoryTerms(
-            activations=self.activations + other.activations,
-            saved_activations=saved,
-            read_activations=self.read_activations + other.read_activations,
-            inner=self.inner + other.inner,
-        )
+    reused: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

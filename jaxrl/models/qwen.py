@@ -123,5 +123,4 @@ class QwenConfig(Decoder):
                 "names": products + attended,
             },
             read_activations=inner + 2 * attended + 3 * self.width,
-            inner=inner,
         )

@@ -83,7 +83,7 @@ class Around(Architecture):
     @property
     @abstractmethod
     def plan(self) -> str:
-        """The module that knows its memory, with `policy_weights` and `decode_bytes`."""
+        """The module that counts the sampler's weights, with `decode_bytes`."""
 
     @abstractmethod
     def check(self) -> None:

@@ -1,7 +1,8 @@
-"""Counts a policy's weights on a device: all of a model, or an adapter and its base."""
+"""Weights of a policy on one device: those of a model, or of an adapter and its base."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,50 +14,74 @@ from flax.traverse_util import flatten_dict
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.params import Declared
+from jaxrl.models.policy import entries_with_layers
 from jaxrl.runtime.sharding import param_shardings
-
-
-def num_values(tree: Any, shardings: Any = None) -> int:
-    """Count the elements of abstract arrays, on one device if shardings are given."""
-    leaves = jax.tree.leaves(tree)
-    if shardings is None:
-        return sum(math.prod(leaf.shape) for leaf in leaves)
-    pairs = zip(leaves, jax.tree.leaves(shardings), strict=True)
-    return sum(math.prod(sharding.shard_shape(leaf.shape)) for leaf, sharding in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyWeights:
-    """The weights of a policy on one device."""
+    """Counts of a policy's weights on one device.
 
-    trained: int  # values that an optimizer changes, float32
-    has_adapter: bool = False  # True if these are an adapter's
-    base_bytes: int = 0  # frozen weights
-    cast_bytes: int = 0  # what the update casts to the dtypes of its products
-    cast_tables: int = 0  # the part of `cast_bytes` in token tables
-    dequantised: int = 0  # values of the largest int8 layer, which a product casts on the fly
-
-
-Leaves = dict[tuple[str, ...], tuple[int, np.dtype]]
-"""Values on one device and dtype of each parameter, by its path."""
-
-
-def cast_leaves(model: Architecture, held: Leaves, dtype: np.dtype) -> dict[tuple[str, ...], int]:
-    """Return the bytes of each parameter's casts in an update.
-
-    The dtype is the compute dtype or the output layer's; a tied table is read in both.
+    Attributes:
+        trained: Values that an optimizer changes, in float32.
+        has_adapter: True if these are an adapter's.
+        base_bytes: Bytes of the weights that are not trained.
+        cast_bytes: Bytes of the copies that an update makes in the dtypes that are multiplied.
+        cast_tables: Bytes of those copies that are tables for tokens.
+        int8_layer: Int8 values of a layer, which are cast as they are multiplied.
     """
-    cast = {}
+
+    trained: int
+    has_adapter: bool
+    base_bytes: int
+    cast_bytes: int
+    cast_tables: int
+    int8_layer: int
+
+
+def num_values(tree: Any) -> int:
+    """Count the elements of a tree of abstract arrays."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+@functools.cache
+def count_weights(
+    policy: Architecture, frozen: tuple[str, ...], mesh: Any, dtype: np.dtype
+) -> PolicyWeights:
+    """Count the weights of a policy on one device, with the entries `frozen` not trained.
+
+    Weights are cast to `dtype`, the output layer to the model's `head_dtype` if it has one. A tied
+    table is read in both. Int8 kernels are cast layer by layer.
+    """
+    held, trained = leaves(policy, mesh), leaves(policy.parts(frozen)[0], mesh)
+    inside = entries_with_layers(policy)
+    num_int8 = cast_bytes = cast_tables = 0
     for path, (size, kind) in held.items():
+        if kind == np.int8:
+            num_int8 += size
+            continue
         read = {dtype}
-        if model.head_dtype and path[0] == model.output:
-            read = {jnp.dtype(model.head_dtype), *(read if model.tie_embeddings else ())}
-        cast[path] = size * sum(one.itemsize for one in read - {kind})
-    return cast
+        if policy.head_dtype and path[0] == policy.output:
+            read = {jnp.dtype(policy.head_dtype), *(read if policy.tie_embeddings else ())}
+        num_bytes = size * sum(target.itemsize for target in read - {kind})
+        cast_bytes += num_bytes
+        cast_tables += num_bytes * (path[0] not in inside)
+    return PolicyWeights(
+        trained=sum(size for size, _ in trained.values()),
+        has_adapter=policy.around is not None,
+        base_bytes=sum(
+            size * kind.itemsize for path, (size, kind) in held.items() if path not in trained
+        ),
+        cast_bytes=cast_bytes,
+        cast_tables=cast_tables,
+        int8_layer=num_int8 // policy.num_layers,
+    )
 
 
-def leaves(declared: Declared, mesh: Any, **settings: bool) -> Leaves:
-    """Return values on one device and dtype of each parameter."""
+def leaves(
+    declared: Declared, mesh: Any, **settings: bool
+) -> dict[tuple[str, ...], tuple[int, np.dtype]]:
+    """Return for each parameter, by its path, its values on one device and its dtype."""
     shapes = flatten_dict(declared.abstract_params())
     layouts = flatten_dict(param_shardings(mesh, declared, **settings))
     return {

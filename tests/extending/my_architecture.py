@@ -110,5 +110,4 @@ class Pocket(Architecture):
                 "names": inner,  # attention's result, which is named where it is made
             },
             read_activations=2 * inner + 2 * self.width,
-            inner=inner,
         )

@@ -319,12 +319,8 @@ class QwenMoeConfig(QwenConfig):
                 "dots": 0,
                 "names": 2 * rows * inner + 2 * self.num_experts,
             },
-            read_activations=rows * (self.width + 2 * inner) + pairs * self.width,
-            # Of six arrays of whole pairs and six inside a GPU holds five and four, a TPU three and
-            # two; of a forward pass's two and two both hold one and two.
-            reused={
-                "gpu": rows * (self.width + 2 * inner),
-                "tpu": rows * (3 * self.width + 4 * inner),
-            },
-            read_reused=pairs * self.width,
+            # A forward pass holds one array of whole pairs and two inside.
+            read_activations=rows * (self.width + 2 * inner),
+            # Of six arrays of whole pairs and six inside a GPU holds five and four, a TPU less.
+            reused=rows * (self.width + 2 * inner),
         )

@@ -8,34 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.extras.lora.adapter import QUANTISED, TRAINED, Adapter
-from jaxrl.models.policy import entries_with_layers
-from jaxrl.runtime.sharding import param_shardings
-from jaxrl.runtime.weight_memory import PolicyWeights, cast_leaves, leaves, num_values
-
-
-@functools.cache
-def policy_weights(adapter: Adapter, mesh: Any, dtype: np.dtype) -> PolicyWeights:
-    """The weights of a policy with an adapter, on one device."""
-    own, others = adapter.parts()
-    trained = num_values(own.abstract_params(), param_shardings(mesh, own))
-    base, inside = leaves(others, mesh), entries_with_layers(adapter)
-    floats = {
-        path: (size, kind)
-        for path, (size, kind) in base.items()
-        if kind != np.int8 and path[-1] != "kernel_scale"
-    }
-    cast = cast_leaves(adapter, floats, dtype)
-    return PolicyWeights(
-        trained=trained,
-        has_adapter=True,
-        base_bytes=sum(size * kind.itemsize for size, kind in base.values()),
-        cast_bytes=dtype.itemsize * trained + sum(cast.values()),
-        cast_tables=sum(size for path, size in cast.items() if path[0] not in inside),
-        dequantised=max(
-            (size // adapter.model.num_layers for size, kind in base.values() if kind == "int8"),
-            default=0,
-        ),
-    )
+from jaxrl.runtime.weight_memory import leaves
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The plan as the command shows it: `python -m jaxrl.launch --plan`."""
+"""The command `python -m jaxrl.launch --plan`."""
 
 from __future__ import annotations
 
@@ -26,46 +26,44 @@ def show_plan(
     num_passages: int,
     json_file: str | None,
 ) -> bool:
-    """Shows what a configuration needs of each device, and what would fit where it does not.
+    """Print what a configuration needs of each device, and what would fit if it does not.
 
     Args:
-        config: checked; micro-batches that it leaves to the memory are chosen in it.
-        num_devices: of all processes; 0: as many as this host has.
-        num_processes: among which they are divided.
-        memory_gib: of each device; 0: as this host's.
-        platform: their kind; None: gpu where memory is given, else this host's.
-        num_passages: of the corpus of `search.dense`; 0: as many as it has.
-        json_file: where the plan is also written; None: nowhere.
+        config: Configuration whose `micro_rows=0` is replaced by the best choice.
+        num_devices: Devices of all processes; 0 for those of this host.
+        num_processes: Processes that share them.
+        memory_gib: GiB of each device; 0 for this host's.
+        platform: Kind of device; None for gpu if memory is given, else this host's.
+        num_passages: Passages of the corpus of `search.dense`; 0 counts those of the file.
+        json_file: File for the plan as JSON, or None.
 
     Returns:
         True if it fits.
 
     Raises:
-        FileNotFoundError, ValueError: names the key or the flag, and what was expected.
+        FileNotFoundError: There is no model or corpus.
+        ValueError: A key or a flag is wrong.
     """
     if num_devices < 0 or memory_gib < 0:
         raise ValueError(
             f"--plan_devices={num_devices} and --plan_memory_gib={memory_gib}: expected numbers "
             "above 0, or 0 for this host's."
         )
-    given: dict[str, Any] = {"num_processes": num_processes}
-    if num_passages:
-        given["num_passages"] = num_passages
+    given: dict[str, Any] = {"num_processes": num_processes, "num_passages": num_passages}
     if num_devices:
         given["num_devices"] = num_devices
     if memory_gib:
-        given |= {"memory_bytes": int(memory_gib * GIB), "platform": "gpu"}
-        given["free_bytes"] = None
-    if platform:
+        given |= {"memory_bytes": int(memory_gib * GIB), "platform": platform or "gpu"}
+    elif platform:
         given["platform"] = platform
-        if platform != "cpu":
-            given["free_bytes"] = None
+    if memory_gib or platform not in (None, "cpu"):
+        given["free_bytes"] = None
     known = {"num_devices", "memory_bytes", "platform"} <= given.keys()
     target = memory.Target(**given) if known else replace(memory.host_target(), **given)
     if target.num_devices % target.num_processes:
         raise ValueError(
             f"--plan_processes={target.num_processes} does not divide the {target.num_devices} "
-            "devices; every process has the same number."
+            "devices."
         )
     try:
         model = read_model(config.model.path, config.model.architecture)
@@ -75,13 +73,14 @@ def show_plan(
             "nothing else of a model, and configs/models has one for several."
             f"{suggest_model(config.model.path)}"
         ) from error
-    chosen = advice.choose_micro_rows(config, model, target, must_fit=False)
+    notes = advice.choose_micro_rows(config, model, target, must_fit=False)
     plan = memory.make_plan(config, model, target)
     would_fit = [] if plan.fits else advice.advise(config, model, target)
-    is_hopeless = not plan.fits and not would_fit
-    num_needed = advice.devices_needed(config, model, target) if is_hopeless else None
+    num_needed = None
+    if not plan.fits and not would_fit:
+        num_needed = advice.devices_needed(config, model, target)
     console = Console(highlight=False, soft_wrap=True)
-    for line in chosen:
+    for line in notes:
         console.print(printable(line), markup=False, emoji=False)
     console.print(display.show(plan, would_fit, num_needed))
     if target.platform == "cpu" and target.free_bytes is None and not memory_gib:

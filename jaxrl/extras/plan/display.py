@@ -16,7 +16,7 @@ from jaxrl.extras.plan.memory import USABLE, Plan
 
 
 def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
-    """The plan for people; `advice` and `num_needed` count where it does not fit."""
+    """Return the plan as a table, with advice if it does not fit."""
     target, sizes = plan.target, plan.mesh
     mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
     processes = f" of {target.num_processes} processes" if target.num_processes > 1 else ""
@@ -33,19 +33,14 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
             mark = " (the peak)" if moment == phase.moment else ""
             table.add_row(f"  while at: {moment}{mark}", f"{sum(terms.values()) / scale:.2f}")
             for name, size in terms.items():
-                if size:
-                    table.add_row(f"    {name}", f"{size / scale:.2f}")
+                table.add_row(f"    {name}", f"{size / scale:.2f}")
         table.add_section()
-    table.add_row("[bold]between phases[/bold]", f"{sum(plan.between.values()) / scale:.2f}")
-    for name, size in plan.between.items():
-        table.add_row(f"  {name}", f"{size / scale:.2f}")
     whose = "" if target.free_bytes is None else " that are free"
-    tokens, flops = plan.tokens_per_step, plan.flops_per_step
     is_part = plan.num_trained != plan.num_params
     trained = f", {plan.num_trained:,} are trained" if is_part else ""
     lines = [
-        f"{plan.num_params:,} parameters{trained}; a step is at most {tokens:,} tokens and "
-        f"{flops:.2e} operations, {flops / target.num_devices:.2e} on each device",
+        f"{plan.num_params:,} parameters{trained}",
+        f"a step is at most {plan.tokens_per_step:,} tokens",
         *(f"{name}: {shape}" for name, shape in plan.shapes.items()),
         f"{'fits' if plan.fits else 'does not fit'}: {gib(plan.peak)} at the peak, "
         f"{gib(target.usable)} may be used ({USABLE:.0%} of {gib(target.limit)}{whose})",
@@ -53,9 +48,9 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
     fullest = max(plan.phases, key=lambda phase: phase.peak)
     largest = ", ".join(f"{name} {gib(size)}" for name, size in fullest.largest(2))
     lines.append(f"what takes most, in {fullest.name}: {largest}")
-    for one in advice:
-        settings = " ".join(f"--config.{key}={value}" for key, value in one.settings.items())
-        lines.append(f"would fit with {settings}: {gib(one.peak)}")
+    for option in advice:
+        settings = " ".join(f"--config.{key}={value}" for key, value in option.settings.items())
+        lines.append(f"would fit with {settings}: {gib(option.needed)}")
     if not plan.fits and not advice:
         more = (
             f"{num_needed} such devices would do (plan for them)"
@@ -67,7 +62,7 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data, sizes in bytes."""
+    """Return the plan as plain data, sizes in bytes."""
     phases = [
         {**dataclasses.asdict(phase), "moment": phase.moment, "peak": phase.peak}
         for phase in plan.phases

@@ -1,4 +1,4 @@
-"""A run fitted to the devices that it is started on."""
+"""Fit a run to the devices on which it starts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jaxrl.runtime.resume import read_record
 def fit_memory(
     config: ResolvedConfig, workdir: Path, *, ignore_memory_plan: bool = False
 ) -> list[str]:
-    """Chooses micro-batches that are left to the memory, and says so.
+    """Choose the micro-batches of `micro_rows=0`, and return notes for the user.
 
-    A run that goes on keeps what it began with, which its workdir holds, while that fits.
+    A resumed run keeps the micro-batches in its workdir while they fit.
 
     Raises:
-        ValueError: the plan needs more than a device has, or for a run that begins on a CPU more
-            than is free, and `ignore_memory_plan` is off.
+        ValueError: The plan needs more than a device has, or for a new run on a CPU more than is
+            free, and `ignore_memory_plan` is off.
     """
     begun = read_record(workdir, is_accepted=True)
     began = begun.config if begun else {}
     target = memory.host_target()
     model = read_model(config.model.path, config.model.architecture)
-    # All processes must choose the same.
+    # All processes must choose alike.
     sizes, free = zip(*distributed.gather((target.memory_bytes, target.free_bytes)), strict=True)
     target = replace(
         target, memory_bytes=min(sizes), free_bytes=None if None in free else min(free)
@@ -37,12 +37,12 @@ def fit_memory(
     is_cpu = target.platform == "cpu"
     notes = []
     if not all(config.optimizer_section(stage).micro_rows for stage in config.training_steps):
-        from jaxrl.extras.plan.advice import choose_micro_rows  # which few runs ask
+        from jaxrl.extras.plan.advice import choose_micro_rows  # few runs need it
 
         must_fit = not (is_cpu or ignore_memory_plan)
         notes = choose_micro_rows(config, model, target, began, must_fit=must_fit)
     if is_cpu and target.free_bytes is None:
-        return notes  # the system does not tell
+        return notes  # free memory is unknown
     peak = memory.make_plan(config, model, target).peak
     if peak > target.limit:
         has = "of which {} are free" if is_cpu else "which has {}"
@@ -50,7 +50,7 @@ def fit_memory(
             f"the plan needs {gib(peak)} on each device, {has.format(gib(target.limit))}; --plan "
             "tells what to change"
         )
-        # What is free changes from minute to minute: a run that has begun is not ended by it.
+        # Free memory changes from minute to minute, so it never ends a run that has begun.
         if not ignore_memory_plan and not (is_cpu and begun):
             raise ValueError(f"{needs}, {memory.GO_ON}.")
         notes.append(f"warning: {needs}")
@@ -58,9 +58,9 @@ def fit_memory(
 
 
 def pages_left(config: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
-    """Pages of the sampler's cache for which the plan leaves room on a device of this host.
+    """Return the number of cache pages for which the plan leaves room on a device of this host.
 
-    The plan reckons with the kernels that are tried first; those of others have `page_tokens`.
+    The plan assumes the kernels that are tried first; the pages of the run's have `page_tokens`.
     """
     target = memory.host_target()
     planned = memory.cache_pages(config, model, target)

@@ -1,4 +1,4 @@
-"""The memory of this host that a process can have, which is a CPU's."""
+"""Memory of this host that a process can have."""
 
 from __future__ import annotations
 
@@ -6,45 +6,40 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 NO_LIMIT = 2**60
-"""Without a limit a control group of version 1 tells a little less than 2**63."""
+"""Bound on limits: without one, a control group of version 1 reports a little less than 2**63."""
 
 VERSIONS = {
-    # Files of the limit and of what is used; fields of memory.stat that the system can take back.
-    1: (
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
-    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
 }
-"""Files and fields that are read, by version of control groups."""
+"""Files of the limit and of the usage, and prefix in memory.stat, by version of control groups."""
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """Bytes that a process may have here at all, and of these what is free now; None: not known.
+    """Return the bytes that a process may have here in all, and those that are free; None: unknown.
 
-    The least of what Linux has and of what the control groups of this process allow, as those of a
-    container or of a job: `MemTotal` and `MemAvailable` of /proc/meminfo
+    The least of what Linux has and of what the control groups of this process allow, such as those
+    of a container or of a job: `MemTotal` and `MemAvailable` of /proc/meminfo
     (https://docs.kernel.org/filesystems/proc.html), and limits of version 2
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html) and 1. What files have in memory counts as
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html) and 1. Memory that caches files counts as
     free: the system takes it back. Swap does not count.
 
     Args:
-        root: of the file system.
+        root: Root of the file system.
     """
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
         limits = [(1024 * kib["MemTotal"], 1024 * kib["MemAvailable"])]
-    except (OSError, ValueError, LookupError):  # another system than Linux, or one before 2014
+    except (OSError, ValueError, LookupError):  # not Linux, or Linux before 2014
         return None, None
     for folder, version in _groups(root):
-        limit_file, usage_file, reclaimed = VERSIONS[version]
+        limit_file, usage_file, prefix = VERSIONS[version]
         try:
             limit, used = (int((folder / file).read_text()) for file in (limit_file, usage_file))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used -= sum(int(stat[name]) for name in reclaimed)
-        except (OSError, ValueError, LookupError):  # "max", or a group that is not seen from here
+            used -= sum(int(stat[f"{prefix}{name}_file"]) for name in ("active", "inactive"))
+        except (OSError, ValueError, LookupError):  # "max", or a group that is not visible here
             continue
         if limit < NO_LIMIT:
             limits.append((limit, max(limit - used, 0)))
@@ -53,10 +48,10 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Folders of this process's control groups and of those around them, each with its version.
+    """Yield the folders of this process's control groups and their parents, with their version.
 
-    In a container the path that /proc tells may be the host's: then only the last, the root of what
-    is mounted, is there, which is the container's own group.
+    In a container the path in /proc may be the host's. Then only the last folder exists, the root
+    of the mount, which is the container's own group.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -66,10 +61,11 @@ def _groups(root: Path) -> Iterator[tuple[Path, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         within = PurePosixPath(path.lstrip("/"))
-        # Version 2 alone, or beside controllers of version 1.
-        bases = [mounts, mounts / "unified"] if not controllers else [mounts / "memory"]
-        if controllers and "memory" not in controllers.split(","):
+        if not controllers:  # version 2, alone or beside controllers of version 1
+            bases, version = [mounts, mounts / "unified"], 2
+        elif "memory" in controllers.split(","):
+            bases, version = [mounts / "memory"], 1
+        else:
             continue
         for base in bases:
-            for group in (within, *within.parents):
-                yield base / group, 2 if not controllers else 1
+            yield from ((base / group, version) for group in (within, *within.parents))

@@ -144,7 +144,6 @@ class Qwen3Vision(VisionTower):
                 "names": products + self.width,
             },
             read_activations=2 * self.mlp_width + 6 * self.width,
-            inner=self.mlp_width,
         )
 
     def num_scores(self, num_patches: int) -> int:

@@ -119,7 +119,6 @@ class QwenVision(VisionTower):
                 "names": products + self.width,
             },
             read_activations=self.mlp_width + 6 * self.width,
-            inner=self.mlp_width,
         )
 
     def num_scores(self, num_patches: int) -> int:

@@ -41,7 +41,7 @@ def test_a_plan_has_room_for_the_search():
     config, without = dense_run(**{"search.dense.dtype": "int8"}, **kl), large_run(**kl)
     plan, bare = (memory.make_plan(one, QWEN_7B, target) for one in (config, without))
     held, working = search_bytes(config, WIKIPEDIA, 8, "gpu")
-    update, _, rollout = plan.phases
+    update, rollout = plan.phases
     for phase in plan.phases:
         assert {name: phase.kept[name] for name in held} == held
     assert update.peak == bare.phases[0].peak + sum(held.values())
@@ -49,7 +49,6 @@ def test_a_plan_has_room_for_the_search():
     # The cache takes what is left of a device: it has less by what the search takes.
     assert rollout.peak <= target.usable
     assert rollout.kept["KV cache"] <= bare.phases[-1].kept["KV cache"]
-    assert sum(plan.between.values()) == sum(bare.between.values()) + sum(held.values())
     on_cpu = memory.make_plan(dense_run(**{"search.dense.devices": "cpu"}, **kl), QWEN_7B, target)
     assert on_cpu.peak == bare.peak
 

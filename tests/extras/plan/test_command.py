@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,22 @@ SMALL = [
 ]
 
 
+@pytest.fixture
+def plan(monkeypatch, capsys, tmp_path):
+    """Runs `--plan` in this process; returns its exit status, what it printed, and its JSON."""
+
+    def run(*flags):
+        file = tmp_path / "plan.json"
+        argv = ["launch", "--plan", f"--plan_json={file}", *flags]
+        monkeypatch.setattr(sys, "argv", argv)
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+            launch.main(launch.parse_flags(argv))
+        made = json.loads(file.read_text()) if file.exists() else None
+        return ended.value.code, capsys.readouterr(), made
+
+    return run
+
+
 def test_bytes_for_people_by_hand():
     assert [gib(n) for n in (0, 3 * 2**19, 2**30 - 1, 2**30, 5 * 2**29)] == [
         *("0.00 MiB", "1.50 MiB", "1024.00 MiB", "1.00 GiB", "2.50 GiB"),
@@ -61,14 +78,9 @@ class TestShipped:
     """Every configuration that is shipped fits the devices that docs/plan.md names for it."""
 
     @pytest.mark.parametrize(("flags", "path", "peak", "phase"), FITS, ids=[row[1] for row in FITS])
-    def test_the_table(self, flags, path, peak, phase, tmp_path, monkeypatch, capsys):
-        file = tmp_path / "plan.json"
-        argv = ["launch", "--plan", "--plan_memory_gib=80", *flags.split(), f"--plan_json={file}"]
-        monkeypatch.setattr(sys, "argv", argv)
-        with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
-            launch.main(launch.parse_flags(argv))
-        assert ended.value.code == 0, capsys.readouterr().out
-        made = json.loads(file.read_text())
+    def test_the_table(self, flags, path, peak, phase, plan):
+        status, shown, made = plan("--plan_memory_gib=80", *flags.split())
+        assert status == 0, shown.out
         assert f"{made['peak'] / GIB:.1f}" == peak
         assert max(made["phases"], key=lambda one: one["peak"])["name"].endswith(phase)
 
@@ -184,14 +196,11 @@ class TestRefusal:
         ("free_bytes", "told"),
         [(None, "does not tell what is free: no run"), (2**31, "(90% of 2.00 GiB that are free)")],
     )
-    def test_the_plan_tells_what_is_free(self, tiny_world, monkeypatch, capsys, free_bytes, told):
+    def test_the_plan_tells_what_is_free(self, tiny_world, monkeypatch, plan, free_bytes, told):
         here = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB, free_bytes=free_bytes)
         monkeypatch.setattr(memory, "host_target", lambda: here)
-        argv = ["launch", f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}", "--plan"]
-        monkeypatch.setattr(sys, "argv", argv)
-        with flagsaver.flagsaver(), pytest.raises(SystemExit):
-            launch.main(launch.parse_flags(argv))
-        assert told in capsys.readouterr().out
+        _, shown, _ = plan(f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}")
+        assert told in shown.out
 
     def test_what_fits_goes_on_without_a_word(self, tmp_path, monkeypatch):
         monkeypatch.setattr(memory, "host_target", lambda: NODE)
@@ -224,91 +233,53 @@ class TestWithoutItsFolder:
         # A page has keys and values of 28 layers with 4 heads of 128, in two bytes.
         assert cache.fixed_pages(config, "gpu") == 2 * GIB // (64 * 2 * 28 * 4 * 128 * 2)
 
-    def test_the_flag_is_refused(self, tiny_world, monkeypatch):
-        argv = ["launch", f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}", "--plan"]
-        monkeypatch.setattr(sys, "argv", argv)
-        with flagsaver.flagsaver(), pytest.raises(SystemExit, match=r"--plan: .*extras/plan"):
-            launch.main(launch.parse_flags(argv))
+    def test_the_flag_is_refused(self, tiny_world, plan):
+        status, _, _ = plan(f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}")
+        assert re.search("--plan: .*extras/plan", status)
 
 
 class TestCommand:
     @pytest.fixture
-    def asked(self, tmp_path):
-        """What asks for a plan of the default configuration."""
+    def plan(self, plan, tmp_path):
+        """The same for the default configuration and eight devices, unless flags say otherwise."""
         body = "from jaxrl.config import default_config\nget_config = default_config\n"
         (tmp_path / "plain.py").write_text(body)
-        return [f"--config={tmp_path / 'plain.py'}", "--plan", "--config.model.dtype=bfloat16"]
+        flags = [f"--config={tmp_path / 'plain.py'}", "--config.model.dtype=bfloat16"]
+        flags.append(f"--config.model.path={ROOT}/configs/models/qwen2.5-7b")
+        return partial(plan, *flags, "--plan_devices=8", "--plan_memory_gib=80")
 
-    @pytest.fixture
-    def run(self, asked, tmp_path):
-        def run(*arguments):
-            command = [sys.executable, "-m", "jaxrl.launch", *asked, *arguments]
-            environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-            return subprocess.run(
-                command, capture_output=True, text=True, env=environment, cwd=tmp_path
-            )
-
-        return run
-
-    def test_fits(self, run, tmp_path):
-        done = run(
-            f"--config.model.path={ROOT}/configs/models/qwen2.5-7b",
-            "--config.mesh.fsdp=8",
-            "--plan_devices=8",
-            "--plan_memory_gib=80",
-            f"--plan_json={tmp_path / 'plan.json'}",
-        )
-        assert done.returncode == 0, done.stderr
-        assert "fits: " in done.stdout
-        made = json.loads((tmp_path / "plan.json").read_text())
-        assert (made["fits"], made["mesh"]) == (
-            True,
-            {"data": 1, "fsdp": 8, "context": 1, "expert": 1, "tensor": 1},
-        )
+    def test_fits(self, plan, tmp_path):
+        status, shown, made = plan("--config.mesh.fsdp=8")
+        assert status == 0
+        assert "fits: " in shown.out
+        sizes = {"data": 1, "fsdp": 8, "context": 1, "expert": 1, "tensor": 1}
+        assert (made["fits"], made["mesh"]) == (True, sizes)
         assert made["peak"] == max(phase["peak"] for phase in made["phases"])
         # Beside what Python keeps of the configuration.
         assert sorted(path.name for path in tmp_path.glob("*.*")) == ["plain.py", "plan.json"]
 
-    def test_does_not_fit(self, run):
-        done = run(
+    def test_does_not_fit(self, plan):
+        status, shown, _ = plan(
             f"--config.model.path={ROOT}/configs/models/qwen3-32b",
             "--config.mesh.fsdp=64",
             "--config.optimizer.micro_rows=64",
             "--plan_devices=64",
             "--plan_memory_gib=72",
         )
-        assert done.returncode == 1, done.stderr
+        assert status == 1
         # 65 GB of decode weights on every device: splitting heads is what helps.
-        assert "would fit with --config.mesh.data=1 --config.mesh.fsdp=" in done.stdout
-
-    def test_a_model_that_is_not_there(self, run):
-        done = run("--config.model.path=models/none", "--plan_devices=8", "--plan_memory_gib=80")
-        assert done.returncode == 1
-        assert done.stderr.startswith("error: config.model.path is 'models/none', which holds no")
-        assert "safetensors" not in done.stderr
-
-    def test_memory_with_a_unit(self, run):
-        wanted = "error: flag --plan_memory_gib=80GB: could not convert string to float: '80GB'\n"
-        assert run("--plan_memory_gib=80GB").stderr == wanted
+        assert "would fit with --config.mesh.data=1 --config.mesh.fsdp=" in shown.out
 
     @pytest.mark.parametrize(
-        ("arguments", "wanted"),
+        ("flags", "wanted"),
         [
-            (
-                ["--config.mesh.fsdp=3", "--plan_devices=8"],
-                "does not fit the number of devices, 8; ",
-            ),
-            (["--config.mesh.tensor=8", "--plan_devices=8"], "4 key-value heads"),
-            (
-                ["--config.optimizer.micro_rows=12", "--plan_devices=8"],
-                "of data * fsdp * expert = 8,",
-            ),
+            (["--config.mesh.fsdp=3"], "does not fit the number of devices, 8; "),
+            (["--config.mesh.tensor=8"], "4 key-value heads"),
+            (["--config.optimizer.micro_rows=12"], "of data * fsdp * expert = 8,"),
             (["--plan_devices=-8"], "--plan_devices=-8"),
-            (
-                ["--plan_devices=8", "--plan_processes=3"],
-                "--plan_processes=3 does not divide the 8",
-            ),
-            (["--plan_devices=8", "--plan_processes=0"], "plan_processes"),
+            (["--plan_processes=3"], "--plan_processes=3 does not divide the 8"),
+            (["--plan_processes=0"], "plan_processes"),
+            (["--plan_memory_gib=80GB"], "=80GB: expected a number of GiB, such as 80"),
             (["--config.rollout.max_total_tokens=100000"], "model's 32768 positions"),
             (
                 ["--config.model.path=nowhere"],
@@ -316,17 +287,12 @@ class TestCommand:
             ),
         ],
     )
-    def test_refusals(self, asked, monkeypatch, capfd, arguments, wanted):
-        model = f"--config.model.path={ROOT}/configs/models/qwen2.5-7b"
-        argv = ["launch", *asked, model, "--plan_memory_gib=80", *arguments]
-        monkeypatch.setattr(sys, "argv", argv)
-        with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
-            launch.main(launch.parse_flags(argv))
-        message = ended.value.code
+    def test_refusals(self, plan, flags, wanted):
+        message, shown, made = plan(*flags)
         assert message.startswith("error: ")
         assert wanted in message
         assert "\n" not in message
-        assert capfd.readouterr() == ("", "")
+        assert (shown, made) == (("", ""), None)
 
 
 @pytest.mark.slow(

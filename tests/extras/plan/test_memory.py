@@ -19,7 +19,6 @@ from jaxrl.builders.method import batch_shape, policy_architecture
 from jaxrl.config import default_config
 from jaxrl.extras.plan import memory
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.decoder import init_params
 from jaxrl.models.policy import Model
 from tests import compiled_memory as programs
 from tests.extras.plan.cases import (
@@ -55,26 +54,13 @@ class TestByHand:
         # Norms and biases are whole on every device: less than a thousandth.
         assert kept["parameters"] == pytest.approx(4 * num_params / 8, rel=1e-3)
         assert kept["optimizer state"] == pytest.approx(8 * num_params / 8, rel=1e-3)
+        reference = train_phase(large_run(**{"kl.coef": 0.01})).kept["reference parameters"]
+        assert reference == kept["parameters"]
         rollout = made.phases[1].kept
         assert rollout["decode weights"] == 2 * num_params
         # Twice 8 of 64 rows, 28 layers, keys and values of 4 heads of 128, 2048 tokens.
         assert rollout["KV cache"] == 2 * 8 * 28 * 2 * 4 * 128 * 2048 * 2
-        state = {name: kept[name] for name in ("parameters", "optimizer state")}
-        assert made.between == {**state, "decode weights": 2 * num_params}
         assert made.tokens_per_step == 16 * 8 * 2048
-
-    def test_between_phases_the_fullest_stage_counts(self):
-        keys = {"kl.coef": 0.01, "sft.optimizer.micro_rows": 8}
-        between = lambda **more: memory.make_plan(large_run(**keys, **more), QWEN_7B, NODE).between  # noqa: E731
-        wanted = between()
-        names = ["parameters", "optimizer state", "reference parameters", "decode weights"]
-        assert list(wanted) == names
-        for stages in (default_config().stages, ("sft", "train", "evaluate"), ("sft", "train")):
-            assert between(stages=stages) == wanted
-        # Decode weights take the place of the parameters.
-        assert list(between(stages=("evaluate",))) == ["decode weights"]
-        # Nothing is sampled.
-        assert list(between(stages=("sft",))) == ["parameters", "optimizer state"]
 
     def test_the_cache_takes_what_is_left(self):
         config = large_run(**{"rollout.num_rows": 4096})
@@ -121,21 +107,6 @@ class TestByHand:
         with pytest.raises(ValueError, match=r"config.sft.optimizer.micro_rows is 8; .* = 64"):
             memory.make_plan(config, QWEN_32B, replace(NODE, num_devices=64))
 
-    def test_parameters_are_what_the_model_makes(self):
-        model = programs.MODELS["tiny"]
-        params = init_params(model, 0)
-        target = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB)
-        kept = train_phase(programs.small_run(1, 1, 1), model, target).kept
-        assert kept["parameters"] == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-
-    def test_a_reference_costs_a_copy_of_the_parameters(self):
-        kept = train_phase(large_run(**{"kl.coef": 0.01})).kept
-        assert kept["reference parameters"] == kept["parameters"]
-        assert (
-            "reference parameters"
-            not in train_phase(large_run(**{"kl.coef": 0.01, "kl.anchor": "old"})).kept
-        )
-
     def test_rows_are_as_long_as_kernels_that_share_prompts_have_them(self):
         keys = {"optimizer.micro_rows": 16}
         shapes = {
@@ -149,107 +120,12 @@ class TestByHand:
         assert shapes["gpu"].startswith("8 micro-batches of 8 rows x 4096 tokens")
         assert shapes["tpu"].startswith("8 micro-batches of 16 rows x 2048 tokens")
 
-    def test_scoring_is_a_phase_where_a_run_scores(self):
-        names = lambda **keys: [  # noqa: E731
-            phase.name for phase in memory.make_plan(large_run(**keys), QWEN_7B, NODE).phases
-        ]
-        assert names() == ["train update", "rollout"]  # the update's own log-probabilities
-        scored = ["train update", "scoring", "rollout"]
-        assert names(**{"optimizer.num_minibatches": 2}) == scored
-        assert names(**{"kl.coef": 0.01}) == scored
-        phase = memory.score_phase(large_run(**{"kl.coef": 0.01}), QWEN_7B, NODE)
-        assert "reference parameters" in phase.kept
-        assert "gradients" not in phase.kept
-        # Both tables whole, and the float32 logits of a device's eighth of 2048 tokens.
-        output = phase.moments["output"]
-        assert output["embedding and output gathered"] == pytest.approx(
-            2 * 2 * 152_064 * 3584, rel=1e-3
-        )
-        assert output["logits chunk"] == 256 * 152_064 * 4
-
     def test_a_tensor_axis_splits_the_inner_width_and_not_the_other(self):
         # Width 5,120, inner 25,600, 64 heads of 128, 8 of keys; on eight devices 3,200, 8 and 1.
         terms = QWEN_32B.memory_terms(1), QWEN_32B.memory_terms(8)
         attention = 10 * 64 * 128 + 8 * 8 * 128
         assert terms[0].activations == 4 * 25_600 + 4 * 5_120 + attention
         assert terms[1].activations == 2 * 3_200 + 8 * 5_120 + attention / 8
-
-    @pytest.mark.parametrize(
-        ("platform", "tensor", "values"),
-        [
-            ("gpu", 1, 18_944 + 2 * 3_584 + 3 * 3_584),  # inner, heads, widths
-            ("tpu", 1, 3 * 18_944 + 2 * 3_584),  # 130 MiB a kernel, which arrive in parts
-            ("tpu", 2, 9_472 + 3_584 + 3 * 3_584),
-            ("cpu", 1, 2 * (2 * 18_944 + 2 * 3_584)),  # twice the bytes
-        ],
-    )
-    def test_what_a_layer_has_while_it_scores(self, platform, tensor, values, copies_bfloat16):
-        config = large_run(8 // tensor, tensor, **{"kl.coef": 0.01, "optimizer.micro_rows": 8})
-        target = replace(NODE, platform=platform)
-        layers = memory.score_phase(config, QWEN_7B, target).moments["layers"]
-        assert layers["activations of a layer"] == tensor * 2048 * 2 * values
-
-    def test_tables_are_gathered_once_and_the_output_layer_s_gradient_is_there_twice(self):
-        tied = replace(QWEN_7B, tie_embeddings=True)
-        moment = train_phase(large_run(), tied).moments["output"]
-        assert moment["a micro-batch's gradients"] == pytest.approx(
-            2 * 4 * 152_064 * 3584, rel=1e-3
-        )
-        assert moment["embedding and output gathered"] == pytest.approx(
-            2 * 152_064 * 3584, rel=1e-3
-        )
-        alone = train_phase(large_run(fsdp=1), tied, replace(NODE, num_devices=1))
-        assert alone.moments["output"]["a micro-batch's gradients"] < 1.001 * 4 * 152_064 * 3584
-
-    def test_a_tpu_makes_the_gradient_of_logits_as_it_multiplies(self):
-        table, tpu = 152_064 * 3584, replace(NODE, platform="tpu")
-        names = ("a micro-batch's gradients", "logits chunk, gradients of all")
-        output = lambda **keys: train_phase(large_run(**keys), target=tpu).moments["output"]  # noqa: E731
-        # What each device sums of the output layer, and the sum of all when no logits are left.
-        for chunk in (2048, 8 * 2048):  # an eighth of it on each
-            found = output(**{"model.logits_chunk_tokens": chunk})
-            assert [found[name] for name in names] == pytest.approx([4 * table] * 2, rel=1e-3)
-        # The logits of 8192 tokens, all that a device has, stay in float32.
-        keys = {"model.logits_chunk_tokens": 8 * 8192, "optimizer.micro_rows": 32}
-        assert output(**keys)[names[1]] == 4 * 8192 * 152_064
-        # Of two such chunks they are gone when sums begin, of which they are larger.
-        found = output(**{**keys, "optimizer.micro_rows": 64})
-        assert sum(found[name] for name in names) == 4 * 8192 * 152_064
-        # Both tables are gathered for all micro-batches; their gradients are with those so far.
-        layers = train_phase(large_run(), target=tpu).moments["layers"]
-        assert layers["embedding and output gathered"] == pytest.approx(4 * table, rel=1e-3)
-        gradients = 2 * 28 * 233_000_000 / 8  # of the layers, in bfloat16
-        assert layers["a micro-batch's gradients"] == pytest.approx(gradients, rel=1e-2)
-
-    def test_one_tpu_adds_to_the_gradients_at_once(self):
-        one = memory.Target(platform="tpu", num_devices=1, memory_bytes=80 * GIB)
-        output = lambda chunk: train_phase(  # noqa: E731
-            large_run(fsdp=1, **{"optimizer.micro_rows": 1, "model.logits_chunk_tokens": chunk}),
-            QWEN_7B,
-            one,
-        ).moments["output"]
-        names = ("a micro-batch's gradients", "logits chunk, gradients of all")
-        whole = output(2048)
-        assert names[0] not in whole
-        assert whole[names[1]] == 4 * 2048 * 152_064  # one chunk: logits as they were
-        assert "embedding and output gathered" not in whole
-        parts = output(512)
-        assert parts[names[0]] == pytest.approx(4 * 152_064 * 3584, rel=1e-3)
-        assert parts[names[1]] == 2 * 512 * 152_064
-
-    def test_a_cpu_turns_a_tied_table_over_in_bfloat16(self, copies_bfloat16):
-        cpu = memory.Target(platform="cpu", num_devices=8, memory_bytes=80 * GIB)
-        tied, table = replace(QWEN_7B, tie_embeddings=True), 152_064 * 3584
-        found = {
-            dtype: train_phase(large_run(**{"model.dtype": dtype}), tied, cpu).moments["output"]
-            for dtype in ("float32", "bfloat16")
-        }
-        name = "embedding and output gathered"
-        assert found["float32"][name] == pytest.approx(4 * table, rel=1e-3)
-        assert found["bfloat16"][name] == pytest.approx((2 + 2) * table, rel=1e-3)
-        # The gradient of 256 tokens' logits, once more than in float32.
-        name = "logits chunk, gradients of all"
-        assert found["bfloat16"][name] - found["float32"][name] == 2 * 256 * 152_064
 
     @pytest.mark.parametrize("platform", ["cpu", "gpu"])
     @pytest.mark.parametrize("tied", [False, True])
@@ -266,7 +142,7 @@ class TestByHand:
         # Where parameters go as weights are made, the table is the largest of two layers' model.
         evaluation = {"stages": ("sft", "evaluate"), **head}
         made = memory.make_plan(large_run(**evaluation), replace(model, num_layers=2), target)
-        [moved] = [phase for phase in made.phases if phase.name == memory.HANDING_OVER]
+        [moved] = [phase for phase in made.phases if phase.name == memory.WEIGHTS_PHASE]
         assert [*moved.moments["handing over"].values()] == [(6 if tied else 4) * table]
 
     def test_what_an_update_casts_of_an_output_layer_in_float32(self):
@@ -283,9 +159,8 @@ class TestByHand:
             found[tied] = plain - own
         assert found == {False: 2 * table, True: 0}  # which a tied one needs for its ids
         # Eight devices gather it: two bytes of the ids' table, four of the output's.
-        name = "embedding and output gathered"
         gathered = train_phase(large_run(**keys | {"optimizer.micro_rows": 8})).moments["output"]
-        assert gathered[name] == pytest.approx((2 + 4) * table, rel=1e-3)
+        assert gathered["tables"] == pytest.approx((2 + 4) * table, rel=1e-3)
 
     @pytest.mark.parametrize(
         ("base_dtype", "cast", "made"), [("float32", 0, 0), ("bfloat16", 4, 4), ("int8", 4, 4)]
@@ -355,11 +230,9 @@ class TestByHand:
     def test_a_cpu_that_multiplies_bfloat16_trains_like_an_accelerator(self, monkeypatch):
         monkeypatch.setattr(memory, "MULTIPLIES_BFLOAT16", True)
         one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
-        config = large_run(fsdp=1, **{"kl.coef": 0.01, "optimizer.micro_rows": 2})
-        for phase in (train_phase(config, target=one), memory.score_phase(config, QWEN_7B, one)):
-            layers = phase.moments["layers"]
-            assert "float32 copies of these" not in layers
-            assert layers["weights in the compute dtype"] == 2 * 7_615_616_512
+        layers = train_phase(large_run(fsdp=1, **{"optimizer.micro_rows": 2}), target=one)
+        weights = layers.moments["layers"]["weights in the compute dtype"]
+        assert weights == 2 * 7_615_616_512
 
     def test_an_evaluation_reads_parameters_from_disk_one_at_a_time(self):
         one = replace(NODE, num_devices=1)
@@ -377,23 +250,6 @@ class TestByHand:
         config = config.with_values({"stages": ("sft", "evaluate"), "sft.optimizer.micro_rows": 1})
         handing = memory.make_plan(config, QWEN_7B, one).phases[-1]
         assert handing.kept["parameters"] == 4 * made.num_params
-
-    def test_a_cpu_makes_an_output_layer_of_a_tied_table_too(self):
-        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
-        tied = replace(QWEN_7B, num_layers=1, tie_embeddings=True)
-        config = large_run(fsdp=1, stages=("evaluate",))
-        made = memory.make_plan(config, tied, one).phases[-1].moments["handing over"]
-        table = 152_064 * 3584
-        # The table is the largest: in its file, as it is read and as an array.
-        assert made == {"decode weights so far": 0, "one parameter": 3 * 4 * table}
-        # Of 28 layers the third kernel of the MLP is read when two are cast.
-        tied, kernel = replace(tied, num_layers=28), 28 * 3584 * 18_944
-        made = memory.make_plan(config, tied, one).phases[-1]
-        assert "compiled programs" not in made.kept
-        assert made.moments["handing over"] == {
-            "decode weights so far": 2 * 2 * kernel,
-            "one parameter": 3 * 4 * kernel,
-        }
 
     def test_few_questions_are_asked_in_few_rows(self):
         one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
@@ -417,34 +273,38 @@ class TestByHand:
         ]
         for *_, others in past.values():  # the cache is made for all rows
             assert others["KV cache"] == kept["KV cache"] == 64 * row
-        # Two programs read, of 64 and 256 tokens; 4, 2 or 1 decode, of which three count at most.
-        programs = [found[2]["compiled programs"] for found in past.values()]
-        assert programs == [number * 28 * 9 * 2**18 for number in (5, 4, 3)]
 
-    def test_what_is_left_of_a_program_is_counted_once(self):
-        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
-        config = large_run(fsdp=1, stages=("evaluate",))
-        rollout = memory.make_plan(config, QWEN_7B, one).phases[0]
-        assert rollout.moments["compiling"]["compiler"] == (100 + 28 * 4) * 2**20 - 28 * 9 * 2**18
+    @pytest.mark.parametrize(
+        ("platform", "devices", "gradients", "tables", "logits"),
+        # Units of a table of 152064 x 3584 in float32, and of float32 logits of a chunk.
+        [
+            ("tpu", 1, 0.5, 0, 1),  # the gradient of a single chunk is added in bfloat16
+            ("gpu", 1, 2, 0, 1),
+            ("cpu", 1, 2, 1, 1.5),
+            ("gpu", 8, 2, 1, 2),  # two chunks; what devices sum is there twice
+            ("cpu", 8, 3, 1, 1.5),
+        ],
+    )
+    def test_the_output_layer_by_hand(
+        self, platform, devices, gradients, tables, logits, copies_bfloat16
+    ):
+        target = memory.Target(platform=platform, num_devices=devices, memory_bytes=80 * GIB)
+        config = large_run(fsdp=devices, **{"optimizer.micro_rows": devices})
+        terms = train_phase(config, target=target).moments["output"]
+        table, chunk = 4 * 152_064 * 3584, 4 * (2048 // devices) * 152_064
+        assert terms["gradients of tables"] == pytest.approx(gradients * table, rel=1e-3)
+        assert terms.get("tables", 0) == pytest.approx(tables * table, rel=1e-3)
+        blocks = 2 * 2**21 if platform == "cpu" else 0
+        assert terms["logits"] == logits * chunk + blocks
 
-    def test_a_cpu_finds_tokens_of_bfloat16_in_a_float32_table(self, copies_bfloat16):
-        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
-        table = 4 * 152_064 * 3584
-        for keys in ({}, {**ADAPTED, "model.lora.base_dtype": "bfloat16"}):
-            config = large_run(fsdp=1, **{"kl.coef": 0.01, "optimizer.micro_rows": 2, **keys})
-            name = "embedding and output gathered"
-            tables = memory.score_phase(config, QWEN_7B, one).moments["output"][name]
-            assert tables == pytest.approx(table * (1 if keys else 1.5), rel=1e-3)
-        # Split over devices, these exchange it in float32 first.
-        keys = {"kl.coef": 0.01, "optimizer.micro_rows": 8}
-        several = replace(one, num_devices=8)
-        moments = memory.score_phase(large_run(**keys), QWEN_7B, several).moments
-        assert moments["gathering"][name] == pytest.approx(table * 2.5, rel=1e-3)
-        # In float32 they turn a tied one over, before a layer computes.
-        tied, keys = replace(QWEN_7B, tie_embeddings=True), {**keys, "model.dtype": "float32"}
-        moments = memory.score_phase(large_run(**keys), tied, several).moments
-        tables = [moments[moment][name] for moment in ("gathering", "layers")]
-        assert tables == pytest.approx([2 * table, table], rel=1e-3)
+    def test_a_tenth_is_added_to_temporary_arrays(self):
+        phase = train_phase(large_run())
+        for terms in phase.moments.values():
+            margin = terms.pop("margin")
+            held = ("weights in the compute dtype", "activations kept for the backward pass")
+            temporary = sum(terms.values()) - sum(terms[name] for name in held)
+            assert margin == pytest.approx(0.1 * temporary)
+        assert "margin" not in phase.kept
 
     def test_what_a_device_has_of_its_own_is_not_gathered(self):
         keys = {"mesh.data": 1, "mesh.expert": 8, "optimizer.micro_rows": 8}
@@ -460,13 +320,10 @@ class TestByHand:
         assert peak() < peak(**{"model.remat": "none"})
         assert peak() < peak(fsdp=4)
         assert peak() < peak(**{"optimizer.micro_rows": 16})
-        whole, halved = (train_phase(large_run(fsdp=4, tensor=t)).moments for t in (1, 2))
         layers = lambda remat: train_phase(large_run(**{"model.remat": remat})).moments["layers"]  # noqa: E731
         kept = "activations kept for the backward pass"
         # Of 28 layers as wide as attention's result, two are on their way.
         assert layers("offload")[kept] == pytest.approx(2 * 2 / 28 * layers("full")[kept], rel=0.01)
-        # A device has one row, or a piece of one; half the heads are half the scores.
-        assert whole["layers"]["attention scores"] == 2 * halved["layers"]["attention scores"]
 
     def test_context_splits_rows_and_weights(self):
         whole = train_phase(large_run(fsdp=8, **{"optimizer.micro_rows": 8}))
@@ -484,20 +341,12 @@ class TestByHand:
         assert "keys and values of whole rows" not in whole.moments["layers"]
         assert pieces.peak < whole.peak
 
-    def test_rows_of_the_sampler_are_split_over_context_too(self):
-        keys = {"mesh.data": 1, "mesh.context": 4, "optimizer.micro_rows": 2}
-        memory.make_plan(large_run(fsdp=2, **keys), QWEN_7B, NODE)
-        config = large_run(fsdp=2, **keys, **{"rollout.num_rows": 12})
-        wrong = r"is 12; .* multiple of data \* fsdp \* expert \* context = 8"
-        with pytest.raises(ValueError, match=wrong):
-            memory.make_plan(config, QWEN_7B, NODE)
-
 
 def test_a_cpu_has_a_chunk_of_logits_once():
     target = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
     phase = train_phase(programs.small_run(1, 1, 1), programs.MODELS["tiny"], target)
-    # 2048 tokens in one chunk, of which 128 have 2 MiB of logits, and twice as much beside them.
-    assert phase.moments["output"]["logits chunk"] == (2048 + 2 * 128) * 4096 * 4
+    # 2048 tokens in one chunk, and two blocks of 2 MiB.
+    assert phase.moments["output"]["logits"] == 2048 * 4096 * 4 + 2 * 2**21
 
 
 FEW_LAYERS = ("--model=0.6b", "--layers=4", "--dtype=bfloat16")
@@ -525,7 +374,9 @@ class TestAgainstTheCompiler:
     def check(self, results):
         assert results
         for program, (planned, compiled) in results.items():
-            assert planned == pytest.approx(compiled, rel=0.1), program
+            assert planned >= compiled, program
+            if not program.endswith("score"):  # which needs less than an update
+                assert planned <= 1.15 * compiled, program
 
     @pytest.mark.slow(
         instead="extras/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"
@@ -571,8 +422,7 @@ class TestAgainstTheCompiler:
         self.check(self.in_a_process(*FEW_LAYERS, *settings))
 
     @pytest.mark.slow(
-        instead="extras/plan/test_memory.py"
-        "::TestByHand::test_a_tpu_makes_the_gradient_of_logits_as_it_multiplies"
+        instead="extras/plan/test_memory.py::TestByHand::test_the_output_layer_by_hand"
     )
     @pytest.mark.skipif(
         not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
@@ -602,18 +452,6 @@ def test_a_rollout_one_step_ahead_lies_beside_the_update():
     assert sampler.kept["KV cache"] > 3 * GIB
 
 
-def test_by_default_its_cache_is_that_of_the_rows():
-    config = large_run(**AHEAD | {"rollout.cache_gib": 0.0})
-    after = large_run()
-    on_cpu = replace(NODE, platform="cpu")
-    page = {"xla": 16, "triton": 64}
-    full = memory.cache_pages(after, QWEN_7B, on_cpu) * page["xla"]
-    assert memory.cache_pages(config, QWEN_7B, NODE) * page["triton"] == pytest.approx(
-        full, rel=0.1
-    )
-    assert memory.cache_pages(after, QWEN_7B, NODE) > memory.cache_pages(config, QWEN_7B, NODE)
-
-
 def test_devices_that_only_sample_hold_the_sampler_alone():
     own = {"mesh.data": 1, "mesh.rollout_devices": 2, "optimizer.micro_rows": 6}
     config = large_run(fsdp=6, **AHEAD | own)
@@ -625,7 +463,6 @@ def test_devices_that_only_sample_hold_the_sampler_alone():
     # A copy of all weights lies beside the state while they are handed over.
     assert moved.moments == {"handing over": {"decode weights": sampler.kept["decode weights"]}}
     assert moved.kept["optimizer state"] == update.kept["optimizer state"]
-    assert "decode weights" not in plan.between
     with pytest.raises(ValueError, match=r"num_rows is 63; .* rollout_devices / tensor, of all pr"):
         memory.make_plan(large_run(fsdp=6, **AHEAD | own | {"rollout.num_rows": 63}), QWEN_7B, NODE)
 
@@ -647,7 +484,7 @@ class TestAdapters:
             assert (
                 kept["parameters"] == kept["gradients"] == kept["reference parameters"] == 4 * num
             )
-            assert kept["optimizer state"] == 8 * num + 8  # and two counters
+            assert kept["optimizer state"] == 8 * num
             cast = made.phases[0].moments["layers"]["weights in the compute dtype"]
             assert cast == 2 * num + (2 * made.num_params if size == 4 else 0)
             rollout = made.phases[-1].kept
@@ -703,27 +540,10 @@ def test_what_experts_compute_is_copied_in_part_on_a_cpu(
     dense, experts = TINY_MOE.memory_terms(1), TINY_MOE.expert_terms(1, 1)
     phase = memory.update_phase(config, TINY_MOE, target, "train")
     tokens = batch_shape(config, "train", 1).row_tokens
-    held = experts.activations - experts.reused.get(platform, 0)
+    held = experts.activations - (0 if platform == "cpu" else experts.reused)
     assert phase.moments["layers"]["activations of a layer"] == tokens * (
         dense_bytes * dense.activations + expert_bytes * held
     )
-
-
-def test_an_accelerator_puts_some_of_what_experts_compute_over_others():
-    """By whole pairs and values inside: a GPU's compiler 5 and 4, a TPU's 3 and 2; forward 1, 2."""
-    k, D, F = TINY_MOE.num_chosen, TINY_MOE.width, TINY_MOE.expert_width
-    terms = TINY_MOE.expert_terms(1, 1)
-    assert terms.activations - terms.reused["gpu"] == k * (5 * D + 4 * F)
-    assert terms.activations - terms.reused["tpu"] == k * (3 * D + 2 * F)
-    assert terms.read_activations - terms.read_reused == k * (D + 2 * F)
-    config = resolved(settings(**{"model.dtype": "bfloat16", "optimizer.micro_rows": 1}))
-    chip = memory.Target(platform="tpu", num_devices=1, memory_bytes=GIB)
-    inner = TINY_MOE.memory_terms(1).read_activations + k * (D + 2 * F)
-    tokens = batch_shape(config, "train", 0).row_tokens
-    scoring = memory.score_phase(config, TINY_MOE, chip).moments["layers"]
-    assert scoring["activations of a layer"] == 2 * tokens * inner
-    reading = memory.rollout_phase(config, TINY_MOE, chip).moments["reading"]
-    assert reading["activations"] == 2 * min(2048, config.rollout.max_total_tokens) * inner
 
 
 def test_abstract_batches_have_what_images_and_replay_add():
