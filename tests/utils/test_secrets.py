@@ -13,9 +13,7 @@ from jaxrl.envs.search.http_retriever import HttpRetriever
 from jaxrl.envs.search.recording import Recording
 from jaxrl.envs.search.resilient import Policy, ResilientSearch
 from jaxrl.envs.tools.base import Tool, run_one, run_together
-from jaxrl.extras.endpoints.completions import Completions
-from jaxrl.extras.endpoints.judges import Endpoint as JudgeEndpoint
-from jaxrl.extras.endpoints.judges import JudgeSettings
+from jaxrl.extras.endpoints.judges import JudgeEndpoint, JudgeSettings
 from jaxrl.utils import secrets
 from jaxrl.utils.concurrency import failure_report
 from jaxrl.utils.secrets import redact, redacted_output, register_secret
@@ -161,17 +159,15 @@ def test_a_server_that_echoes_the_key(monkeypatch, tmp_path, capfd, caplog):
             found = run_one(asked, "q")
             texts += [str(found), repr(found), repr(engine.retrieve(["q"], 3))]
         for path in ("chat", "long"):
-            completions = Completions(
-                f"{server.url}/{path}", section="s", key_env="A_KEY", timeout_s=5, connections=1
-            )
-            try:
-                texts.append(repr(completions.ask({"m": 1})))
-            except ToolError as error:
-                texts.append(repr(error))
-            judge = JudgeSettings(
+            settings = JudgeSettings(
                 url=f"{server.url}/{path}", model="m", prompt="{response}", key_env="A_KEY"
             )
-            texts.append(repr(run_one(JudgeEndpoint(judge), "grade")))
+            judge = JudgeEndpoint(settings, "reward.judges")
+            try:
+                texts.append(repr(judge.ask({"m": 1})))
+            except ToolError as error:
+                texts.append(repr(error))
+            texts.append(repr(run_one(judge, "grade")))
         assert len(server.requests) > 10
     files = [path.read_text() for path in tmp_path.rglob("*.json*")]
     texts += [*files, *capfd.readouterr(), caplog.text]

@@ -1,50 +1,55 @@
-"""OpenAI-compatible endpoints for chat completions, as judges and external policies ask them."""
+"""Client for OpenAI-compatible chat completions, shared by judges and external policies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.resilient import Policy
+from jaxrl.envs.search.recording import Recording
+from jaxrl.envs.search.resilient import Nobody, Policy, ResilientSearch
+from jaxrl.envs.tools.base import Tool
 from jaxrl.utils.http_client import Bounds, JsonClient, Request, key_of
 
 MAX_REPLY_MIB = 4.0
 _MAX_SHOWN = 200  # characters of a reply that an error shows
 
 
-class Completions:
-    """Asks one endpoint; nothing is asked twice."""
+class Endpoint(Tool):
+    """Endpoint for chat completions. Each call is one request."""
 
-    def __init__(
-        self, url: str, *, section: str, key_env: str, timeout_s: float, connections: int
-    ) -> None:
-        """Opens no connection yet.
+    name, blank = "endpoint", ""
+
+    def __init__(self, settings: Any, key: str) -> None:
+        """Open no connection yet.
 
         Args:
-            url: of the endpoint, up to `/chat/completions`.
-            section: of the configuration, for messages.
-            key_env: environment variable with the key; "" for none.
-            timeout_s: of a request.
-            connections: requests in flight at most.
+            settings: `JudgeSettings`, or the keys of `policy.openai`.
+            key: Key of the settings, for messages.
 
         Raises:
-            ValueError: the key's environment variable is not set.
+            ValueError: The key's environment variable is not set.
         """
-        secret = key_of(section, key_env) if key_env else ""
-        address = urlsplit(url)  # with parameters, as Azure's api-version
+        self.settings, self.key = settings, key
+        secret = key_of(f"{key}.key_env", settings.key_env) if settings.key_env else ""
+        address = urlsplit(settings.url)  # with parameters, such as Azure's api-version
         self._url = address._replace(path=f"{address.path.rstrip('/')}/chat/completions").geturl()
         self._client = JsonClient(
-            Bounds(timeout_s=timeout_s, connections=connections, max_mib=MAX_REPLY_MIB),
+            Bounds(
+                timeout_s=settings.deadline_s,
+                connections=settings.max_concurrent,
+                max_mib=MAX_REPLY_MIB,
+            ),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
         )
 
     def ask(self, body: Mapping[str, Any]) -> Any:
-        """The JSON that a request is answered with.
+        """Send a request and return the JSON of its answer.
 
         Raises:
-            ToolError: there is none.
+            ToolError: There is no answer.
         """
         [answer] = self._client.ask([Request(url=self._url, body=dict(body))])
         if isinstance(answer, ToolError):
@@ -52,34 +57,11 @@ class Completions:
         return answer
 
 
-def policy_of(
-    settings: Any,
-    *,
-    max_concurrent: int,
-    cache_mib: float = 0.0,
-    queries_per_second: float = 0.0,
-) -> Policy:
-    """The policy of asking an endpoint, from the `ChatSettings` of a model or `JudgeSettings`."""
-    return Policy(
-        cache_mib=cache_mib,
-        cache_ttl_s=0.0,
-        queries_per_second=queries_per_second,
-        max_concurrent=max_concurrent,
-        deadline_s=2 * settings.deadline_s,  # the client keeps it; this is if that fails
-        retries=settings.retries,
-        backoff_s=settings.backoff_s,
-        breaker_failures=8,
-        breaker_rest_s=5.0,
-        outage_deadline_s=settings.outage_deadline_s,
-        on_outage="empty",  # which is an error for each episode, and no score
-    )
-
-
 def first_choice(answer: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The first choice of an answer, and its message.
+    """Return the first choice of an answer, and its message.
 
     Raises:
-        ToolError: it has none.
+        ToolError: The answer has none.
     """
     try:
         choice = answer["choices"][0]
@@ -91,14 +73,56 @@ def first_choice(answer: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return choice, message
 
 
-def content_of(answer: Any) -> str:
-    """The text of an answer.
+def open_guard(
+    guard: type[ResilientSearch],
+    endpoint: type[Endpoint],
+    settings: Any,
+    *,
+    key: str,
+    identity: Mapping[str, Any],
+    folder: str,
+    workdir: Path | None,
+    process: int,
+    log: Callable[[str], None],
+) -> ResilientSearch:
+    """Put an endpoint behind retries, limits and a recording of its answers.
+
+    Args:
+        guard: Class of the guard.
+        endpoint: Class of the endpoint. None is made if the recording alone answers.
+        settings: As of `Endpoint`.
+        key: Key of the settings, for messages.
+        identity: Settings on which an answer depends. A recording belongs to them.
+        folder: Name of the recording's folder in the workdir.
+        workdir: Folder of the run, or None.
+        process: Number of this process.
+        log: Function that reports outages.
 
     Raises:
-        ToolError: it has none.
+        ValueError: The key's environment variable is not set.
+        FileNotFoundError: The recording alone is to answer, and there is none.
     """
-    _, message = first_choice(answer)
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise ToolError(f"the reply {answer!r:.{_MAX_SHOWN}} has no choices[0].message.content")
-    return content
+    policy = Policy(
+        cache_mib=settings.cache_mib,
+        cache_ttl_s=0.0,
+        queries_per_second=settings.queries_per_second,
+        max_concurrent=settings.max_concurrent,
+        deadline_s=2 * settings.deadline_s,  # only if the client does not keep its own
+        retries=settings.retries,
+        backoff_s=settings.backoff_s,
+        breaker_failures=8,
+        breaker_rest_s=5.0,
+        outage_deadline_s=settings.outage_deadline_s,
+        on_outage="empty",  # an error of each episode, not a score
+    )
+    is_replay, recording = settings.replay == "only", None
+    where = settings.replay_folder or (workdir and workdir / folder)
+    if is_replay or (where and settings.replay == "record"):
+        recording = Recording(Path(where or folder), identity, process=process, log=log)
+        if is_replay and not len(recording):
+            raise FileNotFoundError(
+                f"config.{key}.replay is 'only', but {recording.folder} has no replies with these "
+                f"settings; name the folder by config.{key}.replay_folder."
+            )
+    engine = Nobody() if is_replay else endpoint(settings, key)
+    return guard(engine, policy, recording=recording, is_replay=is_replay, log=log)

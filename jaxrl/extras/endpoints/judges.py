@@ -1,9 +1,8 @@
 """Judges: language models that grade responses, behind an OpenAI-compatible endpoint.
 
-A judge is a reward part like others. What stands around a search engine stands around it too: what
-was judged once is kept in memory and beside the run, calls have a deadline, are made again after a
-while, and rest while nobody is answered (`resilient`). A judge that gives no number is an error of
-the environment, never a score.
+A judge is a reward part. Like a search engine it is guarded (`resilient`): replies are kept in
+memory and beside the run, calls have a deadline and are retried, and they pause during an outage. A
+judge that gives no number is an error of the environment, never a score.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ from typing import Any
 
 import regex
 
+from jaxrl.config.keys import REPLAY, Key, refuse
 from jaxrl.envs.base import CallRecord, Finished, Task, ToolError
 from jaxrl.envs.rewards.combiner import Call, Measured
-from jaxrl.envs.search.recording import Recording
-from jaxrl.envs.search.resilient import Nobody, ResilientSearch
-from jaxrl.envs.tools.base import Answer, Tool
-from jaxrl.extras.endpoints.completions import Completions, content_of, first_choice, policy_of
-from jaxrl.utils.concurrency import MAX_S
+from jaxrl.envs.search.resilient import ResilientSearch
+from jaxrl.envs.tools.base import Answer
+from jaxrl.extras.endpoints.completions import Endpoint, first_choice, open_guard
 from jaxrl.utils.http_client import check_url, plain_text
 
-PLACES = ("question", "response", "answers")
-_PLACE = re.compile(rf"\{{({'|'.join(PLACES)})\}}")
+_PLACE = re.compile(r"\{(question|response|answers)\}")
 SCORE = (
     r"(?im)score\W{0,3}(?:\([^)\n]{0,100}\)\W{0,3})?[:=]\W{0,5}?"
     r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\W*$"
@@ -40,138 +37,102 @@ _MAX_READ = 4096  # characters at a reply's end that a user's own pattern reads
 _SEARCH_S = 1.0  # which a search may otherwise exceed by hours
 
 
+def _setting(meaning: str, default: Any = None, **bounds: Any) -> Any:
+    """Declare a setting with the bounds that `Key` knows; without a default it is a text."""
+    metadata = {"key": Key("" if default is None else default, meaning, **bounds)}
+    if default is None:
+        return field(metadata=metadata)
+    return field(default_factory=lambda: default, metadata=metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings:
-    """Settings of a judge: the keys of an entry of `config.reward.judges`.
+    """Settings of a judge: the keys of an entry of `config.reward.judges`."""
 
-    Attributes:
-        url: of the endpoint, up to `/chat/completions`, as `http://localhost:8000/v1`.
-        model: name of the model there.
-        prompt: the user's message, with `{question}`, `{response}` and `{answers}` where these go;
-            other braces are plain text.
-        system: the system message; "" for none.
-        pattern: regular expression with one group, which holds the number. The last match in the
-            reply counts; of a pattern of your own, in the reply's last 4,096 characters. It gets a
-            second of computing time, in a process of its own.
-        low: the number that is worth 0; a lower one cannot be read.
-        high: the number that is worth 1; a higher one cannot be read.
-        key_env: environment variable with the key; "" for none.
-        temperature: of the judge.
-        max_tokens: of its reply.
-        options: further fields of the request, as {"reasoning_effort": "low"}.
-        deadline_s: seconds until a call has failed.
-        retries: further tries of a call that fails, or whose reply cannot be read.
-        backoff_s: seconds before the first of them, doubled from try to try.
-        concurrency: calls under way at most, up to 32.
-        queries_per_second: calls sent at most; 0: no limit.
-        cache_mib: MiB of replies kept in memory; 0: none.
-        outage_deadline_s: seconds in which nobody has got an answer, after which calls fail.
-        replay: record: replies are kept on disk, and what is there is not asked again; only: these
-            alone answer, without the endpoint; off: neither.
-        replay_folder: of the replies; "": judgements/ in the workdir.
-    """
-
-    url: str
-    model: str
-    prompt: str
-    system: str = ""
-    pattern: str = SCORE
-    low: float = 0.0
-    high: float = 10.0
-    key_env: str = ""
-    temperature: float = 0.0
-    max_tokens: int = 1024
-    options: Mapping[str, Any] = field(default_factory=dict)
-    deadline_s: float = 60.0
-    retries: int = 3
-    backoff_s: float = 1.0
-    concurrency: int = 16
-    queries_per_second: float = 0.0
-    cache_mib: float = 64.0
-    outage_deadline_s: float = 120.0
-    replay: str = "record"
-    replay_folder: str = ""
+    url: str = _setting("Address up to `/chat/completions`, such as `http://localhost:8000/v1`.")
+    model: str = _setting("Name of the model there.")
+    prompt: str = _setting(
+        "Message of the user, with `{question}`, `{response}` and `{answers}` where these go. "
+        "Other braces are plain text."
+    )
+    system: str = _setting("System message; empty for none.", "")
+    pattern: str = _setting(
+        "Regular expression with one group, around the number. The last match in the reply counts; "
+        "for a custom pattern, in its last 4,096 characters and within a second.",
+        SCORE,
+    )
+    low: float = _setting("Number that is worth 0. A lower one is not accepted.", 0.0)
+    high: float = _setting("Number that is worth 1. A higher one is not accepted.", 10.0)
+    key_env: str = _setting("Environment variable with the key; empty for none.", "")
+    temperature: float = _setting("Sampling temperature.", 0.0, at_least=0)
+    max_tokens: int = _setting("Tokens of a reply.", 1024, above=0)
+    options: Mapping[str, Any] = _setting(
+        "Further fields of a request, such as `{'reasoning_effort': 'low'}`.",
+        {},
+        is_nested=True,
+        example="low",
+    )
+    deadline_s: float = _setting("Seconds until a call has failed.", 60.0, above=0)
+    retries: int = _setting("Retries of a call that fails or gives no number.", 3, at_least=0)
+    backoff_s: float = _setting("Seconds before the first retry, then doubled.", 1.0, at_least=0)
+    concurrency: int = _setting("Calls in flight, up to 32.", 16, above=0)
+    queries_per_second: float = _setting("Calls a second; 0 for no limit.", 0.0, at_least=0)
+    cache_mib: float = _setting("MiB of replies in memory; 0 for none.", 64.0, at_least=0)
+    outage_deadline_s: float = _setting(
+        "Seconds without any answer, after which calls fail.", 120.0, above=0
+    )
+    replay: str = _setting(
+        "record: replies are kept on disk and not asked for again. only: these alone answer, "
+        "without the endpoint. off: neither.",
+        "record",
+        one_of=REPLAY,
+    )
+    replay_folder: str = _setting("Folder of the replies; empty: judgements/ in the workdir.", "")
 
     def __post_init__(self) -> None:
-        """Checks the settings.
+        """Check each setting, then what no bound can say.
 
         Raises:
-            ValueError: names the one that is wrong.
+            ValueError: A setting is wrong.
         """
-        for one in fields(self):
-            value, is_whole = getattr(self, one.name), one.type == "int"
-            if one.type not in ("int", "float"):
-                continue
-            kinds = int if is_whole else int | float
-            if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-                wanted = "a whole number" if is_whole else "a finite number"
-                raise ValueError(f"a judge's {one.name} is {value!r}; expected {wanted}.")
-            if one.name.endswith("_s") and value > MAX_S:
-                raise ValueError(
-                    f"a judge's {one.name} is {value!r}; expected at most {MAX_S:g} seconds."
-                )
+        for item in fields(self):
+            item.metadata["key"].check(f"reward.judges.{item.name}", getattr(self, item.name))
         check_url("reward.judges", self.url)
         if "{response}" not in self.prompt:
-            raise ValueError(
-                f"a judge's prompt is {self.prompt!r:.100}; expected {{response}} in it."
-            )
+            refuse("reward.judges.prompt", self.prompt, "{response} in it")
         try:
             num_groups = regex.compile(self.pattern).groups
         except regex.error as error:
-            raise ValueError(f"a judge's pattern is {self.pattern!r}: {error}.") from error
+            refuse("reward.judges.pattern", self.pattern, f"a regular expression ({error})")
         if num_groups != 1:
-            raise ValueError(
-                f"a judge's pattern is {self.pattern!r}, with {num_groups} groups; expected one, "
-                "around the number."
-            )
+            refuse("reward.judges.pattern", self.pattern, "one group, around the number")
         if not self.low < self.high:
-            raise ValueError(f"a judge's low is {self.low}; expected less than high={self.high}.")
-        if self.replay not in ("record", "only", "off"):
-            raise ValueError(
-                f"a judge's replay is {self.replay!r}; expected 'record', 'only' or 'off'."
-            )
-        for name in ("deadline_s", "concurrency", "max_tokens", "outage_deadline_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"a judge's {name} is {getattr(self, name)}; expected above 0.")
-        for name in ("temperature", "retries", "backoff_s", "queries_per_second", "cache_mib"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"a judge's {name} is {getattr(self, name)}; expected 0 or more.")
+            refuse("reward.judges.low", self.low, f"less than high={self.high}")
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """Settings on which a reply depends, beside the prompt; not where the endpoint is."""
+    def max_concurrent(self) -> int:
+        """Calls in flight, by the name that `Endpoint` reads."""
+        return self.concurrency
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Settings on which a reply depends, apart from the prompt and the address."""
         names = ("model", "system", "temperature", "max_tokens", "pattern", "low", "high")
         return {**{name: getattr(self, name) for name in names}, "options": dict(self.options)}
 
 
-class Endpoint(Tool):
-    """Asks a model for one reply to a prompt."""
+class JudgeEndpoint(Endpoint):
+    """Model that replies to a prompt."""
 
     name = "judge"
-    blank = ""
-
-    def __init__(self, settings: JudgeSettings) -> None:
-        """Opens no connection yet.
-
-        Raises:
-            ValueError: the key's environment variable is not set.
-        """
-        self._settings = settings
-        self._completions = Completions(
-            settings.url,
-            section="reward.judges",
-            key_env=settings.key_env,
-            timeout_s=settings.deadline_s,
-            connections=settings.concurrency,
-        )
 
     def run(self, call: str, /) -> str:
-        """The reply to a prompt, which holds a number that can be read.
+        """Return the reply to a prompt.
 
         Raises:
-            ToolError: there is none.
+            ToolError: There is none, or no number can be read from it.
         """
-        settings = self._settings
+        settings = self.settings
         system = [{"role": "system", "content": settings.system}] if settings.system else []
         body = {
             "model": settings.model,
@@ -180,9 +141,11 @@ class Endpoint(Tool):
             "max_tokens": settings.max_tokens,
             **settings.options,
         }
-        answer = self._completions.ask(body)
-        reply, (choice, _) = content_of(answer), first_choice(answer)
-        if choice.get("finish_reason") == "length":  # of `Score: 10` it may have left `Score: 1`
+        choice, message = first_choice(self.ask(body))
+        reply = message.get("content")
+        if not isinstance(reply, str):
+            raise ToolError(f"the reply's content is {reply!r:.{_MAX_SHOWN}}; expected text")
+        if choice.get("finish_reason") == "length":  # `Score: 1` may be the start of `Score: 10`
             raise ToolError(
                 f"the reply ends {reply[-_MAX_SHOWN:]!r}, cut at max_tokens={settings.max_tokens}; "
                 "raise that setting of the judge"
@@ -192,14 +155,14 @@ class Endpoint(Tool):
 
 
 def read_number(reply: str, settings: JudgeSettings) -> float:
-    """The score in a reply, from 0 to 1.
+    """Return the score in a reply, from 0 to 1.
 
     Raises:
-        ToolError: it holds no number, or one out of bounds, or the pattern took too long.
+        ToolError: The reply has no number within the bounds, or the pattern took too long.
     """
     pattern = settings.pattern
-    if pattern == SCORE:  # whose time is in proportion to the text
-        text = (re.findall(pattern, reply) or [""])[-1]
+    if pattern == SCORE:  # linear in the length of the text
+        matches = re.findall(pattern, reply)
     else:
         try:
             matches = regex.findall(pattern, reply[-_MAX_READ:], timeout=_SEARCH_S, concurrent=True)
@@ -208,9 +171,8 @@ def read_number(reply: str, settings: JudgeSettings) -> float:
                 f"the judge's pattern {pattern!r:.100} took more than {_SEARCH_S:g} s on the last "
                 f"{_MAX_READ:,} characters of a reply; repeat nothing in it that is repeated inside"
             ) from None
-        text = (matches or [""])[-1]
     try:
-        number = float(str(text))
+        number = float(matches[-1]) if matches else math.nan
     except ValueError:
         number = math.nan
     if not settings.low <= number <= settings.high:
@@ -227,14 +189,9 @@ class Judge:
     is_async = False
 
     def __init__(self, name: str, settings: JudgeSettings) -> None:
-        """Asks nothing and needs no key yet; see `open`.
-
-        Args:
-            name: of the part.
-            settings: checked.
-        """
+        """Ask nothing and need no key before `open`."""
         self.name, self.settings = name, settings
-        self._asked: _Asked | None = None
+        self._guard: ResilientSearch | None = None
 
     def open(
         self,
@@ -243,82 +200,63 @@ class Judge:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Opens the endpoint and the recording.
+        """Open the endpoint and the recording; arguments and errors as of `open_guard`."""
 
-        Args:
-            workdir: of the run, for what is kept beside it; None where there is none.
-            process: number of this process of the run.
-            log: told of outages.
-
-        Raises:
-            ValueError: the key's environment variable is not set.
-            FileNotFoundError: the replies alone are to answer, and there are none.
-        """
-        settings = self.settings
-        policy = policy_of(
-            settings,
-            max_concurrent=settings.concurrency,
-            cache_mib=settings.cache_mib,
-            queries_per_second=settings.queries_per_second,
-        )
-        is_replay = settings.replay == "only"
-
-        def tell(text: str) -> None:
-            # A warning is told as one by how it begins.
+        def log_with_name(text: str) -> None:
+            # A warning is recognized by how it begins.
             mark = "warning: " if text.startswith("warning: ") else ""
             log(f"{mark}reward part {self.name!r}: {text.removeprefix(mark)}")
 
-        engine = Nobody() if is_replay else Endpoint(settings)
-        recording, folder = None, settings.replay_folder or (workdir and workdir / "judgements")
-        if settings.replay != "off" and (folder or is_replay):
-            place = Path(folder or "judgements")
-            recording = Recording(place, settings.asked, process=process, log=tell)
-            if is_replay and not len(recording):
-                raise FileNotFoundError(
-                    f"config.reward.judges[{self.name!r}] has replay='only', but "
-                    f"{recording.folder} has no replies of a judge with these settings; name the "
-                    "folder by replay_folder."
-                )
-        self._asked = _Asked(engine, policy, recording=recording, is_replay=is_replay, log=tell)
+        self._guard = open_guard(
+            _Guard,
+            JudgeEndpoint,
+            self.settings,
+            key=f"reward.judges[{self.name!r}]",
+            identity=self.settings.identity,
+            folder="judgements",
+            workdir=workdir,
+            process=process,
+            log=log_with_name,
+        )
 
     def calls(self, group: Sequence[Finished]) -> list[Call]:
-        """A call for each episode."""
-        judgements = [_Judgement(judge=self, prompt=self.prompt(one)) for one in group]
+        """Return a call for each episode."""
+        judgements = [_Judgement(judge=self, prompt=self.prompt(episode)) for episode in group]
         return [
             Call(
                 members=(index,),
-                make=one.make,
+                make=judgement.make,
                 read=lambda score: [Measured(score=score)],
-                records=one.records,
+                records=judgement.records,
             )
-            for index, one in enumerate(judgements)
+            for index, judgement in enumerate(judgements)
         ]
 
     def lacks(self, task: Task) -> list[str]:
-        """Accepted answers, where the prompt has a place for them and the task none."""
+        """Return `answers` if the prompt has a place for them and the task has none."""
         return ["answers"] if "{answers}" in self.settings.prompt and not task.answers else []
 
-    def prompt(self, one: Finished) -> str:
-        """The prompt about an episode."""
-        task = one.episode.task
-        asked = [m["content"] for m in task.messages or () if m["role"] == "user"]
+    def prompt(self, finished: Finished) -> str:
+        """Return the prompt for an episode."""
+        task = finished.episode.task
+        questions = [m["content"] for m in task.messages or () if m["role"] == "user"]
         texts = {
-            "question": task.question if task.question is not None else (asked or [""])[-1],
-            "response": one.episode.response,
+            "question": task.question if task.question is not None else (questions or [""])[-1],
+            "response": finished.episode.response,
             "answers": " | ".join(task.answers),
         }
         return _PLACE.sub(lambda place: texts[place[1]], self.settings.prompt)
 
     def ask(self, prompt: str) -> Answer:
-        """The reply to a prompt, or why there is none, and what that took."""
-        assert self._asked is not None, "open comes first"
-        [answer] = self._asked.answer_all([prompt])
+        """Return the reply to a prompt or the reason for none, and its record."""
+        assert self._guard is not None, "open comes first"
+        [answer] = self._guard.answer_all([prompt])
         return replace(answer, record=replace(answer.record, tool=self.name))
 
 
 @dataclass(eq=False, kw_only=True)
 class _Judgement:
-    """A judge's view of one episode."""
+    """Call of a judge about one episode."""
 
     judge: Judge
     prompt: str
@@ -326,10 +264,10 @@ class _Judgement:
     answer: Answer | None = None
 
     def make(self) -> float:
-        """Asks the judge; gives its score, from 0 to 1.
+        """Return the judge's score, from 0 to 1.
 
         Raises:
-            ToolError: it says nothing that can be read.
+            ToolError: There is none.
         """
         self.began = time.monotonic()
         self.answer = self.judge.ask(self.prompt)
@@ -338,7 +276,7 @@ class _Judgement:
         return read_number(self.answer.found, self.judge.settings)
 
     def records(self) -> list[CallRecord]:
-        """The call's record; one attempt if it was begun and nothing is known of it."""
+        """Return the call's record; a call that was abandoned counts one attempt if it began."""
         if self.answer is not None:
             return [self.answer.record]
         return [
@@ -352,7 +290,7 @@ class _Judgement:
         ]
 
 
-class _Asked(ResilientSearch):
-    """Guard around a judge's endpoint."""
+class _Guard(ResilientSearch):
+    """Guard of a judge's endpoint."""
 
     what, section = "the judge", "config.reward.judges[..]"

@@ -1,13 +1,13 @@
-"""Turns written by a model behind an OpenAI-compatible endpoint, in place of the run's own.
+"""Turns from a model behind an OpenAI-compatible endpoint, in place of the run's own model.
 
-The environment is the same, and so are the budgets: texts are counted and cut by the run's
-tokenizer. The ids of a trajectory are those of its texts; what the endpoint's model sampled, and
-how likely that was, nobody knows here, so there is nothing to train on. Images are sent as they
-are, and counted as the run's own processor cuts them.
+Environment and budgets are the same: the run's tokenizer counts and cuts texts. The ids of a
+trajectory are those of its texts. What the endpoint sampled, and with which probabilities, is
+unknown, so there is nothing to train on. Images are sent as they are, and counted as the run's own
+processor cuts them.
 
-An endpoint leaves out the stop string at which it stopped. Where it says which one that was (vLLM,
-SGLang), it is put back. Where it does not, the text decides: a tag that was opened and not closed
-is closed, as `<search>` by `</search>`.
+An endpoint leaves out the stop string at which it stopped. If it reports which one that was (vLLM,
+SGLang), that is put back. If not, a tag that was opened and not closed is closed: `<search>` by
+`</search>`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,18 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from jaxrl.data.chat_template import parts_of
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.envs.base import (
-    Env,
-    OutageError,
-    Outcome,
-    StepResult,
-    ToolError,
-    ToolResults,
-    Turn,
-)
+from jaxrl.envs.base import Env, OutageError, Outcome, StepResult, ToolError, ToolResults, Turn
 from jaxrl.envs.images import Picture, Pictured, UnreadableError, images_behind
-from jaxrl.envs.search.recording import Recording
-from jaxrl.envs.search.resilient import Nobody, ResilientSearch
-from jaxrl.envs.tools.base import Tool
-from jaxrl.extras.endpoints.completions import Completions, first_choice, policy_of
+from jaxrl.envs.search.resilient import ResilientSearch
+from jaxrl.extras.endpoints.completions import Endpoint, first_choice, open_guard
+from jaxrl.extras.endpoints.keys import KEYS
 from jaxrl.extras.endpoints.sent_images import sent_image, url_of
 from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule, StartError
 from jaxrl.sampling.interfaces import Processor, Sampling
@@ -50,65 +42,33 @@ from jaxrl.utils.http_client import check_url, plain_text, shown_url
 from jaxrl.utils.text import writable
 
 GO_ON = "Continue."
-"""The user's message where the environment says nothing and the model is to go on."""
-
-Content = str | Sequence[str | Picture]
-"""Content of a message that is sent: a text, or texts and images in their order."""
+"""Message of the user if the environment says nothing and the model is to go on."""
 
 REFUSALS = {
     401: "key_env names the environment variable with the key",
     403: "key_env names the environment variable with the key",
     404: "url and model say what is asked",
 }
-"""Statuses after which nobody need be asked again, and the keys to look at."""
+"""Statuses that every request would get, and the keys to look at."""
 
+MAX_COUNT = 10**9
+"""Largest number of tokens that a reply may report, more than any model reads or writes."""
 
-@dataclass(frozen=True, kw_only=True)
-class ChatSettings:
-    """Settings of a model behind an endpoint: the keys of `config.policy.openai`."""
-
-    url: str
-    model: str
-    key_env: str = ""
-    max_concurrent: int = 16
-    deadline_s: float = 120.0
-    retries: int = 3
-    backoff_s: float = 1.0
-    outage_deadline_s: float = 120.0
-    continues_message: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    prompt_price: float = 0.0
-    completion_price: float = 0.0
-    replay: str = "record"
-    replay_folder: str = ""
-
-    def __post_init__(self) -> None:
-        """Checks the address.
-
-        Raises:
-            ValueError: it is none.
-        """
-        check_url("policy.openai.url", self.url)
+Content = str | Sequence[str | Picture]
+"""Content of a message that is sent: a text, or texts and images in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A turn that a model wrote.
+    """Turn that a model wrote."""
 
-    Attributes:
-        text: up to the stop string, which is in it.
-        is_cut: it was not done, but had no tokens left.
-        usage: calls, tries, tokens as the endpoint counts them, and what these cost, where they
-            have a price.
-    """
-
-    text: str
-    is_cut: bool
-    usage: Mapping[str, float]
+    text: str  # up to the stop string, which is included
+    is_cut: bool  # the model had no tokens left
+    usage: Mapping[str, float]  # calls, attempts, counted tokens, and cost if they have a price
 
 
 class ChatModel:
-    """A model behind an endpoint, asked with care; several threads may ask at once."""
+    """Model behind an endpoint. Several threads may call it at once."""
 
     def __init__(
         self,
@@ -118,36 +78,24 @@ class ChatModel:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Asks nothing yet.
+        """Send no request yet.
 
-        Args:
-            keys: those of `ChatSettings`.
-            workdir: of the run, for what is kept beside it; None where there is none.
-            process: number of this process of the run.
-            log: told of outages.
-
-        Raises:
-            ValueError: the address is none, or the key's environment variable is not set.
-            FileNotFoundError: the recording alone is to answer, and there is none.
+        `keys` are those of `policy.openai` that do not have their defaults. Further arguments and
+        errors are as of `open_guard`.
         """
-        self.settings = settings = ChatSettings(**keys)
-        is_replay = settings.replay == "only"
-        self._endpoint = None if is_replay else _Endpoint(settings)
-        recording, folder = None, settings.replay_folder or (workdir and workdir / "replies")
-        if settings.replay != "off" and (folder or is_replay):
-            asked = {"model": settings.model, "options": dict(settings.options)}
-            recording = Recording(Path(folder or "replies"), asked, process=process, log=log)
-            if is_replay and not len(recording):
-                raise FileNotFoundError(
-                    f"config.policy.openai.replay is 'only', but {recording.folder} has no answers "
-                    f"of {json.dumps(asked)}; name the folder by "
-                    "config.policy.openai.replay_folder."
-                )
-        self._asked = _Asked(
-            self._endpoint or Nobody(),
-            policy_of(settings, max_concurrent=settings.max_concurrent),
-            recording=recording,
-            is_replay=is_replay,
+        defaults = {name.removeprefix("policy.openai."): key.default for name, key in KEYS.items()}
+        limits = {"cache_mib": 0.0, "queries_per_second": 0.0}
+        self.settings = settings = SimpleNamespace(**defaults | limits | dict(keys))
+        check_url("policy.openai.url", settings.url)
+        self._guard = open_guard(
+            _Guard,
+            _Endpoint,
+            settings,
+            key="policy.openai",
+            identity={"model": settings.model, "options": dict(settings.options)},
+            folder="replies",
+            workdir=workdir,
+            process=process,
             log=log,
         )
 
@@ -156,17 +104,9 @@ class ChatModel:
         """Name and address, for people."""
         return f"{self.settings.model} at {shown_url(self.settings.url)}"
 
-    def rollout(
-        self,
-        env: Env,
-        tokenizer: Tokenizer,
-        limits: Limits,
-        schedule: Schedule,
-        pay: Pay,
-        processor: Processor | None = None,
-    ) -> ChatRollout:
-        """A rollout with this model; arguments and errors as of `ChatRollout`."""
-        return ChatRollout(self, env, tokenizer, limits, schedule, pay, processor)
+    def rollout(self, *arguments: Any) -> ChatRollout:
+        """Return a rollout with this model; further arguments as of `ChatRollout`."""
+        return ChatRollout(self, *arguments)
 
     def write(
         self,
@@ -175,51 +115,56 @@ class ChatModel:
         stops: Sequence[str],
         sampling: Mapping[str, Any],
     ) -> Written:
-        """Asks for the next turn of a chat.
+        """Request the next turn of a chat.
 
         Args:
-            messages: role, `Content` and other fields of each so far; images in PNG or JPEG.
-            stops: strings at which the turn ends.
-            sampling: further fields of the request; a seed among them keeps equal chats apart.
+            messages: Role, `Content` and other fields of each message; images in PNG or JPEG.
+            stops: Strings at which the turn ends.
+            sampling: Further fields of the request, with a seed that keeps equal chats apart.
 
         Raises:
-            OutageError: the endpoint refuses everybody, as with a wrong key.
-            ToolError: there is no turn.
+            OutageError: The endpoint refuses every request, as with a wrong key.
+            ToolError: There is no turn.
         """
-        chat = []
+        chat: list[Mapping[str, Any]] = []
+        images: list[Picture] = []
         for message in messages:
-            said = message["content"]
-            content: Any = plain_text(said) if isinstance(said, str) else []
-            for one in () if isinstance(said, str) else said:
-                if isinstance(one, str):
-                    content.append({"type": "text", "text": plain_text(one)})
-                else:  # named by its digest, so that a recording holds no images
-                    content.append({"type": "image_url", "image_url": {"url": one.digest}})
+            content: Any = message["content"]
+            if isinstance(content, str):
+                content = plain_text(content)
+            else:
+                images += [part for part in content if isinstance(part, Picture)]
+                content = [_content_part(part) for part in content]
             role = plain_text(message["role"])
-            chat.append({**message, "role": role, "content": content, **_sent_calls(message)})
+            chat.append({**message, "role": role, "content": content, **_tool_calls(message)})
         body = {"messages": chat, **sampling, **({"stop": list(stops)} if stops else {})}
-        said_in_all = (one for message in messages for one in message["content"])
-        images = [one for one in said_in_all if isinstance(one, Picture)]
-        [answer] = self._asked.answer_all([Pictured(json.dumps(body), images)])
-        if self._endpoint and self._endpoint.refusal:
-            raise OutageError(self._endpoint.refusal)
+        [answer] = self._guard.answer_all([Pictured(json.dumps(body), images)])
+        if isinstance(self._guard.engine, _Endpoint) and self._guard.engine.refusal:
+            raise OutageError(self._guard.engine.refusal)
         if isinstance(answer.found, ToolError):
             raise ToolError(f"the model behind config.policy.openai: {answer.found}")
         reply = json.loads(answer.found)
         usage: dict[str, float] = {"calls": 1, "attempts": 0, "replayed": 1}
-        if answer.record.source != "replay":  # an answer of the recording took nothing
-            tokens, settings = _tokens(reply), self.settings
+        if answer.record.source != "replay":  # which costs nothing
+            tokens, settings = _count_tokens(reply), self.settings
             usage = {"calls": 1, "attempts": answer.record.attempts, **tokens}
             if settings.prompt_price or settings.completion_price:
-                paid = tokens["prompt_tokens"] * settings.prompt_price
-                paid += tokens["completion_tokens"] * settings.completion_price
-                usage["cost"] = paid / 1e6
+                cost = tokens["prompt_tokens"] * settings.prompt_price
+                cost += tokens["completion_tokens"] * settings.completion_price
+                usage["cost"] = cost / 1e6
         text, is_cut = read_turn(reply, stops)
         return Written(text=text, is_cut=is_cut, usage=usage)
 
 
-def _sent_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The calls of tools in a message as endpoints have them: with arguments as JSON text."""
+def _content_part(part: str | Picture) -> dict[str, Any]:
+    """Return a part of a message; an image by its digest, so that a recording holds no images."""
+    if isinstance(part, str):
+        return {"type": "text", "text": plain_text(part)}
+    return {"type": "image_url", "image_url": {"url": part.digest}}
+
+
+def _tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tool calls of a message as endpoints take them: with arguments as JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         function = dict(call["function"])
@@ -229,59 +174,51 @@ def _sent_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"tool_calls": calls} if calls else {}
 
 
-class _Endpoint(Tool):
-    """Sends the body of a request, with its images; returns the endpoint's answer as JSON."""
+class _Endpoint(Endpoint):
+    """Endpoint that takes the body of a request and its images, and answers with JSON."""
 
-    name, blank = "policy", ""
-
-    def __init__(self, settings: ChatSettings) -> None:
-        self._settings = settings
-        self._completions = Completions(
-            settings.url,
-            section="policy.openai.key_env",
-            key_env=settings.key_env,
-            timeout_s=settings.deadline_s,
-            connections=settings.max_concurrent,
-        )
-        self.refusal = ""  # why nobody need be asked again
+    name = "policy"
+    refusal = ""
+    """Reason why no request can succeed."""
 
     def run(self, call: str, /) -> str:
         if self.refusal:
             raise ToolError(self.refusal, is_permanent=True)
-        asked = json.loads(call)
+        request = json.loads(call)
         urls = {image.digest: url_of(image) for image in images_behind(call)}
-        for message in asked["messages"]:
+        for message in request["messages"]:
             for part in message["content"] if isinstance(message["content"], list) else ():
                 if part["type"] == "image_url":
                     part["image_url"]["url"] = urls[part["image_url"]["url"]]
-        fields = {"model": self._settings.model, **asked, **self._settings.options}
+        fields = {"model": self.settings.model, **request, **self.settings.options}
         body = {name: value for name, value in fields.items() if value is not None}
         try:
-            answer = self._completions.ask(body)
+            answer = self.ask(body)
         except ToolError as error:
             if error.status in REFUSALS:
                 self.refusal = f"{error}; config.policy.openai.{REFUSALS[error.status]}."
             raise
-        read_turn(answer, ())  # one that cannot be read is asked for again
-        _tokens(answer)
+        # An answer that cannot be read is asked for again.
+        read_turn(answer, ())
+        _count_tokens(answer)
         return json.dumps(answer)
 
 
-class _Asked(ResilientSearch):
-    """Guard around the model's endpoint."""
+class _Guard(ResilientSearch):
+    """Guard of the model's endpoint."""
 
     what, section = "the model's endpoint", "config.policy.openai"
 
 
 def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
-    """The text of an answer up to its stop string, and whether its tokens ran out.
+    """Return the text of an answer up to its stop string, and whether its tokens ran out.
 
     Args:
-        answer: of the endpoint.
-        stops: strings at which the turn ends.
+        answer: JSON from the endpoint.
+        stops: Strings at which the turn ends.
 
     Raises:
-        ToolError: it holds no text, or ended for a reason that is not the model's.
+        ToolError: The answer has no text, or ended for a reason that is not the model's.
     """
     choice, message = first_choice(answer)
     reason = choice.get("finish_reason")
@@ -289,7 +226,7 @@ def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
         raise ToolError(
             f"the reply ended with finish_reason {reason!r:.100}; expected 'stop' or 'length'"
         )
-    # Without content are refusals, and models that spent their tokens on hidden reasoning.
+    # Refusals have no content, nor do models that spent their tokens on hidden reasoning.
     text = message.get("content") or message.get("refusal") or ""
     if not isinstance(text, str):
         raise ToolError(f"the reply's content is {text!r:.100}; expected text")
@@ -310,35 +247,26 @@ def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
     return (text + opened[max(opened)] if opened else text), False
 
 
-MAX_COUNT = 10**9
-"""Tokens that an endpoint may count in one reply, far more than any model reads or writes."""
-
-
-def _tokens(answer: Mapping[str, Any]) -> dict[str, int]:
-    """Tokens that the endpoint counted; 0 where it did not.
+def _count_tokens(answer: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens that the endpoint counted, 0 if it counted none.
 
     Raises:
-        ToolError: it counted something else.
+        ToolError: It reports something else.
     """
-    usage = answer.get("usage")
-    if usage is None:
-        usage = {}
-    if not isinstance(usage, dict):
-        raise ToolError(f"the reply's usage is {usage!r:.100}; expected an object")
+    usage = {} if answer.get("usage") is None else answer["usage"]
     counts = {}
     for name in ("prompt_tokens", "completion_tokens"):
-        count = usage.get(name)
+        count = usage.get(name) if isinstance(usage, dict) else -1
         if count is not None and not (type(count) is int and 0 <= count <= MAX_COUNT):
             raise ToolError(
-                f"the reply's usage has {name} {count!r:.40}; expected a whole number from 0 to "
-                f"{MAX_COUNT}"
+                f"the reply's usage is {usage!r:.100}; expected {name} from 0 to {MAX_COUNT}"
             )
         counts[name] = count or 0
     return counts
 
 
 class ChatRollout(EpisodePlayer):
-    """Plays groups of episodes of tasks with a model behind an endpoint and an environment."""
+    """Player of groups of episodes with a model behind an endpoint."""
 
     def __init__(
         self,
@@ -350,10 +278,10 @@ class ChatRollout(EpisodePlayer):
         pay: Pay,
         processor: Processor | None = None,
     ):
-        """Adds the model to an `EpisodePlayer`; a blank processor sends blank images.
+        """Add the model to an `EpisodePlayer`; a blank processor sends blank images.
 
         Raises:
-            ValueError: the environment reads calls as the model's own chat template has them.
+            ValueError: The environment reads calls as the model's own chat template writes them.
         """
         super().__init__(env, tokenizer, limits, schedule, pay, processor)
         if self._tools:
@@ -373,12 +301,12 @@ class ChatRollout(EpisodePlayer):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Group]:
-        """A group of trajectories of every task, scored, in task order; as `Rollout.__call__`.
+        """Return a group of scored trajectories for every task, as `Rollout.__call__`.
 
         Raises:
-            Interrupted: `should_stop` said so.
-            OutageError: the endpoint refuses every call, or what the environment asks is down.
-            ValueError: a prompt leaves no room for an answer.
+            Interrupted: `should_stop` returned True.
+            OutageError: The endpoint refuses every request, or a tool of the environment is down.
+            ValueError: A prompt leaves no room for an answer.
         """
         samples = self._make_samples(draws, sampling.group_size)
         is_over = threading.Event()
@@ -408,17 +336,11 @@ class ChatRollout(EpisodePlayer):
     def _play(
         self, sample: Sample, draw: Draw, sampling: Sampling, is_over: threading.Event
     ) -> None:
-        """Plays an episode to its end, unless all are given up."""
+        """Play an episode to its end, or until all are abandoned."""
         prompt: list[Mapping[str, Any]] = []
         while sample.episode.outcome is None and not is_over.is_set():
             try:
-                if not prompt:  # with the task's images where their marks are
-                    opening, left = self._start(draw.task), list(self._sent(draw.task.images))
-                    for message in opening:
-                        content: Content = message["content"]
-                        if draw.task.images and None in (parts := parts_of(message["content"])):
-                            content = [left.pop(0) if part is None else part for part in parts]
-                        prompt.append({**message, "content": content})
+                prompt = prompt or self._opening_messages(draw)
                 written = self._write(prompt, sample, draw, sampling)
             except OutageError:
                 raise
@@ -434,6 +356,17 @@ class ChatRollout(EpisodePlayer):
             else:
                 self._take(sample, text, self._answer(sample, text))
 
+    def _opening_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
+        """Return the messages that open an episode, with the task's images at their marks."""
+        opening, images = self._start(draw.task), self._sent(draw.task.images)
+        prompt: list[Mapping[str, Any]] = []
+        for message in opening:
+            content: Content = message["content"]
+            if images and None in (parts := parts_of(message["content"])):
+                content = [images.pop(0) if part is None else part for part in parts]
+            prompt.append({**message, "content": content})
+        return prompt
+
     def _sent(self, images: Sequence[Picture]) -> list[Picture]:
         is_blank = self._processor is not None and self._processor.is_blank
         return [sent_image(image, is_blank=is_blank) for image in images]
@@ -445,8 +378,8 @@ class ChatRollout(EpisodePlayer):
         draw: Draw,
         sampling: Sampling,
     ) -> Written:
-        """The next turn of an episode."""
-        episode, settings = sample.episode, self._model.settings
+        """Request the next turn of an episode."""
+        episode = sample.episode
         fields: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -458,46 +391,49 @@ class ChatRollout(EpisodePlayer):
             "seed": _seed(sampling, draw, sample),
         }
         messages = list(prompt)
-        if not settings.continues_message:
+        if not self._model.settings.continues_message:
             for turn in episode.turns:
-                said: Content = turn.observation or GO_ON
-                if turn.images:
-                    # They stand where the run's template has written them, all together; behind
-                    # them is only what the protocol writes.
-                    _, written = self._tokenizer.render_image(1)
-                    before, _, after = str(said).rpartition(written * len(turn.images))
-                    parts = [before, *self._sent(turn.images), after]
-                    said = [part for part in parts if part != ""]
                 messages += [
                     {"role": "assistant", "content": turn.text},
-                    {"role": "user", "content": said},
+                    {"role": "user", "content": self._observation(turn)},
                 ]
         elif episode.turns:
             messages.append({"role": "assistant", "content": episode.response})
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return self._model.write(messages, stops=self._env.stop_strings, sampling=fields)
 
+    def _observation(self, turn: Turn) -> Content:
+        """Return what the environment said after a turn, with its images.
+
+        The run's template has written all images together; only the protocol's text follows them.
+        """
+        if not turn.images:
+            return turn.observation or GO_ON
+        _, written = self._tokenizer.render_image(1)
+        before, _, after = (turn.observation or GO_ON).rpartition(written * len(turn.images))
+        return [part for part in (before, *self._sent(turn.images), after) if part != ""]
+
     def _answer(self, sample: Sample, text: str) -> StepResult:
-        """The environment's reply to a turn, within its deadline."""
+        """Return the environment's reply to a turn, within its deadline."""
         reply = in_thread(lambda: self._step([sample.episode], [text]))
         if not wait([reply], timeout=self._schedule.deadline_s or None).done:
             return self._give_up()
         [result] = reply.result()
-        why = ""
+        problem = ""
         if isinstance(result.observation, ToolResults):
-            why = "gave results of tools; a model behind an endpoint is shown messages of the user"
+            problem = (
+                "gave results of tools; a model behind an endpoint is shown messages of the user"
+            )
         elif images_of(result.observation) and self._model.settings.continues_message:
-            why = (
+            problem = (
                 "shows an image, which endpoints do not take within the model's own message; set "
                 "config.policy.openai.continues_message to False"
             )
-        if why:
-            return failed_step(f"{type(self._env).__name__}.step {why}")
-        return result
+        return failed_step(f"{type(self._env).__name__}.step {problem}") if problem else result
 
 
 def _seed(sampling: Sampling, draw: Draw, sample: Sample) -> int:
-    """Seed of this turn, different from all others of the run; 31 bits."""
+    """Return the seed of this turn, different from all others of the run; 31 bits."""
     seeds = sampling.seeds
     parts = (
         *(seeds.seed, seeds.stage, seeds.step, draw.stream_index, sample.sample_index),

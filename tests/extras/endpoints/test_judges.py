@@ -1,9 +1,6 @@
 """Judges against a real server, in its good hours and its bad ones."""
 
-import contextlib
-import http.server
 import itertools
-import json
 import math
 import threading
 import time
@@ -13,12 +10,11 @@ import pytest
 
 from jaxrl.envs.base import Episode, Finished, Reward, Task, ToolError, Turn
 from jaxrl.envs.rewards.combiner import MAX_THREADS, Payment
-from jaxrl.extras.endpoints.completions import Completions
-from jaxrl.extras.endpoints.judges import Judge, JudgeSettings, read_number
+from jaxrl.extras.endpoints.judges import Judge, JudgeEndpoint, JudgeSettings, read_number
 from jaxrl.training.usage import Ledger
 from jaxrl.utils.concurrency import LateError
 from tests.episodes import ANSWER, make_trajectory
-from tests.servers import served
+from tests.servers import Reply, served
 
 TASK = Task(id="t", question="Where {response}?", answers=("Paris", "Lutetia"))
 PROMPT = (
@@ -26,46 +22,22 @@ PROMPT = (
 )
 
 
-class Server:
-    """An endpoint that answers each request as the next of a script says, or scores 7."""
-
-    def __init__(self):
-        self.script, self.requests, self.headers = [], [], []
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.requests.append(body)
-                outer.headers.append(dict(self.headers))
-                how = outer.script.pop(0) if outer.script else {}
-                time.sleep(how.get("wait", 0.0))
-                self.send_response(how.get("status", 200))
-                for name, value in how.get("headers", {}).items():
-                    self.send_header(name, value)
-                message = {"content": how.get("text", "Fine.\nScore: 7")}
-                ending = {"finish_reason": how.get("finish_reason", "stop")}
-                reply = {"choices": [{"message": message, **ending}]}
-                data = how.get("raw", json.dumps(reply)).encode()
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                with contextlib.suppress(OSError):  # nobody may wait for it any more
-                    self.wfile.write(data)
-
-            def log_message(self, *_):
-                pass
-
-        self.served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.served.serve_forever, args=(0.02,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.served.server_port}/v1"
-
-
 @pytest.fixture
 def server():
-    made = Server()
-    yield made
-    made.served.shutdown()
-    made.served.server_close()
+    """An endpoint that answers each request as the next of a script says, or scores 7."""
+    script = []
+
+    def answer(request):
+        how = script.pop(0) if script else {}
+        time.sleep(how.get("wait", 0.0))
+        message = {"content": how.get("text", "Fine.\nScore: 7")}
+        ending = {"finish_reason": how.get("finish_reason", "stop")}
+        body = how.get("raw", {"choices": [{"message": message, **ending}]})
+        return Reply(body, how.get("status", 200), how.get("headers", {}))
+
+    with served(answer) as endpoint:
+        endpoint.script = script
+        yield endpoint
 
 
 def judge(url, workdir=None, **settings):
@@ -107,12 +79,12 @@ def test_a_judge_is_asked_with_the_filled_prompt_and_its_number_is_paid(server):
     [reward] = paid(part, "In {answers}.")
     assert reward.parts["helpful"] == pytest.approx(0.7)
     assert reward.total == pytest.approx(0.5 + 2 * 0.7)
-    [asked] = server.requests
+    [request] = server.requests
     prompt = PROMPT.replace("{question}", "Where {response}?", 1)
     prompt = prompt.replace("Truth: {answers}", "Truth: Paris | Lutetia")
     # What the texts hold is no place; a text of ours in braces is plain.
     prompt = prompt.replace("Response: {response}", "Response: In {answers}.")
-    assert asked == {
+    assert request.json == {
         "model": "judge-1", "temperature": 0.5, "max_tokens": 1024, "seed": 3,
         "messages": [
             {"role": "system", "content": "Be strict."}, {"role": "user", "content": prompt},
@@ -122,7 +94,7 @@ def test_a_judge_is_asked_with_the_filled_prompt_and_its_number_is_paid(server):
 
 def test_what_was_judged_is_not_asked_again(server):
     part = judge(server.url)
-    server.script = [{"text": "Score: 2"}]
+    server.script[:] = [{"text": "Score: 2"}]
     rewards = paid(part, "a", "a", "a")
     assert [r.parts["helpful"] for r in rewards] == [pytest.approx(0.2)] * 3
     assert [r.parts["helpful"] for r in paid(part, "a", "b")] == [
@@ -133,9 +105,9 @@ def test_what_was_judged_is_not_asked_again(server):
 
 def test_a_recorded_run_is_given_again_without_a_network(server, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
-    server.script = [{"text": "Score: 3"}]
+    server.script[:] = [{"text": "Score: 3"}]
     first = paid(judge(server.url, tmp_path, key_env="JUDGE_KEY"), "a")
-    assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
+    assert server.requests[0].headers["authorization"] == "Bearer sk-very-secret"
     monkeypatch.delenv("JUDGE_KEY")
     nowhere = "http://127.0.0.1:9/v1"
     replay = {"replay": "only", "key_env": "JUDGE_KEY"}  # neither the server nor the key is needed
@@ -144,14 +116,20 @@ def test_a_recorded_run_is_given_again_without_a_network(server, tmp_path, monke
     [missing] = paid(again, "never seen")
     assert isinstance(missing, ToolError)
     assert "replay is 'only'" in str(missing)
-    with pytest.raises(FileNotFoundError, match="has no replies of a judge with these settings"):
+    with pytest.raises(
+        FileNotFoundError, match=r"reward\.judges\['helpful'\]\.replay is 'only', but .* no replies"
+    ):
         judge(nowhere, tmp_path, **replay, model="judge-2")
     kept = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert kept
     assert not any("sk-very-secret" in text for text in kept)
-    with pytest.raises(ValueError, match=r"JUDGE_KEY, which config\.reward\.judges names, is not"):
+    with pytest.raises(
+        ValueError, match=r"JUDGE_KEY, which config\.reward\.judges.*key_env names, is not"
+    ):
         judge(nowhere, key_env="JUDGE_KEY")
 
+
+BASE = {"url": "http://judge:8000/v1", "model": "m", "prompt": "{response}"}
 
 PASSING = {
     "a status that may pass": {"status": 500},
@@ -167,7 +145,7 @@ PASSING = {
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 def test_a_fault_that_passes_costs_a_further_try(server, fault):
-    server.script = [fault, {"text": "I think so. Score: **4.5**"}]
+    server.script[:] = [fault, {"text": "I think so. Score: **4.5**"}]
     [reward] = paid(judge(server.url), "a")
     assert reward.parts["helpful"] == pytest.approx(0.45)
     assert len(server.requests) == 2
@@ -183,7 +161,7 @@ LASTING = {
 
 @pytest.mark.parametrize(("fault", "told"), LASTING.values(), ids=LASTING)
 def test_a_judge_that_gives_no_number_is_an_error_and_no_score(server, fault, told):
-    server.script = [fault] * 50
+    server.script[:] = [fault] * 50
     start = time.monotonic()
     deadline_s = 0.2 if "wait" in fault else 5.0
     [error] = paid(judge(server.url, deadline_s=deadline_s), "a")
@@ -203,7 +181,7 @@ def test_a_server_that_is_not_there_is_given_up_in_time():
 
 def test_each_request_is_in_the_ledger_and_what_was_kept_costs_nothing(server, tmp_path):
     part = judge(server.url, tmp_path)
-    server.script = [{"status": 500}, {"text": "no number"}, {"text": "Score: 2"}]
+    server.script[:] = [{"status": 500}, {"text": "no number"}, {"text": "Score: 2"}]
     _, first = counted(part, "a")
     _, then = counted(part, "a", "b")
     _, again = counted(judge("http://127.0.0.1:9/v1", tmp_path, replay="only"), "b")
@@ -216,24 +194,25 @@ def test_each_request_is_in_the_ledger_and_what_was_kept_costs_nothing(server, t
 
 
 def test_equal_prompts_under_way_are_paid_once(server):
-    server.script = [{"wait": 0.3}]
+    server.script[:] = [{"wait": 0.3}]
     _, records = counted(judge(server.url), "a", "a", "a")
     assert sorted(record.source for record in records) == ["shared", "shared", "tool"]
     assert ledger_of(records).usage.cost == 0.25
 
 
-def test_a_judge_that_gave_no_score_is_paid_too(server):
+def test_a_judge_that_gave_no_score_is_paid_and_leaves_the_others_their_rewards(server):
     part = judge(server.url)
-    _, good = counted(part, "good")
-    server.script = [{"text": "no"}] * 20
-    [error], bad = counted(part, "bad")
+    _, first = counted(part, "good")  # the server has answered
+    server.script[:] = [{"text": "no"}] * 20
+    (good, error), records = counted(part, "good", "bad")
+    assert good.parts["helpful"] == pytest.approx(0.7)
     assert isinstance(error, ToolError)
-    assert ledger_of([*good, *bad]).usage.cost == 0.25 * len(server.requests) > 0.5
-    assert "the reply ends 'no'" in bad[0].error
+    assert ledger_of([*first, *records]).usage.cost == 0.25 * len(server.requests) > 0.5
+    assert "the reply ends 'no'" in records[1].error
 
 
 def test_calls_that_were_given_up_count_one_attempt_if_they_were_begun(server):
-    server.script = [{"wait": 2.0}] * 40
+    server.script[:] = [{"wait": 2.0}] * 40
     texts = [str(number) for number in range(MAX_THREADS + 1)]
     errors, records = counted(judge(server.url), *texts, deadline_s=0.5)
     assert {type(error) for error in errors} == {LateError}
@@ -242,38 +221,25 @@ def test_calls_that_were_given_up_count_one_attempt_if_they_were_begun(server):
     assert records[0].waited_s > 0.25 > records[-1].waited_s == 0.0
 
 
-def test_one_that_cannot_be_judged_leaves_the_others_their_rewards(server):
-    judged = judge(server.url)
-    paid(judged, "good")  # the server has answered
-    server.script = [{"text": "no"}] * 20
-    good, bad = paid(judged, "good", "bad")
-    assert (good.parts["helpful"], isinstance(bad, ToolError)) == (pytest.approx(0.7), True)
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         ({"prompt": "Rate {answer}"}, r"expected \{response\} in it"),
-        ({"pattern": "score: (\\d+"}, "a judge's pattern is .*: missing"),
-        ({"deadline_s": 1e10}, "a judge's deadline_s is .*at most 1e.09 seconds"),
+        ({"pattern": "score: (\\d+"}, r"pattern is .*; expected a regular expression \(missing"),
+        ({"pattern": "score"}, "expected one group"),
         ({"url": "http://x/v1?api_key=abc"}, r"holds a parameter 'api_key'.*key_env"),
-        ({"pattern": "score"}, "with 0 groups; expected one"),
-        ({"low": 5, "high": 5}, "low is 5; expected less than high=5"),
-        ({"replay": "yes"}, "replay is 'yes'; expected 'record', 'only' or 'off'"),
         ({"url": "judge:8000"}, "expected the address of a server"),
-        ({"deadline_s": 0}, "deadline_s is 0; expected above 0"),
+        ({"low": 5, "high": 5}, "low is 5; expected less than high=5"),
         ({"low": -math.inf}, "low is -inf; expected a finite number"),
-        ({"temperature": math.nan}, "temperature is nan; expected a finite number"),
-        ({"deadline_s": "60"}, "deadline_s is '60'; expected a finite number"),
-        ({"retries": 1.5}, "retries is 1.5; expected a whole number"),
-        ({"retries": -1}, "retries is -1; expected 0 or more"),
-        ({"cache_mib": -1}, "cache_mib is -1; expected 0 or more"),
+        ({"replay": "yes"}, "replay is 'yes'; expected one of off, record, only"),
+        ({"deadline_s": 1e10}, "deadline_s is .*at most 1e.09 seconds"),
+        ({"deadline_s": 0}, "deadline_s is 0; expected a number above 0"),
+        ({"retries": 1.5}, "retries is 1.5; expected a value of type int"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, told):
-    base = {"url": "http://judge:8000/v1", "model": "m", "prompt": "{response}"}
     with pytest.raises(ValueError, match=told):
-        JudgeSettings(**{**base, **settings})
+        JudgeSettings(**{**BASE, **settings})
 
 
 @pytest.mark.parametrize(
@@ -293,8 +259,7 @@ def test_settings_that_cannot_work_are_refused(settings, told):
     ],
 )
 def test_what_a_reply_is_worth(reply, worth):
-    base = {"url": "http://judge:8000/v1", "model": "m", "prompt": "{response}"}
-    settings = JudgeSettings(**base, low=-1, high=1)
+    settings = JudgeSettings(**BASE, low=-1, high=1)
     if worth is not None:
         assert read_number(reply, settings) == worth
         return
@@ -304,12 +269,11 @@ def test_what_a_reply_is_worth(reply, worth):
 
 def test_a_pattern_of_ones_own_reads_the_end_of_a_reply_and_cannot_hold_up_a_run():
     """Other threads go on while it is searched, and it is ended."""
-    base = {"url": "http://judge:8000/v1", "model": "m", "prompt": "{response}"}
-    own = JudgeSettings(**base, pattern=r"worth (\d+)")
+    own = JudgeSettings(**BASE, pattern=r"worth (\d+)")
     assert read_number("worth 10" + " " * 4096 + "worth 3, or worth 4", own) == 0.4
     with pytest.raises(ToolError, match="expected a number from 0 to 10"):
         read_number("worth 3" + " " * 4096, own)
-    endless = JudgeSettings(**base, pattern=r"((?:a|aa)+)$")
+    endless = JudgeSettings(**BASE, pattern=r"((?:a|aa)+)$")
     turns, began = [], time.monotonic()
     counting = threading.Event()
 
@@ -330,6 +294,6 @@ def test_a_pattern_of_ones_own_reads_the_end_of_a_reply_and_cannot_hold_up_a_run
 
 def test_an_address_of_an_endpoint_may_have_parameters():
     with served(lambda request: {"path": request.path, **request.params}) as server:
-        ours = {"section": "policy", "key_env": "", "timeout_s": 5.0, "connections": 1}
-        endpoint = Completions(f"{server.url}/v1/?api-version=2026", **ours)
-        assert endpoint.ask({}) == {"path": "/v1/chat/completions", "api-version": "2026"}
+        settings = JudgeSettings(**{**BASE, "url": f"{server.url}/v1/?api-version=2026"})
+        answer = JudgeEndpoint(settings, "reward.judges").ask({})
+        assert answer == {"path": "/v1/chat/completions", "api-version": "2026"}

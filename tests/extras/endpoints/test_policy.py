@@ -112,23 +112,23 @@ def environment():
 
 
 def play(
-    answer, *, num_tasks=1, group_size=1, limits=LIMITS, should_stop=lambda: False, env=None,
-    **settings,
+    answer, *, num_tasks=1, tasks=(), group_size=1, limits=LIMITS, should_stop=lambda: False,
+    env=None, tokenizer=None, processor=None, **settings,
 ):  # fmt: skip
     """Trajectories, and the requests that were made for them."""
-    draws = [
-        Draw(task=Task(id=str(i), question=f"Capital {i}?", answers=("Oslo",)), stream_index=i)
-        for i in range(num_tasks)
+    tasks = tasks or [
+        Task(id=str(i), question=f"Capital {i}?", answers=("Oslo",)) for i in range(num_tasks)
     ]
+    draws = [Draw(task=task, stream_index=i) for i, task in enumerate(tasks)]
     sampling = Sampling(
         group_size=group_size, temperature=0.5, top_p=0.9, seeds=Seeds(seed=3, stage=2, step=0)
     )
     settings = {"backoff_s": 0.01, "outage_deadline_s": 0.3, "deadline_s": 5.0} | settings
     with served(answer) as server:
         model = ChatModel({"url": f"{server.url}/v1", "model": "m", **settings})
-        groups = ChatRollout(
-            model, env or environment(), toy_tokenizer(), limits, Schedule(),
-            lambda groups: [[one.reward for one in group] for group in groups],
+        groups = model.rollout(
+            env or environment(), tokenizer or toy_tokenizer(), limits, Schedule(),
+            lambda groups: [[one.reward for one in group] for group in groups], processor,
         )(draws, sampling, should_stop=should_stop)  # fmt: skip
         return members(groups), server.requests
 
@@ -268,30 +268,27 @@ def test_what_may_pass_is_tried_again(reply):
     assert (trajectory.usage["calls"], trajectory.usage["attempts"]) == (2, 4)
 
 
-@pytest.mark.parametrize("count", [10**400, 10**30, -1, True, 7.0, "7", [7], {}])
-@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
-def test_a_reply_whose_usage_cannot_be_read_is_no_score(name, count):
+@pytest.mark.parametrize(
+    "usage",
+    [
+        *({"prompt_tokens": count} for count in (10**400, -1, True)),
+        *({"completion_tokens": count} for count in (7.0, "7", [7], {})),
+        *(7, "7", [], True),
+    ],
+)
+def test_a_reply_whose_usage_cannot_be_read_is_no_score(usage):
     def answer(request):
         is_first = request.json["messages"][0]["content"] == "Capital 0?"
-        usage = {"prompt_tokens": 7, "completion_tokens": 3} | ({name: count} if is_first else {})
-        return {**chosen("<answer>Oslo</answer>"), "usage": usage}
+        return {**chosen("<answer>Oslo</answer>"), "usage": usage if is_first else None}
 
     (failed, other), requests = play(
         answer, num_tasks=2, prompt_price=1.0, retries=1, outage_deadline_s=5.0
     )
     assert (failed.outcome, other.outcome) == (Outcome.ENVIRONMENT_ERROR, Outcome.ANSWERED)
     assert failed.reward_parts == {}
-    assert f"the reply's usage has {name} " in failed.error
-    assert "expected a whole number from 0 to 1000000000" in failed.error
+    assert re.search(r"the reply's usage is .*; expected \w+_tokens from 0 to 1000", failed.error)
     assert len(failed.error) < 500
     assert len(requests) >= 3  # it was asked for again
-
-
-@pytest.mark.parametrize("usage", [7, "7", [], True])
-def test_a_usage_that_is_no_object_is_asked_for_again(usage):
-    [trajectory], requests = play(failing(1, {**chosen("x"), "usage": usage}))
-    assert trajectory.outcome == Outcome.ANSWERED
-    assert len(requests) == 3
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None, "completion_tokens": 3}])
@@ -411,21 +408,14 @@ class ShowingEnv(MathEnv):
         return [StepResult(observation=seen)]
 
 
-def look(answer, images, *, processor, question="", shown=(), **settings):
-    """The trajectory of a task with images, and the requests that were made for it."""
+def look(answer, images, *, question="", shown=(), **settings):
+    """The trajectory of a task with images, and the messages that were sent for it."""
     question = question or "<image>" * len(images) + "What?"
     task = Task(id="0", question=question, answers=("a",), images=images)
-    sampling = Sampling(
-        group_size=1, temperature=0.0, top_p=1.0, seeds=Seeds(seed=3, stage=2, step=0)
+    [trajectory], requests = play(
+        answer, tasks=[task], env=ShowingEnv(*shown), tokenizer=looking_tokenizer(), **settings
     )
-    with served(answer) as server:
-        model = ChatModel({"url": server.url, "model": "m", **settings})
-        groups = ChatRollout(
-            model, ShowingEnv(*shown), looking_tokenizer(), LIMITS, Schedule(),
-            lambda groups: [[one.reward for one in group] for group in groups], processor,
-        )([Draw(task=task, stream_index=0)], sampling)  # fmt: skip
-        [trajectory] = members(groups)
-        return trajectory, [request.json["messages"] for request in server.requests]
+    return trajectory, [request.json["messages"] for request in requests]
 
 
 def sent_image(part, kind="png"):
@@ -499,9 +489,9 @@ def test_a_blank_image_has_its_size_and_shows_nothing(processor):
 def test_a_recorded_answer_belongs_to_the_image(processor, tmp_path):
     def played(seed, **more):
         images = (Picture(data=encoded(drawn(seed=seed))),)
-        settings = {"replay_folder": str(tmp_path), "deadline_s": 5.0} | more
+        settings = {"processor": processor, "replay_folder": str(tmp_path), **more}
         trajectory, requests = look(
-            lambda _: chosen(f"Answer: {seed}", "length"), images, processor=processor, **settings
+            lambda _: chosen(f"Answer: {seed}", "length"), images, **settings
         )
         return trajectory.generated_text, len(requests)
 
