@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.experts.products import find_tiles, sum_up, tile_rows
+from jaxrl.extras.experts.products import differentiable, find_tiles, sum_up, tile_rows
 
 LEAST = 16
 """Multiple that the chip multiplies along each axis; arrays are padded to it."""
@@ -37,7 +37,8 @@ def grouped_product(
     F = weights.shape[-1]
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % LEAST)))
     weights = jnp.pad(weights, ((0, 0), *((0, -size % LEAST) for size in weights.shape[1:])))
-    return _product(interpret, rows, weights, sizes)[:, :F]
+    product = differentiable(_by_tiles, _of_weights, interpret=interpret)
+    return product(rows, weights, sizes)[:, :F]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +67,10 @@ class Blocks:
         return triton.CompilerParams(num_warps=num_warps, num_stages=3)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(interpret: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _by_tiles(rows, weights, sizes, interpret, is_transposed=False)
-
-
 def _by_tiles(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, interpret: bool, *, is_transposed: bool
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: bool, is_transposed: bool
 ) -> jax.Array:
-    """The product with each group's weights, or with their transpose.
+    """Multiply rows by their group's weights, or by the transpose.
 
     A program has a tile of rows of one group, and a block of what comes out.
     """
@@ -129,9 +125,9 @@ def _rows_kernel(
 
 
 def _of_weights(
-    rows: jax.Array, gradient: jax.Array, sizes: jax.Array, interpret: bool, dtype: DTypeLike
+    rows: jax.Array, gradient: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, interpret: bool
 ) -> jax.Array:
-    """The gradient of the weights: of each group, rows times gradients; 0 where it has none.
+    """Return the gradient of the weights; 0 for a group without rows.
 
     A program has a block of one group's, and goes over the group's rows: each block is written
     once, and sums are in the same order always.
@@ -187,21 +183,3 @@ def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-
-
-def _forward(
-    interpret: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _product(interpret, rows, weights, sizes), (rows, weights, sizes)
-
-
-def _backward(
-    interpret: bool, saved: tuple[jax.Array, ...], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    rows, weights, sizes = saved
-    gradient = gradient.astype(rows.dtype)
-    of_rows = _by_tiles(gradient, weights, sizes, interpret, is_transposed=True)
-    return of_rows, _of_weights(rows, gradient, sizes, interpret, weights.dtype), None
-
-
-_product.defvjp(_forward, _backward)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -73,33 +74,58 @@ def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
 def grouped_product(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """A `Product`, in a loop over the tiles there are; float32 sums, in the rows' dtype."""
-    return _product(False, rows, weights, sizes)
+    """Multiply as a `Product` in a loop over the tiles there are; float32 sums."""
+    return differentiable(_by_tiles, _of_weights, has_known_length=False)(rows, weights, sizes)
 
 
 def grouped_product_of_known_length(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """A `Product` in a loop as long as it could have to be, which devices go through alone."""
-    return _product(True, rows, weights, sizes)
+    """Multiply as a `Product` in the longest possible loop, without the host; float32 sums."""
+    return differentiable(_by_tiles, _of_weights, has_known_length=True)(rows, weights, sizes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(
-    has_known_length: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array
-) -> jax.Array:
-    return _by_tiles(rows, weights, sizes, has_known_length, is_transposed=False)
+def differentiable(
+    multiply: Callable[..., Any], sum_outer: Callable[..., Any], **settings: bool
+) -> Product:
+    """Make a `Product` with a gradient from two kernels.
+
+    Args:
+        multiply: Function of rows, weights and sizes. With `is_transposed=True` it multiplies by
+            the transposes of the weights.
+        sum_outer: Function of rows, the product's gradient, sizes and a dtype. It returns the
+            gradient of the weights: for each group the sum of outer products of its rows.
+        settings: Further keyword arguments of both.
+    """
+    multiply, sum_outer = partial(multiply, **settings), partial(sum_outer, **settings)
+
+    @jax.custom_vjp
+    def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        result: jax.Array = multiply(rows, weights, sizes, is_transposed=False)
+        return result
+
+    def forward(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+        return product(rows, weights, sizes), (rows, weights, sizes)
+
+    def backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+        rows, weights, sizes = saved
+        gradient = gradient.astype(rows.dtype)
+        of_rows = multiply(gradient, weights, sizes, is_transposed=True)
+        return of_rows, sum_outer(rows, gradient, sizes, weights.dtype), None
+
+    product.defvjp(forward, backward)
+    return product
 
 
 def _by_tiles(
     rows: jax.Array,
     weights: jax.Array,
     sizes: jax.Array,
-    has_known_length: bool,
     *,
+    has_known_length: bool,
     is_transposed: bool,
 ) -> jax.Array:
-    """The product with each group's weights, or with their transpose."""
+    """Multiply rows by their group's weights, or by the transpose."""
     tile = tile_rows(len(rows), len(weights))
     tiles = find_tiles(sizes, len(rows), tile)
     padded = jnp.pad(rows, ((0, tile), (0, 0)))
@@ -121,9 +147,14 @@ def _by_tiles(
 
 
 def _of_weights(
-    rows: jax.Array, gradient: jax.Array, sizes: jax.Array, has_known_length: bool, like: Any
+    rows: jax.Array,
+    gradient: jax.Array,
+    sizes: jax.Array,
+    dtype: DTypeLike,
+    *,
+    has_known_length: bool,
 ) -> jax.Array:
-    """The gradient of the weights: of each group, rows times gradients, summed in float32."""
+    """Return the gradient of the weights, summed in float32."""
     tile = tile_rows(len(rows), len(sizes))
     tiles = find_tiles(sizes, len(rows), tile)
     padded, gradient = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, gradient))
@@ -139,24 +170,6 @@ def _of_weights(
         added += jax.lax.dynamic_index_in_dim(total, group, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(total, added, group, axis=0)
 
-    total = jnp.zeros(like.shape, jnp.float32)
+    total = jnp.zeros((len(sizes), rows.shape[1], gradient.shape[1]), jnp.float32)
     length = len(tiles.start) if has_known_length else tiles.number
-    return jax.lax.fori_loop(0, length, one, total).astype(like.dtype)
-
-
-def _forward(
-    has_known_length: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _product(has_known_length, rows, weights, sizes), (rows, weights, sizes)
-
-
-def _backward(
-    has_known_length: bool, saved: Any, gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    rows, weights, sizes = saved
-    gradient = gradient.astype(rows.dtype)
-    of_rows = _by_tiles(gradient, weights, sizes, has_known_length, is_transposed=True)
-    return of_rows, _of_weights(rows, gradient, sizes, has_known_length, weights), None
-
-
-_product.defvjp(_forward, _backward)
+    return jax.lax.fori_loop(0, length, one, total).astype(dtype)

@@ -6,13 +6,14 @@ times as long as a Triton kernel does, by the timings that tokamax 0.0.17 brings
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl.extras.experts.products import differentiable
 from jaxrl.models.kernel_check import tokamax_part
 
 ROWS = 8
@@ -52,18 +53,14 @@ def grouped_product(
     (A, D), F = rows.shape, weights.shape[2]
     rows = jnp.pad(rows, ((0, -A % ROWS), (0, -D % WIDTH)))
     weights = jnp.pad(weights, ((0, 0), (0, -D % WIDTH), (0, -F % WIDTH)))
-    return _product(interpret, rows, weights, sizes)[:A, :F]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(interpret: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _of_rows(interpret, rows, weights, sizes, is_transposed=False)
+    product = differentiable(_of_rows, _of_weights, interpret=interpret)
+    return product(rows, weights, sizes)[:A, :F]
 
 
 def _of_rows(
-    interpret: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, is_transposed: bool
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: bool, is_transposed: bool
 ) -> jax.Array:
-    """The product with each group's weights, or with their transpose."""
+    """Multiply rows by their group's weights, or by the transpose."""
     contracted = 2 if is_transposed else 1
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [contracted]), ([], [])),
@@ -104,9 +101,9 @@ def _settings(rows_of_group: int) -> Any:
 
 
 def _of_weights(
-    interpret: bool, rows: jax.Array, gradient: jax.Array, sizes: jax.Array
+    rows: jax.Array, gradient: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, interpret: bool
 ) -> jax.Array:
-    """The gradient of the weights: of each group, rows times gradients; 0 where it has none."""
+    """Return the gradient of the weights; 0 for a group without rows."""
     # The kernel multiplies rows of others in a group's first and last block by 0, and so must
     # find numbers there.
     is_taken = (jnp.arange(len(rows)) < sizes.sum())[:, None]
@@ -120,7 +117,7 @@ def _of_weights(
         summed = jax.lax.ragged_dot_general(
             rows, gradient, sizes, numbers, preferred_element_type=jnp.float32
         )
-        return summed.astype(rows.dtype)
+        return summed.astype(rows.dtype).astype(dtype)
     # Imported when asked: it brings parts of JAX that are for its tests.
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
@@ -137,23 +134,4 @@ def _of_weights(
         # 6 to 8% faster than snaking (https://github.com/marin-community/marin/pull/6880).
         grid_block_n=1,
     )
-    return blocks[:, :D, :F]
-
-
-def _forward(
-    interpret: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _product(interpret, rows, weights, sizes), (rows, weights, sizes)
-
-
-def _backward(
-    interpret: bool, saved: tuple[jax.Array, ...], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    rows, weights, sizes = saved
-    gradient = gradient.astype(rows.dtype)
-    of_rows = _of_rows(interpret, gradient, weights, sizes, is_transposed=True)
-    of_weights = _of_weights(interpret, rows, gradient, sizes)
-    return of_rows, of_weights.astype(weights.dtype), None
-
-
-_product.defvjp(_forward, _backward)
+    return blocks[:, :D, :F].astype(dtype)
