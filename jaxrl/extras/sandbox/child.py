@@ -1,7 +1,7 @@
-"""Program inside a sandbox, not a library: sets limits first, then runs the code.
+"""Program inside a sandbox, not a library. It sets limits first, then runs the code.
 
-It reads the code from its standard input, and says `READY` on its standard error once all limits
-stand, then what the code failed with.
+It reads the code from its standard input. On its standard error it writes `READY` once all limits
+are set, then the error of the code.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _X32 = 0x40000000  # calls of a third kind, on x86_64
 
 
 def filter_program(machine: str) -> bytes:
-    """A filter of system calls: one `struct sock_filter` of Linux's `linux/filter.h` after another.
+    """Return a filter of system calls: a sequence of `struct sock_filter` (`linux/filter.h`).
 
-    Any other architecture's calls end the process, those of `DENIED` fail with EPERM.
+    Calls of another architecture end the process, those of `DENIED` fail with EPERM.
     """
     load, jump_equal, jump_least, give = 0x20, 0x15, 0x35, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050000 | 1, 0x80000000
@@ -62,10 +62,10 @@ def filter_program(machine: str) -> bytes:
 
 
 def deny_calls() -> None:
-    """Installs the filter for this process and all that it becomes.
+    """Install the filter for this process and its successors.
 
     Raises:
-        OSError: the system has none.
+        OSError: The system does not support it.
     """
     machine = platform.machine()
     if machine not in DENIED:
@@ -81,10 +81,10 @@ def deny_calls() -> None:
 
 
 def become(user: int, devices: list[str]) -> None:
-    """Makes devices read-only, then gives up root, its groups and all rights for `user`.
+    """Make devices read-only, then become `user` without groups and rights.
 
     Raises:
-        OSError: the system refuses, or `user` may not read Python's library.
+        OSError: The system refuses, or `user` may not read Python's library.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     read_only, no_suid, no_exec, remount, bind = 1, 2, 8, 32, 4096
@@ -102,7 +102,7 @@ def become(user: int, devices: list[str]) -> None:
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Limits of this process, which it cannot raise again."""
+    """Limit this process. It cannot raise the limits again."""
     for name, value in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
@@ -111,9 +111,9 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def main() -> None:
-    """Runs the code of the standard input under the limits of the first argument.
+    """Run the code of the standard input under the limits of the first argument.
 
-    A second argument holds those of `become`.
+    A second argument holds the arguments of `become`.
     """
     code = sys.stdin.buffer.read()
     report = os.dup(2)
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def run(code: bytes, report: int) -> int:
-    """Runs the code; returns the exit status."""
+    """Run the code and return the exit status."""
     status, error = 0, b""
     try:
         text = code.decode("utf-8")

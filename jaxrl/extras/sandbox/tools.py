@@ -40,7 +40,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _CLONE_NEWUSER = 0x10000000
 
 _ENDING_S = 5.0
-"""Seconds in which a process that was killed is gone."""
+"""Seconds until a killed process is gone."""
 
 _REMEDY = (
     "bubblewrap needs its program bwrap and user namespaces (a container may forbid them, and so "
@@ -82,15 +82,15 @@ class BubblewrapTool(Tool):
         max_memory: int = 64 * 2**20,
         max_output: int = 100_000,
     ) -> None:
-        """Runs a snippet, to see whether that works here.
+        """Run a snippet, to find out whether the sandbox works on this machine.
 
         Args:
-            timeout_s: of one snippet.
-            max_memory: bytes of address space of a snippet, and of the files it writes.
-            max_output: bytes that a snippet may print.
+            timeout_s: Seconds of one snippet.
+            max_memory: Bytes of address space of a snippet, and of the files it writes.
+            max_output: Bytes that a snippet may print.
 
         Raises:
-            ValueError: it does not work; says why.
+            ValueError: The sandbox does not work here, and why.
         """
         self._timeout_s, self._max_memory, self._max_output = timeout_s, max_memory, max_output
         try:
@@ -102,7 +102,7 @@ class BubblewrapTool(Tool):
 
     @property
     def remedy(self) -> str:
-        """Advice where the sandbox does not work."""
+        """Advice for a machine on which the sandbox does not work."""
         return _REMEDY + _REMEDY_OF_ROOT * _owns_devices()
 
     def files(self) -> tuple[int, ...]:
@@ -154,11 +154,10 @@ class BubblewrapTool(Tool):
         ]
 
     def run(self, code: str, /) -> str:
-        """Runs code; returns what it printed, or the type and text of its error.
+        """Run code and return its output, or the type and text of its error.
 
-        A process that is killed may have been so from outside, as the system does when memory runs
-        out, so its code runs again in what is left of its time. Where it is killed again, it is the
-        code's doing.
+        A killed process may have been killed from outside, such as by the system when memory runs
+        out. So its code runs again in the rest of its time; if it is killed again, the code did it.
         """
         ends = time.monotonic() + self._timeout_s
         try:
@@ -171,7 +170,7 @@ class BubblewrapTool(Tool):
         return _CRASH
 
     def _run_once(self, code: str, ends: float, is_second: bool) -> str | None:
-        """The answer; None where the process was killed."""
+        """Return the answer, or None if the process was killed."""
         limits = {
             **{"AS": self._max_memory, "FSIZE": self._max_memory, "CORE": 0, "NPROC": 0},
             **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
@@ -196,7 +195,7 @@ class BubblewrapTool(Tool):
         status = child.wait(_ENDING_S)
         if ended == "late" and is_second:  # maybe before it began: little time was left
             return TIMEOUT
-        # What stands before `READY` is a failure of the sandbox, what stands behind it one of code.
+        # Text before `READY` is a failure of the sandbox, text after it one of the code.
         before, _, error = child.reported.partition(READY)
         if before or not child.reported.startswith(READY):
             if ended == "late":
@@ -217,11 +216,9 @@ class BubblewrapTool(Tool):
         return MEMORY if message.startswith("MemoryError") else message or "SystemError"
 
     def _await_end(self, child: Child, ends: float) -> str:
-        """Awaits an end; says why it was killed: "late", "much" (was printed), "" if it was not.
+        """Wait until the process ends, and kill it at `ends` or if it prints too much.
 
-        Args:
-            child: that runs.
-            ends: when it is killed, on the clock `time.monotonic`.
+        Returns "late" or "much" if it was killed, else "".
         """
         ended = "much"
         try:
@@ -240,7 +237,7 @@ class BubblewrapTool(Tool):
 
 
 def _owns_devices() -> bool:
-    """Return True for root, but not for a user whom a container merely calls so."""
+    """Return True for the host's root, but not for root of a user namespace."""
     return os.geteuid() == 0 and os.stat(os.devnull).st_uid == 0
 
 
@@ -252,7 +249,7 @@ def _root_namespace() -> int:
     devices and programs whatever the user is called inside.
 
     Raises:
-        OSError: root may not do so here.
+        OSError: Root has no right to do so here.
     """
     program = (
         "import ctypes, json, os\n"

@@ -287,7 +287,10 @@ def left_behind(root):
     return sorted(os.listdir(root)), processes()
 
 
-def check_nothing_is_left(tool, count, root):
+def test_nothing_is_left(tools, tmp_path, monkeypatch):
+    tools("bubblewrap")  # skips where it does not work
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tool = BubblewrapTool(**{**LIMITS, "timeout_s": 0.5})
     codes = [
         "print(1)",
         "while True: pass",
@@ -295,19 +298,10 @@ def check_nothing_is_left(tool, count, root):
         "1 / 0",
         "print('x' * 10**5)",
     ]
-    before = left_behind(root)
-    for number in range(count):
-        tool.run(codes[number % len(codes)])
-    ends = time.monotonic() + 5
-    while left_behind(root) != before and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert left_behind(root) == before
-
-
-def test_nothing_is_left(tools, tmp_path, monkeypatch):
-    tools("bubblewrap")  # skips where it does not work
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    check_nothing_is_left(BubblewrapTool(**{**LIMITS, "timeout_s": 0.5}), 5, tmp_path)
+    before = left_behind(tmp_path)
+    for code in codes:
+        tool.run(code)
+    wait_until(lambda: left_behind(tmp_path) == before, seconds=5)
 
 
 MARKS = """
@@ -549,13 +543,6 @@ def wait_until(is_so, seconds=10):
     while not is_so() and time.monotonic() < ends:
         time.sleep(0.05)
     assert is_so()
-
-
-@pytest.mark.slow(instead="extras/sandbox/test_sandbox.py::test_nothing_is_left")
-def test_two_hundred_runs_leave_nothing(tools, tmp_path, monkeypatch):
-    tools("bubblewrap")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    check_nothing_is_left(BubblewrapTool(**{**LIMITS, "timeout_s": 0.5}), 200, tmp_path)
 
 
 def test_a_sandbox_that_does_not_work_is_refused_with_the_reason(monkeypatch):
