@@ -15,7 +15,7 @@ import pytest
 
 from examples import framework_agent, quickstart_world
 from jaxrl.envs.search.bm25 import LocalSearch
-from jaxrl.extras.serve.chats import read_messages
+from jaxrl.extras.serve.schemas import ChatBody
 
 PYTHON = os.environ.get("JAXRL_PYDANTIC_AI_PYTHON", "")
 FILE = Path(framework_agent.__file__)
@@ -139,8 +139,9 @@ def test_an_episode(tmp_path, said, reward):
         {"role": "user", "content": "What is the job of Ada Kerr?"},
     ]
     *_, sent_back, result = second["messages"]
-    [sampled] = read_messages([{"role": "assistant", **call(" Ada Kerr")}])
-    assert read_messages([sent_back])[0].compared == sampled.compared  # so its ids go on
+    messages = [{"role": "assistant", **call(" Ada Kerr")}, sent_back]
+    sampled, received = ChatBody.model_validate({"messages": messages}).chat()
+    assert received.match_key == sampled.match_key  # so its ids go on
     assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
     assert result["content"] == (
         "Doc 1(Title: Ada Kerr) Ada Kerr is a baker.\nDoc 2(Title: Ivo Kerr) Ivo Kerr is a tailor."

@@ -1,8 +1,7 @@
 """The command: `python -m jaxrl.extras.serve RUN_OR_FOLDER [--port=N] [--config.key=value]`.
 
-Answers over HTTP with the model of a run, or one in a folder, through the engine that samples in
-training. Relative paths of a run's configuration are those of the folder in which
-the run was started.
+Serves the model of a run, or one in a folder, over HTTP. Relative paths in a run's configuration
+are relative to the folder in which the run was started.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from jaxrl.runtime.preemption import end_on_signals
 from jaxrl.utils.text import replace_unencodable
 
 if __name__ == "__main__":
-    end_on_signals("ended", code=None)  # a moment passes until all below is imported
+    end_on_signals("ended", code=None)  # the imports below take a moment
     replace_unencodable()
 
 import argparse
@@ -28,7 +27,7 @@ from pathlib import Path
 
 from jaxrl.builders.saved_run import line
 from jaxrl.config.loading import read_keys
-from jaxrl.extras.serve.opening import is_run, open_served
+from jaxrl.extras.serve.loading import is_run, load_model
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.logs.display import Display
 from jaxrl.runtime.preemption import stop_on_signals
@@ -38,49 +37,39 @@ PORT = 8790
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Answers until a signal ends it; errors are one line."""
+    """Serve until a signal arrives; report an error in one line."""
     parser = argparse.ArgumentParser(
-        prog="jaxrl serve", description="Answers over HTTP with a run's model, or one of its own."
+        prog="jaxrl serve", description="Serve a run's model, or one in a folder, over HTTP."
     )
-    parser.add_argument("place", type=Path, metavar="RUN_OR_FOLDER", help="a workdir, or a model")
-    parser.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
-    parser.add_argument(
-        "--port", type=int, default=PORT, metavar="N", help=f"default: {PORT}; 0: any that is free"
-    )
-    parser.add_argument(
-        "--key_env", default="", metavar="NAME", help="environment variable with the clients' key"
-    )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: what RUN trained")
-    parser.add_argument("--step", type=int, metavar="N", help="whose checkpoint; default: the end")
-    parser.add_argument("--name", default="", help="of the model; default: the last of its path")
-    parser.add_argument(
-        "--rows", type=int, default=16, metavar="N", help="answers side by side; default: 16"
-    )
-    parser.add_argument(
-        "--queue", type=int, default=256, metavar="N", help="answers that wait; default: 256"
-    )
-    parser.add_argument(
-        "--deadline_s",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds of an answer; default: 600",
-    )
-    parser.add_argument(
-        "--end_s",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds for answers once it ends; default: 30",
-    )
-    parser.add_argument("--max_body_mib", type=float, default=16.0, metavar="MIB")
+    add = parser.add_argument
+    add("path", type=Path, metavar="RUN_OR_FOLDER", help="a workdir, or a model")
+    add("--host", default="127.0.0.1", help="default: this machine only")
+    add("--port", type=int, default=PORT, metavar="N", help=f"default: {PORT}; 0: any free one")
+    add("--key_env", default="", metavar="NAME", help="environment variable with the clients' key")
+    add("--model", type=Path, metavar="DIR", help="default: what RUN trained")
+    add("--step", type=int, metavar="N", help="checkpoint of the run; default: the last")
+    add("--name", default="", help="of the model; default: the last part of its path")
+    add("--rows", type=int, default=16, metavar="N", help="completions side by side; default: 16")
+    add("--queue", type=int, default=256, metavar="N", help="completions that wait; default: 256")
+    add("--deadline_s", type=float, default=600.0, metavar="S",
+        help="seconds for a completion; default: 600")  # fmt: skip
+    add("--end_s", type=float, default=30.0, metavar="S",
+        help="seconds for running completions at the end; default: 30")  # fmt: skip
+    add("--max_body_mib", type=float, default=16.0, metavar="MIB")
     parser.epilog = "--config.key=value sets a key of the configuration."
     arguments, others = parser.parse_known_args(argv)
     for name in ("absl", "jax._src.xla_bridge"):
         logging.getLogger(name).setLevel(logging.WARNING)
     display = Display()
     try:
-        serve(arguments, others, display)
+        check(arguments)
+        key = read_key(arguments.key_env)
+        try:
+            from jaxrl.extras.serve.server import bind_port
+        except ImportError as error:
+            raise ImportError(f"{error}; run pip install 'jaxrl[serve]'.") from error
+        with bind_port(arguments.host, arguments.port, key) as bound:
+            serve(arguments, others, display, key, bound)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         display.stop()
         sys.exit(line(error))
@@ -88,42 +77,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         display.stop()
 
 
-def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display) -> None:
-    """Takes the port, opens the model, and answers until a signal comes.
-
-    Raises:
-        OSError, ValueError: something is wrong with what was asked for.
-        ImportError: the extra `serve` is not installed.
-    """
-    check(arguments)
-    key = read_key(arguments.key_env)
-    try:
-        from jaxrl.extras.serve.server import take_port
-    except ImportError as error:
-        raise ImportError("the server needs uvicorn; pip install 'jaxrl[serve]'.") from error
-    with take_port(arguments.host, arguments.port, key) as taken:
-        answer(arguments, others, display, key, taken)
-
-
-def answer(
+def serve(
     arguments: argparse.Namespace,
     others: Sequence[str],
     display: Display,
     key: str,
-    taken: socket.socket,
+    bound: socket.socket,
 ) -> None:
-    """Opens the model and answers on a port until a signal comes.
+    """Load the model and serve it on a port until a signal arrives.
 
     Raises:
-        OSError, ValueError: something is wrong with what was asked for.
+        OSError, ValueError: The model cannot be loaded, or the server failed.
     """
     from jaxrl.extras.serve.server import Endpoint, Server, Settings
 
-    place = arguments.place.absolute()
+    path = arguments.path.absolute()
     model = arguments.model and arguments.model.absolute()
-    with contextlib.chdir(run_folder(place) if is_run(place) else Path.cwd()):
-        served = open_served(
-            place,
+    with contextlib.chdir(run_folder(path) if is_run(path) else Path.cwd()):
+        loaded = load_model(
+            path,
             display,
             model=model,
             step=arguments.step,
@@ -131,61 +103,65 @@ def answer(
             name=arguments.name,
             keys=read_keys(others),
         )
-    served.engine.compile(display.activity)
+    loaded.engine.compile(display.activity)
     display.stop()
-    tokenizer = served.tokenizer
+    tokenizer = loaded.tokenizer
     worker = Worker(
-        served.engine, tokenizer.vocab_bytes, tokenizer.eos_ids, max_queue=arguments.queue
+        loaded.engine, tokenizer.vocab_bytes, tokenizer.eos_ids, max_queue=arguments.queue
     )
     settings = Settings(
-        name=served.name,
-        template_arguments=served.template_arguments,
+        name=loaded.name,
+        template_arguments=loaded.template_arguments,
         key=key,
         deadline_s=arguments.deadline_s,
         max_body_mib=arguments.max_body_mib,
-        stops=served.stops,
+        stops=loaded.stops,
     )
-    server = Server(Endpoint(worker, tokenizer, settings), arguments.host, taken)
+    server = Server(Endpoint(worker, tokenizer, settings), arguments.host, bound)
     with stop_on_signals() as should_stop:
-        print(f"{server.address}/v1 answers as {served.name} (end with Ctrl-C)", flush=True)
+        print(f"{server.address}/v1 answers as {loaded.name} (end with Ctrl-C)", flush=True)
         while server.is_alive and not should_stop():
             time.sleep(0.1)
         has_failed = not server.is_alive
-        is_done = server.end(arguments.end_s)
+        is_done = server.shutdown(arguments.end_s)
     if not is_done:
-        print(f"answers were broken off after {arguments.end_s:g} s", file=sys.stderr, flush=True)
+        text = f"completions were cancelled after {arguments.end_s:g} s"
+        print(text, file=sys.stderr, flush=True)
     if has_failed:
-        raise OSError("the server ended by a fault, which is told above; start it again.")
+        raise OSError("the server failed, see the error above; start it again.")
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuses numbers with which nothing could be answered.
+    """Check the flags' ranges.
 
     Raises:
-        ValueError: names the flag.
+        ValueError: Names a flag that is out of its range.
     """
-    if not 0 <= arguments.port < 2**16:
-        raise ValueError(f"--port={arguments.port}; expected 0 to 65535.")
-    for name in ("rows", "queue", "deadline_s", "max_body_mib"):
-        if not (value := getattr(arguments, name)) > 0:
-            raise ValueError(f"--{name}={value:g}; expected more than 0.")
-    if not math.isfinite(arguments.max_body_mib):
-        raise ValueError(f"--max_body_mib={arguments.max_body_mib:g}; expected a finite number.")
-    if not 0 <= arguments.end_s <= threading.TIMEOUT_MAX:
-        most = threading.TIMEOUT_MAX
-        raise ValueError(f"--end_s={arguments.end_s:g}; expected 0 to {most:g}.")
+    tiny = sys.float_info.min
+    ranges = {
+        "port": (0, 2**16 - 1),
+        "rows": (1, math.inf),
+        "queue": (1, math.inf),
+        "deadline_s": (tiny, math.inf),
+        "max_body_mib": (tiny, 2**20),
+        "end_s": (0, threading.TIMEOUT_MAX),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(arguments, name)
+        if not low <= value <= high:
+            raise ValueError(f"--{name}={value:g}; expected {low:g} to {high:g}.")
 
 
 def read_key(name: str) -> str:
-    """The key in an environment variable; "" where none is named.
+    """Read the key from an environment variable; "" if none is named.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: The variable is not set.
     """
     if not name:
         return ""
     if not (key := os.environ.get(name, "").strip()):
-        raise ValueError(f"--key_env={name}, but that variable is not set; expected the key in it.")
+        raise ValueError(f"--key_env={name} is not set; expected the key in that variable.")
     return key
 
 

@@ -1,10 +1,10 @@
-"""Chats as prompts: built from the ids that a session has read and sampled, or rendered anew.
+"""Prompts of chats, built from the token ids that a session has read and sampled.
 
-What a model wrote is never tokenised again. Each answer is kept with its chat and all its ids; a
-later chat that begins with that one (messages of the assistant are compared by their content and
-their tool calls, as JSON of doubles) goes on from these ids, of the longest that fits, and only
-what stands behind is rendered. Texts cannot forge the chat: see `Tokenizer.render_prompt`. What the
-chat template leaves out of a message is refused there.
+What the model wrote is never tokenized again. Each completion is stored with its chat and all its
+ids. A later chat that starts with a stored one continues from these ids, of the longest match, and
+only the messages after it are rendered. Messages of the assistant match by their text without
+whitespace and by their tool calls as parsed JSON. Text cannot forge the chat's structure: see
+`Tokenizer.render_prompt`, which also refuses fields that the chat template drops.
 """
 
 from __future__ import annotations
@@ -22,37 +22,27 @@ import numpy as np
 from jaxrl.data.chat_template import check_result_order
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.protocol import Asked, Unreadable, mask_calls, read_tool_calls
-from jaxrl.extras.serve.fields import (
-    Fields,
-    RefusedError,
-    TooLongError,
-    fields_of,
-    shown,
-    writable_json,
-)
+from jaxrl.extras.serve.errors import ContextLengthError, RequestError
 from jaxrl.utils.json_io import is_too_deep, number_of, parse_json
-from jaxrl.utils.text import writable
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-TEXT_FIELDS = ("type", "text", "cache_control", "annotations", "citations", "logprobs")
-"""Fields of a text in a list of parts or blocks; beside the text, none changes what it says."""
+from jaxrl.utils.text import writable, writable_json
 
 CALL = "<tool_call>"
 MAX_TOOLS = 64
-"""Lists of tools that are known to be described; to find out costs a rendering of the template."""
+"""Lists of tools whose template check is remembered; a check renders the template."""
+
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """A call of a tool."""
+class ToolCall:
+    """A tool call. Arguments are an object, or the text that could not be parsed."""
 
     name: str
-    arguments: Any  # an object, or the text that is none
-    id: str = ""  # "" where the client gives none
+    arguments: Any
+    id: str = ""
 
-    @property
-    def rendered(self) -> dict[str, Any]:
-        """The call for the chat template."""
+    def to_template(self) -> dict[str, Any]:
+        """Return the call for the chat template."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"type": "function", "function": function, **({"id": self.id} if self.id else {})}
 
@@ -62,113 +52,51 @@ class ChatMessage:
     """A message of a chat.
 
     Attributes:
-        role: out of `ROLES`.
-        content: text.
-        calls: of tools, in a message of the assistant.
-        others: all other fields that are given, such as `tool_call_id`.
+        role: `system`, `user`, `assistant` or `tool`.
+        content: Text.
+        calls: Tool calls of the assistant.
+        extra: All other fields of the message, such as `tool_call_id`.
     """
 
     role: str
     content: str
-    calls: tuple[Call, ...] = ()
-    others: Mapping[str, Any] = field(default_factory=dict)
+    calls: tuple[ToolCall, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def compared(self) -> str:
-        """Text that is equal for messages that count as the same."""
-        calls = [[call.name, _as_doubles(call.arguments)] for call in self.calls]
-        others = _as_doubles(self.others)
+    def match_key(self) -> str:
+        """Return a text that is equal for messages that count as the same."""
+        extra = _as_doubles(self.extra)
         if self.role == "assistant":
-            # Its clients keep the calls' ids. They strip the text, or take it apart into thoughts
-            # and what is said, and put line breaks around the thoughts when they write it again.
+            # Clients strip the text, or split it into thoughts and answer and put line breaks
+            # around the thoughts when they send it again. Ids of calls are theirs.
+            calls = [[call.name, _as_doubles(call.arguments)] for call in self.calls]
             text = "".join(self.content.split())
-            return json.dumps([self.role, text, calls, others], sort_keys=True)
-        return json.dumps([self.role, self.content, others], sort_keys=True)
+            return json.dumps([self.role, text, calls, extra], sort_keys=True)
+        return json.dumps([self.role, self.content, extra], sort_keys=True)
 
-    @property
-    def rendered(self) -> dict[str, Any]:
-        """The message for the chat template."""
-        calls = [call.rendered for call in self.calls]
-        fields = {**self.others, **({"tool_calls": calls} if calls else {})}
+    def to_template(self) -> dict[str, Any]:
+        """Return the message for the chat template."""
+        calls = [call.to_template() for call in self.calls]
+        fields = {**self.extra, **({"tool_calls": calls} if calls else {})}
         return {"role": self.role, "content": self.content, **fields}
 
 
-def read_messages(values: Sequence[Any]) -> list[ChatMessage]:
-    """Messages as OpenAI's chats have them.
+def parse_arguments(value: Any) -> Any:
+    """Parse the arguments of a tool call; text that is no JSON stays text.
 
     Raises:
-        RefusedError: names what is wrong.
+        ValueError: The value is neither a text nor an object.
     """
-    if not values:
-        raise RefusedError(400, "messages is empty; expected at least one.", param="messages")
-    return [_message(value, f"messages[{index}]") for index, value in enumerate(values)]
-
-
-def _message(value: Any, place: str) -> ChatMessage:
-    fields = fields_of(value, place)
-    role = fields.text("role")
-    if role not in ROLES:
-        raise fields.refuse("role", f"one of {', '.join(ROLES)}")
-    calls = []
-    for index, one in enumerate(fields.items("tool_calls")):
-        call = fields_of(one, f"{place}.tool_calls[{index}]")
-        function = call.inner("function")
-        check_known(call, ("id", "type", "index", "function"))
-        check_known(function, ("name", "arguments"))
-        given = function.values.get("arguments")
-        # OpenAI's clients send text; objects come from programs that read them from a data set.
-        arguments = given if isinstance(given, dict) else _parsed(function.text("arguments", ""))
-        calls.append(Call(name=function.text("name"), arguments=arguments, id=call.text("id", "")))
-    content = _content(fields)
-    if role != "assistant" and "content" not in fields.values:
-        raise fields.refuse("content", "a text, or a list of parts of the type text")
-    if calls and role != "assistant":
-        raise fields.refuse("tool_calls", "calls in messages of the assistant alone")
-    for name in ("name", "tool_call_id"):
-        fields.text(name, "")
-    known = ("role", "content", "tool_calls")
-    others = {name: value for name, value in fields.values.items() if name not in known}
-    role = "system" if role == "developer" else role
-    return ChatMessage(role=role, content=content, calls=tuple(calls), others=others)
-
-
-def check_known(fields: Fields, known: Sequence[str]) -> None:
-    """Refuses fields that nothing reads.
-
-    Raises:
-        RefusedError: names one.
-    """
-    for name in fields.values:
-        if name not in known:
-            raise fields.refuse(name, f"no fields but {', '.join(known)}")
-
-
-def _content(fields: Fields) -> str:
-    value = fields.values.get("content", "")
-    if isinstance(value, str):
-        return fields.text("content", "")
-    texts = []
-    for index, one in enumerate(fields.items("content")):
-        part = fields_of(one, f"{fields.place}.content[{index}]")
-        if (kind := part.text("type", "text")) not in ("text", "input_text", "output_text"):
-            raise RefusedError(
-                400,
-                f"{part.place} is of the type {shown(kind)}; expected text, which is all that this "
-                "server reads.",
-                param=part.place,
-            )
-        check_known(part, TEXT_FIELDS)
-        texts.append(part.text("text"))
-    return "".join(texts)
-
-
-def _parsed(text: str) -> Any:
-    """Arguments of a call as JSON; the text itself where they are none."""
+    if isinstance(value, dict):  # from programs that read calls from a data set
+        return value
+    if not isinstance(value, str):
+        raise ValueError("Input should be a JSON text or an object")
     try:
-        value = parse_json(text or "{}", "arguments")
+        parsed = parse_json(value or "{}", "arguments")
     except ValueError:
-        return text
-    return writable_json(value) if _is_finite(value) else text
+        return value
+    return writable_json(parsed) if _is_finite(parsed) else value
 
 
 def _is_finite(value: Any) -> bool:
@@ -181,147 +109,147 @@ def _is_finite(value: Any) -> bool:
 
 
 def _as_doubles(value: Any) -> Any:
-    """A JSON value with its numbers as JavaScript's clients read and write them: 1.0 is 1."""
+    """Return a JSON value with its numbers as JavaScript clients write them: 1.0 is 1."""
     if isinstance(value, dict):
-        return {name: _as_doubles(one) for name, one in value.items()}
+        return {name: _as_doubles(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_as_doubles(one) for one in value]
+        return [_as_doubles(item) for item in value]
     number = number_of(value)
     return value if number is None else number + 0.0  # -0.0 is 0
 
 
-def read_reply(text: str, *, has_tools: bool) -> ChatMessage:
-    """The message that a model wrote: text before its calls, and these where all can be read.
+def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
+    """Parse what the model wrote: text, then tool calls if all of them can be read.
 
-    Calls that a client could not send back, or not as they are, count as text.
+    Calls that a client could not send back unchanged count as text.
     """
     if has_tools:
-        calls = [_readable(one) for one in read_tool_calls(text).calls]
+        calls = [_sendable_call(call) for call in read_tool_calls(text).calls]
         if calls and None not in calls:
-            # A call among the thoughts is none, and tags in the JSON of calls are none.
+            # Calls inside of thoughts do not count, nor do tags inside of the JSON of calls.
             masked = mask_calls(text)
             start = masked.index(CALL, masked.rfind("</think>") + 1)
             return ChatMessage(
                 role="assistant",
                 content=text[:start].rstrip(),
-                calls=tuple(one for one in calls if one is not None),
+                calls=tuple(call for call in calls if call is not None),
             )
     return ChatMessage(role="assistant", content=text)
 
 
-def _readable(call: Asked | Unreadable) -> Call | None:
-    """A call as clients are told of it; None where it could not be read back."""
+def _sendable_call(call: Asked | Unreadable) -> ToolCall | None:
+    """Return a call for clients; None if a client could not send it back."""
     if not isinstance(call, Asked):
         return None
     try:
-        # As it stands in a body of `/v1/messages`, which is read as deep as this.
-        sent = {"messages": [{"content": [{"input": call.arguments}]}]}
-        if is_too_deep(json.dumps(sent), sent) or not _is_finite(call.arguments):
+        # The arguments as part of a body of `/v1/messages`, whose depth is limited.
+        body = {"messages": [{"content": [{"input": call.arguments}]}]}
+        if is_too_deep(json.dumps(body), body) or not _is_finite(call.arguments):
             return None
     except RecursionError:
         return None
-    return Call(name=writable(call.tool), arguments=writable_json(call.arguments))
+    return ToolCall(name=writable(call.tool), arguments=writable_json(call.arguments))
 
 
-class Chats:
-    """Chats of all sessions, by what they hold, and prompts made of them.
-
-    Several threads may ask at once.
-    """
+class ChatHistory:
+    """Token ids of the chats of all sessions, and prompts built from them. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_prompt_tokens: int, max_tokens: int = 2**24):
-        """Keeps none yet.
+        """Start empty.
 
         Args:
-            tokenizer: with the chat template.
-            max_prompt_tokens: of any prompt.
-            max_tokens: that are kept of all sessions; the chats used least recently go first.
+            tokenizer: Tokenizer with the chat template.
+            max_prompt_tokens: Limit on a prompt.
+            max_tokens: Limit on all stored ids; the least recently used chats go first.
         """
         self.tokenizer, self._max_prompt_tokens = tokenizer, max_prompt_tokens
         self._longest_token = max(map(len, tokenizer.vocab_bytes))
         self._max_tokens, self._num_tokens = max_tokens, 0
-        self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        self._tools: set[str] = set()
+        self._stored: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._checked_tools: set[str] = set()
         self._lock = threading.Lock()
 
-    def prompt(
-        self, session: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    def build_prompt(
+        self, session: str, messages: Sequence[ChatMessage], tools: Tools
     ) -> list[int]:
-        """Ids up to where the model's next message begins.
+        """Return the ids up to the start of the model's next message.
 
         Raises:
-            RefusedError: the chat template refuses the chat, or describes no tools, or the texts
-                cannot fit.
+            RequestError: The chat template refuses the chat or ignores the tools, or the prompt is
+                too long.
         """
-        # Refuse texts that cannot fit, before minutes go to them: a token holds so many bytes at
-        # most, and each message takes at least one.
-        described = json.dumps(list(tools), ensure_ascii=False, separators=(",", ":"))
-        texts = [described]
-        for message in messages:
-            arguments = [call.arguments for call in message.calls]
-            fields = [*message.others.values(), *arguments]
-            written = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-            texts += [message.content, written if fields else ""]
-        least = max(sum(len(text.encode()) for text in texts) // self._longest_token, len(messages))
-        if least > self._max_prompt_tokens:
-            raise TooLongError(least, self._max_prompt_tokens + 1)
-        chat = [message.rendered for message in messages]
+        self._check_length(messages, tools)
+        chat = [message.to_template() for message in messages]
         try:
             check_result_order(chat)
             self._check_tools(tools)
-            with self._lock:  # not while a template is rendered: the event loop waits here too
-                stored, rest = self._stored(session, messages, tools)
-            if stored is not None and (behind := self._behind(stored, rest, tools)) is not None:
-                return [*stored.tolist(), *behind]
+            stored, rest = self._longest_match(session, messages, tools)
+            if stored is not None:
+                new = self._render_after(stored, rest, tools)
+                if new is not None:
+                    return [*stored.tolist(), *new]
             return self.tokenizer.render_prompt(chat, tools, has_default_system=True)
         except ValueError as error:
-            raise RefusedError(400, f"{error}", param="messages") from error
+            raise RequestError(400, f"{error}", param="messages") from error
 
-    def keep(
+    def store(
         self,
         session: str,
         messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Tools,
         token_ids: Sequence[int],
     ) -> None:
-        """Keeps the ids of a chat that ends with the model's message."""
+        """Store the ids of a chat that ends with the model's message."""
         *_, digest = _digests(session, messages, tools)
         with self._lock:
-            self._forget(digest)
-            self._kept[digest] = np.array(token_ids, np.int32)
+            self._drop(digest)
+            self._stored[digest] = np.array(token_ids, np.int32)
             self._num_tokens += len(token_ids)
-            while self._num_tokens > self._max_tokens and len(self._kept) > 1:
-                self._forget(next(iter(self._kept)))
+            while self._num_tokens > self._max_tokens and len(self._stored) > 1:
+                self._drop(next(iter(self._stored)))
 
-    def _forget(self, digest: bytes) -> None:
-        if (ids := self._kept.pop(digest, None)) is not None:
+    def _drop(self, digest: bytes) -> None:
+        if (ids := self._stored.pop(digest, None)) is not None:
             self._num_tokens -= len(ids)
 
-    def _stored(
-        self, session: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    def _check_length(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
+        """Refuse text that cannot fit before spending minutes on its tokens.
+
+        A token has a known longest text, and each message takes at least one token.
+        """
+        num_bytes = len(_compact_json(list(tools)))
+        for message in messages:
+            num_bytes += len(message.content.encode())
+            arguments = [call.arguments for call in message.calls]
+            if fields := [*message.extra.values(), *arguments]:
+                num_bytes += len(_compact_json(fields))
+        least = max(num_bytes // self._longest_token, len(messages))
+        if least > self._max_prompt_tokens:
+            raise ContextLengthError(least, self._max_prompt_tokens + 1)
+
+    def _longest_match(
+        self, session: str, messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[np.ndarray | None, Sequence[ChatMessage]]:
-        """Ids of the longest chat that was kept and that this one begins with, and what is left."""
+        """Return the ids of the longest stored chat that this one starts with, and the rest."""
         digests = _digests(session, messages, tools)
-        for count in range(len(messages), 0, -1):
-            if digests[count - 1] in self._kept:
-                self._kept.move_to_end(digests[count - 1])
-                return self._kept[digests[count - 1]], messages[count:]
+        with self._lock:
+            for count in range(len(messages), 0, -1):
+                if digests[count - 1] in self._stored:
+                    self._stored.move_to_end(digests[count - 1])
+                    return self._stored[digests[count - 1]], messages[count:]
         return None, messages
 
-    def _behind(
-        self,
-        stored: np.ndarray,
-        rest: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]],
+    def _render_after(
+        self, stored: np.ndarray, rest: Sequence[ChatMessage], tools: Tools
     ) -> list[int] | None:
-        """Ids that the template writes behind the model's message, with its end if it has none.
+        """Return the ids that the template writes after the model's message.
 
-        Taken from a small chat, behind the end of its message of the assistant: what the template
-        makes of the messages before cannot matter. None where it refuses that chat, or where no id
-        that ends a message stands there.
+        They are taken from a short chat, from the end of its assistant message on, so that nothing
+        depends on how the template writes earlier messages. None if the template refuses the short
+        chat or writes no id that ends a message there.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        chat += [one.rendered for one in rest]
+        chat += [message.to_template() for message in rest]
         try:
             ids = self.tokenizer.render_prompt(chat, tools, behind=2)
         except ValueError:
@@ -329,33 +257,35 @@ class Chats:
         eos_ids = self.tokenizer.eos_ids
         if not ids or ids[0] not in eos_ids:
             return None
-        # The end of the message is left out where the model has written it.
+        # Leave out the end of the message if the model has sampled it.
         return ids[int(stored[-1]) in eos_ids :]
 
-    def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses tools of which the template says nothing, or whose calls are not read back."""
+    def _check_tools(self, tools: Tools) -> None:
+        """Refuse tools that the template ignores, or whose calls could not be parsed."""
         key = json.dumps(list(tools), sort_keys=True)
-        if not tools or key in self._tools:
+        if not tools or key in self._checked_tools:
             return
         ids = self.tokenizer.render_prompt([{"role": "user", "content": "?"}], tools)
         if CALL not in self.tokenizer.decode(ids):
             raise ValueError(
-                f"tools: the chat template does not write calls as {CALL}, the only ones that are "
-                "read back; leave tools out."
+                f"the chat template does not write tool calls as {CALL}, the only format that "
+                "this server parses; leave tools out."
             )
-        if len(self._tools) > MAX_TOOLS:
-            self._tools.clear()
-        self._tools.add(key)
+        if len(self._checked_tools) > MAX_TOOLS:
+            self._checked_tools.clear()
+        self._checked_tools.add(key)
 
 
-def _digests(
-    session: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
-) -> list[bytes]:
-    """A digest of each beginning of a chat, of one message and more."""
+def _compact_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _digests(session: str, messages: Sequence[ChatMessage], tools: Tools) -> list[bytes]:
+    """Return a digest of each prefix of a chat that has at least one message."""
     state = hashlib.sha256(json.dumps([session, list(tools)], sort_keys=True).encode())
     digests = []
     for message in messages:
-        text = message.compared.encode()
+        text = message.match_key.encode()
         state.update(len(text).to_bytes(8, "big") + text)
         digests.append(state.digest())
     return digests

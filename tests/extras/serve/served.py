@@ -8,7 +8,7 @@ import time
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.serve.engine import ServedEngine
-from jaxrl.extras.serve.server import Endpoint, Server, Settings, take_port
+from jaxrl.extras.serve.server import Endpoint, Server, Settings, bind_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import tiny_params
@@ -112,16 +112,20 @@ class Client:
 
 
 @contextlib.contextmanager
-def serving(engine, *, host="127.0.0.1", max_queue=256, max_kept=0, **settings):
+def serving(engine, *, host="127.0.0.1", max_queue=256, max_cached_rows=0, **settings):
     """A server over an engine; yields it and a client."""
-    taken = take_port(host, 0, settings.get("key", ""))
+    bound = bind_port(host, 0, settings.get("key", ""))
     engine.clear()
     worker = Worker(
-        engine, TOKENIZER.vocab_bytes, TOKENIZER.eos_ids, max_queue=max_queue, max_kept=max_kept
+        engine,
+        TOKENIZER.vocab_bytes,
+        TOKENIZER.eos_ids,
+        max_queue=max_queue,
+        max_cached_rows=max_cached_rows,
     )
     given = Settings(name="tiny", template_arguments={}, **settings)
-    server = Server(Endpoint(worker, TOKENIZER, given), host, taken)
+    server = Server(Endpoint(worker, TOKENIZER, given), host, bound)
     try:
         yield server, Client(server.port)
     finally:
-        server.end(0.0)
+        server.shutdown(0.0)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jaxrl.extras.serve.answers import sample_key
+from jaxrl.extras.serve.generation import sample_key
 from jaxrl.sampling.engine import Request
 from tests.extras.serve.served import TOKENIZER, make_engine, serving
 
@@ -250,7 +250,7 @@ class TestTurns:
     def test_kept_rows_give_way(self):
         """The rows that were used least recently go where pages are wanted, and all is answered."""
         engine = make_engine(num_rows=2, num_pages=40)
-        with serving(engine, max_kept=100) as (_, client):
+        with serving(engine, max_cached_rows=100) as (_, client):
             for number in range(8):
                 client.chat(f"question {number} " + "words " * 12, max_tokens=60)
             found = client.metrics()

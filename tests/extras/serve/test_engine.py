@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.extras.serve.answers import Answer, Answers, Question
-from jaxrl.extras.serve.engine import Way
+from jaxrl.extras.serve.engine import SamplingParams
+from jaxrl.extras.serve.generation import Completion, CompletionCache, CompletionRequest
 from jaxrl.extras.serve.worker import (
+    CANCELLED,
     FAILED,
-    LEFT,
     LENGTH,
     STOP,
     EndingError,
@@ -48,9 +48,9 @@ def key(number):
     return np.array([number, 7], np.uint32)
 
 
-def play(engine, *requests, way=Way(0.0, 1.0)):
+def play(engine, *requests, params=SamplingParams(0.0, 1.0)):
     """Ids of requests that run together until all have stopped."""
-    numbers = engine.submit(requests, temperature=way.temperature, top_p=way.top_p)
+    numbers = engine.submit(requests, temperature=params.temperature, top_p=params.top_p)
     found = {number: [] for number in numbers}
     while engine.num_queued or engine.num_running:
         for event in engine.step():
@@ -86,16 +86,16 @@ def test_a_row_that_was_cut_goes_on_as_one_that_never_was_longer(empty):
     request = Request(prompt_ids=prompt, sample_key=key(0), budget=22)
     [(number, ids)] = play(empty, request).items()
     kept = (*prompt, *ids[:9])
-    empty.cut(number, kept)
+    empty.truncate(number, kept)
     new = TOKENIZER.encode("Then?")
-    empty.go_on(number, new, 8, sample_key=key(1), way=Way(1.0, 1.0))
+    empty.resume_with(number, new, 8, sample_key=key(1), params=SamplingParams(1.0, 1.0))
     got = []
     while empty.num_running:
         got += [id for event in empty.step() for id in event.token_ids.tolist()]
     empty.finish(number)
     assert empty.is_idle
     fresh = Request(prompt_ids=(*kept, *new), sample_key=key(1), budget=8)
-    [wanted] = play(empty, fresh, way=Way(1.0, 1.0)).values()
+    [wanted] = play(empty, fresh, params=SamplingParams(1.0, 1.0)).values()
     assert got == wanted
 
 
@@ -136,13 +136,15 @@ class Asked:
         return self
 
     def __exit__(self, *_):
-        self.worker.end(0.0)
+        self.worker.shutdown(0.0)
 
     def job(self, prompt_ids, budget=6, **settings):
         pieces = queue.Queue()
-        settings = {"way": Way(0.0, 1.0), "sample_key": key(0), **settings}
+        settings = {"params": SamplingParams(0.0, 1.0), "sample_key": key(0), **settings}
         settings.setdefault("deadline", time.monotonic() + 60)
-        return Job(prompt_ids=tuple(prompt_ids), budget=budget, tell=pieces.put, **settings), pieces
+        return Job(
+            prompt_ids=tuple(prompt_ids), budget=budget, on_output=pieces.put, **settings
+        ), pieces
 
     def ask(self, prompt_ids, budget=6, **settings):
         """Ids of an answer, and its last piece."""
@@ -156,7 +158,7 @@ def finished(pieces):
     while True:
         piece = pieces.get(timeout=60)
         ids += piece.token_ids
-        if piece.end:
+        if piece.finish_reason:
             return ids, piece
 
 
@@ -170,13 +172,13 @@ def test_the_longest_that_fits_is_gone_on_from(either):
         second, _ = asked.ask([*first, 40, 41], 3)
         long = [*first, 40, 41, *second]
         # The first row is the second's, and a request behind the first alone has nothing.
-        assert asked.worker.num_kept == 1
+        assert asked.worker.num_cached_rows == 1
         _, piece = asked.ask([*first, 50], 3)
         assert piece.num_cached == 0
         _, piece = asked.ask([*long, 50], 3)
         assert piece.num_cached == len(long) - 1
         # Of two that fit the longer: the row of `first` and 50 is there, and its own beginning.
-        assert asked.worker.num_kept == 2
+        assert asked.worker.num_cached_rows == 2
 
 
 def test_two_that_go_on_from_the_same_both_answer(either):
@@ -193,9 +195,9 @@ def test_two_that_go_on_from_the_same_both_answer(either):
 def test_ends_and_counts(either):
     with Asked(either) as asked:
         ids, piece = asked.ask(PROMPT, 8)
-        assert (len(ids), piece.end) == (8, LENGTH)
+        assert (len(ids), piece.finish_reason) == (8, LENGTH)
         cut, piece = asked.ask(PROMPT, 8, stop_ids=frozenset(ids[4:5]))
-        assert (cut, piece.end) == (ids[: ids.index(ids[4]) + 1], STOP)
+        assert (cut, piece.finish_reason) == (ids[: ids.index(ids[4]) + 1], STOP)
         text = b"".join(TOKENIZER.vocab_bytes[id] for id in cut[:-1])
         assert piece.text_bytes == len(text)
         # A string over the border of two tokens: the text ends before it, the ids behind it.
@@ -203,11 +205,11 @@ def test_ends_and_counts(either):
         stop = both[0][-1:] + both[1][:1]
         data = b"".join(TOKENIZER.vocab_bytes[id] for id in ids)
         found, piece = asked.ask(PROMPT, 8, stops=(b"never", stop))
-        assert piece.end == STOP
+        assert piece.finish_reason == STOP
         assert piece.text_bytes == data.index(stop)
         assert stop in b"".join(TOKENIZER.vocab_bytes[id] for id in found)
         assert stop not in b"".join(TOKENIZER.vocab_bytes[id] for id in found[:-1])
-        totals = asked.worker.totals
+        totals = asked.worker.stats
         assert (totals.requests, totals.finished, totals.cancelled) == (3, 3, 0)
 
 
@@ -218,7 +220,7 @@ def test_sessions_that_are_stopped_on_the_host_go_on_alike_with_a_chunk_in_fligh
     found = []
     for overlaps in (False, True):
         monkeypatch.setattr(engine, "overlaps", overlaps)
-        with Asked(engine, max_kept=6) as asked:
+        with Asked(engine, max_cached_rows=6) as asked:
             prompts = [[*PROMPT, 40 + number] for number in range(6)]
             for turn in range(3):
                 # Every second session ends at each id that is a multiple of three, within a chunk.
@@ -229,7 +231,11 @@ def test_sessions_that_are_stopped_on_the_host_go_on_alike_with_a_chunk_in_fligh
                 jobs, outlets = zip(
                     *(
                         asked.job(
-                            prompt, 7, sample_key=key(turn), way=Way(1.0, 1.0), **settings[number]
+                            prompt,
+                            7,
+                            sample_key=key(turn),
+                            params=SamplingParams(1.0, 1.0),
+                            **settings[number],
                         )
                         for number, prompt in enumerate(prompts)
                     ),
@@ -238,13 +244,13 @@ def test_sessions_that_are_stopped_on_the_host_go_on_alike_with_a_chunk_in_fligh
                 asked.worker.submit(jobs)
                 for prompt, outlet in zip(prompts, outlets, strict=True):
                     ids, piece = finished(outlet)
-                    found.append((ids, piece.end, piece.num_cached))
+                    found.append((ids, piece.finish_reason, piece.num_cached))
                     prompt += [*ids, 60 + turn]
             left, outlet = asked.job(prompts[0], 90)
             asked.worker.submit([left])
             outlet.get(timeout=60)  # it runs, and then nobody wants the rest
             asked.worker.cancel(left)
-            assert finished(outlet)[1].end == LEFT
+            assert finished(outlet)[1].finish_reason == CANCELLED
             found.append(asked.ask([*prompts[1], 61], 5))
     assert STOP in {end for _, end, _ in found[:18]}
     assert LENGTH in {end for _, end, _ in found[:18]}
@@ -256,24 +262,24 @@ def test_a_job_that_was_cancelled_before_it_ran(either):
         jobs, outlets = zip(*(asked.job(PROMPT, 30, sample_key=key(n)) for n in range(6)),
                             strict=True)  # fmt: skip
         for job in jobs:
-            job.is_left = True
+            job.is_cancelled = True
         asked.worker.submit(jobs)
-        assert [finished(one)[1].end for one in outlets] == [LEFT] * 6
-        assert asked.worker.totals.cancelled == 6
-        assert asked.ask(PROMPT, 2)[1].end == LENGTH
+        assert [finished(one)[1].finish_reason for one in outlets] == [CANCELLED] * 6
+        assert asked.worker.stats.cancelled == 6
+        assert asked.ask(PROMPT, 2)[1].finish_reason == LENGTH
 
 
 def test_a_row_without_room_for_more_is_not_kept(either):
     most = either.max_total_tokens
     with Asked(either) as asked:
         ids, piece = asked.ask([5] * (most - 2), 2)
-        assert (len(ids), piece.end) == (2, LENGTH)
-        assert asked.worker.num_kept == 0
+        assert (len(ids), piece.finish_reason) == (2, LENGTH)
+        assert asked.worker.num_cached_rows == 0
         assert either.num_free_pages == either.num_pages
 
 
 def test_only_so_many_rows_are_kept(either):
-    with Asked(either, max_kept=3) as asked:
+    with Asked(either, max_cached_rows=3) as asked:
         prompts = [[*PROMPT, 40 + n] for n in range(5)]
         answers = [asked.ask(prompt, 2)[0] for prompt in prompts]
         # The rows of the first two were released, which a request notices.
@@ -294,25 +300,25 @@ def test_who_goes_on_is_before_who_begins_unless_that_one_has_waited_for_long(en
             made, _ = asked.job(prompt, budget)
 
             def tell(piece):
-                if piece.end:
+                if piece.finish_reason:
                     ended.append((name, piece.num_cached))
                     over.release()
 
-            made.tell = tell
+            made.on_output = tell
             return made
 
         # Four rows, of which one is free after eight chunks and the others after twelve.
         first, *others = [job("long", [*PROMPT, 50 + n], 48 if n else 32) for n in range(4)]
         waiting = [job("new", [*PROMPT, 60], 3), job("going on", [*PROMPT, *ids, 40], 3)]
-        tell = first.tell
+        tell = first.on_output
 
         def tell_and_ask(piece):  # these come when all rows are taken
-            if not waiting[0].patient_until:
+            if not waiting[0].yields_until:
                 asked.worker.submit(waiting)
-                waiting[0].patient_until = -1.0 if is_late else math.inf
+                waiting[0].yields_until = -1.0 if is_late else math.inf
             tell(piece)
 
-        first.tell = tell_and_ask
+        first.on_output = tell_and_ask
         asked.worker.submit([first, *others])
         for _ in range(6):
             assert over.acquire(timeout=60)
@@ -333,14 +339,14 @@ def test_sessions_on_few_pages_read_nothing_twice(quick_compilation):
 
             def tell(piece):  # as soon as a turn ends, the next one is asked for
                 ids.extend(piece.token_ids)
-                if piece.end and number < 2:
+                if piece.finish_reason and number < 2:
                     asked.worker.submit([turn([*prompt, *ids, 40, 41], number + 1)])
-                elif piece.end:
+                elif piece.finish_reason:
                     lengths.append(len(prompt) + len(ids))
                     over.release()
 
-            job, _ = asked.job(prompt, 32, way=Way(1.0, 1.0))
-            job.tell = tell
+            job, _ = asked.job(prompt, 32, params=SamplingParams(1.0, 1.0))
+            job.on_output = tell
             reads.append(len(prompt) - 1 if number == 0 else 2)
             return job
 
@@ -349,7 +355,7 @@ def test_sessions_on_few_pages_read_nothing_twice(quick_compilation):
             assert over.acquire(timeout=60)
         counts = engine.counts
         assert sum(-(-length // engine.page_tokens) for length in lengths) > engine.num_pages
-        assert asked.worker.totals.released_rows > 0  # of sessions that were over
+        assert asked.worker.stats.evicted_rows > 0  # of sessions that were over
         assert counts.prefilled_prompt + counts.prefilled_resume == sum(reads)
 
 
@@ -359,22 +365,21 @@ def test_an_answer_that_was_waited_for_is_kept_from_its_end():
     class Nobody:
         submit = cancel = staticmethod(lambda jobs: None)
 
-    answers = Answers(Nobody(), deadline_s=60.0, max_kept=2)
-    question = Question(
-        prompt_ids=(1,), count=1, way=Way(0.0, 1.0), seed=0, budget=1, stop_ids=frozenset(),
-        stops=(),
-    )  # fmt: skip
+    cache = CompletionCache(Nobody(), deadline_s=60.0, max_size=2)
+    request = CompletionRequest(
+        prompt_ids=(1,), params=SamplingParams(0.0, 1.0), seed=0, max_tokens=1
+    )
 
     def read(name, reading=contextlib.nullcontext):
-        one = Answer(question, None)
-        with answers.reading(one):
-            answers.keep(name, name, one)
+        completion = Completion(request)
+        with cache.reading(completion):
+            cache.put(name, name, completion)
             reading()
 
     async def ask():
         read("slow", lambda: [read(name) for name in "abc"])
         read("d")
-        return [one for one in ("slow", *"abcd") if answers.find(one, one)]
+        return [name for name in ("slow", *"abcd") if cache.get(name, name)]
 
     assert asyncio.run(ask()) == ["slow", "d"]
 
@@ -389,14 +394,14 @@ def test_a_pause_waits_for_the_chunk_under_way_however_long_it_takes(engine, mon
         return step(**settings)
 
     monkeypatch.setattr(engine, "step", slow)
-    monkeypatch.setattr("jaxrl.extras.serve.worker.PATIENCE_S", 0.1)
+    monkeypatch.setattr("jaxrl.extras.serve.worker.JOIN_S", 0.1)
     with Asked(engine) as asked:
         job, outlet = asked.job(PROMPT, 60)
         asked.worker.submit([job])
         assert is_under_way.wait(60)
         asked.worker.pause()
         assert engine.is_idle
-        asked.worker.serve(lambda _: True, version=1, deadline_s=60.0)
+        asked.worker.resume(lambda _: True, version=1, deadline_s=60.0)
         assert len(finished(outlet)[0]) == 60
 
 
@@ -418,11 +423,11 @@ def test_a_fault_is_told_though_nobody_reads_the_log(engine, monkeypatch):
         patched.setattr(engine, "step", faulty)
         patched.setattr(sys, "stderr", BrokenPipe())
         _, piece = asked.ask(PROMPT, 2)
-        assert piece.end == FAILED
-        assert piece.why == "the engine failed with RuntimeError; the server's log says why."
+        assert piece.finish_reason == FAILED
+        assert piece.error == "the engine failed with RuntimeError; the server's log says why."
         patched.undo()
         assert asked.worker.is_alive
-        assert asked.ask(PROMPT, 2)[1].end == LENGTH
+        assert asked.ask(PROMPT, 2)[1].finish_reason == LENGTH
 
 
 def test_an_engine_that_cannot_be_cleared_ends_and_all_who_wait_are_told(
@@ -433,7 +438,7 @@ def test_an_engine_that_cannot_be_cleared_ends_and_all_who_wait_are_told(
         patched.setattr(engine, "clear", faulty)
         jobs, outlets = zip(*(asked.job(PROMPT, 2) for _ in range(6)), strict=True)
         asked.worker.submit(jobs)  # four have rows, and two wait
-        assert [finished(one)[1].end for one in outlets] == [FAILED] * 6
+        assert [finished(one)[1].finish_reason for one in outlets] == [FAILED] * 6
         asked.worker._thread.join(60)
         assert not asked.worker.is_alive
         with pytest.raises(EndingError, match="the engine has ended; start the server again"):
@@ -446,6 +451,6 @@ def test_whoever_waits_is_told_whatever_ends_the_thread(engine, monkeypatch):
     with Asked(engine) as asked, monkeypatch.context() as patched:
         patched.setattr(asked.worker, "_fail", lambda error: sys.exit())
         patched.setattr(engine, "step", faulty)
-        assert asked.ask(PROMPT, 2)[1].end == FAILED
+        assert asked.ask(PROMPT, 2)[1].finish_reason == FAILED
         asked.worker._thread.join(60)
         assert not asked.worker.is_alive

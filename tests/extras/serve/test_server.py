@@ -13,8 +13,7 @@ import jax
 import pytest
 
 from jaxrl.extras.serve import server as server_module
-from jaxrl.extras.serve.completions import UNSUPPORTED
-from jaxrl.extras.serve.fields import shown
+from jaxrl.extras.serve.schemas import UNSUPPORTED
 from tests.extras.serve.served import MAX_TOTAL, PARAMS, TOKENIZER, make_engine, serving
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -188,8 +187,9 @@ def test_addresses_and_methods(client):
     # What Anthropic's library asks for with the base URL of OpenAI's.
     status, _, body = client.raw("POST", "/r/a/v1/v1/messages")
     assert status == 404
-    told = json.loads(body)["error"]["message"]
-    assert "no /v1/v1/messages here. Anthropic's library takes" in told
+    message = json.loads(body)["error"]["message"]
+    assert "/v1/v1/messages" in message
+    assert "/v1/messages" in message.replace("/v1/v1/messages", "")
 
 
 def test_a_prompt_that_leaves_no_room(client):
@@ -204,34 +204,13 @@ def test_a_prompt_that_leaves_no_room(client):
         status, error = refusal(client, CHAT, {"messages": messages})
         assert (status, error["code"]) == (400, "context_length_exceeded")
     assert time.monotonic() - began < 20
-    # Lists that cannot fit are refused by their length, before what is in them.
-    status, error = refusal(client, CHAT, {"messages": [3] * MAX_TOTAL})
-    assert (status, error["code"]) == (400, "context_length_exceeded")
-    assert refusal(client, CHAT, {"messages": [3] * (MAX_TOTAL - 1)})[1]["param"] == "messages[0]"
-    status, error = refusal(client, IDS, {"token_ids": ["x"] * MAX_TOTAL})
-    assert (status, error["code"]) == (400, "context_length_exceeded")
-    sampling = {"max_tokens": 1, "stop_token_ids": [1] * (MAX_TOTAL + 1)}
+    sampling = {"max_tokens": 1, "stop_token_ids": [TOKENIZER.num_tokens]}
     status, error = refusal(client, IDS, {"token_ids": [1], "sampling_params": sampling})
-    assert (status, error["param"]) == (400, "sampling_params.stop_token_ids")
-    assert f"at most {MAX_TOTAL} ids" in error["message"]
+    assert status == 400
+    assert str(TOKENIZER.num_tokens) in error["message"]
     # One less leaves room for a single token, whatever is asked for.
     choice = client.generate([5] * (MAX_TOTAL - 1), max_tokens=100, temperature=0)
     assert len(choice["token_ids"]) == 1
-
-
-def test_of_a_long_value_the_rest_is_not_written():
-    written = []
-
-    class Item:
-        def __repr__(self):
-            written.append(self)
-            return "an item"
-
-    for value in ([Item()] * 1000, {str(number): Item() for number in range(1000)}):
-        text = shown(value)
-        assert len(text) == 61
-        assert 2 <= len(written) <= 40
-        written.clear()
 
 
 def test_a_session_is_named_in_whole_or_refused(client):
@@ -313,27 +292,13 @@ def test_bodies_have_a_largest_size(engine):
         assert client.chat(max_tokens=1)["choices"]
 
 
-def test_slow_clients_are_given_up(engine, monkeypatch):
-    monkeypatch.setattr(server_module, "HEAD_S", 0.3)
+def test_a_slow_body_is_refused(engine, monkeypatch):
     monkeypatch.setattr(server_module, "BODY_S", 0.3)
     with serving(engine) as (_, client):
-        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as slow:
-            slow.sendall(b"GET /health HTTP/1.1\r\nHost: ")
-            assert slow.recv(1000) == b""  # closed
         with socket.create_connection(("127.0.0.1", client.port), timeout=20) as slow:
             head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n"
             slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
             assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
-        # The second request of a connection has no longer than the first.
-        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as slow:
-            slow.sendall(f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n\r\n".encode())
-            with slow.makefile("rb") as answer:  # head and body may come one after the other
-                assert answer.readline().startswith(b"HTTP/1.1 200 ")
-                while not answer.readline().startswith(b"\r\n"):
-                    pass
-                assert json.loads(answer.read(16)) == {"status": "ok"}
-            slow.sendall(b"GET /health HTTP/1.1\r\nHost: ")
-            assert slow.recv(1000) == b""
         assert client.chat(max_tokens=1)["choices"]
 
 
@@ -395,7 +360,7 @@ def test_few_pages_and_clients_that_leave(engine):
         found = client.until(lambda m: m["jaxrl_samples_cancelled_total"] == 4)
         assert found["jaxrl_rows_swapped_total"] > 0
         assert found["jaxrl_samples_running"] == 0
-        assert server.end(30)
+        assert server.shutdown(30)
     held = sum(len(set(row.pages)) for shard in tight._shards for row in shard.rows.values())
     assert held >= tight.num_pages - tight.num_free_pages  # some are shared, and none is lost
 
@@ -475,7 +440,7 @@ class TestEnding:
             connection = send_and_hold(client, {**LONG, "max_tokens": 60})
             client.until(lambda m: m["jaxrl_samples_running"] == 1)
             ended = []
-            ending = threading.Thread(target=lambda: ended.append(server.end(60)))
+            ending = threading.Thread(target=lambda: ended.append(server.shutdown(60)))
             ending.start()
             while not server.endpoint.worker.is_ending:
                 time.sleep(0.01)
@@ -496,7 +461,7 @@ class TestEnding:
         with serving(slow_engine) as (server, client):
             connection = send_and_hold(client, {**LONG, "ignore": 1, "max_tokens": 480})
             client.until(lambda m: m["jaxrl_samples_running"] == 1)
-            assert server.end(0.2) is False
+            assert server.shutdown(0.2) is False
             answer = connection.getresponse()
             assert answer.status == 503
             connection.close()
@@ -543,7 +508,7 @@ def test_a_fault_of_the_server_shows_no_paths(client, monkeypatch):
     def fault(*_):
         raise RuntimeError("/secret/place.py")
 
-    monkeypatch.setattr(server_module, "read_body", fault)
+    monkeypatch.setattr("jaxrl.extras.serve.completions.build_request", fault)
     status, error = refusal(client, CHAT, LONG)
     assert (status, error["message"]) == (
         500,

@@ -6,8 +6,8 @@ from decimal import Decimal
 import openai
 import pytest
 
-from jaxrl.extras.serve.chats import Chats, read_messages, read_reply
-from jaxrl.extras.serve.fields import read_body
+from jaxrl.extras.serve.chats import ChatHistory, parse_reply
+from jaxrl.extras.serve.schemas import ChatBody, MessagesBody, parse_body
 from tests.extras.serve.served import TOKENIZER, serving
 from tests.extras.serve.writing import ASKED, CALL, TOOL, engine_that_writes
 from tests.toys import OWN_SYSTEM, toy_tokenizer
@@ -16,6 +16,12 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 END = "<|im_end|>"
+
+
+def read_messages(messages):
+    return ChatBody.model_validate({"messages": messages}).chat()
+
+
 SENT_CALL = {
     "id": "1",
     "type": "function",
@@ -86,13 +92,13 @@ def test_the_result_stands_behind_what_was_sampled(client, arguments, content):
     ],
 )
 def test_thoughts_are_the_same_whatever_blanks_are_around(written, sent_back, is_same):
-    chats = Chats(TOKENIZER, max_prompt_tokens=400)
+    chats = ChatHistory(TOKENIZER, max_prompt_tokens=400)
     asked = read_messages(ASKED)
-    reply = read_reply(written + CALL, has_tools=True)
-    sampled = [*chats.prompt("one", asked, [TOOL]), *TOKENIZER.encode(written + CALL + END)]
-    chats.keep("one", [*asked, reply], [TOOL], sampled)
+    reply = parse_reply(written + CALL, has_tools=True)
+    sampled = [*chats.build_prompt("one", asked, [TOOL]), *TOKENIZER.encode(written + CALL + END)]
+    chats.store("one", [*asked, reply], [TOOL], sampled)
     sent = {"role": "assistant", "content": sent_back, "tool_calls": [SENT_CALL]}
-    prompt = chats.prompt("one", read_messages([*ASKED, sent, *ASKED]), [TOOL])
+    prompt = chats.build_prompt("one", read_messages([*ASKED, sent, *ASKED]), [TOOL])
     assert (prompt[: len(sampled)] == sampled) is is_same
 
 
@@ -102,7 +108,7 @@ def test_thoughts_are_the_same_whatever_blanks_are_around(written, sent_back, is
 def test_tags_in_the_arguments_of_a_call_are_text(query):
     call = with_arguments(json.dumps({"query": query}))
     for thought in ("", f"<think>{call}</think>"):
-        reply = read_reply(f"{thought}I look. {call}", has_tools=True)
+        reply = parse_reply(f"{thought}I look. {call}", has_tools=True)
         assert [(c.name, c.arguments) for c in reply.calls] == [("search", {"query": query})]
         assert reply.content == f"{thought}I look."
 
@@ -111,7 +117,7 @@ def test_a_call_that_a_stop_string_cuts_is_text():
     """Whether the closing tag that stopped the model was its own or in a string."""
     for query in ('"Ada', '"Ada"}}'):
         text = f'I look. <tool_call>{{"name": "search", "arguments": {{"query": {query}'
-        reply = read_reply(text, has_tools=True)
+        reply = parse_reply(text, has_tools=True)
         assert (reply.content, reply.calls) == (text, ())
 
 
@@ -180,8 +186,8 @@ def test_what_a_client_sends_back_is_what_was_sampled(arguments):
     ],
 )
 def test_calls_are_the_same_by_value(one, other, are_same):
-    replies = [read_reply(with_arguments(text), has_tools=True) for text in (one, other)]
-    assert (replies[0].compared == replies[1].compared) == are_same
+    replies = [parse_reply(with_arguments(text), has_tools=True) for text in (one, other)]
+    assert (replies[0].match_key == replies[1].match_key) == are_same
 
 
 def nested(depth):
@@ -190,13 +196,15 @@ def nested(depth):
 
 def test_calls_as_deep_as_are_read_back():
     # In a body of messages five more are around the arguments, and 100 are read.
-    [call] = read_reply(with_arguments(nested(95)), has_tools=True).calls
+    [call] = parse_reply(with_arguments(nested(95)), has_tools=True).calls
     assert json.dumps(call.arguments, separators=(",", ":")) == nested(95)
-    body = {"messages": [{"content": [{"input": call.arguments}]}]}
-    assert read_body(json.dumps(body).encode()).values == body
+    block = {"type": "tool_use", "name": "f", "input": call.arguments}
+    body = {"messages": [{"role": "assistant", "content": [block]}], "max_tokens": 1}
+    parsed = parse_body(json.dumps(body).encode(), MessagesBody)
+    assert parsed.messages[0].content[0].input == call.arguments
     for depth in (96, 101, 500, 5000):
         text = with_arguments(nested(depth))
-        reply = read_reply(text, has_tools=True)
+        reply = parse_reply(text, has_tools=True)
         assert (reply.calls, reply.content) == ((), text)
 
 
@@ -215,12 +223,12 @@ def test_calls_that_nobody_sampled_are_rendered(client):
 
 def test_the_templates_own_system_message_is_rendered():
     tokenizer = toy_tokenizer(chat_template=OWN_SYSTEM)
-    chats = Chats(tokenizer, max_prompt_tokens=400)
+    chats = ChatHistory(tokenizer, max_prompt_tokens=400)
     for chat in (ASKED, [{"role": "system", "content": "Search."}, *ASKED]):
         expected = tokenizer._hf_tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=False
         )
-        assert chats.prompt("one", read_messages(chat), []) == expected
+        assert chats.build_prompt("one", read_messages(chat), []) == expected
 
 
 TWO_CALLS = CALL + CALL.replace("Ada Kerr", "Eve Kerr")
@@ -353,7 +361,7 @@ def test_what_is_no_call_is_text(text):
 
 def test_numbers_beyond_doubles_are_no_call():
     text = with_arguments(f'{{"a": {"9" * 400}}}')
-    assert read_reply(text, has_tools=True).content == text
+    assert parse_reply(text, has_tools=True).content == text
 
 
 def test_tools_that_are_not_to_be_called_are_not_described(client):

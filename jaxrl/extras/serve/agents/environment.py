@@ -1,4 +1,4 @@
-"""The environment whose episodes agents play: programs that know no more than an address."""
+"""The environment whose episodes are played by agents: programs that only know an address."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.base import Env, Episode, Message, Reward, StepResult, Task
-from jaxrl.extras.serve.agents.plays import Earned
+from jaxrl.extras.serve.agents.sessions import RewardBody
 from jaxrl.extras.serve.engine import ServedEngine
 
 SHIPPED = {"verifiers": "verifiers.py:play"}
-"""Agents that are here, by the name in `function`: file of this folder, and function."""
+"""Agents in this folder by the name in `function`: file and function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class AgentSettings:
     port: int
 
     @property
-    def place(self) -> str:
-        """The function as `runner.load` takes it; of an agent that is here, file and name."""
+    def function_path(self) -> str:
+        """Return the function as `runner.load` takes it."""
         file = SHIPPED.get(self.function)
         return str(Path(__file__).with_name(file)) if file else self.function
 
@@ -44,17 +44,16 @@ class PlayedEngine(ServedEngine):
 
 @dataclass(kw_only=True)
 class AgentEpisode(Episode):
-    """An episode that an agent played."""
+    """An episode that an agent played, with the reward that it gave."""
 
-    earned: Earned | None = None
+    reward: RewardBody | None = None
 
 
 class AgentEnv(Env):
-    """Tasks that are given to agents, each with an address of its own at which the model answers.
+    """Tasks for agents, each with an address at which the model answers.
 
-    An agent is a function or a program. What it asks and when, with which tools, is its own
-    business; at the end it says what it has earned, which is the reward part `reward`, and whether
-    that is right, which is `exact_match`.
+    An agent is a function or a program, with its own loop and tools. Its reward is the reward part
+    `reward`, and its verdict `is_correct` the part `exact_match`.
     """
 
     stop_strings = ()
@@ -62,28 +61,28 @@ class AgentEnv(Env):
     engine_kind = PlayedEngine
 
     def __init__(self, *, agents: Mapping[str, Any], max_turns: int, correct_by: str) -> None:
-        """Checks what plays.
+        """Check the settings.
 
         Args:
-            agents: the keys of `config.env.agents`.
-            max_turns: answers that an episode gets at most.
-            correct_by: `exact_match`: right is what the agent calls so; `reward`: a reward above 0.
+            agents: Keys of `config.env.agents`.
+            max_turns: Completions that an episode may have.
+            correct_by: `exact_match` for the agent's verdict; `reward` for a reward above 0.
 
         Raises:
-            ValueError: names the key.
+            ValueError: Names a wrong key.
         """
         self.settings = settings = AgentSettings(**agents)
         self.max_turns, self._correct_by = max_turns, correct_by
         if bool(settings.function) == bool(settings.command):
             raise ValueError(
                 f"config.env.agents.function is {settings.function!r} and command "
-                f"{settings.command!r}; expected one of them: what plays an episode."
+                f"{settings.command!r}; expected exactly one of them."
             )
         for name in ("python", "settings"):
             if settings.command and (value := getattr(settings, name)):
                 raise ValueError(
-                    f"config.env.agents.{name} is {value!r}, and config.env.agents.command plays; "
-                    "expected it beside a function."
+                    f"config.env.agents.{name} is {value!r}; expected nothing, since "
+                    "config.env.agents.command is set and it belongs to a function."
                 )
         if settings.host in ("0.0.0.0", "::", ""):
             raise ValueError(
@@ -93,37 +92,37 @@ class AgentEnv(Env):
         self._rollout: Any = None
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Messages of the tasks as they stand; how an agent puts them is its own business."""
+        """Return the messages of the tasks, which agents may present otherwise."""
         return [
             list(task.messages or [{"role": "user", "content": task.question or ""}])
             for task in tasks
         ]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Replies to nobody: agents do."""
-        raise RuntimeError("agents reply to their models themselves. This is a bug in jaxrl.")
+        """Raise an error, since agents reply to the model themselves."""
+        raise RuntimeError("agents reply to the model themselves. This is a bug in jaxrl.")
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Returns what the agents said."""
+        """Return the rewards that the agents gave."""
         rewards = []
         for episode in group:
             assert isinstance(episode, AgentEpisode)
-            earned = episode.earned
-            assert earned is not None
-            is_paid = self._correct_by == "reward"
+            result = episode.reward
+            assert result is not None
+            is_correct = bool(result.is_correct)
             reward = Reward(
-                parts={"reward": earned.reward, "exact_match": float(earned.is_correct)},
-                final_answer=earned.final_answer,
-                is_correct=earned.reward > 0 if is_paid else earned.is_correct,
-                is_abstention=earned.is_abstention,
+                parts={"reward": result.reward, "exact_match": float(is_correct)},
+                final_answer=result.final_answer,
+                is_correct=result.reward > 0 if self._correct_by == "reward" else is_correct,
+                is_abstention=result.is_abstention,
             )
             rewards.append(reward)
         return rewards
 
-    def rollout(self, *around: Any, log: Callable[[str], None]) -> Any:
-        """Returns the rollout that plays with agents; the arguments are those of `AgentRollout`."""
-        if self._rollout is None:  # of evaluations too: they share address and processes
+    def rollout(self, *arguments: Any, log: Callable[[str], None]) -> Any:
+        """Return the rollout that plays with agents; the arguments are those of `AgentRollout`."""
+        if self._rollout is None:  # evaluations share its address and processes
             from jaxrl.extras.serve.agents.rollout import AgentRollout
 
-            self._rollout = AgentRollout(self, *around, log=log)
+            self._rollout = AgentRollout(self, *arguments, log=log)
         return self._rollout

@@ -1,9 +1,8 @@
-"""Rollouts that agents play: started together, answered by the run's own engine, trained by ids.
+"""Rollouts of agents: started together, answered by the run's engine, trained on sampled ids.
 
-The server listens for as long as the run lasts. Between rollouts the engine's thread rests, and
-what agents ask then waits for its turn. `Sampling.unfinished` groups may go on so into the next
-rollout: their tokens so far stay, with the version of the weights that drew them, and they come
-back whole, never a part of a group.
+The server listens as long as the run lasts. Between rollouts the engine's thread pauses, and
+requests of agents wait. Up to `Sampling.unfinished` groups continue in the next rollout: they keep
+their tokens, with the version of the weights that drew them, and come back whole.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ import numpy as np
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Outcome, Task, Turn
 from jaxrl.extras.serve.agents.environment import AgentEnv, AgentEpisode
-from jaxrl.extras.serve.agents.plays import (
-    RolloutPlay,
-    RolloutPlays,
+from jaxrl.extras.serve.agents.processes import AgentProcesses
+from jaxrl.extras.serve.agents.sessions import (
+    AgentSession,
+    AgentSessions,
     contexts_of,
     num_common,
-    read_earned,
+    parse_reward,
 )
-from jaxrl.extras.serve.agents.programs import Programs
-from jaxrl.extras.serve.engine import ServedEngine, Way
-from jaxrl.extras.serve.fields import RefusedError
-from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, Settings, take_port
+from jaxrl.extras.serve.engine import SamplingParams, ServedEngine
+from jaxrl.extras.serve.errors import RequestError
+from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, Settings, bind_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule
 from jaxrl.sampling.interfaces import Processor, Sampling
@@ -47,64 +46,62 @@ from jaxrl.utils.text import writable
 MODEL = "policy"
 """Name of the model for agents."""
 
-
-MAX_ANSWERS = 1 << 14
-"""Answers that are kept for agents that ask again; a lost one would be drawn twice."""
+MAX_CACHED = 1 << 14
+"""Completions to remember for repeated requests; a lost one would be sampled twice."""
 
 
 @dataclass(eq=False, kw_only=True)
-class _Member:
-    """An episode: its session, and how far it is.
+class _RunningEpisode:
+    """An episode and its progress.
 
     Attributes:
-        play: its session.
-        task: of which it is.
-        sample_index: in its group.
-        served_s: seconds of earlier rollouts in which it was played.
-        since: time from which it is played in this one, on the monotonic clock; None where it is
-            not.
-        is_started: its agent was.
-        error: why it came to nothing.
-        over: time at which it was known what comes of it; None before.
-        has_ended: its agent is gone too.
+        session: Its session.
+        task: Its task.
+        sample_index: Its place in the group.
+        earlier_s: Seconds in earlier rollouts.
+        since: Monotonic time of its start in this rollout; None if it is not part of it.
+        is_started: Whether its agent was started.
+        error: Why it has no result.
+        ended: Monotonic time at which its result was known; None before.
+        has_exited: Whether its agent has ended too.
     """
 
-    play: RolloutPlay
+    session: AgentSession
     task: Task
     sample_index: int
-    served_s: float = 0.0
+    earlier_s: float = 0.0
     since: float | None = None
     is_started: bool = False
     error: str = ""
-    over: float | None = None
-    has_ended: bool = False
+    ended: float | None = None
+    has_exited: bool = False
 
     def end(self, error: str = "") -> None:
-        """Ends it, so that nothing more comes of it; the first word counts."""
-        self.play.end()
-        if self.over is None:
-            self.error, self.over = error, time.monotonic()
+        """End the episode; only the first call counts."""
+        self.session.close()
+        if self.ended is None:
+            self.error, self.ended = error, time.monotonic()
 
 
 @dataclass(eq=False, kw_only=True)
-class _Game:
-    """A group that is played."""
+class _RunningGroup:
+    """The episodes of a task."""
 
     draw: Draw
-    members: list[_Member]
+    episodes: list[_RunningEpisode]
 
     @property
-    def is_over(self) -> bool:
-        return all(member.over is not None for member in self.members)
+    def is_done(self) -> bool:
+        return all(episode.ended is not None for episode in self.episodes)
 
     @property
     def ended(self) -> float:
-        """Time at which it was over."""
-        return max(member.over or 0.0 for member in self.members)
+        """Return the time of its last end."""
+        return max(episode.ended or 0.0 for episode in self.episodes)
 
 
 class AgentRollout(EpisodePlayer):
-    """Plays groups of episodes of tasks by agents that ask the engine over HTTP."""
+    """Plays groups of episodes by agents that call the engine over HTTP."""
 
     def __init__(
         self,
@@ -118,59 +115,59 @@ class AgentRollout(EpisodePlayer):
         *,
         log: Callable[[str], None],
     ):
-        """Takes the port and loads the agent; the server starts with the first rollout.
+        """Bind the port and load the agent; the server starts with the first rollout.
 
-        The arguments are those of `EpisodePlayer`, behind the environment and its sampler. `log`
+        The arguments are those of `EpisodePlayer`, after the environment and its engine. `log`
         prints a line of the run.
 
         Raises:
-            ValueError: the port cannot be had, the agent not be loaded, or the model not be served.
+            ValueError: The port or the agent is not available, or the model cannot be served.
         """
         super().__init__(env, tokenizer, limits, schedule, pay, processor)
         if engine.recorded or processor is not None or limits.context is not None:
             raise ValueError(
                 "config.env.name is 'agents'; expected a model of text alone, with "
-                "config.model.replay=False and config.rollout.context.name='none': an "
-                "agent's history is its own business."
+                "config.model.replay=False and config.rollout.context.name='none', since agents "
+                "manage their own history."
             )
         if "reward" not in getattr(pay, "weights", ("reward",)):
             raise ValueError(
                 f"config.reward.weights is {dict(getattr(pay, 'weights', {}))!r}; expected a "
-                "weight of 'reward', which is what agents give, 0 if nothing is paid for it."
+                "weight of 'reward', the part that agents give; it may be 0."
             )
         self._settings, self._max_turns, self._engine = env.settings, env.max_turns, engine
         self._log = log
-        self._plays = RolloutPlays()
-        self._games: dict[tuple[int, int, int], _Game] = {}  # that go on into the next rollout
-        # Those whose agents are there. Agents' processes name an episode by its reward key, so
-        # that code which knows only the key of the model cannot report an end in their place.
-        self._members: dict[str, _Member] = {}
+        self._sessions = AgentSessions()
+        self._groups: dict[tuple[int, int, int], _RunningGroup] = {}  # for the next rollout
+        # Episodes whose agents run, by reward key. Code that knows only the key of the model
+        # cannot report an end in their place.
+        self._running: dict[str, _RunningEpisode] = {}
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._worker: Worker | None = None
-        self._programs = Programs(
-            agent=env.settings.place,
+        self._processes = AgentProcesses(
+            function=env.settings.function_path,
             command=env.settings.command,
             python=env.settings.python,
             settings=env.settings.settings,
-            processes=env.settings.processes,
-            ended=_weakly(self._take_end),
+            count=env.settings.processes,
+            on_end=_weak(self._handle_exit),
         )
-        self._servers: list[Server] = []  # one, once it is started
+        self._servers: list[Server] = []  # one, once it has started
         host, port = env.settings.host, env.settings.port
         try:
-            self._taken = take_port(host, port, key="that of each episode")
+            self._bound = bind_port(host, port, key="that of each episode")
         except OSError as error:  # its text names options of `jaxrl serve`
             raise ValueError(
-                f"config.env.agents.port is {port} and host {host!r}, which cannot be had: "
-                f"{getattr(error.__cause__, 'strerror', error)}; expected a port that is free, or "
-                "0 for any, and an address of this machine."
+                f"config.env.agents.port is {port} and host {host!r}, which is not available: "
+                f"{getattr(error.__cause__, 'strerror', error)}; expected a free port, or 0 for "
+                "any, and an address of this machine."
             ) from error
-        # Threads of both go on by themselves: they end with this, or with the process.
-        self._finalizer = weakref.finalize(self, _end, self._programs, self._servers, self._taken)
-        self._programs.open()
+        # Their threads run on their own; they end with this object, or with the process.
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._servers, self._bound)
+        self._processes.open()
 
     def prompt_fits(self, task: Task) -> bool:
-        """Returns True for any task: its agent makes the prompts."""
+        """Return True for any task: its agent builds the prompts."""
         return True
 
     def __call__(
@@ -181,64 +178,66 @@ class AgentRollout(EpisodePlayer):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Group | None]:
-        """Plays a group of every draw; None for those that go on into the next call.
+        """Play a group for each draw; None for those that continue in the next call.
 
-        A draw that is given again goes on where it was.
+        A draw of an unfinished group continues it.
 
         Args:
-            draws: the tasks.
-            sampling: how many trajectories of each, how they are drawn, and how many groups may
-                come back unfinished.
-            should_stop: asked about once a second.
-            progress: told how many trajectories have ended, of how many.
+            draws: The tasks.
+            sampling: Group size, how tokens are drawn, and how many groups may be unfinished.
+            should_stop: Called once a second.
+            progress: Called with the number of finished trajectories, and of all.
 
         Raises:
-            Interrupted: `should_stop` said so.
-            RuntimeError: the engine has failed.
-            ValueError: the agent cannot be started again.
+            Interrupted: `should_stop` returned True.
+            RuntimeError: The engine failed.
+            ValueError: The agent cannot be started again.
         """
-        worker = self._listening()
+        worker = self._start_server()
         keys = places_of(draws, sampling)
-        if sampling.unfinished:  # else an evaluation, which leaves those of the training alone
-            for key in [k for k in self._games if k not in keys]:  # the run has gone back
-                self._close(self._games.pop(key))
-        games = self._opened(draws, keys, sampling)
-        members = [member for game in games for member in game.members]
-        names = {member.play.name for member in members}
-        worker.serve(
+        if sampling.unfinished:  # not in an evaluation, which leaves training's groups alone
+            for key in [key for key in self._groups if key not in keys]:  # after a rollback
+                self._abandon(self._groups.pop(key))
+        groups = self._open_groups(draws, keys, sampling)
+        episodes = [episode for group in groups for episode in group.episodes]
+        names = {episode.session.name for episode in episodes}
+        worker.resume(
             names.__contains__,
             version=sampling.policy_version,
             deadline_s=self._settings.deadline_s,
         )
         now = time.monotonic()
-        for member in members:
-            member.since = now if member.is_started else None
+        for episode in episodes:
+            episode.since = now if episode.is_started else None
         try:
-            self._play(games, members, worker, sampling.unfinished, should_stop, progress)
+            self._play(groups, episodes, worker, sampling.unfinished, should_stop, progress)
         except BaseException:
-            for game in games:
-                self._close(game)
+            for group in groups:
+                self._abandon(group)
             raise
         finally:
             now = time.monotonic()
-            for member in members:
-                member.served_s += now - (now if member.since is None else member.since)
-                member.since = None  # another rollout may come before it goes on
+            for episode in episodes:
+                if episode.since is not None:
+                    episode.earlier_s += now - episode.since
+                episode.since = None
             worker.pause()
-        # As many as are waited for, those that ended first; others that have are there next time.
-        over = sorted((game for game in games if game.is_over), key=lambda game: game.ended)
-        over = over[: max(len(games) - sampling.unfinished, 0)]
-        self._games |= {k: g for k, g in zip(keys, games, strict=True) if g not in over}
-        over = [game for game in games if game in over]
+        # Return as many groups as were waited for, in the order of their ends.
+        done = sorted((group for group in groups if group.is_done), key=lambda group: group.ended)
+        done = done[: max(len(groups) - sampling.unfinished, 0)]
+        for key, group in zip(keys, groups, strict=True):
+            if group not in done:
+                self._groups[key] = group
+        done = [group for group in groups if group in done]
         samples = []
-        for game in over:
-            samples += [self._sample(member, game.draw.attempt) for member in game.members]
-            self._close(game)
+        for group in done:
+            samples += [self._to_sample(e, group.draw.attempt) for e in group.episodes]
+            self._abandon(group)
         scored = iter(self._score(samples, sampling))
-        return [next(scored) if game in over else None for game in games]
+        return [next(scored) if group in done else None for group in groups]
 
-    def _listening(self) -> Worker:
-        """The engine's worker, paused; the first call starts it and the server."""
+    def _start_server(self) -> Worker:
+        """Return the engine's paused worker; the first call starts it and the server."""
         if self._worker is None:
             settings, tokenizer = self._settings, self._tokenizer
             self._worker = Worker(
@@ -252,82 +251,84 @@ class AgentRollout(EpisodePlayer):
                 name=MODEL,
                 template_arguments=tokenizer.template_arguments,
                 deadline_s=settings.deadline_s,
-                max_answers=MAX_ANSWERS,
+                max_cached=MAX_CACHED,
             )
-            endpoint = Endpoint(self._worker, tokenizer, served, self._plays)
-            self._servers.append(Server(endpoint, settings.host, self._taken))
+            endpoint = Endpoint(self._worker, tokenizer, served, self._sessions)
+            self._servers.append(Server(endpoint, settings.host, self._bound))
         return self._worker
 
-    def _opened(
+    def _open_groups(
         self,
         draws: Sequence[Draw],
         keys: Sequence[tuple[int, int, int]],
         sampling: Sampling,
-    ) -> list[_Game]:
-        """The groups of all draws: those under way, and new ones."""
-        new = [draw for draw, key in zip(draws, keys, strict=True) if key not in self._games]
-        of_new = iter(keys_of(new, sampling, self._engine.device))
-        games = []
+    ) -> list[_RunningGroup]:
+        """Return the groups of all draws, unfinished and new ones."""
+        new = [draw for draw, key in zip(draws, keys, strict=True) if key not in self._groups]
+        random_keys = iter(keys_of(new, sampling, self._engine.device))
+        groups = []
         for draw, key in zip(draws, keys, strict=True):
-            if key in self._games:
-                games.append(self._games.pop(key))
+            if key in self._groups:
+                groups.append(self._groups.pop(key))
                 continue
-            members = []
+            episodes = []
             for index in range(sampling.group_size):
-                play = RolloutPlay(
-                    key=next(of_new),
-                    way=Way(sampling.temperature, sampling.top_p),
+                session = AgentSession(
+                    key=next(random_keys),
+                    params=SamplingParams(sampling.temperature, sampling.top_p),
                     limits=self._limits,
                     max_turns=self._max_turns,
-                    read_text=partial(_text, self._tokenizer.vocab_bytes),
+                    decode=partial(_decode, self._tokenizer.vocab_bytes),
                 )
-                members.append(_Member(play=play, task=draw.task, sample_index=index))
-            games.append(_Game(draw=draw, members=members))
-        return games
+                episodes.append(
+                    _RunningEpisode(session=session, task=draw.task, sample_index=index)
+                )
+            groups.append(_RunningGroup(draw=draw, episodes=episodes))
+        return groups
 
     def _play(
         self,
-        games: Sequence[_Game],
-        members: Sequence[_Member],
+        groups: Sequence[_RunningGroup],
+        episodes: Sequence[_RunningEpisode],
         worker: Worker,
         unfinished: int,
         should_stop: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> None:
-        """Starts agents and waits for them, until no more than `unfinished` groups are left."""
-        waiting = deque(member for member in members if not member.is_started)
-        most = self._settings.max_concurrent or self._engine.num_rows
+        """Start agents, and wait until no more than `unfinished` groups are left."""
+        waiting = deque(episode for episode in episodes if not episode.is_started)
+        max_concurrent = self._settings.max_concurrent or self._engine.num_rows
         while True:
             self._changed.clear()
-            progress(sum(member.over is not None for member in members), len(members))
+            progress(sum(episode.ended is not None for episode in episodes), len(episodes))
             if worker.failure is not None or not worker.is_alive:
                 raise RuntimeError(
-                    "the engine failed while agents asked it; its error stands above."
+                    "the engine failed while agents used it; see its error above."
                 ) from worker.failure
-            if sum(not game.is_over for game in games) <= unfinished:
+            if sum(not group.is_done for group in groups) <= unfinished:
                 return
             check_stop(should_stop)
-            self._hurry()
-            while waiting and self._num_playing() < most:
+            self._stop_late()
+            while waiting and self._num_active() < max_concurrent:
                 self._launch(waiting.popleft())
             self._changed.wait(LOOK_S)
 
-    def _num_playing(self) -> int:
-        """Number of agents that run, without those that wait until their groups go on."""
+    def _num_active(self) -> int:
+        """Return the number of running agents, without those of later rollouts."""
         with self._lock:
-            members = list(self._members.values())
-        return sum(one.over is not None or one.since is not None for one in members)
+            running = list(self._running.values())
+        return sum(e.ended is not None or e.since is not None for e in running)
 
-    def _launch(self, member: _Member) -> None:
-        task, name, key = member.task, member.play.name, member.play.reward_key
-        root = f"{self._servers[0].address}/r/{name}"
-        self._plays.by_name[name] = member.play
+    def _launch(self, episode: _RunningEpisode) -> None:
+        task, session = episode.task, episode.session
+        url = f"{self._servers[0].address}/r/{session.name}"
+        self._sessions.by_name[session.name] = session
         with self._lock:
-            self._members[key] = member
-        member.is_started, member.since = True, time.monotonic()
-        self._programs.play(
+            self._running[session.reward_key] = episode
+        episode.is_started, episode.since = True, time.monotonic()
+        self._processes.play(
             {
-                "episode": key,
+                "episode": session.reward_key,
                 "task": {
                     "id": task.id,
                     "question": task.question,
@@ -336,96 +337,98 @@ class AgentRollout(EpisodePlayer):
                     "data_source": task.data_source,
                     "metadata": dict(task.metadata),
                 },
-                "base_url": f"{root}/v1",
-                "reward_url": f"{root}/reward",
-                "api_key": name,
+                "base_url": f"{url}/v1",
+                "reward_url": f"{url}/reward",
+                "api_key": session.name,
                 "model": MODEL,
             }
         )
 
-    def _hurry(self) -> None:
-        """Gives up episodes that are late."""
+    def _stop_late(self) -> None:
+        """Stop episodes that are past their deadline."""
         now, deadline_s = time.monotonic(), self._settings.deadline_s
         with self._lock:
-            members = list(self._members.items())
-        for key, member in members:
-            if member.over is not None or member.since is None:
+            running = list(self._running.items())
+        for key, episode in running:
+            if episode.ended is not None or episode.since is None:
                 continue
-            if member.served_s + now - member.since > deadline_s:
-                member.end(
+            if episode.earlier_s + now - episode.since > deadline_s:
+                episode.end(
                     f"the agent has not ended after {deadline_s:g} s (config.env.agents.deadline_s)"
                 )
-                self._programs.stop(key)
-        self._programs.look()
+                self._processes.stop(key)
+        self._processes.check()
 
-    def _take_end(self, key: str, reward: Any, error: str) -> None:
-        """Takes note that an agent is gone; called from threads."""
+    def _handle_exit(self, key: str, reward: Any, error: str) -> None:
+        """Record that an agent has ended; called from threads."""
         with self._lock:
-            member = self._members.pop(key, None)
-        if member is None:
+            episode = self._running.pop(key, None)
+        if episode is None:
             return
-        play = member.play
-        self._plays.by_name.pop(play.name, None)
+        session = episode.session
+        self._sessions.by_name.pop(session.name, None)
         if reward is not None and not error:
             try:
-                play.earn(read_earned(reward))
-            except RefusedError as refusal:
+                session.set_reward(parse_reward(reward))
+            except RequestError as refusal:
                 error = f"the agent's reward is refused: {refusal}"
-        play.end()  # before the rewards are compared: none may come later
-        if not error and play.earned is None:
+        session.close()  # no reward may arrive after this check
+        if not error and session.reward is None:
             error = "the agent ended and gave no reward"
-        member.end(play.conflict or error)
-        member.has_ended = True
+        episode.end(session.conflict or error)
+        episode.has_exited = True
         self._changed.set()
 
-    def _close(self, game: _Game) -> None:
-        """Ends a group; agents that have not ended are given up once nothing more comes of it."""
-        for member in game.members:
-            if member.over is None:
-                member.end("it was given up")
-                if member.is_started and not member.has_ended:
-                    self._programs.stop(member.play.reward_key)
+    def _abandon(self, group: _RunningGroup) -> None:
+        """End a group, and stop agents that still run without a result."""
+        for episode in group.episodes:
+            if episode.ended is None:
+                episode.end("it was stopped")
+                if episode.is_started and not episode.has_exited:
+                    self._processes.stop(episode.session.reward_key)
 
-    def _sample(self, member: _Member, attempt: int) -> Sample:
-        """An episode as it is trained on."""
-        play = member.play
-        contexts = contexts_of(play.calls())
-        episode = AgentEpisode(task=member.task, earned=play.earned)
-        if play.warning:
-            place = f"task {member.task.id!r}, sample {member.sample_index}"
-            self._log(f"warning: {place}: {play.warning}")
+    def _to_sample(self, running: _RunningEpisode, attempt: int) -> Sample:
+        """Return an episode as one trajectory, with all of its contexts."""
+        session = running.session
+        contexts = contexts_of(session.turns())
+        episode = AgentEpisode(task=running.task, reward=session.reward)
+        if session.warning:
+            self._log(
+                f"warning: task {running.task.id!r}, sample {running.sample_index}: "
+                f"{session.warning}"
+            )
         sample = Sample(
             episode=episode,
-            sample_index=member.sample_index,
+            sample_index=running.sample_index,
             attempt=attempt,
             token_ids=[],
             prompt_length=0,
         )
-        error = member.error
-        if not contexts and not error:
-            error = "the agent has a reward, and never asked the model"
-        texts: list[str] = []  # of each turn
-        between: list[str] = []  # what was inserted before each, but the first
-        for number, (_, calls) in enumerate(contexts):
+        observations: list[str | None] = []  # text before each turn but the first
+        for index, context in enumerate(contexts):
             before: tuple[int, ...] = ()
-            for call in calls:
-                new = call.prompt_ids[len(before) :]
-                if not texts:
+            for turn in context.turns:
+                new = turn.prompt_ids[len(before) :]
+                if not episode.turns:
                     sample.token_ids, sample.prompt_length = list(new), len(new)
                     sample.begin_first_turn()
                 elif not before:
-                    count = num_common(new, [ids for ids, _ in contexts[:number]])
+                    count = num_common(new, [other.ids for other in contexts[:index]])
                     sample.begin_context(new, count)
-                    between.append(self._tokenizer.decode(new[count:]))
+                    observations.append(self._tokenizer.decode(new[count:]))
                 else:
                     sample.append_observation(new)
-                    between.append(self._tokenizer.decode(new))
-                logprobs, entropies = np.array([call.logprobs, call.entropies], np.float32)
-                sample.append(call.token_ids, logprobs, entropies, call.versions)
-                texts.append(call.text)
-                before = call.ids
-        for text, shown in zip(texts, [*between, None], strict=False):
-            episode.turns.append(Turn(text=text, observation=shown))
+                    observations.append(self._tokenizer.decode(new))
+                logprobs, entropies = np.array([turn.logprobs, turn.entropies], np.float32)
+                sample.append(turn.token_ids, logprobs, entropies, turn.versions)
+                episode.turns.append(Turn(text=turn.text))
+                before = turn.ids
+        for index, observation in enumerate(observations):
+            turn_before = episode.turns[index]
+            episode.turns[index] = dataclasses.replace(turn_before, observation=observation)
+        error = running.error
+        if not contexts and not error:
+            error = "the agent gave a reward and never called the model"
         if error:
             error = writable(error)[:MAX_ERROR]
             if episode.turns:
@@ -434,19 +437,19 @@ class AgentRollout(EpisodePlayer):
                 episode.turns.append(Turn(text="", error=error))
                 sample.begin_first_turn()
             episode.outcome = Outcome.ENVIRONMENT_ERROR
-        elif play.earned is not None and play.earned.is_abstention:
+        elif session.reward is not None and session.reward.is_abstention:
             episode.outcome = Outcome.ABSTAINED
         else:
-            episode.outcome = Outcome.OUT_OF_BUDGET if play.is_spent else Outcome.ANSWERED
+            episode.outcome = Outcome.OUT_OF_BUDGET if session.is_spent else Outcome.ANSWERED
         return sample
 
     def close(self) -> None:
-        """Ends server and agents."""
+        """End server and agents."""
         self._finalizer()
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a method so that its object is not kept alive."""
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method so that its object is not kept alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
@@ -456,13 +459,13 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _end(programs: Programs, servers: Sequence[Server], taken: socket.socket) -> None:
-    programs.close()
+def _end(processes: AgentProcesses, servers: Sequence[Server], bound: socket.socket) -> None:
+    processes.close()
     for server in servers:
-        server.end(0.0)
-    taken.close()
+        server.shutdown(0.0)
+    bound.close()
 
 
-def _text(vocab_bytes: Sequence[bytes], token_ids: Sequence[int], num_bytes: int) -> str:
+def _decode(vocab_bytes: Sequence[bytes], token_ids: Sequence[int], num_bytes: int) -> str:
     data = b"".join(vocab_bytes[id] for id in token_ids)
     return data[:num_bytes].decode("utf-8", "replace")

@@ -1,8 +1,8 @@
-"""The process in which agents run: `PYTHON runner.py SETTINGS`, started by `programs.Programs`.
+"""The process in which agents run: `PYTHON runner.py AGENT`, started by `processes.AgentProcesses`.
 
-It may be another Python than the run's, without jaxrl, so only the standard library is imported. A
-line of its input names an episode to play, or one to give up; a line of its output says what came
-of it. What agents print goes to the error stream. When its input ends, so do they.
+It may be another Python than the run's, without jaxrl, so it imports only the standard library.
+Each line of its input starts or stops an episode; each line of its output reports an end. What
+agents print goes to standard error. When its input ends, so do they.
 """
 
 from __future__ import annotations
@@ -27,29 +27,34 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-OUTPUT = 1 << 16
-"""Bytes of what a program prints that are kept for messages, the last ones."""
+MAX_OUTPUT = 1 << 16
+"""Bytes of a program's output to keep, the last ones."""
 
 MAX_REWARD = 1 << 20
-"""Bytes of JSON that an agent says of an episode at most."""
+"""Bytes of JSON in a reward."""
 
-LEFT_S = 0.1
-"""Seconds between looks for what a program has left behind."""
+POLL_S = 0.1
+"""Seconds between checks for processes that a program has left behind."""
 
-LOOK_S = 1.0
-"""Seconds between looks for whether the run is still there."""
+PARENT_POLL_S = 1.0
+"""Seconds between checks whether the run is alive."""
+
+CANCEL_S = 5.0
+"""Seconds for a stopped agent to end, after which it is left behind."""
 
 FOLDER = "JAXRL_AGENTS_FOLDER"
-"""Variable with the folder of a process; by it all that an agent has started is found."""
+"""Variable with the folder of a process, which marks all that an agent has started."""
+
+STOPPED = "it was stopped"
 
 Play = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
 
 def load(name: str) -> Callable[..., Any]:
-    """The function that `module.function`, `module:function` or `path/file.py:function` names.
+    """Load the function `module.function`, `module:function` or `path/file.py:function`.
 
     Raises:
-        ImportError, AttributeError, TypeError: there is none.
+        ImportError, AttributeError, TypeError: There is none.
     """
     file, _, attribute = name.rpartition(":")
     if attribute.endswith(".py"):
@@ -58,7 +63,7 @@ def load(name: str) -> Callable[..., Any]:
         spec = importlib.util.spec_from_file_location("jaxrl_agent_" + Path(file).stem, file)
         if spec is None or spec.loader is None or not Path(file).is_file():
             raise ImportError(f"there is no file {os.path.abspath(file)}")
-        # Modules beside it are found, after all others: none of them hides one of a library.
+        # Modules beside it are found last, so that none hides one of a library.
         sys.path.append(os.path.dirname(os.path.abspath(file)))
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
@@ -66,28 +71,26 @@ def load(name: str) -> Callable[..., Any]:
     else:
         path, attribute = (file, attribute) if file else name.rsplit(".", 1)
         module = importlib.import_module(path)
-    function: Any = module
-    for part in attribute.split("."):
-        function = getattr(function, part)
+    function: Any = functools.reduce(getattr, attribute.split("."), module)
     if not callable(function):
         raise TypeError(f"{name} is a {type(function).__name__}; expected a function")
     return function
 
 
-def by_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Play:
-    """Plays an episode by calling a function, in a thread of its own unless it is async."""
+def play_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Play:
+    """Return a player that calls a function, in a thread of its own unless it is async."""
 
     async def play(episode: Mapping[str, Any]) -> Any:
         arguments = {name: episode[name] for name in ("base_url", "api_key", "model")}
         if inspect.iscoroutinefunction(function):
             try:
                 return await function(episode["task"], **arguments, **settings)
-            except (SystemExit, KeyboardInterrupt) as error:  # which would end the others too
-                raise RuntimeError(_text(error)) from None
+            except (SystemExit, KeyboardInterrupt) as error:  # would end the other episodes too
+                raise RuntimeError(_describe(error)) from None
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
-        def tell(method: Callable[[Any], None], value: Any) -> None:
+        def resolve(method: Callable[[Any], None], value: Any) -> None:
             if not done.done():
                 method(value)
 
@@ -96,9 +99,9 @@ def by_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Pl
                 value = function(episode["task"], **arguments, **settings)
                 outcome = done.set_result, value
             except BaseException as error:
-                outcome = done.set_exception, RuntimeError(_text(error))
+                outcome = done.set_exception, RuntimeError(_describe(error))
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(tell, *outcome)
+                loop.call_soon_threadsafe(resolve, *outcome)
 
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
@@ -106,16 +109,16 @@ def by_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Pl
             return await done
         finally:
             if not done.done() or done.cancelled():
-                _left.append(thread)
+                _left_threads.append(thread)
 
     return play
 
 
-def by_command(command: list[str], folder: str) -> Play:
-    """Plays an episode by a program: the task on its input, the model in its environment.
+def play_program(command: list[str], folder: str) -> Play:
+    """Return a player that runs a program: the task is its input, the model in its environment.
 
-    How to reward the episode is part of the input: unlike the environment, it is not inherited by
-    what the program starts.
+    The reward's file, address and key are part of the input: unlike the environment, it is not
+    inherited by what the program starts.
     """
 
     async def play(episode: Mapping[str, Any]) -> Any:
@@ -129,7 +132,7 @@ def by_command(command: list[str], folder: str) -> Play:
             FOLDER: mark,
         }
         reward = {"file": file, "url": episode["reward_url"], "key": episode["episode"]}
-        given = json.dumps({**episode["task"], "reward": reward}).encode()
+        data = json.dumps({**episode["task"], "reward": reward}).encode()
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
                 *command,
@@ -140,51 +143,48 @@ def by_command(command: list[str], folder: str) -> Play:
                 env=os.environ | variables,
             )
         )
-        # A start that is cancelled itself ends the program alone, not what that has started, and
-        # may wait for ever for pipes that it has not made yet. `wait` leaves it alone.
-        is_given_up = False
+        # A cancelled start would end the program alone, not what that has started, and may wait
+        # forever for pipes that do not exist yet. `asyncio.wait` does not cancel it.
+        is_stopped = False
         while not starting.done():
             try:
                 await asyncio.wait([starting])
             except asyncio.CancelledError:
-                is_given_up = True
+                is_stopped = True
         process = starting.result()
-        if is_given_up:
-            _kill(process.pid)
-            kill_marked(mark)
+        if is_stopped:
+            _kill_all(process.pid, mark)
             raise asyncio.CancelledError
         _groups.add(process.pid)
         # It may print before it reads, or leave behind what prints after its end.
-        telling = asyncio.ensure_future(_tell(process.stdin, given))
-        hearing = asyncio.ensure_future(_last(process.stdout))
+        writing = asyncio.ensure_future(_write(process.stdin, data))
+        reading = asyncio.ensure_future(_read_end(process.stdout))
         waiting = asyncio.ensure_future(process.wait())
         try:
-            while process.returncode is None:  # which is known before all have closed its pipes
-                await asyncio.wait([waiting], timeout=LEFT_S)
+            while process.returncode is None:  # known before all of its pipes are closed
+                await asyncio.wait([waiting], timeout=POLL_S)
         finally:
-            telling.cancel()
+            writing.cancel()
             waiting.cancel()
-            _kill(process.pid)
-            kill_marked(mark)
-        while not (await asyncio.wait([hearing], timeout=LEFT_S))[0]:
-            kill_marked(mark)  # what was starting another program had no environment just then
-        printed = hearing.result()
+            _kill_all(process.pid, mark)
+        while not (await asyncio.wait([reading], timeout=POLL_S))[0]:
+            kill_marked(mark)  # a process that was just being started had no environment yet
         value = _read_reward(file)
         if process.returncode:
-            raise RuntimeError(f"the program ended with {process.returncode}: {printed}")
+            raise RuntimeError(f"the program ended with {process.returncode}: {reading.result()}")
         return value
 
     return play
 
 
 def _read_reward(file: str) -> Any:
-    """Reads the reward that a program wrote; None where it wrote none."""
+    """Read the reward that a program wrote; None if it wrote none."""
     if not os.path.exists(file):
         return None
-    if not os.path.isfile(file):  # to open a pipe may take for ever
+    if not os.path.isfile(file):  # opening a pipe may take forever
         raise RuntimeError("the reward file is no file; expected one with JSON")
-    with open(file, "rb") as written:
-        data = written.read(MAX_REWARD + 1)
+    with open(file, "rb") as stream:
+        data = stream.read(MAX_REWARD + 1)
     os.remove(file)
     if len(data) > MAX_REWARD:
         raise RuntimeError(f"the reward file has more than {MAX_REWARD} bytes")
@@ -194,46 +194,48 @@ def _read_reward(file: str) -> Any:
         raise RuntimeError(f"the reward file is no JSON: {error}") from None
 
 
-async def _tell(stream: Any, data: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # it does not want to know
+async def _write(stream: Any, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # the program does not read it
         stream.write(data)
         await stream.drain()
     stream.close()
 
 
-async def _last(stream: Any) -> str:
-    """Reads a stream to its end; returns the end of its text."""
+async def _read_end(stream: Any) -> str:
+    """Read a stream to its end; return the end of its text."""
     data = b""
-    while piece := await stream.read(OUTPUT):
-        data = (data + piece)[-OUTPUT:]
+    while piece := await stream.read(MAX_OUTPUT):
+        data = (data + piece)[-MAX_OUTPUT:]
     return data.decode(errors="replace").strip()[-2000:]
 
 
 _LIBRARIES = tuple(
     os.path.join(path, "") for name, path in sysconfig.get_paths().items() if "lib" in name
 )
-_groups: set[int] = set()
-_left: list[threading.Thread] = []  # of episodes that were given up
+_groups: set[int] = set()  # process groups of programs
+_left_threads: list[threading.Thread] = []  # of stopped functions
+_left_tasks: list[asyncio.Task[Any]] = []  # of async functions that ignored their end
 
 
-def _kill(group: int) -> None:
+def _kill_all(group: int, mark: str) -> None:
+    """Kill a process group, and processes of other groups with a mark."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
     _groups.discard(group)
+    kill_marked(mark)
 
 
 def kill_marked(mark: str) -> None:
-    """Kills processes whose environment began with a text, which are in no group of ours.
+    """Kill processes with a text in their environment, whatever session they are in.
 
-    A program may give what it starts a session of its own. Does nothing where there is no `/proc`.
+    Does nothing on systems without `/proc`.
     """
-    sought, own = mark.encode(), os.getpid()
     for _ in range(20):  # they may start others meanwhile
         marked = []
         for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
             with contextlib.suppress(OSError):
-                with open(f"/proc/{name}/environ", "rb") as file:  # of one that is dead it is empty
-                    is_marked = int(name) != own and sought in file.read()
+                with open(f"/proc/{name}/environ", "rb") as file:  # empty once it is dead
+                    is_marked = int(name) != os.getpid() and mark.encode() in file.read()
                 if is_marked:
                     marked.append(name)
                     os.kill(int(name), signal.SIGKILL)
@@ -242,32 +244,65 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.01)
 
 
-def _end_with(parent: int, folder: str) -> None:
-    """Ends everything once the run has ended, also while an agent blocks the event loop."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_S)
-    time.sleep(LOOK_S)  # in which the loop may
+def _exit(folder: str) -> None:
+    """Exit with all that agents have started; threads of agents may hang."""
     for group in [*_groups]:
-        _kill(group)
+        _kill_all(group, folder)
     shutil.rmtree(folder, ignore_errors=True)
     kill_marked(folder)
     os._exit(0)
 
 
-def _text(error: BaseException) -> str:
-    """Describes a failure, with its last place in the agent's own files, or in any if in none."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
-    own = [one for one in frames if not one.filename.startswith((*_LIBRARIES, "<"))]
+def _exit_with(parent: int, folder: str) -> None:
+    """Exit once the run has ended, also while an agent blocks the event loop."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    time.sleep(PARENT_POLL_S)  # in which the loop may exit by itself
+    _exit(folder)
+
+
+def _describe(error: BaseException) -> str:
+    """Describe an error, with the last line in the agent's own files if there is one."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     frames = own or frames
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:2000] + where
 
 
-async def serve(play: Play, lines: Any, say: Callable[[Mapping[str, Any]], None]) -> None:
-    """Plays what the lines ask for, until they end."""
-    playing: dict[str, asyncio.Task[Any]] = {}
+class Episodes:
+    """The episodes of this process, and the reports of their ends."""
 
-    def end(name: str, task: asyncio.Task[Any]) -> None:
+    def __init__(self, play: Play, send: Callable[[Mapping[str, Any]], None]):
+        """Start empty.
+
+        Args:
+            play: Plays an episode.
+            send: Sends a message to the run.
+        """
+        self._play, self._send = play, send
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+
+    def start(self, episode: Mapping[str, Any]) -> None:
+        """Start an episode."""
+        name = episode["episode"]
+        task = asyncio.ensure_future(self._play(episode))
+        self._tasks[name] = task
+        task.add_done_callback(functools.partial(self._report, name))
+
+    def stop(self, name: str) -> None:
+        """Stop an episode, and leave it behind if it ignores that."""
+        if task := self._tasks.get(name):
+            task.cancel()
+            loop = asyncio.get_running_loop()
+            loop.call_later(CANCEL_S, self._leave_behind, name, task)
+
+    def _leave_behind(self, name: str, task: asyncio.Task[Any]) -> None:
+        if not task.done():
+            _left_tasks.append(task)
+            self._end(name, {"error": STOPPED})
+
+    def _report(self, name: str, task: asyncio.Task[Any]) -> None:
         try:
             value = task.result()
             if (count := len(json.dumps(value, allow_nan=False))) > MAX_REWARD:
@@ -276,62 +311,58 @@ async def serve(play: Play, lines: Any, say: Callable[[Mapping[str, Any]], None]
                 )
             outcome = {"reward": value}
         except asyncio.CancelledError:
-            outcome = {"error": "it was given up"}
+            outcome = {"error": STOPPED}
         except Exception as error:
-            outcome = {"error": str(error) if type(error) is RuntimeError else _text(error)}
-        del playing[name]
-        _left[:] = [thread for thread in _left if thread.is_alive()]
-        say({"episode": name, "left": len(_left), **outcome})
+            outcome = {"error": str(error) if type(error) is RuntimeError else _describe(error)}
+        self._end(name, outcome)
 
-    while line := await lines.readline():
-        message = json.loads(line)
-        if "end" in message:
+    def _end(self, name: str, outcome: Mapping[str, Any]) -> None:
+        if self._tasks.pop(name, None) is None:  # reported when it was left behind
             return
-        if "stop" in message:
-            if task := playing.get(message["stop"]):
-                task.cancel()
-            say({"stopped": message["stop"]})
-        else:
-            name = message["episode"]
-            playing[name] = asyncio.ensure_future(play(message))
-            playing[name].add_done_callback(functools.partial(end, name))
+        num_left = sum(thread.is_alive() for thread in _left_threads)
+        num_left += sum(not task.done() for task in _left_tasks)
+        self._send({"episode": name, "num_left": num_left, **outcome})
 
 
-async def main(settings: Mapping[str, Any], given: Any, out: Any) -> None:
-    """Load the agent, report that it is ready, and play.
+async def main(agent: Mapping[str, Any], given: Any, out: Any) -> None:
+    """Load the agent, report that it is ready, and play until the input ends.
 
     Args:
-        settings: Arguments of `programs.Programs`.
+        agent: Arguments of `processes.AgentProcesses`.
         given: Pipe from the run.
         out: Pipe to the run.
     """
 
-    def say(message: Mapping[str, Any]) -> None:
+    def send(message: Mapping[str, Any]) -> None:
         out.write(json.dumps(message).encode() + b"\n")
         out.flush()
 
     folder = os.environ[FOLDER]
-    threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(os.getppid(), folder), daemon=True).start()
     try:
-        if settings["command"]:
-            if shutil.which(settings["command"][0]) is None:
-                raise FileNotFoundError(f"there is no program {settings['command'][0]}")
-            play = by_command(settings["command"], folder)
+        if agent["command"]:
+            if shutil.which(agent["command"][0]) is None:
+                raise FileNotFoundError(f"there is no program {agent['command'][0]}")
+            play = play_program(agent["command"], folder)
         else:
-            play = by_function(load(settings["agent"]), settings["settings"])
+            play = play_function(load(agent["function"]), agent["settings"])
     except BaseException as error:
-        say({"failed": _text(error)})
+        send({"failed": _describe(error)})
         return
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader(limit=1 << 28)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), given)
-    say({"ready": True})
-    await serve(play, lines, say)
-    for group in [*_groups]:
-        _kill(group)
-    shutil.rmtree(folder, ignore_errors=True)
-    kill_marked(folder)
-    os._exit(0)  # threads of agents may hang
+    send({"ready": True})
+    episodes = Episodes(play, send)
+    while line := await lines.readline():
+        message = json.loads(line)
+        if "end" in message:
+            break
+        if "stop" in message:
+            episodes.stop(message["stop"])
+        else:
+            episodes.start(message)
+    _exit(folder)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Environments of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers) as an agent.
 
 `play` plays one episode: verifiers renders the prompts, runs the environment's tools and scores,
-and its training client asks the endpoint for token ids. This file runs in the interpreter that
-verifiers is installed for and needs nothing of jaxrl there. The command writes an environment's
-tasks:
+and its training client requests token ids from the endpoint. This file runs in the interpreter with
+verifiers and needs nothing of jaxrl there. The command writes an environment's tasks:
 
     python verifiers.py ENVIRONMENT [--arguments=JSON] [--num=N] > tasks.jsonl
 """
@@ -23,19 +22,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # else this file would be imported by the name of the package
-    sys.path[:] = [one for one in sys.path if Path(one or ".").resolve() != Path(__file__).parent]
+if __name__ == "__main__":  # else `import verifiers` would find this file
+    folder = Path(__file__).parent
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != folder]
 
 CHAT = "jaxrl_chat"
-"""Name under which verifiers finds the chat loop below among its harnesses."""
+"""Name of the chat loop below among verifiers' harnesses."""
 
 NO_ANSWER = "judged by the environment"
-"""Accepted answer of a task that has none of its own, which nothing reads."""
+"""Placeholder answer of a task without one."""
 
 SPENT = "config.rollout.max_turns"
-"""Named where the endpoint refuses an answer since the episode has had as many as it gets."""
+"""Part of the endpoint's error when an episode has had all of its turns."""
 
-_opened: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = (
+_environments: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -54,51 +54,51 @@ async def play(
     solved_from: float = 1.0,
     traces: str = "",
 ) -> dict[str, Any]:
-    """Plays an episode of an environment; returns its reward.
+    """Play an episode of an environment; return its reward.
 
-    Many may run at once in an event loop. They share the environment, which is loaded once, and
-    the processes of tools that its taskset declares. Tools that its tasks declare cost a process
-    an episode.
+    Episodes of an event loop share the environment, which is loaded once, and the tool processes
+    of its taskset. Tools of a task need a process per episode.
 
     Args:
-        task: a record that the command below wrote; `metadata["verifiers"]` is verifiers' task.
-        base_url: address of the endpoint for this episode, ending in `/v1`.
-        api_key: sent as `Authorization: Bearer`.
-        model: name under which `GET /v1/models` lists the model.
-        environment: module of a taskset, as "textarena", or a file, as "my/rooms.py".
-        tokenizer: folder with `tokenizer.json` of the model that is trained.
-        arguments: verifiers' `[env]` block without `taskset.id`, as
+        task: Record from the command below; `metadata["verifiers"]` is verifiers' task.
+        base_url: Address of the endpoint for this episode, ending in `/v1`.
+        api_key: Key for `Authorization: Bearer`.
+        model: Name of the model in `GET /v1/models`.
+        environment: Module of a taskset, such as "textarena", or a file, such as "my/rooms.py".
+        tokenizer: Folder with the trained model's `tokenizer.json`.
+        arguments: verifiers' `[env]` block without `taskset.id`, such as
             `{"taskset": {"game": "Hangman-v0"}, "agent": {"max_turns": 8}}`.
-        renderer: name of the renderer of the model's family, or its configuration, as
+        renderer: Name of the renderer of the model's family, or its configuration, such as
             `{"name": "qwen3", "thinking_retention": "all"}`.
-        sampling: further fields of the requests, as `{"max_tokens": 256}`.
-        solved_from: reward from which an episode counts as correct.
-        traces: file to which verifiers' record of the episode is appended; "" writes none.
+        sampling: Further fields of the requests, such as `{"max_tokens": 256}`.
+        solved_from: Reward from which an episode counts as correct.
+        traces: File for verifiers' records of the episodes; "" for none.
 
     Returns:
         `reward`, `is_correct` and `final_answer`, the last message of the model.
 
     Raises:
-        ValueError: the task or the environment is not of the kind that can be trained.
-        RuntimeError: verifiers says that the episode failed.
+        ValueError: The task or the environment cannot be trained.
+        RuntimeError: verifiers reports that the episode failed.
     """
     if not isinstance(data := task.get("metadata", {}).get("verifiers"), Mapping):
         raise ValueError(
             f"task {task.get('id')!r} has no metadata.verifiers; expected a record written by "
             f"`python {Path(__file__).name} {environment}`."
         )
-    env = await opened(environment, arguments or {})
+    env = await open_environment(environment, arguments or {})
     kind = type(env.taskset).task_type()
     built = kind(kind.data_type().model_validate(data), env.config.taskset.task)
     renderer = {"name": renderer} if isinstance(renderer, str) else renderer
-    asked = {"base_url": base_url, "renderer": renderer, "renderer_model_name": tokenizer}
-    episode = await env.run_episode(built, context_of(model, asked, api_key, sampling or {}))
+    client = {"base_url": base_url, "renderer": renderer, "renderer_model_name": tokenizer}
+    context = build_context(model, client, api_key, sampling or {})
+    episode = await env.run_episode(built, context)
     if traces:
         record = json.dumps(episode.to_record(float_decimals=None), ensure_ascii=False)
-        with open(traces, "ab", buffering=0) as file:  # a line at once: processes may share it
+        with open(traces, "ab", buffering=0) as file:  # one write per line: processes share it
             file.write(f"{record}\n".encode())
     if not episode.ok:
-        errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError(
             f"verifiers' episode of {environment} failed: "
             + "; ".join(f"{error.type}: {error.message}" for error in errors)
@@ -111,60 +111,61 @@ async def play(
     }
 
 
-def context_of(
-    model: str, asked: Mapping[str, Any], api_key: str, sampling: Mapping[str, Any]
+def build_context(
+    model: str, client: Mapping[str, Any], api_key: str, sampling: Mapping[str, Any]
 ) -> Any:
-    """The model of an episode, as verifiers' training client is to ask it."""
+    """Return the model of an episode for verifiers' training client."""
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import TrainClientConfig
     from verifiers.v1.types import SamplingConfig
 
-    # verifiers reads keys from variables; one of an episode cannot stand there.
+    # verifiers reads keys from environment variables, which all episodes share.
     headers = {"Authorization": f"Bearer {api_key}"}
-    client = TrainClientConfig(**asked, headers=headers, api_key_var="")
-    return ModelContext(model=model, client=client, sampling=SamplingConfig(**sampling))
+    config = TrainClientConfig(**client, headers=headers, api_key_var="")
+    return ModelContext(model=model, client=config, sampling=SamplingConfig(**sampling))
 
 
 def trained_trace(episode: Any, base_url: str) -> Any:
-    """The trace of the one agent that asked the endpoint.
+    """Return the trace of the one agent that called the endpoint.
 
     Raises:
-        ValueError: several did, or none.
+        ValueError: Several did, or none.
     """
-    asked = [one for one in episode.traces if one.agent.config.client.base_url == base_url]
-    if len(asked) != 1:
-        seats = ", ".join(one.agent.name for one in asked) or "none"
+    traces = [t for t in episode.traces if t.agent.config.client.base_url == base_url]
+    if len(traces) != 1:
+        names = ", ".join(trace.agent.name for trace in traces) or "none"
         raise ValueError(
-            f"agents that asked the endpoint: {seats}; expected one, since an episode has one "
-            "reward and all that its address samples is trained. Give the others a client of "
-            "their own by `arguments`."
+            f"agents that called the endpoint: {names}; expected one, since an episode has one "
+            "reward. Give the others a client of their own in `arguments`."
         )
-    return asked[0]
+    return traces[0]
 
 
-async def opened(environment: str, arguments: Mapping[str, Any]) -> Any:
-    """An environment with its servers up, loaded once an event loop; they end with the loop."""
+async def open_environment(environment: str, arguments: Mapping[str, Any]) -> Any:
+    """Return an environment with running servers, loaded once per event loop."""
     loop = asyncio.get_running_loop()
-    known = _opened.setdefault(loop, {})
+    loaded = _environments.setdefault(loop, {})
     name = json.dumps([environment, arguments], sort_keys=True)
-    if name not in known:
+    if name not in loaded:
         ready: asyncio.Future[Any] = loop.create_future()
-        # Entered and left by one task, as its scopes ask.
-        known[name] = ready, loop.create_task(_hold(environment, arguments, ready))
-    ready, _ = known[name]
+        # Its scopes have to be entered and left by one task.
+        loaded[name] = ready, loop.create_task(_serve(environment, arguments, ready))
+    ready, _ = loaded[name]
     try:
         return await asyncio.shield(ready)
     except Exception:
-        known.pop(name, None)  # the next episode tries again
+        loaded.pop(name, None)  # the next episode tries again
         raise
 
 
-async def _hold(environment: str, arguments: Mapping[str, Any], ready: asyncio.Future[Any]) -> None:
+async def _serve(
+    environment: str, arguments: Mapping[str, Any], ready: asyncio.Future[Any]
+) -> None:
     try:
         env = load(environment, arguments)
         async with env.serving():
-            # Each episode has an address of its own, for which verifiers makes a client that lives
-            # as long as the server between it and the agent: that server is the episode's too.
+            # Each episode has its own address, whose client in verifiers lives as long as the
+            # server between it and the agent; so each episode gets its own server too.
             env._interception = None
             ready.set_result(env)
             await asyncio.get_running_loop().create_future()
@@ -175,11 +176,11 @@ async def _hold(environment: str, arguments: Mapping[str, Any], ready: asyncio.F
 
 
 def load(environment: str, arguments: Mapping[str, Any]) -> Any:
-    """An environment whose agents run here: as subprocesses, chats in this process.
+    """Load an environment whose agents run here, as subprocesses or chats in this process.
 
     Raises:
         ValueError: verifiers refuses the arguments.
-        ModuleNotFoundError: there is no module of that name.
+        ModuleNotFoundError: There is no module of that name.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import (
@@ -190,8 +191,8 @@ def load(environment: str, arguments: Mapping[str, Any]) -> Any:
     )
 
     _add_chat()
-    environment = module_of(environment)
-    block = json.loads(json.dumps(arguments))  # a copy, all of it
+    environment = module_name(environment)
+    block = json.loads(json.dumps(arguments))  # a deep copy
     block["taskset"] = {**block.get("taskset", {}), "id": environment}
     for name, field in env_config_type(environment, block.get("id", "")).model_fields.items():
         if isinstance(seat := field.default, AgentConfig):
@@ -203,17 +204,17 @@ def load(environment: str, arguments: Mapping[str, Any]) -> Any:
     return load_environment(resolve_env_config(block))
 
 
-def module_of(environment: str) -> str:
-    """Name by which an environment is imported, of a file also by the processes of its tools.
+def module_name(environment: str) -> str:
+    """Return the module of an environment, and make a file importable for its tool processes too.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: There is no such file.
     """
     path = Path(environment)
     if path.suffix != ".py":
         return environment
     if not path.is_file():
-        raise ValueError(f"environment is {environment!r}, and {path.resolve()} is no file.")
+        raise ValueError(f"environment is {environment!r}; there is no file {path.resolve()}.")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -223,7 +224,7 @@ def module_of(environment: str) -> str:
 
 
 def _add_chat() -> None:
-    """Adds a chat loop in this process to the harnesses; verifiers' own start a program a turn."""
+    """Add a chat loop in this process to verifiers' harnesses, which start a program per turn."""
     if CHAT in sys.modules:
         return
     from openai import APIStatusError, AsyncOpenAI, omit
@@ -235,7 +236,7 @@ def _add_chat() -> None:
     from verifiers.v1.runtimes import ProgramResult
 
     class ChatHarness(Harness[HarnessConfig]):
-        """Answers until a message calls no tool."""
+        """Chat until a message calls no tool."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_MCP = True
@@ -258,7 +259,7 @@ def _add_chat() -> None:
             if isinstance(prompt, str):
                 messages.append({"role": "user", "content": prompt})
             else:
-                messages.extend(message_to_wire(one) for one in prompt or ())
+                messages.extend(message_to_wire(message) for message in prompt or ())
             servers = {
                 name: {"url": url, "timeout": self.config.tool_timeout}
                 for name, url in mcp_urls.items()
@@ -274,7 +275,7 @@ def _add_chat() -> None:
                             model=ctx.model, messages=messages, tools=tools or omit
                         )
                     except APIStatusError as error:
-                        # Limits end a chat: of the environment, of the run, of the context.
+                        # A limit of the environment, the run or the context ends the chat.
                         is_spent = SPENT in str(error) or is_context_overflow(error)
                         if trace.stop_condition is None and not is_spent:
                             return ProgramResult(exit_code=1, stdout="", stderr=str(error))
@@ -284,17 +285,17 @@ def _add_chat() -> None:
                     if not message.tool_calls:
                         break
                     for call in message.tool_calls:
-                        content = await self.answer(call.function, routes, connections)
+                        content = await self.call_tool(call.function, routes, connections)
                         result = {"role": "tool", "tool_call_id": call.id, "content": content}
                         messages.append(bound_tool_message(result))
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
-        async def answer(self, call: Any, routes: Any, connections: Any) -> Any:
-            """The result of a tool; what is wrong with a call is told to the model."""
+        async def call_tool(self, call: Any, routes: Any, connections: Any) -> Any:
+            """Return a tool's result; the model sees what is wrong with a call."""
             try:
                 arguments = json.loads(call.arguments or "{}")
             except json.JSONDecodeError as error:
-                return f"error: the arguments are no JSON: {error}"
+                return f"error: the arguments are not JSON: {error}"
             if not isinstance(arguments, dict):
                 return f"error: the arguments are {call.arguments}; expected an object"
             if call.name not in routes:
@@ -309,25 +310,23 @@ def _add_chat() -> None:
 def records(
     environment: str, arguments: Mapping[str, Any], num_tasks: int | None
 ) -> Iterator[dict[str, Any]]:
-    """The tasks of an environment, as jaxrl reads them.
+    """Yield the tasks of an environment as records for jaxrl.
 
     Raises:
-        ValueError: the tasks never end and `num_tasks` is None.
+        ValueError: The tasks never end and `num_tasks` is None.
     """
     taskset = load(environment, arguments).taskset
-    environment = module_of(environment)
+    environment = module_name(environment)
     if not taskset.bounded and num_tasks is None:
-        raise ValueError(f"the tasks of {environment} never end; say how many by --num=N.")
+        raise ValueError(f"the tasks of {environment} never end; expected --num=N.")
     fields = type(taskset).task_type().data_type().model_fields
-    if lost := [name for name, field in fields.items() if field.exclude]:
-        raise ValueError(
-            f"its tasks keep {', '.join(lost)} out of their JSON; none can be written."
-        )
+    if excluded := [name for name, field in fields.items() if field.exclude]:
+        raise ValueError(f"its tasks exclude {', '.join(excluded)} from JSON; expected all fields.")
     for task in itertools.islice(taskset, num_tasks):
         data = task.data.model_dump(mode="json", exclude_defaults=True)
         prompt = data.get("prompt")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not messages:  # the environment speaks first
+        if not messages:  # the environment starts the conversation
             messages = [{"role": "user", "content": task.data.name or f"task {task.data.idx}"}]
         if task.data.system_prompt:
             messages = [{"role": "system", "content": task.data.system_prompt}, *messages]
@@ -341,17 +340,17 @@ def records(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes tasks to the standard output."""
-    parser = argparse.ArgumentParser(description="Writes the tasks of an environment as JSONL.")
-    parser.add_argument("environment", help="module or file of a taskset, as textarena")
-    parser.add_argument("--arguments", default="{}", metavar="JSON", help="as play takes them")
+    """Write tasks to standard output."""
+    parser = argparse.ArgumentParser(description="Write the tasks of an environment as JSONL.")
+    parser.add_argument("environment", help="module or file of a taskset, such as textarena")
+    parser.add_argument("--arguments", default="{}", metavar="JSON", help="arguments of play")
     parser.add_argument("--num", type=int, metavar="N", help="default: all")
-    given = parser.parse_args(argv)
+    flags = parser.parse_args(argv)
     try:
-        for record in records(given.environment, json.loads(given.arguments), given.num):
+        for record in records(flags.environment, json.loads(flags.arguments), flags.num):
             print(json.dumps(record, ensure_ascii=False))
     except (ValueError, ImportError) as error:
-        sys.exit(f"{given.environment}: {error}")
+        sys.exit(f"{flags.environment}: {error}")
 
 
 if __name__ == "__main__":

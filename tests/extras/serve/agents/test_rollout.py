@@ -131,11 +131,11 @@ def test_replies_that_are_lost_are_given_again_and_trained_once(tmp_path, says_s
 
 
 FAULTS = {
-    "silent": "never asked the model",
+    "silent": "never called the model",
     "raises": "RuntimeError: the tool is gone",
     "hangs": "has not ended after 3 s",
     "nothing": "gave no reward",
-    "text": "reward is 'well done'; expected a number",
+    "text": "reward is 'well done'",
     "bool": None,
     "nan": "not JSON compliant",
     "good": None,
@@ -302,12 +302,12 @@ def test_groups_that_nobody_asks_for_again_are_given_up(tmp_path):
     tasks = draws("a", ("b", {"slow": True}))
     with agents("waits", settings={"folder": str(tmp_path)}, max_concurrent=8) as rollout:
         rollout(tasks, sampling(unfinished=1))
-        assert len(rollout._members) == 2
+        assert len(rollout._running) == 2
         # The run goes back to a checkpoint, behind which it draws otherwise.
         back = sampling(unfinished=1, seeds=Seeds(seed=0, stage=5, step=0))
         rollout(draws("c", "d"), back)
-        assert len(rollout._games) == 1
-        assert {m.task.id for m in rollout._members.values()} <= {"c", "d"}
+        assert len(rollout._groups) == 1
+        assert {m.task.id for m in rollout._running.values()} <= {"c", "d"}
 
 
 def test_an_answer_in_the_middle_of_which_a_rollout_ends_goes_on_in_the_next(tmp_path):

@@ -227,7 +227,7 @@ def test_the_engine_samples_and_the_trace_has_its_ids(folder, rooms, searched, q
     config = dataclasses.replace(CONFIG, width=256, mlp_width=64)
     params = taught(tiny_params(config), config, ids, start=len(asked[0]))
     engine = make_engine(params, config, max_total_tokens=1024, max_prompt_tokens=1023)
-    with served(engine, max_kept=4) as (server, client):
+    with served(engine, max_cached_rows=4) as (server, client):
         got, traces = play(folder, server.port, ROOMS, rooms[:1] * 3, {})
         metrics = client.metrics()
     assert [one["reward"] for one in got["results"]] == [1.0] * 3
@@ -246,7 +246,7 @@ def test_tasks_that_never_end_are_counted(folder):
         capture_output=True, text=True, env={**os.environ, "NLTK_DATA": str(folder / "nltk")},
     )  # fmt: skip
     assert done.returncode == 1
-    assert "never end; say how many by --num=N" in done.stderr
+    assert "never end; expected --num=N" in done.stderr
 
 
 def test_the_file_needs_the_standard_library_alone_and_is_not_the_package():

@@ -1,4 +1,4 @@
-"""A run or a model folder made into an engine that answers."""
+"""Load a run or a model folder into an engine that serves."""
 
 from __future__ import annotations
 
@@ -41,21 +41,19 @@ from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import given_up
 from jaxrl.utils.json_io import read_object
 
-LENGTH = "rollout.max_total_tokens"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
-    """A model that answers.
+class LoadedModel:
+    """A model that is ready to serve.
 
     Attributes:
-        name: by which clients call it.
-        mesh: of its devices.
-        model: the policy.
-        tokenizer: with its chat template.
-        template_arguments: of the chat template.
-        engine: has the weights.
-        stops: strings that end an answer by default: of a run, those that end its turns.
+        name: Name for clients.
+        mesh: Mesh of its devices.
+        model: The policy.
+        tokenizer: Tokenizer with the chat template.
+        template_arguments: Arguments of the chat template.
+        engine: Engine with the weights.
+        stops: Default stop strings: those that end a run's turns.
     """
 
     name: str
@@ -67,8 +65,8 @@ class Served:
     stops: tuple[str, ...] = ()
 
 
-def open_served(
-    place: Path,
+def load_model(
+    path: Path,
     display: Display,
     *,
     model: Path | None = None,
@@ -76,84 +74,83 @@ def open_served(
     rows: int = 16,
     name: str = "",
     keys: Mapping[str, Any] = MappingProxyType({}),
-) -> Served:
-    """Makes an engine with the weights of a run, or of a model of its own.
+) -> LoadedModel:
+    """Build an engine with the weights of a run or of a model folder.
 
     Args:
-        place: a run's workdir, or a model as `config.model.path`.
-        display: progress.
-        model: answers in place of what a run has trained.
-        step: whose checkpoint answers; by default what the run has come to.
-        rows: answers that are written side by side.
-        name: by which clients call it; by default the last part of `place`.
-        keys: of the configuration, that are set to other values than the run's or the default.
+        path: A run's workdir, or a model as `config.model.path`.
+        display: Shows progress.
+        model: Model to serve instead of what the run has trained.
+        step: Checkpoint of the run; its latest state by default.
+        rows: Completions that are decoded side by side.
+        name: Name for clients; the last part of `path` by default.
+        keys: Configuration keys to override.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such run, model, step or key.
+        FileNotFoundError, ValueError: There is no such run, model, step or key.
     """
-    if is_run(place):
-        config = read_config(place)
+    if is_run(path):
+        config = read_config(path)
+        config.update_from_flattened_dict(dict(keys))
+        model = chosen_model(config, path, model, step)
     elif model is None and step is None:
-        config, model = default_config(), place
+        config, model = default_config(), path
+        config.update_from_flattened_dict(dict(keys))
     else:
-        raise ValueError(f"{place} is no run, so that --model and --step name nothing in it.")
-    config.update_from_flattened_dict(dict(keys))
-    if is_run(place):
-        model = chosen_model(config, place, model, step)
+        raise ValueError(f"{path} is not a run; --model and --step need one.")
     if model is not None:
         config.model.path = str(model)
-        leave_out_adapter(config)  # it is merged into what a run exports
+        leave_out_adapter(config)  # a run's export includes it
     config.policy.name = OWN_MODEL
     rollout = config.rollout
     rollout.max_prompt_tokens = max(rollout.max_total_tokens - 1, 1)
     rollout.max_response_tokens = min(rollout.max_response_tokens, rollout.max_prompt_tokens)
     resolved = resolve_saved(config, is_changed=bool(keys))
-    if LENGTH not in keys:
+    if "rollout.max_total_tokens" not in keys:
         longest = read_model(config.model.path, config.model.architecture).max_positions
-        config.rollout.max_total_tokens = min(config.rollout.max_total_tokens, longest)
-    _fit(config, rows)
+        rollout.max_total_tokens = min(rollout.max_total_tokens, longest)
+    _fit_config(config, rows)
     use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
     mesh = make_mesh(**config.mesh)
-    now = prompt_time(place) if is_run(place) else None
+    now = prompt_time(path) if is_run(path) else None
     architecture, tokenizer = read_model_and_tokenizer(
         resolved, mesh, is_local=True, now=now, log=display.log
     )
     policy = policy_architecture(resolved, architecture)
     if isinstance(policy, Around):
         policy.check()
-    # Stop strings are those of each request, and are looked for on the host.
+    # Each request has its own stop strings, which the host looks for.
     automaton = StopAutomaton(tokenizer.vocab_bytes, ())
     engine = build_engine(resolved, policy, mesh, automaton, tokenizer, kind=ServedEngine)
     assert isinstance(engine, ServedEngine)
-    served = Served(
-        name=name or place.absolute().name,
+    loaded = LoadedModel(
+        name=name or path.absolute().name,
         mesh=mesh,
         model=build_model(resolved, mesh, policy, tokenizer),
         tokenizer=tokenizer,
         template_arguments=dict(config.prompt.chat_template_kwargs),
         engine=engine,
-        stops=resolved.stop_strings if is_run(place) else (),
+        stops=resolved.stop_strings if is_run(path) else (),
     )
-    if served.stops:
-        ends = ", ".join(served.stops)
-        display.log(f"answers end at {ends}, as turns in the run, unless a request names a stop")
-    params, weights = load_weights(served.model, config, place, model, display, step=step)
+    if loaded.stops:
+        display.log(f"default stop strings, from the run: {', '.join(loaded.stops)}")
+    params, weights = load_weights(loaded.model, config, path, model, display, step=step)
     for note in template_notes(tokenizer):
         display.log(note)
     display.log(f"weights: {weights}")
-    engine.set_weights(given_up(served.model.whole(params)))
-    return served
+    engine.set_weights(given_up(loaded.model.whole(params)))
+    return loaded
 
 
-def is_run(place: Path) -> bool:
-    """Returns True of a run's workdir, whose `config.json` is a configuration and no model's."""
-    file = place / "config.json"
+def is_run(path: Path) -> bool:
+    """Return True for a run's workdir, whose `config.json` is a configuration."""
+    file = path / "config.json"
     return file.is_file() and "rollout" in read_object(file)
 
 
-def _fit(config: ConfigDict, rows: int) -> None:
-    """Changes mesh, rows and the length of prompts to those of an endpoint on this host."""
+def _fit_config(config: ConfigDict, rows: int) -> None:
+    """Adapt mesh, rows and prompt length to an endpoint on this host."""
     shards = fit_mesh(config)
     config.rollout.group_size = 1
     config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from jaxrl.extras.serve.agents import programs
-from jaxrl.extras.serve.agents.programs import Programs
-from jaxrl.extras.serve.agents.runner import by_command
+from jaxrl.extras.serve.agents import processes
+from jaxrl.extras.serve.agents.processes import AgentProcesses
+from jaxrl.extras.serve.agents.runner import play_program
 from tests.helpers import cancelled, processes_with
 
 AGENT = """
@@ -88,18 +88,18 @@ def play(tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     made = []
 
-    def make(function="", processes=1, **changes):
+    def make(function="", count=1, **changes):
         ended = queue.Queue()
-        given = {"agent": "", "command": (), "python": "", "settings": {}}
+        given = {"function": "", "command": (), "python": "", "settings": {}}
         if function:
-            given["agent"] = f"{tmp_path}/agent.py:{function}"
-        one = Programs(**given | changes, processes=processes, ended=lambda *told: ended.put(told))
-        made.append(one)
-        return one, ended
+            given["function"] = f"{tmp_path}/agent.py:{function}"
+        agents = AgentProcesses(**given | changes, count=count, on_end=lambda *end: ended.put(end))
+        made.append(agents)
+        return agents, ended
 
     yield make
-    for one in made:
-        one.close()
+    for agents in made:
+        agents.close()
 
 
 def episode(name, task=""):
@@ -144,7 +144,7 @@ def test_what_a_function_starts_reads_nothing_of_the_episodes(play):
 def test_threads_that_hang_are_left_behind_and_a_process_of_many_is_replaced(
     play, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(programs, "MAX_LEFT", 2)
+    monkeypatch.setattr(processes, "MAX_LEFT", 2)
     made, ended = play("plays")
     made.play(episode("first", "a"))
     first = ended.get(timeout=60)[1][4]
@@ -152,22 +152,22 @@ def test_threads_that_hang_are_left_behind_and_a_process_of_many_is_replaced(
         made.play(episode(name, f"{tmp_path}/{name} hangs"))
         assert until((tmp_path / f"{name} hangs").exists)
         made.stop(name)
-        assert ended.get(timeout=60) == (name, None, "it was given up")
+        assert ended.get(timeout=60) == (name, None, "it was stopped")
     made.play(episode("last", "d"))
     assert ended.get(timeout=60)[1][4] != first
-    made.look()
+    made.check()
     assert until(lambda: is_gone(first))
 
 
 def test_a_process_that_does_not_react_is_killed_with_its_episodes(play, monkeypatch, tmp_path):
-    monkeypatch.setattr(programs, "REACTION_S", 0.5)
+    monkeypatch.setattr(processes, "REACTION_S", 0.5)
     made, ended = play("blocks")
     made.play(episode("a", f"{tmp_path}/hangs"))
     assert until((tmp_path / "hangs").exists)
     made.play(episode("b", "fine"))
     made.stop("a")
     time.sleep(0.6)
-    made.look()
+    made.check()
     told = [ended.get(timeout=60) for _ in range(2)]
     assert sorted(name for name, _, _ in told) == ["a", "b"]
     assert all("its process is gone" in why for _, _, why in told)
@@ -181,27 +181,23 @@ def test_an_async_agent_that_is_given_up_leaves_nothing_behind(play):
         made.play(episode(name, "hangs"))
         made.stop(name)
         made.stop(name)
-        assert ended.get(timeout=60) == (name, None, "it was given up")
+        assert ended.get(timeout=60) == (name, None, "it was stopped")
     [process] = made._processes
     assert process.num_left == 0
 
 
 def test_an_async_agent_that_ignores_its_end_counts_as_left_behind(play, monkeypatch):
-    monkeypatch.setattr(programs, "REACTION_S", 0.2)
-    monkeypatch.setattr(programs, "MAX_LEFT", 1)
+    monkeypatch.setattr(processes, "MAX_LEFT", 1)
     made, ended = play("ignores")
     made.play(episode("a", "hangs"))
     [process] = made._processes
     made.play(episode("b"))
     assert ended.get(timeout=60) == ("b", 1, "")
     made.stop("a")
-    assert until(lambda: "a" in process.warned)
-    time.sleep(0.3)
-    made.look()
-    assert ended.get(timeout=60) == ("a", None, "it was given up")
+    assert ended.get(timeout=60) == ("a", None, "it was stopped")
     made.play(episode("c"))
     assert ended.get(timeout=60) == ("c", 1, "")
-    made.look()
+    made.check()
     assert until(lambda: is_gone(process.child.pid))
 
 
@@ -218,14 +214,14 @@ def test_another_python_plays_and_what_it_lacks_is_told(play, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"agent": "no_such_module.play"}, "No module named 'no_such_module'"),
-        ({"agent": "no/such/file.py:play"}, "no/such/file.py"),
-        ({"agent": "no/such/file.py"}, "expected no/such/file.py:FUNCTION"),
+        ({"function": "no_such_module.play"}, "No module named 'no_such_module'"),
+        ({"function": "no/such/file.py:play"}, "no/such/file.py"),
+        ({"function": "no/such/file.py"}, "expected no/such/file.py:FUNCTION"),
         ({"command": ("no-such-program", "x")}, "there is no program no-such-program"),
-        ({"agent": "json:JSONDecoder.x"}, "has no attribute 'x'"),
-        ({"agent": "math.pi"}, "math.pi is a float; expected a function"),
-        ({"agent": "math.pi", "python": "/no/python"}, "cannot be started"),
-        ({"agent": "math.pi", "python": "/bin/false"}, "ended with 1"),
+        ({"function": "json:JSONDecoder.x"}, "has no attribute 'x'"),
+        ({"function": "math.pi"}, "math.pi is a float; expected a function"),
+        ({"function": "math.pi", "python": "/no/python"}, "cannot be started"),
+        ({"function": "math.pi", "python": "/bin/false"}, "ended with 1"),
     ],
     ids=str,
 )
@@ -270,7 +266,7 @@ def test_programs_end_with_all_that_they_have_started(play, tmp_path):
 def test_a_program_that_is_stopped_while_it_starts_leaves_nothing(turns, times, tmp_path):
     """After some turns of the event loop it is there, and not yet all of what asyncio makes."""
 
-    play = by_command(["sh", "-c", "sleep 3600 & wait"], str(tmp_path))
+    play = play_program(["sh", "-c", "sleep 3600 & wait"], str(tmp_path))
     assert cancelled(play(program_episode("a")), turns, times)
     assert not processes_with(tmp_path)
 
@@ -278,9 +274,10 @@ def test_a_program_that_is_stopped_while_it_starts_leaves_nothing(turns, times, 
 def test_agents_end_where_the_run_is_killed(tmp_path):
     run = f"""
 import sys, time
-from jaxrl.extras.serve.agents.programs import Programs
-made = Programs(agent="", command=("sh", "-c", "echo $$ > {tmp_path}/shell; sleep 3600"), python="",
-    settings={{}}, processes=1, ended=print)
+from jaxrl.extras.serve.agents.processes import AgentProcesses
+command = ("sh", "-c", "echo $$ > {tmp_path}/shell; sleep 3600")
+made = AgentProcesses(function="", command=command, python="",
+    settings={{}}, count=1, on_end=print)
 made.play({program_episode("a")!r})
 time.sleep(3600)
 """
@@ -331,7 +328,7 @@ def test_an_answer_of_many_bytes_is_refused(play):
 
 
 def test_an_end_is_noticed_where_a_fork_holds_the_pipes(play, tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "_LISTENING_S", 0.2)
+    monkeypatch.setattr(processes, "_POLL_S", 0.2)
     made, ended = play("forks")
     made.play(episode("a", f"{tmp_path}/forked"))
     assert "its process is gone" in ended.get(timeout=60)[2]
@@ -390,9 +387,9 @@ def test_what_blocks_its_process_ends_where_the_run_is_killed(tmp_path, where):
     (tmp_path / "agent.py").write_text("\n".join(lines))
     run = f"""
 import time
-from jaxrl.extras.serve.agents.programs import Programs
-made = Programs(agent="{tmp_path}/agent.py:play", command=(), python="", settings={{}}, processes=1,
-    ended=print)
+from jaxrl.extras.serve.agents.processes import AgentProcesses
+made = AgentProcesses(function="{tmp_path}/agent.py:play", command=(), python="", settings={{}},
+    count=1, on_end=print)
 made.play({{"episode": "a", "task": 1, "base_url": "u", "api_key": "k", "model": "m"}})
 time.sleep(3600)
 """

@@ -1,0 +1,477 @@
+"""Request bodies of all dialects, as pydantic models."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
+
+from jaxrl.extras.serve.chats import ChatMessage, ToolCall, parse_arguments
+from jaxrl.extras.serve.errors import RequestError
+from jaxrl.utils.json_io import parse_json
+from jaxrl.utils.text import writable_json
+
+MAX_STOPS, MAX_CHOICES = 16, 128
+MIN_TEMPERATURE = 1e-3
+"""Smallest temperature above 0; logits divided by less might overflow."""
+
+UNSUPPORTED = (
+    # How tokens are drawn.
+    "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "length_penalty", "top_k", "min_p", "min_tokens", "best_of", "use_beam_search",
+    "ignore_eos", "bad_words", "allowed_token_ids", "logits_processors", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format",
+    # What the prompt is.
+    "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message",
+    "chat_template", "documents", "functions", "function_call", "thinking", "reasoning_effort",
+    "verbosity", "mcp_servers", "container", "web_search_options", "features", "content_parts",
+    # What the answer shows.
+    "top_logprobs", "prompt_logprobs", "echo", "include_stop_str_in_output",
+    "skip_special_tokens", "modalities", "audio", "output_format", "output_config",
+)  # fmt: skip
+"""Fields that would change the answer, and that are refused unless they have no effect."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "top_k": (0, -1),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "thinking": ({"type": "disabled"},),
+}
+"""Values without effect of fields for which 0, false and empty values have one."""
+
+
+class Body(BaseModel):
+    """A JSON object of a request. A null counts as a missing field."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: item for name, item in value.items() if item is not None}
+        return value
+
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+
+def parse_body(data: bytes, model: type[BodyType]) -> BodyType:
+    """Parse and validate the body of a request.
+
+    Raises:
+        RequestError: The body is not UTF-8, not JSON, or not valid.
+    """
+    try:
+        # json.loads alone would accept UTF-16 and halves of surrogate pairs.
+        value = parse_json(data.decode("utf-8-sig"), "the body")
+    except ValueError as error:
+        raise RequestError(400, f"{error}"[:300]) from None
+    return validate(writable_json(value) if b"\\ud" in data.lower() else value, model)
+
+
+def validate(value: Any, model: type[BodyType]) -> BodyType:
+    """Validate a JSON value.
+
+    Raises:
+        RequestError: The value is not valid; names the first wrong field.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        param = _field_path(first["loc"], value)
+        is_missing = first["type"] == "missing"
+        received = "missing" if is_missing else show(first["input"])
+        message = f"{param or 'the body'} is {received}. {first['msg']}."
+        raise RequestError(400, message, param=param or None) from None
+
+
+def _field_path(location: Sequence[int | str], value: Any) -> str:
+    """Return the path of a field, without the union tags in pydantic's location."""
+    path = ""
+    for index, part in enumerate(location):
+        is_last = index == len(location) - 1
+        if isinstance(part, int):
+            path += f"[{part}]"
+            value = value[part] if isinstance(value, list) else None
+        elif isinstance(value, dict) and (part in value or is_last):
+            path += f".{part}"
+            value = value.get(part)
+    return path.removeprefix(".")
+
+
+def show(value: Any) -> str:
+    """Return a value as an error message shows it, cut to a few words."""
+    return reprlib.repr(value)[:80]
+
+
+def refuse_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> None:
+    """Refuse fields that would change the answer and that this server ignores.
+
+    Args:
+        fields: Fields of a body beside those that its model reads.
+        prefix: Path of the object, with a dot at its end.
+
+    Raises:
+        RequestError: Names the field.
+    """
+    for name, value in (fields or {}).items():
+        is_neutral = value in NEUTRAL[name] if name in NEUTRAL else not value
+        if name in UNSUPPORTED and not is_neutral:
+            raise RequestError(
+                400,
+                f"{prefix}{name} is {show(value)}, which this server does not support; leave it "
+                "out.",
+                param=prefix + name,
+                code="unsupported_parameter",
+            )
+
+
+def _check_temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"Input should be 0 for greedy decoding, or at least {MIN_TEMPERATURE}")
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_text_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Strings = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    BeforeValidator(_as_list),
+    Field(max_length=MAX_STOPS),
+]
+
+
+class SamplingFields(Body):
+    """Sampling settings that all dialects share."""
+
+    temperature: Annotated[float, Field(ge=0, le=100), AfterValidator(_check_temperature)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Strings | None = None
+    stop_token_ids: list[NonNegativeInt] = []
+
+
+# OpenAI's chat completions
+
+
+class TextFields(Body, extra="forbid"):
+    """Text in the content of a message. The other fields do not change what it says."""
+
+    text: str
+    cache_control: Any = None
+    annotations: Any = None
+    citations: Any = None
+    logprobs: Any = None
+
+
+class TextPart(TextFields):
+    """Text in the content of a chat message."""
+
+    type: Literal["text", "input_text", "output_text"] = "text"
+
+
+class FunctionCall(Body, extra="forbid"):
+    """Name and arguments of a tool call: a JSON text, or an object."""
+
+    name: str
+    arguments: Annotated[Any, BeforeValidator(parse_arguments)] = {}
+
+
+class ToolCallBody(Body, extra="forbid"):
+    """Tool call of an assistant message."""
+
+    id: str = ""
+    type: Any = None
+    index: Any = None
+    function: FunctionCall
+
+
+class MessageBody(Body, extra="allow"):
+    """Message of a chat. Further fields are passed to the chat template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[TextPart], BeforeValidator(_as_text_parts)] | None = None
+    tool_calls: list[ToolCallBody] = []
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> MessageBody:
+        if self.role != "assistant" and self.content is None:
+            raise ValueError("content is missing")
+        if self.role != "assistant" and self.tool_calls:
+            raise ValueError("only messages of the assistant have tool_calls")
+        return self
+
+    def to_message(self) -> ChatMessage:
+        """Return the message for the chat history."""
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        extra = {name: value for name, value in named.items() if value is not None}
+        return ChatMessage(
+            role="system" if self.role == "developer" else self.role,
+            content="".join(part.text for part in self.content or ()),
+            calls=tuple(
+                ToolCall(name=call.function.name, arguments=call.function.arguments, id=call.id)
+                for call in self.tool_calls
+            ),
+            extra={**extra, **(self.model_extra or {})},
+        )
+
+
+class FunctionBody(Body):
+    """Description of a function."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class ToolBody(Body):
+    """Tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionBody
+    _source: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_source(cls, value: Any, handler: Any) -> ToolBody:
+        tool: ToolBody = handler(value)
+        tool._source = value
+        return tool
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the tool as the client wrote it, whose order the template may show."""
+        return {name: value for name, value in self._source.items() if value is not None}
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class ChatBody(SamplingFields, extra="allow"):
+    """Body of `/v1/chat/completions`."""
+
+    model: str = ""
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    tools: list[ToolBody] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    logprobs: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def chat(self) -> list[ChatMessage]:
+        """Return the messages of the chat."""
+        return [message.to_message() for message in self.messages]
+
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Return the tools for the chat template; none if none may be called."""
+        return [] if self.tool_choice == "none" else [tool.to_template() for tool in self.tools]
+
+
+# Anthropic's messages
+
+
+class TextBlock(TextFields):
+    """Text of a message."""
+
+    type: Literal["text"]
+
+
+TextBlocks = Annotated[list[TextBlock], BeforeValidator(_as_text_parts)]
+
+
+class ToolUseBlock(Body):
+    """Tool call of an assistant message."""
+
+    type: Literal["tool_use"]
+    id: str = ""
+    name: str
+    input: dict[str, Any] = {}
+
+
+class ToolResultBlock(Body):
+    """Result of a tool call, in a user message."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: TextBlocks = []
+
+
+class AssistantMessage(Body, extra="forbid"):
+    """Message of the model."""
+
+    role: Literal["assistant"]
+    content: Annotated[
+        list[Annotated[TextBlock | ToolUseBlock, Field(discriminator="type")]],
+        BeforeValidator(_as_text_parts),
+    ]
+
+    @model_validator(mode="after")
+    def _check_order(self) -> AssistantMessage:
+        has_calls = False
+        for block in self.content:
+            if isinstance(block, ToolUseBlock):
+                has_calls = True
+            elif has_calls and block.text.strip():
+                raise ValueError("expected text before the tool calls of a message, not after one")
+        return self
+
+    def to_messages(self) -> list[ChatMessage]:
+        """Return the message for the chat history."""
+        texts = [block.text for block in self.content if isinstance(block, TextBlock)]
+        calls = tuple(
+            ToolCall(name=block.name, arguments=block.input, id=block.id)
+            for block in self.content
+            if isinstance(block, ToolUseBlock)
+        )
+        return [ChatMessage(role="assistant", content="".join(texts), calls=calls)]
+
+
+class UserMessage(Body, extra="forbid"):
+    """Message of the user: text, and results of tool calls."""
+
+    role: Literal["user"]
+    content: Annotated[
+        list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]],
+        BeforeValidator(_as_text_parts),
+        Field(min_length=1),
+    ]
+
+    def to_messages(self) -> list[ChatMessage]:
+        """Return messages for the chat history, one for each result and each run of text."""
+        messages: list[ChatMessage] = []
+        for block in self.content:
+            if isinstance(block, ToolResultBlock):
+                text = "".join(part.text for part in block.content)
+                extra = {"tool_call_id": block.tool_use_id}
+                messages.append(ChatMessage(role="tool", content=text, extra=extra))
+                continue
+            text = block.text
+            if messages and messages[-1].role == "user":
+                text = messages.pop().content + text
+            messages.append(ChatMessage(role="user", content=text))
+        return messages
+
+
+class ClientTool(Body):
+    """Tool that the client runs."""
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str = ""
+    input_schema: dict[str, Any] = {}
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the tool as OpenAI's dialect describes it."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(Body):
+    """Whether the model may call tools, and how many at once."""
+
+    type: Literal["auto", "none"] = "auto"
+    disable_parallel_tool_use: bool = False
+
+
+class CountBody(SamplingFields, extra="allow"):
+    """Body of `/v1/messages/count_tokens`."""
+
+    model: str = ""
+    system: TextBlocks | None = None
+    messages: Annotated[
+        list[Annotated[AssistantMessage | UserMessage, Field(discriminator="role")]],
+        Field(min_length=1),
+    ]
+    stop: Strings | None = Field(None, validation_alias="stop_sequences")
+    tools: list[ClientTool] = []
+    tool_choice: ToolChoice = ToolChoice()
+    stream: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def parallel_tool_calls(self) -> bool:
+        """Return True if an answer may have several tool calls."""
+        return not self.tool_choice.disable_parallel_tool_use
+
+    def chat(self) -> list[ChatMessage]:
+        """Return the messages of the chat, the system message first."""
+        messages = []
+        if self.system is not None:
+            text = "".join(block.text for block in self.system)
+            messages.append(ChatMessage(role="system", content=text))
+        for message in self.messages:
+            messages += message.to_messages()
+        return messages
+
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Return the tools for the chat template; none if none may be called."""
+        is_off = self.tool_choice.type == "none"
+        return [] if is_off else [tool.to_template() for tool in self.tools]
+
+
+class MessagesBody(CountBody):
+    """Body of `/v1/messages`."""
+
+    max_tokens: PositiveInt
+
+
+# Token ids
+
+
+class IdSamplingFields(SamplingFields, extra="allow"):
+    """Sampling settings of `/inference/v1/generate`."""
+
+    n: Literal[1] = 1
+    max_tokens: PositiveInt | None = None
+
+
+class IdsBody(Body, extra="allow"):
+    """Body of `/inference/v1/generate`."""
+
+    model: str = ""
+    token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    sampling_params: IdSamplingFields = IdSamplingFields()
+    stream: Literal[False] = False
