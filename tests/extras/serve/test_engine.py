@@ -143,7 +143,7 @@ class Asked:
         settings = {"params": SamplingParams(0.0, 1.0), "sample_key": key(0), **settings}
         settings.setdefault("deadline", time.monotonic() + 60)
         return Job(
-            prompt_ids=tuple(prompt_ids), budget=budget, on_output=pieces.put, **settings
+            prompt_ids=tuple(prompt_ids), max_tokens=budget, on_output=pieces.put, **settings
         ), pieces
 
     def ask(self, prompt_ids, budget=6, **settings):

@@ -505,7 +505,7 @@ def test_a_server_whose_engine_has_ended_says_so(engine, monkeypatch):
 
 
 def test_a_fault_of_the_server_shows_no_paths(client, monkeypatch):
-    def fault(*_):
+    def fault(*_, **__):
         raise RuntimeError("/secret/place.py")
 
     monkeypatch.setattr("jaxrl.extras.serve.completions.build_request", fault)

@@ -88,11 +88,11 @@ def play(tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     made = []
 
-    def make(function="", count=1, **changes):
+    def make(name="", count=1, **changes):
         ended = queue.Queue()
         given = {"function": "", "command": (), "python": "", "settings": {}}
-        if function:
-            given["function"] = f"{tmp_path}/agent.py:{function}"
+        if name:
+            given["function"] = f"{tmp_path}/agent.py:{name}"
         agents = AgentProcesses(**given | changes, count=count, on_end=lambda *end: ended.put(end))
         made.append(agents)
         return agents, ended
