@@ -7,7 +7,6 @@ import io
 import re
 import sys
 import unicodedata
-from typing import Any
 
 import regex
 
@@ -75,14 +74,3 @@ def printable(text: str) -> str:
     Newline and tab stay. An escape sequence reads as `\x1b[2J`.
     """
     return _HIDDEN.sub(lambda m: m[0].encode("unicode_escape").decode("ascii"), writable(text))
-
-
-def writable_json(value: Any) -> Any:
-    """Return a JSON value whose texts UTF-8 has bytes for; see `writable`."""
-    if isinstance(value, str):
-        return writable(value)
-    if isinstance(value, list):
-        return [writable_json(item) for item in value]
-    if isinstance(value, dict):
-        return {writable(name): writable_json(item) for name, item in value.items()}
-    return value

@@ -24,7 +24,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.protocol import Asked, Unreadable, mask_calls, read_tool_calls
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
 from jaxrl.utils.json_io import is_too_deep, number_of, parse_json
-from jaxrl.utils.text import writable, writable_json
+from jaxrl.utils.text import writable
 
 CALL = "<tool_call>"
 MAX_TOOLS = 64
@@ -97,6 +97,17 @@ def parse_arguments(value: Any) -> Any:
     except ValueError:
         return value
     return writable_json(parsed) if _is_finite(parsed) else value
+
+
+def writable_json(value: Any) -> Any:
+    """Return a JSON value whose texts UTF-8 has bytes for; see `writable`."""
+    if isinstance(value, str):
+        return writable(value)
+    if isinstance(value, list):
+        return [writable_json(item) for item in value]
+    if isinstance(value, dict):
+        return {writable(name): writable_json(item) for name, item in value.items()}
+    return value
 
 
 def _is_finite(value: Any) -> bool:

@@ -19,10 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from jaxrl.extras.serve.chats import ChatMessage, ToolCall, parse_arguments
+from jaxrl.extras.serve.chats import ChatMessage, ToolCall, parse_arguments, writable_json
 from jaxrl.extras.serve.errors import RequestError
 from jaxrl.utils.json_io import parse_json
-from jaxrl.utils.text import writable_json
 
 MAX_STOPS, MAX_CHOICES = 16, 128
 MIN_TEMPERATURE = 1e-3
@@ -99,14 +98,14 @@ def validate(value: Any, model: type[BodyType]) -> BodyType:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        param = _field_path(first["loc"], value)
         is_missing = first["type"] == "missing"
+        param = _field_path(first["loc"], value, is_missing=is_missing)
         received = "missing" if is_missing else show(first["input"])
         message = f"{param or 'the body'} is {received}. {first['msg']}."
         raise RequestError(400, message, param=param or None) from None
 
 
-def _field_path(location: Sequence[int | str], value: Any) -> str:
+def _field_path(location: Sequence[int | str], value: Any, *, is_missing: bool) -> str:
     """Return the path of a field, without the union tags in pydantic's location."""
     path = ""
     for index, part in enumerate(location):
@@ -114,9 +113,11 @@ def _field_path(location: Sequence[int | str], value: Any) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
             value = value[part] if isinstance(value, list) else None
-        elif isinstance(value, dict) and (part in value or is_last):
-            path += f".{part}"
-            value = value.get(part)
+        elif isinstance(value, dict):
+            is_tag = not is_last and part in (value.get("type"), value.get("role"))
+            if (part in value and not is_tag) or (is_last and is_missing):
+                path += f".{part}"
+                value = value.get(part)
     return path.removeprefix(".")
 
 
