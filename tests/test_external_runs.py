@@ -8,17 +8,13 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
-from jaxrl.envs.base import Outcome
 from jaxrl.extras.view.report import write_report
 from jaxrl.logs.display import Display
-from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.sampling.interfaces import Sampling, Seeds
 from jaxrl.training.usage import BudgetSpentError
-from jaxrl.types import Draw, members
 from tests.helpers import build, settings_of
-from tests.runs import evaluation, records, warm_start
+from tests.runs import evaluation, records
 from tests.servers import Reply, served
 
 KEY = "sk-very-secret"
@@ -260,47 +256,6 @@ def test_answers_are_paid_and_given_again_without_the_endpoint(
         played("nothing", **{"policy.openai.replay": "only"})
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
-
-
-@pytest.mark.slow(
-    instead="extras/endpoints/test_policy.py::test_an_episode_is_played_with_the_environment"
-)
-def test_a_model_of_ones_own_behind_an_endpoint_gives_the_same_answers(
-    tiny_world, cache_folder, monkeypatch
-):
-    monkeypatch.setenv("POLICY_KEY", KEY)
-    model = warm_start(tiny_world, cache_folder)
-    config = external_config(tiny_world, model, "http://127.0.0.1:1", **{"policy.name": "model"})
-    parts = build(config)
-    parts.engine.set_weights(load_hf(model))
-    draws = [Draw(task=task, stream_index=i) for i, task in enumerate(parts.eval_tasks)]
-    greedy = Sampling(
-        group_size=1, temperature=0.0, top_p=1.0, seeds=Seeds(seed=0, stage=2, step=0)
-    )
-    own = members(parts.rollout(draws, greedy))
-    assert sum(bool(trajectory.searches) for trajectory in own) > 0
-    script = {}
-    for trajectory in own:
-        so_far = ""
-        for turn in trajectory.turns:
-            script[trajectory.task.question, so_far] = turn.text
-            so_far += turn.text + (turn.observation or "")
-
-    def answer(request):
-        first, *others = request.json["messages"]
-        text = script[first["content"], others[0]["content"] if others else ""]
-        left = [text.removesuffix(stop) for stop in request.json["stop"] if text.endswith(stop)]
-        message = {"content": left[0] if left else text}
-        stop = text[len(left[0]) :] if left else None
-        return {"choices": [{"message": message, "finish_reason": "stop", "stop_reason": stop}]}
-
-    with served(answer) as server:
-        changes = {"policy.openai.continues_message": True}
-        theirs = build(external_config(tiny_world, model, server.url, **changes))
-        external = members(theirs.rollout(draws, greedy))
-    assert [t.generated_text for t in external] == [t.generated_text for t in own]
-    assert [t.reward_parts for t in external] == [t.reward_parts for t in own]
-    assert [t.outcome for t in external if t.outcome != Outcome.OUT_OF_BUDGET]
 
 
 def test_an_endpoint_that_echoes_its_key_tells_it_to_no_file(
