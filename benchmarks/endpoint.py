@@ -37,7 +37,7 @@ from benchmarks.rollout import turns_of
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Episode, Message, Observation, Outcome, Reward, StepResult, Task
 from jaxrl.extras.serve.engine import ServedEngine
-from jaxrl.extras.serve.server import LOOPBACK, Endpoint, Server, Settings, bind_port
+from jaxrl.extras.serve.server import LOOPBACK, Endpoint, Server, bind_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling import next_token
 from jaxrl.sampling.blocks import pages_for
@@ -317,7 +317,7 @@ def measure(
         before = dataclasses.replace(served.counts)
         sessions = sessions_of(played, env.observations, draws)
         worker = Worker(served, tokenizer.vocab_bytes, (), max_queue=4096)
-        endpoint = Endpoint(worker, tokenizer, Settings(name="any", template_arguments={}))
+        endpoint = Endpoint(worker, tokenizer, name="any")
         server = Server(endpoint, LOOPBACK, bind_port(LOOPBACK, 0, ""))
         try:
             got = clients.play(sessions, port=server.port, way=way, lost=lost)

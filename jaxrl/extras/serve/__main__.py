@@ -18,7 +18,6 @@ import contextlib
 import logging
 import math
 import os
-import socket
 import sys
 import threading
 import time
@@ -34,6 +33,16 @@ from jaxrl.runtime.preemption import stop_on_signals
 from jaxrl.runtime.resume import run_folder
 
 PORT = 8790
+
+RANGES = {
+    "port": (0, 2**16 - 1),
+    "rows": (1, math.inf),
+    "queue": (1, math.inf),
+    "deadline_s": (sys.float_info.min, math.inf),
+    "max_body_mib": (sys.float_info.min, 2**20),
+    "end_s": (0, threading.TIMEOUT_MAX),
+}
+"""Smallest and largest values of flags."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,14 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     display = Display()
     try:
-        check(arguments)
-        key = read_key(arguments.key_env)
-        try:
-            from jaxrl.extras.serve.server import bind_port
-        except ImportError as error:
-            raise ImportError(f"{error}; run pip install 'jaxrl[serve]'.") from error
-        with bind_port(arguments.host, arguments.port, key) as bound:
-            serve(arguments, others, display, key, bound)
+        serve(arguments, others, display)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         display.stop()
         sys.exit(line(error))
@@ -77,92 +79,64 @@ def main(argv: Sequence[str] | None = None) -> None:
         display.stop()
 
 
-def serve(
-    arguments: argparse.Namespace,
-    others: Sequence[str],
-    display: Display,
-    key: str,
-    bound: socket.socket,
-) -> None:
+def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display) -> None:
     """Load the model and serve it on a port until a signal arrives.
 
     Raises:
-        OSError, ValueError: The model cannot be loaded, or the server failed.
+        OSError, ValueError: A flag is wrong, the model cannot be loaded, or the server failed.
+        ImportError: The packages of the server are not installed.
     """
-    from jaxrl.extras.serve.server import Endpoint, Server, Settings
-
+    for name, (low, high) in RANGES.items():
+        value = getattr(arguments, name)
+        if not low <= value <= high:
+            raise ValueError(f"--{name}={value:g}; expected {low:g} to {high:g}.")
+    key = os.environ.get(arguments.key_env, "").strip()
+    if arguments.key_env and not key:
+        raise ValueError(f"--key_env={arguments.key_env} is not set; expected the key there.")
+    try:
+        from jaxrl.extras.serve.server import Endpoint, Server, bind_port
+    except ImportError as error:
+        raise ImportError(f"{error}; run pip install 'jaxrl[serve]'.") from error
     path = arguments.path.absolute()
-    model = arguments.model and arguments.model.absolute()
-    with contextlib.chdir(run_folder(path) if is_run(path) else Path.cwd()):
-        loaded = load_model(
-            path,
-            display,
-            model=model,
-            step=arguments.step,
-            rows=arguments.rows,
-            name=arguments.name,
-            keys=read_keys(others),
+    with bind_port(arguments.host, arguments.port, key) as bound:
+        model = arguments.model and arguments.model.absolute()
+        with contextlib.chdir(run_folder(path) if is_run(path) else Path.cwd()):
+            loaded = load_model(
+                path,
+                display,
+                model=model,
+                step=arguments.step,
+                rows=arguments.rows,
+                name=arguments.name,
+                keys=read_keys(others),
+            )
+        loaded.engine.compile(display.activity)
+        display.stop()
+        tokenizer = loaded.tokenizer
+        worker = Worker(
+            loaded.engine, tokenizer.vocab_bytes, tokenizer.eos_ids, max_queue=arguments.queue
         )
-    loaded.engine.compile(display.activity)
-    display.stop()
-    tokenizer = loaded.tokenizer
-    worker = Worker(
-        loaded.engine, tokenizer.vocab_bytes, tokenizer.eos_ids, max_queue=arguments.queue
-    )
-    settings = Settings(
-        name=loaded.name,
-        template_arguments=loaded.template_arguments,
-        key=key,
-        deadline_s=arguments.deadline_s,
-        max_body_mib=arguments.max_body_mib,
-        stops=loaded.stops,
-    )
-    server = Server(Endpoint(worker, tokenizer, settings), arguments.host, bound)
-    with stop_on_signals() as should_stop:
-        print(f"{server.address}/v1 answers as {loaded.name} (end with Ctrl-C)", flush=True)
-        while server.is_alive and not should_stop():
-            time.sleep(0.1)
-        has_failed = not server.is_alive
-        is_done = server.shutdown(arguments.end_s)
+        endpoint = Endpoint(
+            worker,
+            tokenizer,
+            name=loaded.name,
+            key=key,
+            deadline_s=arguments.deadline_s,
+            max_body_mib=arguments.max_body_mib,
+            stops=loaded.stops,
+        )
+        server = Server(endpoint, arguments.host, bound)
+        with stop_on_signals() as should_stop:
+            print(f"{server.address}/v1 answers as {loaded.name} (end with Ctrl-C)", flush=True)
+            while server.is_alive and not should_stop():
+                time.sleep(0.1)
+            has_failed = not server.is_alive
+            is_done = server.shutdown(arguments.end_s)
     if not is_done:
         text = f"completions were cancelled after {arguments.end_s:g} s"
         print(text, file=sys.stderr, flush=True)
     if has_failed:
         raise OSError("the server failed, see the error above; start it again.")
-
-
-def check(arguments: argparse.Namespace) -> None:
-    """Check the flags' ranges.
-
-    Raises:
-        ValueError: Names a flag that is out of its range.
-    """
-    tiny = sys.float_info.min
-    ranges = {
-        "port": (0, 2**16 - 1),
-        "rows": (1, math.inf),
-        "queue": (1, math.inf),
-        "deadline_s": (tiny, math.inf),
-        "max_body_mib": (tiny, 2**20),
-        "end_s": (0, threading.TIMEOUT_MAX),
-    }
-    for name, (low, high) in ranges.items():
-        value = getattr(arguments, name)
-        if not low <= value <= high:
-            raise ValueError(f"--{name}={value:g}; expected {low:g} to {high:g}.")
-
-
-def read_key(name: str) -> str:
-    """Read the key from an environment variable; "" if none is named.
-
-    Raises:
-        ValueError: The variable is not set.
-    """
-    if not name:
-        return ""
-    if not (key := os.environ.get(name, "").strip()):
-        raise ValueError(f"--key_env={name} is not set; expected the key in that variable.")
-    return key
 
 
 if __name__ == "__main__":

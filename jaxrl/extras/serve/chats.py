@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from cachetools import LRUCache
 
 from jaxrl.data.chat_template import check_result_order
 from jaxrl.data.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ from jaxrl.utils.text import writable
 
 CALL = "<tool_call>"
 MAX_TOOLS = 64
-"""Lists of tools whose template check is remembered; a check renders the template."""
+"""Lists of tools that were checked and are remembered; a check renders the template."""
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -66,11 +67,11 @@ class ChatMessage:
     @property
     def match_key(self) -> str:
         """Return a text that is equal for messages that count as the same."""
-        extra = _as_doubles(self.extra)
+        extra = map_json(_as_double, self.extra)
         if self.role == "assistant":
             # Clients strip the text, or split it into thoughts and answer and put line breaks
             # around the thoughts when they send it again. Ids of calls are theirs.
-            calls = [[call.name, _as_doubles(call.arguments)] for call in self.calls]
+            calls = [[call.name, map_json(_as_double, call.arguments)] for call in self.calls]
             text = "".join(self.content.split())
             return json.dumps([self.role, text, calls, extra], sort_keys=True)
         return json.dumps([self.role, self.content, extra], sort_keys=True)
@@ -93,40 +94,38 @@ def parse_arguments(value: Any) -> Any:
     if not isinstance(value, str):
         raise ValueError("Input should be a JSON text or an object")
     try:
-        parsed = parse_json(value or "{}", "arguments")
+        return map_json(readable, parse_json(value or "{}", "arguments"))
     except ValueError:
         return value
-    return writable_json(parsed) if _is_finite(parsed) else value
 
 
-def writable_json(value: Any) -> Any:
-    """Return a JSON value whose texts UTF-8 has bytes for; see `writable`."""
-    if isinstance(value, str):
-        return writable(value)
-    if isinstance(value, list):
-        return [writable_json(item) for item in value]
+def map_json(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the names and to all other scalars of a JSON value."""
     if isinstance(value, dict):
-        return {writable(name): writable_json(item) for name, item in value.items()}
-    return value
-
-
-def _is_finite(value: Any) -> bool:
-    """Return True if all numbers of a JSON value are doubles, which every client can read."""
-    if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
+        return {function(name): map_json(function, item) for name, item in value.items()}
     if isinstance(value, list):
-        return all(map(_is_finite, value))
-    return value is None or isinstance(value, str | bool) or number_of(value) is not None
+        return [map_json(function, item) for item in value]
+    return function(value)
 
 
-def _as_doubles(value: Any) -> Any:
-    """Return a JSON value with its numbers as JavaScript clients write them: 1.0 is 1."""
-    if isinstance(value, dict):
-        return {name: _as_doubles(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_as_doubles(item) for item in value]
-    number = number_of(value)
-    return value if number is None else number + 0.0  # -0.0 is 0
+def readable(scalar: Any) -> Any:
+    """Return a scalar that every client can read: its text in UTF-8, its number a double.
+
+    Raises:
+        ValueError: It is a number beyond doubles.
+    """
+    if isinstance(scalar, str):
+        return writable(scalar)
+    is_number = isinstance(scalar, int | float) and not isinstance(scalar, bool)
+    if is_number and number_of(scalar) is None:
+        raise ValueError("a number is beyond doubles; expected a smaller one.")
+    return scalar
+
+
+def _as_double(scalar: Any) -> Any:
+    """Return a number as JavaScript clients write it, where 1.0 is 1."""
+    number = number_of(scalar)
+    return scalar if number is None else number + 0.0  # -0.0 is 0
 
 
 def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
@@ -134,17 +133,13 @@ def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
 
     Calls that a client could not send back unchanged count as text.
     """
-    if has_tools:
-        calls = [_sendable_call(call) for call in read_tool_calls(text).calls]
-        if calls and None not in calls:
-            # Calls inside of thoughts do not count, nor do tags inside of the JSON of calls.
-            masked = mask_calls(text)
-            start = masked.index(CALL, masked.rfind("</think>") + 1)
-            return ChatMessage(
-                role="assistant",
-                content=text[:start].rstrip(),
-                calls=tuple(call for call in calls if call is not None),
-            )
+    calls = [_sendable_call(call) for call in read_tool_calls(text).calls] if has_tools else []
+    sendable = tuple(call for call in calls if call is not None)
+    if calls and len(sendable) == len(calls):
+        # Calls inside of thoughts do not count, nor do tags inside of the JSON of calls.
+        masked = mask_calls(text)
+        start = masked.index(CALL, masked.rfind("</think>") + 1)
+        return ChatMessage(role="assistant", content=text[:start].rstrip(), calls=sendable)
     return ChatMessage(role="assistant", content=text)
 
 
@@ -153,13 +148,13 @@ def _sendable_call(call: Asked | Unreadable) -> ToolCall | None:
     if not isinstance(call, Asked):
         return None
     try:
-        # The arguments as part of a body of `/v1/messages`, whose depth is limited.
-        body = {"messages": [{"content": [{"input": call.arguments}]}]}
-        if is_too_deep(json.dumps(body), body) or not _is_finite(call.arguments):
-            return None
-    except RecursionError:
+        arguments = map_json(readable, call.arguments)
+        # They become part of a body of `/v1/messages`, whose depth is limited.
+        body = {"messages": [{"content": [{"input": arguments}]}]}
+        is_too_deep_to_send = is_too_deep(json.dumps(body), body)
+    except (ValueError, RecursionError):
         return None
-    return ToolCall(name=writable(call.tool), arguments=writable_json(call.arguments))
+    return None if is_too_deep_to_send else ToolCall(name=writable(call.tool), arguments=arguments)
 
 
 class ChatHistory:
@@ -173,12 +168,11 @@ class ChatHistory:
             max_prompt_tokens: Limit on a prompt.
             max_tokens: Limit on all stored ids; the least recently used chats go first.
         """
-        self.tokenizer, self._max_prompt_tokens = tokenizer, max_prompt_tokens
+        self._tokenizer, self._max_prompt_tokens = tokenizer, max_prompt_tokens
         self._longest_token = max(map(len, tokenizer.vocab_bytes))
-        self._max_tokens, self._num_tokens = max_tokens, 0
-        self._stored: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        self._checked_tools: set[str] = set()
+        self._stored: LRUCache[bytes, np.ndarray] = LRUCache(max_tokens, getsizeof=len)
         self._lock = threading.Lock()
+        self._check_tools = lru_cache(MAX_TOOLS)(self._check_template)
 
     def build_prompt(
         self, session: str, messages: Sequence[ChatMessage], tools: Tools
@@ -193,13 +187,14 @@ class ChatHistory:
         chat = [message.to_template() for message in messages]
         try:
             check_result_order(chat)
-            self._check_tools(tools)
+            if tools:
+                self._check_tools(json.dumps(tools))
             stored, rest = self._longest_match(session, messages, tools)
             if stored is not None:
                 new = self._render_after(stored, rest, tools)
                 if new is not None:
                     return [*stored.tolist(), *new]
-            return self.tokenizer.render_prompt(chat, tools, has_default_system=True)
+            return self._tokenizer.render_prompt(chat, tools, has_default_system=True)
         except ValueError as error:
             raise RequestError(400, f"{error}", param="messages") from error
 
@@ -213,27 +208,20 @@ class ChatHistory:
         """Store the ids of a chat that ends with the model's message."""
         *_, digest = _digests(session, messages, tools)
         with self._lock:
-            self._drop(digest)
             self._stored[digest] = np.array(token_ids, np.int32)
-            self._num_tokens += len(token_ids)
-            while self._num_tokens > self._max_tokens and len(self._stored) > 1:
-                self._drop(next(iter(self._stored)))
-
-    def _drop(self, digest: bytes) -> None:
-        if (ids := self._stored.pop(digest, None)) is not None:
-            self._num_tokens -= len(ids)
 
     def _check_length(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
         """Refuse text that cannot fit before spending minutes on its tokens.
 
         A token has a known longest text, and each message takes at least one token.
         """
-        num_bytes = len(_compact_json(list(tools)))
+        fields: list[Any] = list(tools)
+        num_bytes = 0
         for message in messages:
             num_bytes += len(message.content.encode())
-            arguments = [call.arguments for call in message.calls]
-            if fields := [*message.extra.values(), *arguments]:
-                num_bytes += len(_compact_json(fields))
+            fields += [*message.extra.values(), *(call.arguments for call in message.calls)]
+        if fields:
+            num_bytes += len(json.dumps(fields, ensure_ascii=False, separators=(",", ":")))
         least = max(num_bytes // self._longest_token, len(messages))
         if least > self._max_prompt_tokens:
             raise ContextLengthError(least, self._max_prompt_tokens + 1)
@@ -245,9 +233,8 @@ class ChatHistory:
         digests = _digests(session, messages, tools)
         with self._lock:
             for count in range(len(messages), 0, -1):
-                if digests[count - 1] in self._stored:
-                    self._stored.move_to_end(digests[count - 1])
-                    return self._stored[digests[count - 1]], messages[count:]
+                if (ids := self._stored.get(digests[count - 1])) is not None:
+                    return ids, messages[count:]
         return None, messages
 
     def _render_after(
@@ -262,33 +249,24 @@ class ChatHistory:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         chat += [message.to_template() for message in rest]
         try:
-            ids = self.tokenizer.render_prompt(chat, tools, behind=2)
+            ids = self._tokenizer.render_prompt(chat, tools, behind=2)
         except ValueError:
             return None
-        eos_ids = self.tokenizer.eos_ids
+        eos_ids = self._tokenizer.eos_ids
         if not ids or ids[0] not in eos_ids:
             return None
         # Leave out the end of the message if the model has sampled it.
         return ids[int(stored[-1]) in eos_ids :]
 
-    def _check_tools(self, tools: Tools) -> None:
+    def _check_template(self, tools: str) -> None:
         """Refuse tools that the template ignores, or whose calls could not be parsed."""
-        key = json.dumps(list(tools), sort_keys=True)
-        if not tools or key in self._checked_tools:
-            return
-        ids = self.tokenizer.render_prompt([{"role": "user", "content": "?"}], tools)
-        if CALL not in self.tokenizer.decode(ids):
+        chat = [{"role": "user", "content": "?"}]
+        ids = self._tokenizer.render_prompt(chat, json.loads(tools))
+        if CALL not in self._tokenizer.decode(ids):
             raise ValueError(
                 f"the chat template does not write tool calls as {CALL}, the only format that "
                 "this server parses; leave tools out."
             )
-        if len(self._checked_tools) > MAX_TOOLS:
-            self._checked_tools.clear()
-        self._checked_tools.add(key)
-
-
-def _compact_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _digests(session: str, messages: Sequence[ChatMessage], tools: Tools) -> list[bytes]:

@@ -126,9 +126,9 @@ class ServedEngine(Engine):
     @property
     def _lacks_pages_for_next(self) -> bool:
         """Return True if the requests that will get a row need more pages than are free."""
-        running = [row for shard in self._shards for row in shard.to_decode]
+        running = [shard.missing(row) for shard in self._shards for row in shard.to_decode]
         prompts: set[Prompt] = set()
-        num_free = self.num_free_pages - sum(map(self._num_missing, running))
+        num_free = self.num_free_pages - sum(running)
         for _, request in islice(self._queue, max(self.num_rows - len(running), 0)):
             num_prefilled = len(request.prompt_ids) - 1
             longest = num_prefilled + min(self.programs.num_steps, request.budget)
@@ -139,13 +139,8 @@ class ServedEngine(Engine):
             num_free -= pages_for(longest, self.page_tokens) - num_shared
         return num_free < 0
 
-    def _num_missing(self, row: Row) -> int:
-        """Return the pages that a row needs for the next chunk beside its own."""
-        longest = row.longest(self.programs.num_steps)
-        return max(pages_for(longest, self.page_tokens) - len(row.pages), 0)
-
     def _is_short(self, shard: Shard) -> bool:
-        if sum(map(self._num_missing, shard.to_decode)) > shard.pool.num_free:
+        if sum(map(shard.missing, shard.to_decode)) > shard.pool.num_free:
             return True
         is_away = any(row.saved is not None and not row.is_waiting for row in shard.rows.values())
         if is_away and shard.next_back() is None:

@@ -26,6 +26,8 @@ class RequestError(Exception):
         headers: HTTP headers of the response.
     """
 
+    anthropic_message = ""
+
     def __init__(
         self,
         status: int,
@@ -38,19 +40,30 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
+            self.code = "invalid_api_key"
 
-    @property
-    def type(self) -> str:
-        """Return the error type that OpenAI and Anthropic use for the status."""
-        server_error = "invalid_request_error" if self.status < 500 else "server_error"
-        return _TYPES.get(self.status, server_error)
+    def body(self, *, is_anthropic: bool) -> dict[str, Any]:
+        """Return the body of the response in OpenAI's or in Anthropic's dialect."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, kind)
+        if is_anthropic:
+            kind = "api_error" if self.status == 500 else kind
+            message = printable(self.anthropic_message or str(self))
+            return {"type": "error", "error": {"type": kind, "message": message}}
+        fields = {"type": kind, "param": self.param, "code": self.code}
+        return {"error": {"message": printable(str(self)), **fields}}
 
 
 class ContextLengthError(RequestError):
-    """A prompt that leaves no room for a completion."""
+    """A prompt that leaves no room for a completion.
+
+    Agents compact their history when they read these words of OpenAI or of Anthropic.
+    """
 
     def __init__(self, num_tokens: int, max_total_tokens: int):
-        """Word the error as clients of OpenAI expect it.
+        """Word the error.
 
         Args:
             num_tokens: Lower bound on the prompt's length.
@@ -66,22 +79,3 @@ class ContextLengthError(RequestError):
         self.anthropic_message = (
             f"prompt is too long: {num_tokens} tokens > {max_total_tokens - 1} maximum"
         )
-
-
-def openai_error(error: RequestError) -> dict[str, Any]:
-    """Return the body of an error for OpenAI's clients."""
-    return {
-        "error": {
-            "message": printable(str(error)),
-            "type": error.type,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
-
-
-def anthropic_error(error: RequestError) -> dict[str, Any]:
-    """Return the body of an error for Anthropic's clients."""
-    message = error.anthropic_message if isinstance(error, ContextLengthError) else str(error)
-    kind = "api_error" if error.status == 500 else error.type
-    return {"type": "error", "error": {"type": kind, "message": printable(message)}}

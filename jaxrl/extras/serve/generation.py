@@ -11,14 +11,15 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from cachetools import LRUCache
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.serve.chats import ChatHistory, ChatMessage, parse_reply
 from jaxrl.extras.serve.engine import SamplingParams
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
@@ -26,15 +27,17 @@ from jaxrl.extras.serve.schemas import SamplingFields
 from jaxrl.extras.serve.worker import (
     CANCELLED,
     FAILED,
+    LATE,
     LENGTH,
     STOP,
-    TIMED_OUT,
-    EndingError,
+    CompletionRequest,
     Job,
     OutputChunk,
-    QueueFullError,
     Worker,
 )
+
+Event = tuple[str, Any]
+"""An event of a stream: its name, which is empty in OpenAI's dialect, and its data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,55 +46,31 @@ class ServedModel:
 
     Attributes:
         name: Name for clients.
-        history: Chats of all sessions, with the tokenizer.
+        tokenizer: Tokenizer with the chat template.
+        history: Chats of all sessions.
         max_total_tokens: Limit on prompt and completion together.
-        template_arguments: Arguments of the chat template.
         stops: Stop strings of requests that name none.
     """
 
     name: str
+    tokenizer: Tokenizer
     history: ChatHistory
     max_total_tokens: int
-    template_arguments: Mapping[str, Any]
     stops: tuple[str, ...] = ()
 
-    def text(self, token_ids: Sequence[int], num_bytes: int | None = None) -> str:
-        """Decode ids, cut to a number of bytes."""
-        data = b"".join(self.history.tokenizer.vocab_bytes[id] for id in token_ids)
-        return data[:num_bytes].decode("utf-8", "replace")
+    def data_of(self, token_ids: Sequence[int]) -> bytes:
+        """Return the UTF-8 bytes of some ids."""
+        return b"".join(self.tokenizer.vocab_bytes[id] for id in token_ids)
 
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionRequest:
-    """A request in any dialect.
-
-    Attributes:
-        prompt_ids: Token ids of the prompt.
-        num_samples: Completions to sample.
-        params: How tokens are drawn.
-        seed: Seed of the draws; None for a random one.
-        max_tokens: Limit on each completion.
-        stop_ids: Token ids that end a completion.
-        stops: Strings that end a completion.
-        body: The parsed body, which says what the client wants to see.
-    """
-
-    prompt_ids: tuple[int, ...]
-    num_samples: int = 1
-    params: SamplingParams
-    seed: int | None
-    max_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-    stops: tuple[str, ...] = ()
-    body: Any = None
+    def text_of(self, chunk: OutputChunk) -> str:
+        """Return the text of a whole completion, without what stops it."""
+        return self.data_of(chunk.token_ids)[: chunk.text_bytes].decode("utf-8", "replace")
 
 
 def build_request(
     model: ServedModel,
     prompt_ids: Sequence[int],
     fields: SamplingFields,
-    *,
-    max_tokens: int | None,
     body: Any,
     num_samples: int = 1,
 ) -> CompletionRequest:
@@ -103,7 +82,7 @@ def build_request(
     room = model.max_total_tokens - len(prompt_ids)
     if room < 1:
         raise ContextLengthError(len(prompt_ids), model.max_total_tokens)
-    num_tokens = model.history.tokenizer.num_tokens
+    num_tokens = model.tokenizer.num_tokens
     if (unknown := max([*prompt_ids, *fields.stop_token_ids])) >= num_tokens:
         raise RequestError(400, f"token id {unknown} is unknown; expected 0 to {num_tokens - 1}.")
     return CompletionRequest(
@@ -111,7 +90,7 @@ def build_request(
         num_samples=num_samples,
         params=SamplingParams(fields.temperature, max(fields.top_p, 1e-6)),
         seed=fields.seed,
-        max_tokens=min(max_tokens or room, room),
+        max_tokens=min(fields.max_tokens or room, room),
         stop_ids=frozenset(fields.stop_token_ids),
         stops=model.stops if fields.stop is None else tuple(fields.stop),
         body=body,
@@ -132,15 +111,10 @@ class Choice:
         return self.chunks[-1].finish_reason if self.chunks else ""
 
     @property
-    def is_whole(self) -> bool:
-        """Return True if all of the sample was drawn."""
-        return self.finish_reason in (STOP, LENGTH)
-
-    @property
     def must_start(self) -> bool:
         """Return True if the sample was not drawn yet, or not to its end."""
         is_running = self.job is not None and not self.job.is_cancelled and not self.finish_reason
-        return not is_running and not self.is_whole
+        return not is_running and self.finish_reason not in (STOP, LENGTH)
 
     def append(self, chunk: OutputChunk) -> None:
         """Append a chunk from the worker."""
@@ -160,7 +134,7 @@ class Choice:
                 await self._changed.wait()
             chunk = self.chunks[index]
             index += 1
-            if chunk.finish_reason == TIMED_OUT:
+            if chunk.finish_reason == LATE:
                 raise RequestError(504, "the completion exceeded its deadline; raise --deadline_s.")
             if chunk.finish_reason == CANCELLED:
                 raise RequestError(503, "the completion was cancelled: the server is ending.")
@@ -170,41 +144,42 @@ class Choice:
 
     def joined(self) -> OutputChunk:
         """Return all chunks as one."""
-        return dataclasses.replace(
-            self.chunks[-1],
-            token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in self.chunks)),
-            logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in self.chunks)),
-            entropies=tuple(chain.from_iterable(chunk.entropies for chunk in self.chunks)),
-        )
+        names = ("token_ids", "logprobs", "entropies", "versions")
+        values: dict[str, Any] = {
+            name: tuple(chain.from_iterable(getattr(chunk, name) for chunk in self.chunks))
+            for name in names
+        }
+        return dataclasses.replace(self.chunks[-1], **values)
 
 
 class Completion:
     """All samples of a request, for every client that waits for them."""
 
     def __init__(
-        self, request: CompletionRequest, session: str = "", keys: Sequence[np.ndarray] = ()
+        self,
+        model: ServedModel,
+        request: CompletionRequest,
+        session: str = "",
+        keys: Sequence[np.ndarray] = (),
     ):
         """Choose the random keys; nothing is sampled yet.
 
         Args:
+            model: The model.
             request: The request.
             session: Name of its session.
             keys: Keys uint32 [2] of the samples; by default they follow from the seed.
         """
-        self.request, self.session = request, session
+        self.model, self.request, self.session = model, request, session
         self.keys = keys or [
             sample_key(request.seed, index) for index in range(request.num_samples)
         ]
+        # The same for repeated requests.
+        self.id = hashlib.sha256(b"".join(key.tobytes() for key in self.keys)).hexdigest()[:24]
         self.choices = [Choice() for _ in self.keys]
         self.created = int(time.time())
         self.is_undelivered = False  # the client left before it was sent
         self.num_readers = 0
-        self.cache_keys: set[str] = set()
-
-    @property
-    def id(self) -> str:
-        """Return a name that is the same for repeated requests."""
-        return hashlib.sha256(b"".join(key.tobytes() for key in self.keys)).hexdigest()[:24]
 
     @property
     def is_finished(self) -> bool:
@@ -221,7 +196,7 @@ class Completion:
             async for _ in choice.follow():
                 pass
 
-    def reply(self, model: ServedModel, choice: Choice) -> tuple[ChatMessage, str]:
+    def reply(self, choice: Choice) -> tuple[ChatMessage, str]:
         """Parse a finished sample of a chat, and store the chat with its ids.
 
         Without parallel calls the client sees the first call only. A chat that continues from it
@@ -232,10 +207,9 @@ class Completion:
         """
         body, chunk = self.request.body, choice.joined()
         tools = body.callable_tools()
-        text = model.text(chunk.token_ids, chunk.text_bytes)
-        message = parse_reply(text, has_tools=bool(tools))
+        message = parse_reply(self.model.text_of(chunk), has_tools=bool(tools))
         token_ids = [*self.request.prompt_ids, *chunk.token_ids]
-        model.history.store(self.session, [*body.chat(), message], tools, token_ids)
+        self.model.history.store(self.session, [*body.chat(), message], tools, token_ids)
         if not body.parallel_tool_calls:
             message = dataclasses.replace(message, calls=message.calls[:1])
         has_calls = bool(message.calls) and chunk.finish_reason == STOP
@@ -249,7 +223,10 @@ def sample_key(seed: int | None, index: int) -> np.ndarray:
 
 
 class CompletionCache:
-    """Submits completions to the worker, and remembers them for repeated requests."""
+    """Submits completions to the worker, and remembers them for repeated requests.
+
+    A request has one or two keys: the digest of its body, and the client's Idempotency-Key.
+    """
 
     def __init__(self, worker: Worker, *, deadline_s: float, max_size: int = 512):
         """Start empty.
@@ -257,92 +234,77 @@ class CompletionCache:
         Args:
             worker: Worker that samples.
             deadline_s: Seconds that a completion may take.
-            max_size: Completions to remember, beside those that are being read.
+            max_size: Keys of completions to remember, beside those that are being read.
         """
-        self._worker, self._deadline_s, self._max_size = worker, deadline_s, max_size
-        self._entries: OrderedDict[str, tuple[str, Completion]] = OrderedDict()
+        self._worker, self._deadline_s = worker, deadline_s
+        self._active: dict[str, tuple[str, Completion]] = {}  # digest of the body, by key
+        self._ended: LRUCache[str, tuple[str, Completion]] = LRUCache(max_size)
 
-    def get(self, key: str, digest: str) -> Completion | None:
-        """Return the completion of a key.
+    def find(self, keys: Sequence[str], *, is_retry: bool, is_recorded: bool) -> Completion | None:
+        """Return the completion that a repeated request had before; None for a new request.
 
         Args:
-            key: Key of the request.
-            digest: Digest of its body.
+            keys: Keys of the request, the digest first.
+            is_retry: Whether the client says that it repeats a request.
+            is_recorded: Whether a run trains on what the client receives. There an equal request
+                counts as a repeated one if the first answer was not delivered.
 
         Raises:
-            RequestError: The key belongs to another body.
+            RequestError: The Idempotency-Key belongs to another body.
         """
-        if key not in self._entries:
-            return None
-        stored_digest, completion = self._entries[key]
-        if stored_digest != digest:
-            raise RequestError(
-                422,
-                "the Idempotency-Key was used for another body; use a new key.",
-                code="idempotency_key_reused",
-            )
-        self._entries.move_to_end(key)
-        return completion
-
-    def put(self, key: str, digest: str, completion: Completion) -> None:
-        """Remember a completion, and forget the oldest that nobody reads."""
-        self._entries[key] = digest, completion
-        self._entries.move_to_end(key)
-        completion.cache_keys.add(key)
-        if (excess := len(self._entries) - self._max_size) > 0:
-            old = (key for key, (_, entry) in self._entries.items() if not entry.num_readers)
-            for key in [*islice(old, excess)]:
-                del self._entries[key]
+        digest = keys[0]
+        for key in reversed(keys):
+            stored_digest, completion = self._active.get(key) or self._ended.get(key) or ("", None)
+            if completion is None:
+                continue
+            if stored_digest != digest:
+                raise RequestError(
+                    422,
+                    "the Idempotency-Key was used for another body; use a new key.",
+                    code="idempotency_key_reused",
+                )
+            if key != digest or is_retry or (is_recorded and completion.is_undelivered):
+                return completion
+        return None
 
     @contextlib.contextmanager
-    def reading(self, completion: Completion) -> Iterator[None]:
+    def reading(self, completion: Completion, keys: Sequence[str]) -> Iterator[None]:
         """Sample what is missing of a completion while at least one client reads it.
 
         Raises:
             RequestError: The queue is full, or the server is ending.
         """
         self._submit(completion)
+        self._active.update(dict.fromkeys(keys, (keys[0], completion)))
         completion.num_readers += 1
         try:
             yield
         finally:
             completion.num_readers -= 1
             if not completion.num_readers:
-                for key in completion.cache_keys & self._entries.keys():  # its age starts now
-                    self._entries.move_to_end(key)
+                for key, entry in [*self._active.items()]:
+                    if entry[1] is completion:
+                        self._ended[key] = self._active.pop(key)
                 for choice in completion.choices:
                     if choice.job is not None and not choice.finish_reason:
                         self._worker.cancel(choice.job)
 
     def _submit(self, completion: Completion) -> None:
         """Queue the samples that were not drawn yet, or not to their end, with the same keys."""
-        request = completion.request
         choices, jobs = [], []
         for choice, key in zip(completion.choices, completion.keys, strict=True):
             if choice.must_start:
                 choice = Choice()
                 choice.job = Job(
-                    prompt_ids=request.prompt_ids,
+                    request=completion.request,
                     sample_key=key,
-                    params=request.params,
-                    max_tokens=request.max_tokens,
-                    stop_ids=request.stop_ids,
-                    stops=tuple(stop.encode() for stop in request.stops),
                     deadline=time.monotonic() + self._deadline_s,
                     on_output=_to_loop(choice.append),
                     session=completion.session,
                 )
                 jobs.append(choice.job)
             choices.append(choice)
-        if jobs:
-            try:
-                self._worker.submit(jobs)
-            except ValueError as error:
-                raise RequestError(400, str(error), param="n") from error
-            except QueueFullError as error:
-                raise RequestError(429, str(error), headers={"Retry-After": "1"}) from error
-            except EndingError as error:
-                raise RequestError(503, str(error)) from error
+        self._worker.submit(jobs)
         completion.choices = choices
 
 

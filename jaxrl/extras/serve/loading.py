@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jaxrl.builders.components import (
     build_engine,
@@ -20,7 +19,7 @@ from jaxrl.builders.components import (
 from jaxrl.builders.method import policy_architecture
 from jaxrl.builders.saved_run import (
     chosen_model,
-    fit_mesh,
+    fit_host,
     leave_out_adapter,
     load_weights,
     read_config,
@@ -51,7 +50,6 @@ class LoadedModel:
         mesh: Mesh of its devices.
         model: The policy.
         tokenizer: Tokenizer with the chat template.
-        template_arguments: Arguments of the chat template.
         engine: Engine with the weights.
         stops: Default stop strings: those that end a run's turns.
     """
@@ -60,7 +58,6 @@ class LoadedModel:
     mesh: Mesh
     model: Model
     tokenizer: Tokenizer
-    template_arguments: Mapping[str, Any]
     engine: ServedEngine
     stops: tuple[str, ...] = ()
 
@@ -109,7 +106,10 @@ def load_model(
     if "rollout.max_total_tokens" not in keys:
         longest = read_model(config.model.path, config.model.architecture).max_positions
         rollout.max_total_tokens = min(rollout.max_total_tokens, longest)
-    _fit_config(config, rows)
+    fit_host(config)
+    config.model.replay = False
+    rollout.max_prompt_tokens = rollout.max_total_tokens - 1
+    rollout.num_rows *= -(-rows // rollout.num_rows)  # a multiple of what the mesh needs
     use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
     mesh = make_mesh(**config.mesh)
@@ -129,7 +129,6 @@ def load_model(
         mesh=mesh,
         model=build_model(resolved, mesh, policy, tokenizer),
         tokenizer=tokenizer,
-        template_arguments=dict(config.prompt.chat_template_kwargs),
         engine=engine,
         stops=resolved.stop_strings if is_run(path) else (),
     )
@@ -147,14 +146,3 @@ def is_run(path: Path) -> bool:
     """Return True for a run's workdir, whose `config.json` is a configuration."""
     file = path / "config.json"
     return file.is_file() and "rollout" in read_object(file)
-
-
-def _fit_config(config: ConfigDict, rows: int) -> None:
-    """Adapt mesh, rows and prompt length to an endpoint on this host."""
-    shards = fit_mesh(config)
-    config.rollout.group_size = 1
-    config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
-    least = config.rollout.num_rows
-    config.rollout.num_rows = -(-rows // least) * least
-    config.rollout.max_prompt_tokens = config.rollout.max_total_tokens - 1
-    config.model.replay = False

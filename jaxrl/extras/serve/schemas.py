@@ -1,4 +1,4 @@
-"""Request bodies of all dialects, as pydantic models."""
+"""Request bodies of all dialects, as pydantic models that ignore unknown fields."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
-    PrivateAttr,
     ValidationError,
+    WrapValidator,
     model_validator,
 )
 
-from jaxrl.extras.serve.chats import ChatMessage, ToolCall, parse_arguments, writable_json
+from jaxrl.extras.serve.chats import ChatMessage, ToolCall, map_json, parse_arguments, readable
 from jaxrl.extras.serve.errors import RequestError
 from jaxrl.utils.json_io import parse_json
 
@@ -83,9 +83,10 @@ def parse_body(data: bytes, model: type[BodyType]) -> BodyType:
     try:
         # json.loads alone would accept UTF-16 and halves of surrogate pairs.
         value = parse_json(data.decode("utf-8-sig"), "the body")
+        value = map_json(readable, value) if b"\\ud" in data.lower() else value
     except ValueError as error:
         raise RequestError(400, f"{error}"[:300]) from None
-    return validate(writable_json(value) if b"\\ud" in data.lower() else value, model)
+    return validate(value, model)
 
 
 def validate(value: Any, model: type[BodyType]) -> BodyType:
@@ -98,32 +99,33 @@ def validate(value: Any, model: type[BodyType]) -> BodyType:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        is_missing = first["type"] == "missing"
-        param = _field_path(first["loc"], value, is_missing=is_missing)
-        received = "missing" if is_missing else show(first["input"])
+        param = _field_path(first["loc"])
+        received = "missing" if first["type"] == "missing" else show(first["input"])
         message = f"{param or 'the body'} is {received}. {first['msg']}."
         raise RequestError(400, message, param=param or None) from None
 
 
-def _field_path(location: Sequence[int | str], value: Any, *, is_missing: bool) -> str:
-    """Return the path of a field, without the union tags in pydantic's location."""
+def _field_path(location: Sequence[int | str]) -> str:
+    """Return the path of a field, without the names of block types in pydantic's location."""
     path = ""
     for index, part in enumerate(location):
-        is_last = index == len(location) - 1
+        is_type = 2 <= index < len(location) - 1 and location[index - 2] == "content"
         if isinstance(part, int):
             path += f"[{part}]"
-            value = value[part] if isinstance(value, list) else None
-        elif isinstance(value, dict):
-            is_tag = not is_last and part in (value.get("type"), value.get("role"))
-            if (part in value and not is_tag) or (is_last and is_missing):
-                path += f".{part}"
-                value = value.get(part)
+        elif not is_type:
+            path += f".{part}"
     return path.removeprefix(".")
 
 
 def show(value: Any) -> str:
     """Return a value as an error message shows it, cut to a few words."""
     return reprlib.repr(value)[:80]
+
+
+def unsupported(param: str, value: Any, expected: str = "nothing") -> RequestError:
+    """Return the error of a field that the server does not support."""
+    message = f"{param} is {show(value)}, which is not supported; expected {expected}."
+    return RequestError(400, message, param=param, code="unsupported_parameter")
 
 
 def refuse_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> None:
@@ -139,13 +141,7 @@ def refuse_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> No
     for name, value in (fields or {}).items():
         is_neutral = value in NEUTRAL[name] if name in NEUTRAL else not value
         if name in UNSUPPORTED and not is_neutral:
-            raise RequestError(
-                400,
-                f"{prefix}{name} is {show(value)}, which this server does not support; leave it "
-                "out.",
-                param=prefix + name,
-                code="unsupported_parameter",
-            )
+            raise unsupported(prefix + name, value)
 
 
 def _check_temperature(value: float) -> float:
@@ -162,87 +158,82 @@ def _as_text_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Strings = Annotated[
+Stops = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     BeforeValidator(_as_list),
     Field(max_length=MAX_STOPS),
 ]
 
 
-class SamplingFields(Body):
+class SamplingFields(Body, extra="allow"):
     """Sampling settings that all dialects share."""
 
     temperature: Annotated[float, Field(ge=0, le=100), AfterValidator(_check_temperature)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Strings | None = None
+    stop: Stops | None = None
     stop_token_ids: list[NonNegativeInt] = []
+    max_tokens: PositiveInt | None = None
+
+
+class ReplyFields(SamplingFields):
+    """What the client of a chat wants to see, in both dialects."""
+
+    stream: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+
+
+class TextPart(Body):
+    """Text in the content of a message."""
+
+    type: Literal["text", "input_text", "output_text"] = "text"
+    text: str
+
+
+TextParts = Annotated[list[TextPart], BeforeValidator(_as_text_parts)]
+
+
+def join_text(parts: Sequence[Any] | None) -> str:
+    """Return the text of those parts that are text."""
+    return "".join(part.text for part in parts or () if isinstance(part, TextPart))
 
 
 # OpenAI's chat completions
 
 
-class TextFields(Body, extra="forbid"):
-    """Text in the content of a message. The other fields do not change what it says."""
-
-    text: str
-    cache_control: Any = None
-    annotations: Any = None
-    citations: Any = None
-    logprobs: Any = None
-
-
-class TextPart(TextFields):
-    """Text in the content of a chat message."""
-
-    type: Literal["text", "input_text", "output_text"] = "text"
-
-
-class FunctionCall(Body, extra="forbid"):
+class FunctionCall(Body):
     """Name and arguments of a tool call: a JSON text, or an object."""
 
     name: str
     arguments: Annotated[Any, BeforeValidator(parse_arguments)] = {}
 
 
-class ToolCallBody(Body, extra="forbid"):
+class ToolCallBody(Body):
     """Tool call of an assistant message."""
 
     id: str = ""
-    type: Any = None
-    index: Any = None
     function: FunctionCall
+
+    def to_call(self) -> ToolCall:
+        """Return the call for the chat history."""
+        return ToolCall(name=self.function.name, arguments=self.function.arguments, id=self.id)
 
 
 class MessageBody(Body, extra="allow"):
-    """Message of a chat. Further fields are passed to the chat template."""
+    """Message of a chat. All other fields are passed to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], BeforeValidator(_as_text_parts)] | None = None
+    content: TextParts | None = None
     tool_calls: list[ToolCallBody] = []
-    name: str | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _check_role(self) -> MessageBody:
-        if self.role != "assistant" and self.content is None:
-            raise ValueError("content is missing")
-        if self.role != "assistant" and self.tool_calls:
-            raise ValueError("only messages of the assistant have tool_calls")
-        return self
 
     def to_message(self) -> ChatMessage:
         """Return the message for the chat history."""
-        named = {"name": self.name, "tool_call_id": self.tool_call_id}
-        extra = {name: value for name, value in named.items() if value is not None}
         return ChatMessage(
             role="system" if self.role == "developer" else self.role,
-            content="".join(part.text for part in self.content or ()),
-            calls=tuple(
-                ToolCall(name=call.function.name, arguments=call.function.arguments, id=call.id)
-                for call in self.tool_calls
-            ),
-            extra={**extra, **(self.model_extra or {})},
+            content=join_text(self.content),
+            calls=tuple(call.to_call() for call in self.tool_calls),
+            extra=self.model_extra or {},
         )
 
 
@@ -259,18 +250,12 @@ class ToolBody(Body):
 
     type: Literal["function"] = "function"
     function: FunctionBody
-    _source: dict[str, Any] = PrivateAttr(default_factory=dict)
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _keep_source(cls, value: Any, handler: Any) -> ToolBody:
-        tool: ToolBody = handler(value)
-        tool._source = value
-        return tool
 
-    def to_template(self) -> dict[str, Any]:
-        """Return the tool as the client wrote it, whose order the template may show."""
-        return {name: value for name, value in self._source.items() if value is not None}
+def _validate_only(value: Any, handler: Any) -> Any:
+    """Validate a tool, and return it as it was sent, in the order that the template shows."""
+    handler(value)
+    return {name: item for name, item in value.items() if item is not None}
 
 
 class StreamOptions(Body):
@@ -279,21 +264,16 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class ChatBody(SamplingFields, extra="allow"):
+class ChatBody(ReplyFields):
     """Body of `/v1/chat/completions`."""
 
-    model: str = ""
     messages: Annotated[list[MessageBody], Field(min_length=1)]
-    max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    tools: list[ToolBody] = []
+    tools: list[Annotated[ToolBody, WrapValidator(_validate_only)]] = []
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    logprobs: bool = False
-    return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -301,21 +281,12 @@ class ChatBody(SamplingFields, extra="allow"):
         """Return the messages of the chat."""
         return [message.to_message() for message in self.messages]
 
-    def callable_tools(self) -> list[dict[str, Any]]:
+    def callable_tools(self) -> Sequence[Any]:
         """Return the tools for the chat template; none if none may be called."""
-        return [] if self.tool_choice == "none" else [tool.to_template() for tool in self.tools]
+        return [] if self.tool_choice == "none" else self.tools
 
 
 # Anthropic's messages
-
-
-class TextBlock(TextFields):
-    """Text of a message."""
-
-    type: Literal["text"]
-
-
-TextBlocks = Annotated[list[TextBlock], BeforeValidator(_as_text_parts)]
 
 
 class ToolUseBlock(Body):
@@ -332,59 +303,48 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextBlocks = []
+    content: TextParts = []
 
 
-class AssistantMessage(Body, extra="forbid"):
-    """Message of the model."""
+class AnthropicMessage(Body):
+    """Message of the user or the model, in blocks."""
 
-    role: Literal["assistant"]
+    role: Literal["user", "assistant"]
     content: Annotated[
-        list[Annotated[TextBlock | ToolUseBlock, Field(discriminator="type")]],
-        BeforeValidator(_as_text_parts),
-    ]
-
-    @model_validator(mode="after")
-    def _check_order(self) -> AssistantMessage:
-        has_calls = False
-        for block in self.content:
-            if isinstance(block, ToolUseBlock):
-                has_calls = True
-            elif has_calls and block.text.strip():
-                raise ValueError("expected text before the tool calls of a message, not after one")
-        return self
-
-    def to_messages(self) -> list[ChatMessage]:
-        """Return the message for the chat history."""
-        texts = [block.text for block in self.content if isinstance(block, TextBlock)]
-        calls = tuple(
-            ToolCall(name=block.name, arguments=block.input, id=block.id)
-            for block in self.content
-            if isinstance(block, ToolUseBlock)
-        )
-        return [ChatMessage(role="assistant", content="".join(texts), calls=calls)]
-
-
-class UserMessage(Body, extra="forbid"):
-    """Message of the user: text, and results of tool calls."""
-
-    role: Literal["user"]
-    content: Annotated[
-        list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]],
+        list[Annotated[TextPart | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]],
         BeforeValidator(_as_text_parts),
         Field(min_length=1),
     ]
 
+    @model_validator(mode="after")
+    def _check_blocks(self) -> AnthropicMessage:
+        foreign = ToolUseBlock if self.role == "user" else ToolResultBlock
+        has_calls = False
+        for block in self.content:
+            if isinstance(block, foreign):
+                raise ValueError(f"expected no block {block.type} in a message of the {self.role}")
+            has_calls = has_calls or isinstance(block, ToolUseBlock)
+            if has_calls and isinstance(block, TextPart) and block.text.strip():
+                raise ValueError("expected text before the tool calls of a message, not after one")
+        return self
+
     def to_messages(self) -> list[ChatMessage]:
-        """Return messages for the chat history, one for each result and each run of text."""
+        """Return messages for the chat history, one for each tool result and each run of text."""
+        if self.role == "assistant":
+            calls = tuple(
+                ToolCall(name=block.name, arguments=block.input, id=block.id)
+                for block in self.content
+                if isinstance(block, ToolUseBlock)
+            )
+            text = join_text(self.content)
+            return [ChatMessage(role="assistant", content=text, calls=calls)]
         messages: list[ChatMessage] = []
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                text = "".join(part.text for part in block.content)
-                extra = {"tool_call_id": block.tool_use_id}
+                extra, text = {"tool_call_id": block.tool_use_id}, join_text(block.content)
                 messages.append(ChatMessage(role="tool", content=text, extra=extra))
                 continue
-            text = block.text
+            text = join_text([block])
             if messages and messages[-1].role == "user":
                 text = messages.pop().content + text
             messages.append(ChatMessage(role="user", content=text))
@@ -416,21 +376,14 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool = False
 
 
-class CountBody(SamplingFields, extra="allow"):
+class CountBody(ReplyFields):
     """Body of `/v1/messages/count_tokens`."""
 
-    model: str = ""
-    system: TextBlocks | None = None
-    messages: Annotated[
-        list[Annotated[AssistantMessage | UserMessage, Field(discriminator="role")]],
-        Field(min_length=1),
-    ]
-    stop: Strings | None = Field(None, validation_alias="stop_sequences")
+    system: TextParts | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    stop: Stops | None = Field(None, validation_alias="stop_sequences")
     tools: list[ClientTool] = []
     tool_choice: ToolChoice = ToolChoice()
-    stream: bool = False
-    logprobs: bool = False
-    return_token_ids: bool = False
 
     @property
     def parallel_tool_calls(self) -> bool:
@@ -439,15 +392,12 @@ class CountBody(SamplingFields, extra="allow"):
 
     def chat(self) -> list[ChatMessage]:
         """Return the messages of the chat, the system message first."""
-        messages = []
+        chat = [message for body in self.messages for message in body.to_messages()]
         if self.system is not None:
-            text = "".join(block.text for block in self.system)
-            messages.append(ChatMessage(role="system", content=text))
-        for message in self.messages:
-            messages += message.to_messages()
-        return messages
+            chat.insert(0, ChatMessage(role="system", content=join_text(self.system)))
+        return chat
 
-    def callable_tools(self) -> list[dict[str, Any]]:
+    def callable_tools(self) -> Sequence[Any]:
         """Return the tools for the chat template; none if none may be called."""
         is_off = self.tool_choice.type == "none"
         return [] if is_off else [tool.to_template() for tool in self.tools]
@@ -462,17 +412,15 @@ class MessagesBody(CountBody):
 # Token ids
 
 
-class IdSamplingFields(SamplingFields, extra="allow"):
+class IdSamplingFields(SamplingFields):
     """Sampling settings of `/inference/v1/generate`."""
 
     n: Literal[1] = 1
-    max_tokens: PositiveInt | None = None
 
 
 class IdsBody(Body, extra="allow"):
     """Body of `/inference/v1/generate`."""
 
-    model: str = ""
     token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]
     sampling_params: IdSamplingFields = IdSamplingFields()
     stream: Literal[False] = False

@@ -12,33 +12,40 @@ import contextlib
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from jaxrl.extras.serve.engine import SamplingParams, ServedEngine
+from jaxrl.extras.serve.errors import RequestError
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event, Request
 from jaxrl.utils.concurrency import failure_report
 
 STOP, LENGTH = "stop", "length"
-TIMED_OUT, CANCELLED, FAILED = "timed_out", "cancelled", "failed"
+LATE, CANCELLED, FAILED = "late", "cancelled", "failed"
 """Finish reasons of a completion. The first two are those of a whole one."""
+
+COUNTERS = (
+    "samples_total",
+    "samples_finished_total",
+    "samples_cancelled_total",
+    "samples_late_total",
+    "samples_failed_total",
+    "refused_busy_total",
+    "prompt_tokens_total",
+    "prompt_tokens_reused_total",
+    "rows_released_total",
+)
+"""Names of the counts since the start, as `/metrics` shows them."""
 
 DAMAGED = "the model gives NaN: its weights are damaged."
 
 JOIN_S = 10.0
 """Seconds for the current chunk to end when the worker does."""
-
-
-class QueueFullError(Exception):
-    """The queue has no room for a request."""
-
-
-class EndingError(Exception):
-    """The server is ending or its engine has failed, so that it accepts no request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +56,7 @@ class OutputChunk:
         token_ids: Sampled ids, with the id or the last token of the string that stops.
         logprobs: Log-probabilities of these, in nats, at their temperature.
         entropies: Entropies of the distributions that they were drawn from, in nats.
-        version: Version of the weights; see `Worker.resume`.
+        versions: Versions of the weights at these; see `Worker.resume`.
         finish_reason: Why the completion ends; "" before its end.
         text_bytes: Bytes of the whole completion's text; known at the end.
         num_cached: Prompt tokens that were not prefilled again.
@@ -59,35 +66,52 @@ class OutputChunk:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     entropies: tuple[float, ...] = ()
-    version: int = 0
+    versions: tuple[int, ...] = ()
     finish_reason: str = ""
     text_bytes: int = 0
     num_cached: int = 0
     error: str = ""
 
 
-@dataclass(eq=False, kw_only=True)
-class Job:
-    """A completion to sample.
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest:
+    """A request in any dialect.
 
     Attributes:
         prompt_ids: Token ids of the prompt.
-        sample_key: Key uint32 [2] of the draws.
+        num_samples: Completions to sample.
         params: How tokens are drawn.
-        max_tokens: Limit on the completion.
-        stop_ids: Ids that end it, beside the model's own.
-        stops: UTF-8 strings that end it.
+        seed: Seed of the draws; None for a random one.
+        max_tokens: Limit on each completion.
+        stop_ids: Token ids that end a completion.
+        stops: Strings that end a completion.
+        body: The parsed body, which says what the client wants to see.
+    """
+
+    prompt_ids: tuple[int, ...]
+    num_samples: int = 1
+    params: SamplingParams
+    seed: int | None
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()
+    body: Any = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """One sample of a request.
+
+    Attributes:
+        request: The request.
+        sample_key: Key uint32 [2] of the draws.
         deadline: Time on the monotonic clock.
         on_output: Called on the engine's thread with each chunk.
         session: Name of its session; see `Worker.resume`.
     """
 
-    prompt_ids: tuple[int, ...]
+    request: CompletionRequest
     sample_key: np.ndarray
-    params: SamplingParams
-    max_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-    stops: tuple[bytes, ...] = ()
     deadline: float
     on_output: Callable[[OutputChunk], None]
     session: str = ""
@@ -101,22 +125,7 @@ class Job:
     @property
     def context_ids(self) -> tuple[int, ...]:
         """Return the ids before the next token."""
-        return (*self.prompt_ids, *self.token_ids)
-
-
-@dataclass
-class WorkerStats:
-    """Counts since the start, for `/metrics`."""
-
-    requests: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    timed_out: int = 0
-    failed: int = 0
-    refused: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    evicted_rows: int = 0
+        return (*self.request.prompt_ids, *self.token_ids)
 
 
 class Worker:
@@ -143,31 +152,25 @@ class Worker:
             is_paused: Whether to accept jobs but start none before `resume`.
         """
         self.engine = engine
-        self.stats = WorkerStats()
+        self.stats = Counter(dict.fromkeys(COUNTERS, 0))
         self.version = 0  # of the engine's weights
         self.is_damaged = False  # whether a log-probability was not finite
         self.failure: Exception | None = None  # the engine's latest since `resume`
         self._vocab_bytes, self._eos_ids = vocab_bytes, frozenset(eos_ids)
         self._max_queue = max_queue
         self._max_cached_rows = max_cached_rows or 8 * engine.num_rows
-        # Of the engine's thread.
         self._jobs: dict[int, Job] = {}  # by engine request
         self._cached: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # ids by request
-        # Shared, under `_changed`.
+        # Everything below is shared with other threads, under `_changed`.
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
         self._held: list[Job] = []  # jobs of sessions that are paused
         self._is_served: Callable[[str], bool] = lambda session: not is_paused
         self._is_paused = self._is_parked = is_paused
-        self._must_wake = self._is_ending = self._must_exit = self._has_ended = False
-        self._is_broken = False  # the engine could not be cleared after a failure
+        self.is_ending = False  # no request is accepted
+        self._must_wake = self._must_exit = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Return the limit on prompt and completion together."""
-        return self.engine.max_total_tokens
 
     @property
     def num_queued(self) -> int:
@@ -185,11 +188,6 @@ class Worker:
         return len(self._cached)
 
     @property
-    def is_ending(self) -> bool:
-        """Return True once no request is accepted."""
-        return self._is_ending
-
-    @property
     def is_alive(self) -> bool:
         """Return False once the thread has ended, for whatever reason."""
         return self._thread.is_alive() and not self._has_ended
@@ -198,35 +196,33 @@ class Worker:
         """Queue all jobs, or none.
 
         Raises:
-            ValueError: There are more jobs than rows and places in the queue.
-            QueueFullError: Too many jobs wait.
-            EndingError: The server is ending, or the engine has failed.
+            RequestError: Too many jobs wait, the server is ending, or the engine has failed.
         """
         with self._changed:
             if self._has_ended:
-                raise EndingError("the engine has ended; start the server again, its log says why.")
-            if self._is_ending:
-                raise EndingError("the server is ending; use another one.")
-            max_jobs = self.engine.num_rows + self._max_queue
-            if len(jobs) > max_jobs:
-                raise ValueError(
-                    f"n is {len(jobs)}; expected at most {max_jobs}, the rows and the queue of "
-                    "this server."
-                )
-            num_free = max(self.engine.num_rows - len(self._jobs), 0)
+                message = "the engine has ended; start the server again, its log says why."
+                raise RequestError(503, message)
+            if self.is_ending:
+                raise RequestError(503, "the server is ending; use another one.")
+            num_rows, max_queue = self.engine.num_rows, self._max_queue
+            if len(jobs) > num_rows + max_queue:
+                message = f"n is {len(jobs)}; expected at most {num_rows + max_queue}, rows and "
+                raise RequestError(400, f"{message}queue of this server.", param="n")
+            num_free = max(num_rows - len(self._jobs), 0)
             num_waiting = len(self._queue) + len(self._held)
-            if num_waiting + len(jobs) > self._max_queue + num_free:
-                self.stats.refused += 1
-                raise QueueFullError(
+            if num_waiting + len(jobs) > max_queue + num_free:
+                self.stats["refused_busy_total"] += 1
+                raise RequestError(
+                    429,
                     f"{num_waiting} samples wait and this request has {len(jobs)}; expected at "
-                    f"most {self._max_queue} to wait. Try again later, or start the server with a "
-                    "longer --queue."
+                    f"most {max_queue} to wait. Try again later, or raise --queue.",
+                    headers={"Retry-After": "1"},
                 )
             now = time.monotonic()
             for job in jobs:
                 job.yields_until = (now + job.deadline) / 2
                 (self._queue if self._is_served(job.session) else self._held).append(job)
-            self.stats.requests += len(jobs)
+            self.stats["samples_total"] += len(jobs)
             self._wake()
 
     def cancel(self, job: Job) -> None:
@@ -275,7 +271,7 @@ class Worker:
             True if all jobs ended in time.
         """
         with self._changed:
-            self._is_ending = True
+            self.is_ending = True
             self._wake()
         self._thread.join(limit_s)
         is_done = not self._thread.is_alive()
@@ -297,7 +293,9 @@ class Worker:
                     self._step()
                 except Exception as error:  # of the device, or a bug: the next job may succeed
                     self._fail(error)
-            reason = FAILED if self._is_broken else CANCELLED
+            reason = CANCELLED
+        except Exception as error:
+            _log("the engine has ended, as it could not be cleared after its failure: ", error)
         finally:  # whatever ended the thread, nobody may wait forever
             with self._changed:
                 self._has_ended = True
@@ -312,12 +310,12 @@ class Worker:
     def _wait(self) -> bool:
         """Wait for work; return False at the end."""
         with self._changed:
-            while not (self._jobs or self._queue or self._must_wake or self._is_broken):
-                if self._is_ending and not self._held:
+            while not (self._jobs or self._queue or self._must_wake):
+                if self.is_ending and not self._held:
                     return False
                 self._changed.wait()
             self._must_wake = False
-            return not self._must_exit and not self._is_broken
+            return not self._must_exit
 
     def _step(self) -> None:
         """Admit jobs and decode a chunk."""
@@ -362,7 +360,7 @@ class Worker:
                 self.engine.cancel(request)
                 dropped.append(job)
         for job in dropped:
-            self._finish(job, CANCELLED if job.is_cancelled else TIMED_OUT)
+            self._finish(job, CANCELLED if job.is_cancelled else LATE)
 
     def _admit(self) -> None:
         """Move jobs from the queue into the engine while it has free rows."""
@@ -377,7 +375,7 @@ class Worker:
                 if time.monotonic() <= job.yields_until:
                     job = next(filter(self._has_prefix, self._queue), job)
                 self._queue.remove(job)
-            self.stats.prompt_tokens += len(job.context_ids)
+            self.stats["prompt_tokens_total"] += len(job.context_ids)
             try:
                 self._jobs[self._start(job)] = job
             except Exception as error:
@@ -393,18 +391,22 @@ class Worker:
 
     def _start(self, job: Job) -> int:
         """Pass a job to the engine; return the number of its request."""
-        token_ids, budget = job.context_ids, job.max_tokens - len(job.token_ids)
+        token_ids, budget = job.context_ids, job.request.max_tokens - len(job.token_ids)
         number = self._find_prefix(token_ids)
         if number is None:
             request = Request(prompt_ids=token_ids, sample_key=job.sample_key, budget=budget)
-            temperature, top_p = job.params
+            temperature, top_p = job.request.params
             [number] = self.engine.submit([request], temperature=temperature, top_p=top_p)
             return number
         stored = self._cached.pop(number)
         job.num_cached = len(stored) - 1  # the last id is prefilled when the row resumes
-        self.stats.reused_tokens += job.num_cached
+        self.stats["prompt_tokens_reused_total"] += job.num_cached
         self.engine.resume_with(
-            number, token_ids[len(stored) :], budget, sample_key=job.sample_key, params=job.params
+            number,
+            token_ids[len(stored) :],
+            budget,
+            sample_key=job.sample_key,
+            params=job.request.params,
         )
         return number
 
@@ -427,7 +429,7 @@ class Worker:
         request = next(unwanted, next(iter(self._cached)))
         del self._cached[request]
         self.engine.finish(request)
-        self.stats.evicted_rows += 1
+        self.stats["rows_released_total"] += 1
 
     def _receive(self, event: Event) -> None:
         """Add sampled tokens to their job, and finish it where it stops."""
@@ -445,13 +447,13 @@ class Worker:
         if reason:
             del self._jobs[event.request]
             self._cache_row(event.request, job)
-            self.stats.finished += 1
+            self.stats["samples_finished_total"] += 1
         job.on_output(
             OutputChunk(
                 token_ids=tuple(ids),
                 logprobs=tuple(event.logprobs[: len(ids)].tolist()),
                 entropies=tuple(event.entropies[: len(ids)].tolist()),
-                version=self.version,
+                versions=(self.version,) * len(ids),
                 finish_reason=reason,
                 text_bytes=text_bytes,
                 num_cached=job.num_cached,
@@ -460,16 +462,18 @@ class Worker:
 
     def _cut_at_stop(self, job: Job, event: Event) -> tuple[list[int], str, int]:
         """Return a chunk's ids up to a stop, the finish reason, and the bytes of the text."""
-        longest = max(map(len, job.stops), default=1)
+        stops = [stop.encode() for stop in job.request.stops]
+        stop_ids = job.request.stop_ids | self._eos_ids
+        longest = max(map(len, stops), default=1)
         ids: list[int] = []
         for token in event.token_ids.tolist():
             ids.append(token)
             start = len(job.data)
-            if token in job.stop_ids or token in self._eos_ids:
+            if token in stop_ids:
                 return ids, STOP, start
             job.data += self._vocab_bytes[token]
             # A stop string may have started in earlier tokens.
-            starts = [job.data.find(stop, max(start - longest + 1, 0)) for stop in job.stops]
+            starts = [job.data.find(stop, max(start - longest + 1, 0)) for stop in stops]
             if matches := [position for position in starts if position >= 0]:
                 return ids, STOP, min(matches)
         reason = "" if event.status == decode.RUNNING else LENGTH
@@ -488,7 +492,7 @@ class Worker:
 
     def _finish(self, job: Job, reason: str, error: str = "") -> None:
         """Report the end of a job that is not whole."""
-        setattr(self.stats, reason, getattr(self.stats, reason) + 1)
+        self.stats[f"samples_{reason}_total"] += 1
         job.on_output(
             OutputChunk(
                 finish_reason=reason,
@@ -499,7 +503,7 @@ class Worker:
         )
 
     def _fail(self, error: Exception) -> None:
-        """Fail all jobs in the engine and clear it; an engine that cannot be cleared ends."""
+        """Fail all jobs in the engine, and clear it."""
         self.failure = error
         jobs = list(self._jobs.values())
         self._jobs.clear()
@@ -507,11 +511,7 @@ class Worker:
         for job in jobs:
             self._finish(job, FAILED, _public_text(error))
         _log("the engine failed: ", error)
-        try:
-            self.engine.clear()
-        except Exception as second:
-            self._is_broken = True
-            _log("the engine has ended, as it could not be cleared after its failure: ", second)
+        self.engine.clear()
 
 
 def _public_text(error: Exception) -> str:
@@ -520,7 +520,6 @@ def _public_text(error: Exception) -> str:
 
 
 def _log(text: str, error: Exception | None = None) -> None:
-    # Standard error may be closed, or the error's own text fail.
-    with contextlib.suppress(Exception):
-        report = "" if error is None else failure_report(error)
+    report = "" if error is None else failure_report(error)
+    with contextlib.suppress(OSError):  # nobody may read standard error
         print(f"error: {text}{report}", file=sys.stderr, flush=True)

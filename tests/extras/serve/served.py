@@ -7,8 +7,10 @@ import json
 import time
 
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.extras.serve.chats import ChatHistory
 from jaxrl.extras.serve.engine import ServedEngine
-from jaxrl.extras.serve.server import Endpoint, Server, Settings, bind_port
+from jaxrl.extras.serve.generation import ServedModel
+from jaxrl.extras.serve.server import Endpoint, Server, bind_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import tiny_params
@@ -19,6 +21,12 @@ TOKENIZER = Tokenizer(qwen3())
 CONFIG = dataclasses.replace(SMALL, vocab_size=TOKENIZER.num_tokens + 5, max_positions=2048)
 PARAMS = tiny_params(CONFIG)
 MAX_TOTAL = 512
+MODEL = ServedModel(
+    name="tiny",
+    tokenizer=TOKENIZER,
+    history=ChatHistory(TOKENIZER, max_prompt_tokens=MAX_TOTAL - 1),
+    max_total_tokens=MAX_TOTAL,
+)
 
 
 def make_engine(params=PARAMS, config=CONFIG, kind=ServedEngine, **settings):
@@ -123,8 +131,7 @@ def serving(engine, *, host="127.0.0.1", max_queue=256, max_cached_rows=0, **set
         max_queue=max_queue,
         max_cached_rows=max_cached_rows,
     )
-    given = Settings(name="tiny", template_arguments={}, **settings)
-    server = Server(Endpoint(worker, TOKENIZER, given), host, bound)
+    server = Server(Endpoint(worker, TOKENIZER, name="tiny", **settings), host, bound)
     try:
         yield server, Client(server.port)
     finally:

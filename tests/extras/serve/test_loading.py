@@ -47,12 +47,9 @@ def test_the_command_answers_as_ask_does(run, tiny_world, quick_compilation):
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        told, found = [], None
-        for text in process.stdout:
-            told.append(text)
-            if found := re.match(r"http://127\.0\.0\.1:(\d+)/v1 answers as ada", text):
-                break
-        assert found, (told, process.stderr.read())
+        address = r"http://127\.0\.0\.1:(\d+)/v1 answers as ada"
+        found = next(filter(None, (re.match(address, line) for line in process.stdout)), None)
+        assert found, process.stderr.read()
         client = Client(int(found[1]))
         _, _, body = client.raw("GET", "/v1/models")
         assert [(one["id"], one["max_model_len"]) for one in json.loads(body)["data"]] == [
@@ -61,9 +58,8 @@ def test_the_command_answers_as_ask_does(run, tiny_world, quick_compilation):
         parts, config = open_run(run, None, Display())
         trajectory, _ = Conversation(parts, config).ask("Who taught Ada?")
         start = trajectory.prompt_length
-        first = trajectory.token_ids[start : start + len(trajectory.token_ids)]
-        mask = trajectory.loss_mask[start:]
-        sampled = first[: mask.tolist().index(False) if not mask.all() else len(mask)].tolist()
+        num_sampled = [*trajectory.loss_mask[start:], False].index(False)  # of the first turn
+        sampled = trajectory.token_ids[start : start + num_sampled].tolist()
         prompt = trajectory.token_ids[:start].tolist()
         choice = client.generate(prompt, temperature=0.0, max_tokens=len(sampled))
         assert choice["token_ids"] == sampled
@@ -84,45 +80,33 @@ def test_the_command_answers_as_ask_does(run, tiny_world, quick_compilation):
         process.wait()
 
 
-def test_a_folder_is_no_run(run, tiny_world):
-    assert is_run(run)
-    assert not is_run(run / "export")
-    assert not is_run(tiny_world)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "name"),
+    ("arguments", "text"),
     [
         (["--port=70000"], "--port=70000"),
         (["--max_body_mib=inf"], "--max_body_mib=inf"),
         (["--key_env=NOBODY_SET_THIS"], "--key_env=NOBODY_SET_THIS"),
+        (["--host=0.0.0.0"], "--key_env"),
+        (["--port=TAKEN"], "Address already in use"),
         (["--step=3"], "--step=3"),
         (["--config.rollout.max_total=3"], "config.rollout.max_total"),
         (["--made_up=3"], "--made_up=3"),
     ],
+    ids=str,
 )
-def test_a_wrong_flag_is_an_error_of_one_line(run, arguments, name):
-    with pytest.raises(SystemExit) as ended:
-        command.main([str(run), "--port=0", *arguments])
-    assert ended.value.code.startswith("error: ")
-    assert name in ended.value.code
+def test_a_wrong_flag_is_an_error_of_one_line(run, arguments, text):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        words = [word.replace("TAKEN", port) for word in arguments]
+        with pytest.raises(SystemExit, match="error: ") as ended:
+            command.main([str(run), "--port=0", *words])
+    assert text in ended.value.code
     assert "\n" not in ended.value.code
 
 
-def test_ports_are_refused_before_anything_is_loaded(run, monkeypatch):
-    monkeypatch.setattr(command, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
-    with pytest.raises(SystemExit) as ended:
-        command.main([str(run), "--host=0.0.0.0", "--port=0"])
-    assert "--key_env" in ended.value.code
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(SystemExit) as ended:
-            command.main([str(run), f"--port={port}"])
-    assert f"--port={port}" in ended.value.code
-    assert "Address already in use" in ended.value.code
-
-
-def test_what_is_no_model_is_told(tmp_path):
+def test_what_is_no_model_is_told(run, tmp_path):
+    assert is_run(run)
+    assert not is_run(run / "export")
     with pytest.raises(SystemExit) as ended:
         command.main([str(tmp_path / "nowhere"), "--port=0"])
     assert str(tmp_path / "nowhere") in ended.value.code
@@ -136,6 +120,7 @@ def test_a_run_with_an_adapter_is_asked_and_served_by_what_it_exported(run, tiny
     (run / "config.json").write_text(to_json(config))
     served = load_model(run, Display(), rows=3, keys={"rollout.chunk_tokens": 4})
     assert served.model.architecture.around is None
+    assert served.stops == ("</search>", "</answer>")  # which end a turn of the run
     assembled, config = open_run(run, None, Display())
     assert (assembled.model.architecture.around, config.model.lora.rank) == (None, 0)
 
@@ -147,6 +132,7 @@ def test_a_folder_is_served_within_its_positions(run, tiny_world):
         served = load_model(folder, Display(), rows=3)
     assert (served.name, served.engine.num_rows) == ("model", 3)
     assert served.engine.max_total_tokens == min(2048, positions)
+    assert served.stops == ()
     keys = {"rollout.max_total_tokens": 80, "rollout.chunk_tokens": 4}
     served = load_model(folder, Display(), name="ada", keys=keys)
     assert (served.name, served.engine.num_rows) == ("ada", 16)
@@ -168,12 +154,6 @@ def test_prompts_have_the_time_of_the_run(run):
     for tokenizer in (served.tokenizer, assembled.tokenizer):
         prompt = tokenizer.render_prompt([{"role": "user", "content": "Where?"}])
         assert tokenizer.decode(prompt) == "2024-02-29 Where?"
-
-
-def test_turns_of_a_run_end_where_it_ended_them(run, tiny_world):
-    keys = {"rollout.chunk_tokens": 4}
-    assert load_model(run, Display(), rows=3, keys=keys).stops == ("</search>", "</answer>")
-    assert load_model(run / "export", Display(), rows=3, keys=keys).stops == ()
 
 
 @pytest.mark.parametrize(

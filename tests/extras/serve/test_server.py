@@ -13,7 +13,6 @@ import jax
 import pytest
 
 from jaxrl.extras.serve import server as server_module
-from jaxrl.extras.serve.schemas import UNSUPPORTED
 from tests.extras.serve.served import MAX_TOTAL, PARAMS, TOKENIZER, make_engine, serving
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -55,127 +54,6 @@ def refusal(client, path, body, **headers):
     return status, value["error"]
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_would_change_the_answer_is_refused_by_name(client, name):
-    status, error = refusal(client, CHAT, {"messages": HELLO, name: {"type": "json_object"}})
-    assert (status, error["param"], error["code"]) == (400, name, "unsupported_parameter")
-    assert error["message"].startswith(f"{name} is ")
-
-
-def test_fields_that_change_nothing_are_taken(client):
-    fields = {"user": "u", "store": True, "metadata": {"a": "b"}, "made_up": [1]}
-    fields |= {"response_format": {"type": "text"}, "logit_bias": {}, "frequency_penalty": 0.0}
-    fields |= {"top_k": -1, "parallel_tool_calls": True, "n": 1, "stop": None, "seed": None}
-    fields |= {"chat_template_kwargs": {"preserve_thinking": True}, "reasoning_effort": None}
-    assert client.chat(**fields, max_tokens=1)["choices"]
-
-
-WRONG = (True, -1, 1.5, 10**400, "text", [], {}, [[]], [{}], [None], "\ud800", float("nan"), -0.0)
-FIELDS = {
-    CHAT: (
-        *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "n"),
-        *("seed", "temperature", "top_p", "stop", "stop_token_ids", "stream", "stream_options"),
-        *("logprobs", "return_token_ids", "return_tokens_as_token_ids", "chat_template_kwargs"),
-    ),
-    IDS: ("model", "token_ids", "sampling_params", "features", "content_parts", "stream"),
-}
-NESTED = {
-    CHAT: {
-        "messages": [
-            *([{"role": value}] for value in WRONG),
-            *([{"role": "user", "content": value}] for value in WRONG),
-            *([{"role": "user", "content": [{"type": value, "text": "x"}]}] for value in WRONG),
-            *([{"role": "user", "content": [{"type": "text", "text": one}]}] for one in WRONG),
-            *([*HELLO, {"role": "assistant", "content": "", "tool_calls": one}] for one in WRONG),
-            *([*HELLO, {"role": "assistant", "tool_calls": [{"function": one}]}] for one in WRONG),
-            *(
-                [
-                    *HELLO,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": a}}],
-                    },
-                ]
-                for a in WRONG
-            ),
-            *([{"role": "tool", "content": "x", "tool_call_id": value}] for value in WRONG),
-        ],
-        "tools": [
-            *([{"type": value, "function": {"name": "f"}}] for value in WRONG),
-            *([{"type": "function", "function": value}] for value in WRONG),
-            *([{"function": {"name": value}}] for value in WRONG),
-            *([{"function": {"name": "f", "parameters": value}}] for value in WRONG),
-        ],
-        "stream_options": [{"include_usage": value} for value in WRONG],
-    },
-    IDS: {
-        "sampling_params": [
-            {"max_tokens": 1, name: value}
-            for name in ("temperature", "top_p", "max_tokens", "seed", "stop_token_ids", "n")
-            for value in WRONG
-        ],
-        "token_ids": [[value] for value in WRONG],
-    },
-}
-
-
-@pytest.mark.parametrize("path", [CHAT, IDS])
-def test_wrong_types_are_refused_and_never_a_fault(client, path):
-    sound = {
-        CHAT: {"messages": HELLO, "max_tokens": 1},
-        IDS: {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}},
-    }[path]
-    cases = [(name, value) for name in FIELDS[path] for value in WRONG]
-    cases += [(name, value) for name, values in NESTED[path].items() for value in values]
-    num_refused = 0
-    for name, value in cases:
-        status, _, data = client.raw("POST", path, json.dumps({**sound, name: value}).encode())
-        assert status in (200, 400), (name, value, data)
-        if status == 400:
-            num_refused += 1
-            error = json.loads(data)["error"]
-            assert error["type"] == "invalid_request_error"
-    assert len(cases) * 0.6 < num_refused < len(cases)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 5000, b"{} {}"],
-)
-@pytest.mark.parametrize("path", [CHAT, IDS])
-def test_bodies_that_are_no_object(client, path, data):
-    status, _, body = client.raw("POST", path, data)
-    assert status == 400
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
-
-
-HALF = b"\xed\xa0\x80"  # of a surrogate pair, as no UTF-8 has it
-
-
-@pytest.mark.parametrize("path", [CHAT, IDS])
-def test_bodies_are_utf_8(client, path):
-    body = {
-        CHAT: {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1},
-        IDS: {"model": "?", "token_ids": [1], "sampling_params": {"max_tokens": 1}},
-    }[path]
-    data = json.dumps(body).encode()
-    assert client.raw("POST", path, data)[0] == 200
-    for wrong in (data.replace(b"?", HALF), data.decode().replace("?", "\ud800").encode(
-        "utf-16", "surrogatepass"), data.decode().encode("utf-16-le")):  # fmt: skip
-        status, _, told = client.raw("POST", path, wrong)
-        assert (status, json.loads(told)["error"]["type"]) == (400, "invalid_request_error")
-
-
-@pytest.mark.parametrize("arguments", [r'{"q": "\ud800"}', r'"\ud800"', '{"q": 1e999}'])
-def test_arguments_that_cannot_be_written_as_they_are(client, arguments):
-    call = {"function": {"name": "f", "arguments": arguments}}
-    found = client.chat([*HELLO, {"role": "assistant", "tool_calls": [call]}, *HELLO], max_tokens=1,
-                        return_token_ids=True)  # fmt: skip
-    written = TOKENIZER.decode(found["prompt_token_ids"])
-    wanted = {r'"\ud800"': "\ufffd"}.get(arguments, arguments.replace(r"\ud800", "\ufffd"))
-    assert f'"arguments": {wanted}}}' in written
-
-
 def test_addresses_and_methods(client):
     assert client.raw("GET", CHAT)[0] == 405
     assert client.raw("POST", "/v1/models")[0] == 405
@@ -190,27 +68,6 @@ def test_addresses_and_methods(client):
     message = json.loads(body)["error"]["message"]
     assert "/v1/v1/messages" in message
     assert "/v1/messages" in message.replace("/v1/v1/messages", "")
-
-
-def test_a_prompt_that_leaves_no_room(client):
-    status, error = refusal(client, CHAT, {"messages": [{"role": "user", "content": "x y " * 600}]})
-    assert (status, error["code"]) == (400, "context_length_exceeded")
-    assert f"maximum context length is {MAX_TOTAL} tokens" in error["message"]
-    status, error = refusal(client, IDS, {"token_ids": [5] * MAX_TOTAL})
-    assert (status, error["code"]) == (400, "context_length_exceeded")
-    # Megabytes are refused before the template and the tokenizer see them.
-    began = time.monotonic()
-    for messages in ([{"role": "user", "content": "word " * 1_000_000}], HELLO * 50_000):
-        status, error = refusal(client, CHAT, {"messages": messages})
-        assert (status, error["code"]) == (400, "context_length_exceeded")
-    assert time.monotonic() - began < 20
-    sampling = {"max_tokens": 1, "stop_token_ids": [TOKENIZER.num_tokens]}
-    status, error = refusal(client, IDS, {"token_ids": [1], "sampling_params": sampling})
-    assert status == 400
-    assert str(TOKENIZER.num_tokens) in error["message"]
-    # One less leaves room for a single token, whatever is asked for.
-    choice = client.generate([5] * (MAX_TOTAL - 1), max_tokens=100, temperature=0)
-    assert len(choice["token_ids"]) == 1
 
 
 def test_a_session_is_named_in_whole_or_refused(client):
@@ -238,32 +95,23 @@ class TestWhoMayAsk:
             assert client.raw("GET", "/v1/models", headers=headers)[0] == status, headers
 
     def test_a_key_is_asked_for_where_there_is_one(self, engine):
-        with serving(engine, key="s3cret") as (_, client):
+        key = "schlüssel-鍵"
+        with serving(engine, key=key) as (_, client):
             assert client.raw("GET", "/health")[0] == 200
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            for sent in ({}, {"Authorization": f"Bearer {key}x"}, {"Authorization": key}):
+                headers = {name: text.encode() for name, text in sent.items()}
                 status, given, body = client.raw("GET", "/v1/models", headers=headers)
                 assert (status, given["www-authenticate"]) == (401, "Bearer")
                 assert json.loads(body)["error"]["code"] == "invalid_api_key"
-            for headers in ({"Authorization": "Bearer s3cret"}, {"x-api-key": "s3cret"}):
-                assert client.raw("GET", "/v1/models", headers=headers)[0] == 200
+            for sent in (
+                {"Authorization": f"Bearer {key}"},
+                {"x-api-key": key},
+                # A client of one dialect may send another's header with a word of its own.
+                {"Authorization": "Bearer none", "x-api-key": key},
+                {"Authorization": f"Bearer {key}", "x-api-key": "none"},
+            ):
+                headers = {name: text.encode() for name, text in sent.items()}
                 assert client.raw("GET", "/metrics", headers=headers)[0] == 200
-            # A client of one dialect may send another's header with a word of its own.
-            for headers in (
-                {"Authorization": "Bearer none", "x-api-key": "s3cret"},
-                {"Authorization": "Bearer s3cret", "x-api-key": "none"},
-            ):
-                assert client.raw("GET", "/v1/models", headers=headers)[0] == 200
-
-    def test_a_key_of_any_letters(self, engine):
-        with serving(engine, key="schlüssel-鍵") as (_, client):
-            for name, text in (
-                ("Authorization", "Bearer schlüssel-鍵"),
-                ("X-API-Key", "schlüssel-鍵"),
-            ):
-                headers = {name: text.encode()}
-                assert client.raw("GET", "/v1/models", headers=headers)[0] == 200
-                headers = {name: text.encode()[:-1]}
-                assert client.raw("GET", "/v1/models", headers=headers)[0] == 401
 
     def test_other_machines_need_a_key(self, engine):
         with (
@@ -336,7 +184,6 @@ def test_who_leaves_frees_the_row(slow_engine, stream):
         assert found["jaxrl_samples_running"] == found["jaxrl_samples_queued"] == 0
         assert found["jaxrl_pages_free"] == slow_engine.num_pages
         assert found["jaxrl_rows_kept"] == found["jaxrl_samples_finished_total"] == 0
-        assert found['jaxrl_responses_total{status="499"}'] == 1
         assert client.chat(max_tokens=2, temperature=0)["choices"]
 
 
@@ -392,11 +239,12 @@ def test_a_retry_of_what_was_broken_off_draws_the_same(engine, monkeypatch):
         return step(**settings)
 
     monkeypatch.setattr(engine, "step", waits)
-    with serving(engine) as (_, client):
+    with serving(engine) as (server, client):
         connection = send_and_hold(client, body)
         client.until(lambda m: m["jaxrl_samples_running"] == 1)
         connection.close()
-        client.until(lambda m: m.get('jaxrl_responses_total{status="499"}') == 1)
+        [job] = server.endpoint.worker._jobs.values()
+        client.until(lambda _: job.is_cancelled)
         is_missed.set()
         client.until(lambda m: m["jaxrl_samples_cancelled_total"] == 1)
         answers = [client.post(CHAT, body, x_stainless_retry_count=str(n))[1] for n in (1, 2)]

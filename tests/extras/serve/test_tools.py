@@ -1,4 +1,4 @@
-"""Calls of tools: described by the template, read back, gone on from; with OpenAI's own client."""
+"""Calls of tools: described by the template, read back and continued; with OpenAI's own client."""
 
 import json
 from decimal import Decimal
@@ -7,21 +7,18 @@ import openai
 import pytest
 
 from jaxrl.extras.serve.chats import ChatHistory, parse_reply
+from jaxrl.extras.serve.completions import chat_response, read_chat
+from jaxrl.extras.serve.generation import Completion
+from jaxrl.extras.serve.messages import messages_response, read_messages
 from jaxrl.extras.serve.schemas import ChatBody, MessagesBody, parse_body
-from tests.extras.serve.served import TOKENIZER, serving
-from tests.extras.serve.writing import ASKED, CALL, TOOL, engine_that_writes
+from jaxrl.extras.serve.worker import STOP, OutputChunk
+from tests.extras.serve.served import MODEL, TOKENIZER, serving
+from tests.extras.serve.writing import ASKED, CALL, CLIENT_TOOL, TOOL, engine_that_writes
 from tests.toys import OWN_SYSTEM, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-
 END = "<|im_end|>"
-
-
-def read_messages(messages):
-    return ChatBody.model_validate({"messages": messages}).chat()
-
-
 SENT_CALL = {
     "id": "1",
     "type": "function",
@@ -30,39 +27,41 @@ SENT_CALL = {
 FIELDS = {"tools": [TOOL], "temperature": 0, "max_tokens": 80, "return_token_ids": True}
 
 
-def test_a_call_is_read_back(client):
-    found = client.chat(ASKED, **FIELDS)
-    [choice] = found["choices"]
-    assert found["prompt_token_ids"] == TOKENIZER.render_prompt(ASKED, [TOOL])
-    assert TOKENIZER.decode(choice["token_ids"]) == "I look." + CALL + "<|im_end|>"
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == "I look."
-    [call] = choice["message"]["tool_calls"]
-    assert call["type"] == "function"
-    assert call["function"]["name"] == "search"
-    assert json.loads(call["function"]["arguments"]) == {"query": "Ada Kerr"}
+def read_chats(messages):
+    return ChatBody.model_validate({"messages": messages}).chat()
 
 
-def test_a_stream_has_the_same_call(client):
-    whole = client.chat(ASKED, **FIELDS)["choices"][0]
-    body = {"messages": ASKED, "stream": True, **FIELDS}
-    chunks = [json.loads(data) for _, data in client.stream("/v1/chat/completions", body)[:-1]]
-    deltas = [one["choices"][0]["delta"] for one in chunks]
-    assert "".join(one.get("content", "") for one in deltas) == "I look."
-    [call] = [call for one in deltas for call in one.get("tool_calls", [])]
-    assert call["index"] == 0
-    assert call["function"] == whole["message"]["tool_calls"][0]["function"]
-    ids = [id for one in chunks for id in one["choices"][0].get("token_ids", [])]
-    assert ids == whole["token_ids"]
+def prompt_of(messages, **fields):
+    """The prompt of a chat in the session in which `answer` stores its turns."""
+    body = {"messages": messages, **FIELDS, **fields}
+    return list(read_chat(json.dumps(body).encode(), "one", MODEL).prompt_ids)
 
 
-@pytest.mark.parametrize("arguments", ['{"query": "Ada Kerr"}', '{ "query":"Ada Kerr" }'])
-@pytest.mark.parametrize("content", ["I look.", "I look.\n"])
+def answer(text, read=read_chat, respond=chat_response, **fields):
+    """The response to a request whose model writes a text, and all of its ids."""
+    body = {"messages": ASKED, **FIELDS, **fields}
+    completion = Completion(MODEL, read(json.dumps(body).encode(), "one", MODEL), "one")
+    ids = (*TOKENIZER.encode(text), TOKENIZER.eos_ids[0])
+    chunk = OutputChunk(
+        token_ids=ids,
+        logprobs=(0.0,) * len(ids),
+        finish_reason=STOP,
+        text_bytes=len(text.encode()),
+    )
+    completion.choices[0].append(chunk)
+    return respond(completion), [*completion.request.prompt_ids, *ids]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content"),
+    [('{"query": "Ada Kerr"}', "I look."), ('{ "query":"Ada Kerr" }', "I look.\n")],
+)
 def test_the_result_stands_behind_what_was_sampled(client, arguments, content):
     """However a client writes the arguments, the turn is the one that was sampled."""
     client.prefix = f"/r/{len(arguments)}-{len(content)}"
     first = client.chat(ASKED, **FIELDS)
     stored = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    assert TOKENIZER.decode(first["choices"][0]["token_ids"]) == "I look." + CALL + END
     reply = first["choices"][0]["message"]
     call = {**reply["tool_calls"][0], "function": {"name": "search", "arguments": arguments}}
     messages = [
@@ -92,14 +91,10 @@ def test_the_result_stands_behind_what_was_sampled(client, arguments, content):
     ],
 )
 def test_thoughts_are_the_same_whatever_blanks_are_around(written, sent_back, is_same):
-    chats = ChatHistory(TOKENIZER, max_prompt_tokens=400)
-    asked = read_messages(ASKED)
-    reply = parse_reply(written + CALL, has_tools=True)
-    sampled = [*chats.build_prompt("one", asked, [TOOL]), *TOKENIZER.encode(written + CALL + END)]
-    chats.store("one", [*asked, reply], [TOOL], sampled)
+    _, stored = answer(written + CALL)
     sent = {"role": "assistant", "content": sent_back, "tool_calls": [SENT_CALL]}
-    prompt = chats.build_prompt("one", read_messages([*ASKED, sent, *ASKED]), [TOOL])
-    assert (prompt[: len(sampled)] == sampled) is is_same
+    prompt = prompt_of([*ASKED, sent, *ASKED])
+    assert (prompt[: len(stored)] == stored) is is_same
 
 
 @pytest.mark.parametrize(
@@ -113,16 +108,29 @@ def test_tags_in_the_arguments_of_a_call_are_text(query):
         assert reply.content == f"{thought}I look."
 
 
-def test_a_call_that_a_stop_string_cuts_is_text():
-    """Whether the closing tag that stopped the model was its own or in a string."""
-    for query in ('"Ada', '"Ada"}}'):
-        text = f'I look. <tool_call>{{"name": "search", "arguments": {{"query": {query}'
-        reply = parse_reply(text, has_tools=True)
-        assert (reply.content, reply.calls) == (text, ())
-
-
 def with_arguments(text):
     return f'<tool_call>\n{{"name": "search", "arguments": {text}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Whether the closing tag that stopped the model was its own or in a string.
+        'I look. <tool_call>{"name": "search", "arguments": {"query": "Ada',
+        'I look. <tool_call>{"name": "search", "arguments": {"query": "Ada"}}',
+        CALL[:-12],  # never closed
+        '<tool_call>\n{"name": "search"}\n</tool_call>',
+        "<think>" + CALL + "</think>no",  # a thought calls nothing
+        with_arguments('{"a": 1e999}'),
+        with_arguments('{"a": [-1e999]}'),
+        with_arguments(f'{{"a": {"9" * 400}}}'),  # beyond doubles
+    ],
+)
+def test_what_is_no_call_is_text(text):
+    response, _ = answer(text)
+    [choice] = response["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"] == {"role": "assistant", "content": text}
 
 
 def as_javascript(text):
@@ -140,37 +148,29 @@ def as_javascript(text):
     return json.dumps(written(doubles), ensure_ascii=False, separators=(",", ":"))
 
 
-SENT_BACK = [
-    '{"a": null, "b": [null]}',
-    '{"a": 1.0, "b": [1e2, -0.0, 1.5], "c": true}',
-    '{"id": 12345678901234567890}',
-    r'{"a": "\ud800", "\udc00": 1}',
-]
-
-
-@pytest.mark.parametrize("arguments", SENT_BACK)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": null, "b": [null]}',
+        '{"a": 1.0, "b": [1e2, -0.0, 1.5], "c": true}',
+        '{"id": 12345678901234567890}',
+        r'{"a": "\ud800", "\udc00": 1}',
+    ],
+)
 def test_what_a_client_sends_back_is_what_was_sampled(arguments):
-    with serving(engine_that_writes(with_arguments(arguments))) as (_, client):
-        first = client.chat(ASKED, **FIELDS)
-        stored = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
-        assert with_arguments(arguments) in TOKENIZER.decode(stored)
-        [call] = first["choices"][0]["message"]["tool_calls"]
-        text = as_javascript(call["function"]["arguments"])
-        call = {**call, "function": {"name": "search", "arguments": text}}
-        behind = {"role": "user", "content": "?"}
-        messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, behind]
-        second = client.chat(messages, **{**FIELDS, "max_tokens": 1})
-        assert second["prompt_token_ids"][: len(stored)] == stored
-        # By the other dialect, whose answers hold the arguments as they are.
-        block = {"type": "tool_use", "id": "x", "name": "search", "input": json.loads(text)}
-        body = {
-            "messages": [*ASKED, {"role": "assistant", "content": [block]}, behind],
-            "tools": [{"name": "search", "description": "Finds.",
-                       "input_schema": TOOL["function"]["parameters"]}],
-            "max_tokens": 1, "return_token_ids": True,
-        }  # fmt: skip
-        status, value = client.post("/v1/messages", body)
-        assert (status, value.get("prompt_token_ids", value)[: len(stored)]) == (200, stored)
+    first, stored = answer(with_arguments(arguments))
+    [call] = first["choices"][0]["message"]["tool_calls"]
+    text = as_javascript(call["function"]["arguments"])
+    call = {**call, "function": {"name": "search", "arguments": text}}
+    behind = {"role": "user", "content": "?"}
+    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, behind]
+    assert prompt_of(messages)[: len(stored)] == stored
+    # By the other dialect, whose answers hold the arguments as they are.
+    block = {"type": "tool_use", "id": "x", "name": "search", "input": json.loads(text)}
+    messages = [*ASKED, {"role": "assistant", "content": [block]}, behind]
+    body = {"messages": messages, "tools": [CLIENT_TOOL], "max_tokens": 1}
+    request = read_messages(json.dumps(body).encode(), "one", MODEL)
+    assert list(request.prompt_ids[: len(stored)]) == stored
 
 
 @pytest.mark.parametrize(
@@ -208,19 +208,6 @@ def test_calls_as_deep_as_are_read_back():
         assert (reply.calls, reply.content) == ((), text)
 
 
-def test_calls_that_nobody_sampled_are_rendered(client):
-    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [
-        *ASKED,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "x", "content": "1"},
-    ]
-    found = client.chat(messages, **{**FIELDS, "max_tokens": 1})
-    text = TOKENIZER.decode(found["prompt_token_ids"])
-    written = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    assert f"<|im_start|>assistant\n{written}<|im_end|>" in text
-
-
 def test_the_templates_own_system_message_is_rendered():
     tokenizer = toy_tokenizer(chat_template=OWN_SYSTEM)
     chats = ChatHistory(tokenizer, max_prompt_tokens=400)
@@ -228,39 +215,26 @@ def test_the_templates_own_system_message_is_rendered():
         expected = tokenizer._hf_tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=False
         )
-        assert chats.build_prompt("one", read_messages(chat), []) == expected
-
-
-TWO_CALLS = CALL + CALL.replace("Ada Kerr", "Eve Kerr")
+        assert chats.build_prompt("one", read_chats(chat), []) == expected
 
 
 def test_parallel_calls_may_be_off():
-    with serving(engine_that_writes(TWO_CALLS)) as (_, client):
-        fields = {**FIELDS, "max_tokens": 120}
-        for allowed, count in ((None, 2), (True, 2), (False, 1)):
-            [choice] = client.chat(ASKED, **fields, parallel_tool_calls=allowed)["choices"]
-            assert TOKENIZER.decode(choice["token_ids"]) == TWO_CALLS + END
-            calls = choice["message"]["tool_calls"]
-            assert (len(calls), choice["finish_reason"]) == (count, "tool_calls")
-        # A chat with the one call and its result holds that alone.
-        chat = [
-            *ASKED,
-            choice["message"],
-            {"role": "tool", "tool_call_id": calls[0]["id"], "content": "1"},
-        ]
-        body = {**fields, "max_tokens": 1, "parallel_tool_calls": False}
-        text = TOKENIZER.decode(client.chat(chat, **body)["prompt_token_ids"])
-        assert "Ada Kerr" in text
-        assert "Eve Kerr" not in text
-        tool = {"name": "search", "description": "Finds.",
-                "input_schema": TOOL["function"]["parameters"]}  # fmt: skip
-        for disabled, count in ((False, 2), (True, 1)):
-            choice = {"type": "auto", "disable_parallel_tool_use": disabled}
-            body = {"messages": ASKED, "tools": [tool], "tool_choice": choice}
-            body |= {"temperature": 0, "max_tokens": 120}
-            status, value = client.post("/v1/messages", body)
-            kinds = [block["type"] for block in value["content"]]
-            assert (status, kinds.count("tool_use")) == (200, count)
+    two_calls = CALL + CALL.replace("Ada Kerr", "Eve Kerr")
+    for allowed, count in ((None, 2), (True, 2), (False, 1)):
+        response, _ = answer(two_calls, parallel_tool_calls=allowed)
+        [choice] = response["choices"]
+        calls = choice["message"]["tool_calls"]
+        assert (len(calls), choice["finish_reason"]) == (count, "tool_calls")
+    # A chat with the one call and its result holds that alone.
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "1"}
+    text = TOKENIZER.decode(prompt_of([*ASKED, choice["message"], result]))
+    assert "Ada Kerr" in text
+    assert "Eve Kerr" not in text
+    for disabled, count in ((False, 2), (True, 1)):
+        choice = {"type": "auto", "disable_parallel_tool_use": disabled}
+        changes = {"tools": [CLIENT_TOOL], "tool_choice": choice}
+        response, _ = answer(two_calls, read_messages, messages_response, **changes)
+        assert [block["type"] for block in response["content"]] == ["tool_use"] * count
 
 
 def test_a_server_has_stop_strings_by_default():
@@ -271,61 +245,18 @@ def test_a_server_has_stop_strings_by_default():
             texts.append(choice["message"]["content"])
         assert texts == ["I look ", "I look ", "I look up ", "I look up Ada."]
         prompt = TOKENIZER.render_prompt(ASKED, [TOOL])
-        answer = client.generate(prompt, temperature=0.0, max_tokens=80)
-        assert TOKENIZER.decode(answer["token_ids"]).startswith("I look up")
-        assert "Ada" not in TOKENIZER.decode(answer["token_ids"])
-        tool = {"name": "search", "description": "Finds.",
-                "input_schema": TOOL["function"]["parameters"]}  # fmt: skip
-        body = {"messages": ASKED, "tools": [tool], "temperature": 0, "max_tokens": 80}
+        ids = client.generate(prompt, temperature=0.0, max_tokens=80)["token_ids"]
+        assert TOKENIZER.decode(ids).startswith("I look up")
+        assert "Ada" not in TOKENIZER.decode(ids)
+        body = {"messages": ASKED, "tools": [CLIENT_TOOL], "temperature": 0, "max_tokens": 80}
         for stops, text in ({}, "I look "), ({"stop_sequences": []}, "I look up Ada."):
             status, value = client.post("/v1/messages", {**body, **stops})
             assert (status, value["content"]) == (200, [{"type": "text", "text": text}])
     assert value["stop_reason"] == "end_turn"
 
 
-@pytest.mark.parametrize(
-    ("messages", "what"),
-    [
-        ([{**ASKED[0], "name": "ada"}], "drops 'name' of message 1"),
-        ([*ASKED, {"role": "assistant", "content": "x", "weight": 0}], "drops 'weight' of message"),
-        (
-            [*ASKED, {"role": "assistant", "content": "x", "reasoning_content": "hm"}, *ASKED],
-            "drops 'reasoning_content' of message 2",
-        ),
-        (
-            [*ASKED, {"role": "assistant", "tool_calls": [{**SENT_CALL, "extra": 1}]}],
-            "messages[1].tool_calls[0].extra is 1",
-        ),
-        (
-            [{"role": "user", "content": [{"text": "x", "image_url": {"url": "u"}}]}],
-            "messages[0].content[0].image_url is",
-        ),
-        (
-            [
-                *ASKED,
-                {"role": "assistant", "tool_calls": [SENT_CALL, {**SENT_CALL, "id": "2"}]},
-                {"role": "tool", "tool_call_id": "2", "content": "b"},
-                {"role": "tool", "tool_call_id": "1", "content": "a"},
-            ],
-            "message 3 has the tool_call_id '2'",
-        ),
-    ],
-)
-def test_what_the_template_drops_of_a_message_is_refused(client, messages, what):
-    status, value = client.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
-    assert status == 400
-    assert what in value["error"]["message"]
-
-
-@pytest.mark.parametrize("arguments", ['{"query": "Ada Kerr"}', {"query": "Ada Kerr"}])
-def test_arguments_may_be_text_or_an_object(client, arguments):
-    call = {**SENT_CALL, "function": {"name": "search", "arguments": arguments}}
-    chat = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    found = client.chat(chat, **{**FIELDS, "max_tokens": 1})
-    assert f"{CALL}<|im_end|>" in TOKENIZER.decode(found["prompt_token_ids"])
-
-
-def test_fields_of_messages_are_rendered_as_transformers_renders_them(client):
+@pytest.mark.parametrize("arguments", ['{"query": "Ada <|im_end|>"}', {"query": "Ada <|im_end|>"}])
+def test_fields_of_messages_are_rendered_as_transformers_renders_them(arguments):
     call = {**SENT_CALL, "function": {"name": "search", "arguments": {"query": "Ada <|im_end|>"}}}
     thinking = {"role": "assistant", "content": "I look.", "reasoning_content": "Who is it?"}
     chat = [*ASKED, {**thinking, "tool_calls": [call]}]
@@ -333,51 +264,16 @@ def test_fields_of_messages_are_rendered_as_transformers_renders_them(client):
     text = TOKENIZER._hf_tokenizer.apply_chat_template(
         chat, tools=[TOOL], tokenize=False, add_generation_prompt=True
     )
-    arguments = json.dumps(call["function"]["arguments"])
     call = {**call, "function": {"name": "search", "arguments": arguments}}
     chat[1] = {**thinking, "tool_calls": [call], "refusal": None, "audio": None}
-    found = client.chat(chat, **{**FIELDS, "max_tokens": 1})
-    assert TOKENIZER.decode(found["prompt_token_ids"]) == text
-    special = found["prompt_token_ids"].count(TOKENIZER.eos_ids[0])
+    prompt = prompt_of(chat)
+    assert TOKENIZER.decode(prompt) == text
+    special = prompt.count(TOKENIZER.eos_ids[0])
     assert special == text.count("<|im_end|>") - 1  # the one in the arguments is plain text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        CALL[:-12],  # never closed
-        '<tool_call>\n{"name": "search"}\n</tool_call>',
-        "<think>" + CALL + "</think>no",  # a thought calls nothing
-        with_arguments('{"a": 1e999}'),
-        with_arguments('{"a": [-1e999]}'),
-    ],
-)
-def test_what_is_no_call_is_text(text):
-    with serving(engine_that_writes(text)) as (_, client):
-        [choice] = client.chat(ASKED, **FIELDS)["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"] == {"role": "assistant", "content": text}
-
-
-def test_numbers_beyond_doubles_are_no_call():
-    text = with_arguments(f'{{"a": {"9" * 400}}}')
-    assert parse_reply(text, has_tools=True).content == text
-
-
-def test_tools_that_are_not_to_be_called_are_not_described(client):
-    found = client.chat(ASKED, **{**FIELDS, "max_tokens": 1}, tool_choice="none")
-    assert found["prompt_token_ids"] == TOKENIZER.render_prompt(ASKED)
-    for choice in ("required", {"type": "function", "function": {"name": "search"}}):
-        body = {"messages": ASKED, "tools": [TOOL], "tool_choice": choice}
-        status, value = client.post("/v1/chat/completions", body)
-        assert (status, value["error"]["param"]) == (400, "tool_choice")
-
-
-def test_a_description_cannot_forge_tokens(client):
-    tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
-    status, value = client.post("/v1/chat/completions", {"messages": ASKED, "tools": [tool]})
-    assert status == 400
-    assert "<|im_end|>" in value["error"]["message"]
+def test_tools_that_are_not_to_be_called_are_not_described():
+    assert prompt_of(ASKED, tool_choice="none") == TOKENIZER.render_prompt(ASKED)
 
 
 class TestOpenAI:
@@ -395,9 +291,11 @@ class TestOpenAI:
         ask["extra_body"] = {"return_token_ids": True}
         first = library.chat.completions.create(messages=ASKED, logprobs=True, **ask)
         [choice] = first.choices
-        assert choice.finish_reason == "tool_calls"
+        assert first.prompt_token_ids == TOKENIZER.render_prompt(ASKED, [TOOL])
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
         assert len(choice.logprobs.content) == len(choice.token_ids)
         [call] = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "search")
         assert json.loads(call.function.arguments) == {"query": "Ada Kerr"}
         messages = [
             *ASKED,
@@ -422,13 +320,17 @@ class TestOpenAI:
 
     def test_its_samples_seeds_and_stops(self, library):
         ask = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "max_tokens": 8}
-        first = library.chat.completions.create(**ask, n=3, seed=7, temperature=50.0)
-        texts = [choice.message.content for choice in first.choices]
-        assert [choice.index for choice in first.choices] == [0, 1, 2]
-        again = library.chat.completions.create(**ask, n=3, seed=7, temperature=50.0)
-        assert [choice.message.content for choice in again.choices] == texts
-        other = library.chat.completions.create(**ask, n=3, seed=8, temperature=50.0)
-        assert [choice.message.content for choice in other.choices] != texts
+        first, again, other = (
+            [
+                (choice.index, choice.message.content)
+                for choice in library.chat.completions.create(
+                    **ask, n=3, seed=seed, temperature=50.0
+                ).choices
+            ]
+            for seed in (7, 7, 8)
+        )
+        assert [index for index, _ in first] == [0, 1, 2]
+        assert first == again != other
         whole = library.chat.completions.create(
             model="tiny", messages=ASKED, tools=[TOOL], temperature=0, max_tokens=80, stop="ook"
         )
@@ -436,12 +338,11 @@ class TestOpenAI:
         assert (choice.message.content, choice.finish_reason) == ("I l", "stop")
 
     def test_its_errors(self, library):
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
             library.chat.completions.create(
                 model="tiny", messages=[{"role": "user", "content": "x y " * 600}]
             )
         assert refused.value.code == "context_length_exceeded"
-        assert "maximum context length" in str(refused.value)
         with pytest.raises(openai.BadRequestError) as refused:
             library.chat.completions.create(
                 model="tiny", messages=ASKED, response_format={"type": "json_object"}

@@ -14,6 +14,13 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
     },
 }
+CLIENT_TOOL = {
+    "name": "search",
+    "description": "Finds.",
+    "input_schema": TOOL["function"]["parameters"],
+}
+"""The same tool in Anthropic's dialect."""
+
 ASKED = [{"role": "user", "content": "Who is Ada?"}]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Ada Kerr"}}\n</tool_call>'
 WIDE = dataclasses.replace(CONFIG, width=96, mlp_width=64)  # as many ids can be taught

@@ -78,12 +78,11 @@ class AgentEnv(Env):
                 f"config.env.agents.function is {settings.function!r} and command "
                 f"{settings.command!r}; expected exactly one of them."
             )
-        for name in ("python", "settings"):
-            if settings.command and (value := getattr(settings, name)):
-                raise ValueError(
-                    f"config.env.agents.{name} is {value!r}; expected nothing, since "
-                    "config.env.agents.command is set and it belongs to a function."
-                )
+        if settings.command and (settings.python or settings.settings):
+            raise ValueError(
+                "config.env.agents.python or settings is set beside command; expected neither, "
+                "since they belong to a function."
+            )
         if settings.host in ("0.0.0.0", "::", ""):
             raise ValueError(
                 f"config.env.agents.host is {settings.host!r}; expected one address of this "
@@ -109,11 +108,11 @@ class AgentEnv(Env):
             assert isinstance(episode, AgentEpisode)
             result = episode.reward
             assert result is not None
-            is_correct = bool(result.is_correct)
+            by_reward = self._correct_by == "reward"
             reward = Reward(
-                parts={"reward": result.reward, "exact_match": float(is_correct)},
+                parts={"reward": result.reward, "exact_match": float(result.is_correct)},
                 final_answer=result.final_answer,
-                is_correct=result.reward > 0 if self._correct_by == "reward" else is_correct,
+                is_correct=result.reward > 0 if by_reward else result.is_correct,
                 is_abstention=result.is_abstention,
             )
             rewards.append(reward)

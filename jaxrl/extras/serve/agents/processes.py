@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import shutil
@@ -19,7 +20,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,15 @@ OnEnd = Callable[[str, Any, str], None]
 """Called with the name of an episode, its reward, and why it has none."""
 
 
-class _Child(Child):
-    """A process of agents and its folder. Writing to it never blocks."""
+class AgentProcess(Child):
+    """A process that runs agents, and its folder. Writing to it never blocks.
+
+    Attributes:
+        folder: Folder whose name marks all that the agents have started.
+        episodes: Names of its episodes, with the monotonic time at which each was stopped, or 0.
+        num_left: Stopped episodes that still run.
+        is_ready: Whether it has loaded its agent and may get episodes.
+    """
 
     def __init__(self, command: Sequence[str], *, what: str, env: Mapping[str, str]):
         """Start the process.
@@ -59,6 +66,8 @@ class _Child(Child):
             OSError: It cannot be started.
         """
         self.folder = tempfile.mkdtemp(prefix="jaxrl-agents-")
+        self.episodes: dict[str, float] = {}
+        self.num_left, self.is_ready = 0, False
         try:
             env = {**env, FOLDER: self.folder}
             super().__init__(command, what=what, stderr=subprocess.PIPE, env=env)
@@ -69,11 +78,6 @@ class _Child(Child):
         threading.Thread(target=self._write, name="agents", daemon=True).start()
 
     @property
-    def has_ended(self) -> bool:
-        """Return True once the process has, though what it started may hold its pipes."""
-        return self._process.poll() is not None
-
-    @property
     def output(self) -> str:
         """Return the end of what the process has printed."""
         return self.reported.decode(errors="replace").strip()[-1000:]
@@ -81,6 +85,18 @@ class _Child(Child):
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a line for the process."""
         self._lines.put(json.dumps(message).encode() + b"\n")
+
+    def hear(self, patience_s: float = math.inf) -> dict[str, Any]:
+        """Return the next message; notice the end of a process whose pipes others hold."""
+        ends = time.monotonic() + patience_s
+        while True:
+            try:
+                return super().hear(min(patience_s, _POLL_S))
+            except SilentError:
+                if self._process.poll() is not None:
+                    raise EndedError(self._what, self.wait()) from None
+                if time.monotonic() > ends:
+                    raise
 
     def read(self, is_enough: Callable[[], bool], patience_s: float) -> bool:
         """Read, and keep only the end of what the process prints."""
@@ -106,13 +122,6 @@ class _Child(Child):
             while line := self._lines.get():
                 stdin.write(line)
                 stdin.flush()
-
-
-@dataclass(eq=False)
-class _Process:
-    child: _Child
-    episodes: dict[str, float] = field(default_factory=dict)  # name: time of its stop, or 0
-    num_left: int = 0  # stopped episodes that still run
 
 
 class AgentProcesses:
@@ -148,9 +157,8 @@ class AgentProcesses:
         self._count, self._on_end = count, on_end
         self._what = f"the agent {function}" if function else f"the program {command[0]}"
         self._lock = threading.Lock()
-        self._processes: list[_Process] = []
-        self._children: list[_Child] = []  # of all processes that may be alive
-        self._finalizer = weakref.finalize(self, _close_all, self._children)
+        self._processes: list[AgentProcess] = []
+        self._finalizer = weakref.finalize(self, _close_all, self._processes)
 
     def open(self) -> None:
         """Start all processes, so that an agent that cannot be loaded fails at once.
@@ -159,11 +167,8 @@ class AgentProcesses:
             ValueError: The agent cannot be loaded.
         """
         with self._lock:
-            if not self._processes:
-                count = self._count  # side by side, since an agent may take long to load
-                self._processes += side_by_side(
-                    lambda _: self._start(), range(count), max_threads=count
-                )
+            if not self._processes:  # side by side, since an agent may take long to load
+                side_by_side(lambda _: self._start(), range(self._count), max_threads=self._count)
 
     def play(self, episode: Mapping[str, Any]) -> None:
         """Start an episode: its name as `episode`, and what the agent receives.
@@ -172,13 +177,12 @@ class AgentProcesses:
             ValueError: No process can be started.
         """
         with self._lock:
-            usable = [process for process in self._processes if process.num_left < MAX_LEFT]
+            usable = [p for p in self._processes if p.is_ready and p.num_left < MAX_LEFT]
             if len(usable) < self._count:
                 usable.append(self._start())
-                self._processes.append(usable[-1])
             process = min(usable, key=lambda process: len(process.episodes))
             process.episodes[episode["episode"]] = 0.0
-        process.child.send(episode)
+        process.send(episode)
 
     def stop(self, name: str) -> None:
         """Stop an episode; `on_end` is called for it soon unless it was before."""
@@ -186,7 +190,7 @@ class AgentProcesses:
             for process in self._processes:
                 if process.episodes.get(name) == 0.0:
                     process.episodes[name] = time.monotonic()
-                    process.child.send({"stop": name})
+                    process.send({"stop": name})
 
     def check(self) -> None:
         """Kill processes that do not react, and those that have nothing left to do."""
@@ -196,67 +200,64 @@ class AgentProcesses:
                 is_full = process.num_left >= MAX_LEFT and not process.episodes
                 since = [time for time in process.episodes.values() if time]
                 if is_full or any(now - time > REACTION_S for time in since):
-                    process.child.kill()
+                    process.kill()
 
     def close(self) -> None:
         """End all processes; the end of this process does so too."""
         self._finalizer()
 
-    def _start(self) -> _Process:
-        """Start a process, which the caller adds to the others."""
+    def _start(self) -> AgentProcess:
+        """Start a process.
+
+        Raises:
+            ValueError: It cannot be started, or cannot load the agent.
+        """
         try:
-            child = _Child(self._command, what=self._what, env=self._environment)
+            process = AgentProcess(self._command, what=self._what, env=self._environment)
         except OSError as error:
             raise ValueError(
                 f"config.env.agents: {self._what} cannot be started: {error}."
             ) from error
-        self._children.append(child)
+        self._processes.append(process)
         try:
-            first = child.hear(START_S)
+            first = process.hear(START_S)
         except (EndedError, SilentError, ValueError) as error:
-            first = {"failed": f"{error}. {child.output}"}
+            first = {"failed": f"{error}. {process.output}"}
         if "failed" in first:
-            child.close()
-            self._children.remove(child)
+            process.close()
+            self._processes.remove(process)
             raise ValueError(f"config.env.agents: {self._what} cannot be loaded: {first['failed']}")
-        process = _Process(child)
+        process.is_ready = True
         threading.Thread(target=self._listen, args=(process,), name="agents", daemon=True).start()
         return process
 
-    def _listen(self, process: _Process) -> None:
+    def _listen(self, process: AgentProcess) -> None:
         """Report the ends of a process's episodes, up to its own end."""
-        child = process.child
         try:
             while True:
-                try:
-                    message = child.hear(_POLL_S)
-                except SilentError:
-                    if child.has_ended:
-                        raise EndedError(self._what, child.wait()) from None
-                    continue
+                message = process.hear()
                 name = message["episode"]
                 with self._lock:
                     process.num_left = message["num_left"]
                     process.episodes.pop(name, None)
                 self._on_end(name, message.get("reward"), message.get("error", ""))
         except Exception as error:
+            why = f"{self._what}: its process is gone ({error}). {process.output}".strip()
             with self._lock:
-                if process in self._processes:
-                    self._processes.remove(process)
-                names, process.episodes = list(process.episodes), {}
-            why = f"{self._what}: its process is gone ({error}). {child.output}".strip()
-            child.close()
-            with contextlib.suppress(ValueError):
-                self._children.remove(child)
+                process.is_ready = False
+                names = list(process.episodes)
+            process.close()
+            with self._lock, contextlib.suppress(ValueError):
+                self._processes.remove(process)
             for name in names:
                 self._on_end(name, None, why)
 
 
-def _close_all(children: list[_Child]) -> None:
+def _close_all(processes: list[AgentProcess]) -> None:
     """End processes, which then end the programs that they have started."""
-    for child in list(children):
-        child.send({"end": True})
-    for child in list(children):
+    for process in list(processes):
+        process.send({"end": True})
+    for process in list(processes):
         with contextlib.suppress(SilentError):
-            child.wait(_ENDING_S)
-        child.close()
+            process.wait(_ENDING_S)
+        process.close()

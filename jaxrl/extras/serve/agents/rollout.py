@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,13 @@ from jaxrl.extras.serve.agents.environment import AgentEnv, AgentEpisode
 from jaxrl.extras.serve.agents.processes import AgentProcesses
 from jaxrl.extras.serve.agents.sessions import (
     AgentSession,
-    AgentSessions,
     contexts_of,
     num_common,
     parse_reward,
 )
 from jaxrl.extras.serve.engine import SamplingParams, ServedEngine
 from jaxrl.extras.serve.errors import RequestError
-from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, Settings, bind_port
+from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, bind_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule
 from jaxrl.sampling.interfaces import Processor, Sampling
@@ -63,7 +61,6 @@ class _RunningEpisode:
         is_started: Whether its agent was started.
         error: Why it has no result.
         ended: Monotonic time at which its result was known; None before.
-        has_exited: Whether its agent has ended too.
     """
 
     session: AgentSession
@@ -74,7 +71,6 @@ class _RunningEpisode:
     is_started: bool = False
     error: str = ""
     ended: float | None = None
-    has_exited: bool = False
 
     def end(self, error: str = "") -> None:
         """End the episode; only the first call counts."""
@@ -137,7 +133,7 @@ class AgentRollout(EpisodePlayer):
             )
         self._settings, self._max_turns, self._engine = env.settings, env.max_turns, engine
         self._log = log
-        self._sessions = AgentSessions()
+        self._sessions: dict[str, AgentSession] = {}  # of running agents, by name
         self._groups: dict[tuple[int, int, int], _RunningGroup] = {}  # for the next rollout
         # Episodes whose agents run, by reward key. Code that knows only the key of the model
         # cannot report an end in their place.
@@ -156,11 +152,9 @@ class AgentRollout(EpisodePlayer):
         host, port = env.settings.host, env.settings.port
         try:
             self._bound = bind_port(host, port, key="that of each episode")
-        except OSError as error:  # its text names options of `jaxrl serve`
+        except OSError as error:
             raise ValueError(
-                f"config.env.agents.port is {port} and host {host!r}, which is not available: "
-                f"{getattr(error.__cause__, 'strerror', error)}; expected a free port, or 0 for "
-                "any, and an address of this machine."
+                f"config.env.agents.port is {port} and host {host!r}: {error}"
             ) from error
         # Their threads run on their own; they end with this object, or with the process.
         self._finalizer = weakref.finalize(self, _end, self._processes, self._servers, self._bound)
@@ -247,13 +241,14 @@ class AgentRollout(EpisodePlayer):
                 max_queue=MAX_CONNECTIONS,
                 is_paused=True,
             )
-            served = Settings(
+            endpoint = Endpoint(
+                self._worker,
+                tokenizer,
                 name=MODEL,
-                template_arguments=tokenizer.template_arguments,
                 deadline_s=settings.deadline_s,
                 max_cached=MAX_CACHED,
+                sessions=self._sessions,
             )
-            endpoint = Endpoint(self._worker, tokenizer, served, self._sessions)
             self._servers.append(Server(endpoint, settings.host, self._bound))
         return self._worker
 
@@ -278,7 +273,6 @@ class AgentRollout(EpisodePlayer):
                     params=SamplingParams(sampling.temperature, sampling.top_p),
                     limits=self._limits,
                     max_turns=self._max_turns,
-                    decode=partial(_decode, self._tokenizer.vocab_bytes),
                 )
                 episodes.append(
                     _RunningEpisode(session=session, task=draw.task, sample_index=index)
@@ -322,7 +316,7 @@ class AgentRollout(EpisodePlayer):
     def _launch(self, episode: _RunningEpisode) -> None:
         task, session = episode.task, episode.session
         url = f"{self._servers[0].address}/r/{session.name}"
-        self._sessions.by_name[session.name] = session
+        self._sessions[session.name] = session
         with self._lock:
             self._running[session.reward_key] = episode
         episode.is_started, episode.since = True, time.monotonic()
@@ -366,7 +360,7 @@ class AgentRollout(EpisodePlayer):
         if episode is None:
             return
         session = episode.session
-        self._sessions.by_name.pop(session.name, None)
+        self._sessions.pop(session.name, None)
         if reward is not None and not error:
             try:
                 session.set_reward(parse_reward(reward))
@@ -376,7 +370,6 @@ class AgentRollout(EpisodePlayer):
         if not error and session.reward is None:
             error = "the agent ended and gave no reward"
         episode.end(session.conflict or error)
-        episode.has_exited = True
         self._changed.set()
 
     def _abandon(self, group: _RunningGroup) -> None:
@@ -384,8 +377,7 @@ class AgentRollout(EpisodePlayer):
         for episode in group.episodes:
             if episode.ended is None:
                 episode.end("it was stopped")
-                if episode.is_started and not episode.has_exited:
-                    self._processes.stop(episode.session.reward_key)
+                self._processes.stop(episode.session.reward_key)  # if it still runs
 
     def _to_sample(self, running: _RunningEpisode, attempt: int) -> Sample:
         """Return an episode as one trajectory, with all of its contexts."""
@@ -404,25 +396,28 @@ class AgentRollout(EpisodePlayer):
             token_ids=[],
             prompt_length=0,
         )
-        observations: list[str | None] = []  # text before each turn but the first
-        for index, context in enumerate(contexts):
+        observations: list[str] = []  # text before each turn but the first
+        earlier: list[Sequence[int]] = []  # ids of the contexts before
+        for context in contexts:
             before: tuple[int, ...] = ()
-            for turn in context.turns:
+            for turn in context:
                 new = turn.prompt_ids[len(before) :]
                 if not episode.turns:
                     sample.token_ids, sample.prompt_length = list(new), len(new)
                     sample.begin_first_turn()
                 elif not before:
-                    count = num_common(new, [other.ids for other in contexts[:index]])
+                    count = num_common(new, earlier)
                     sample.begin_context(new, count)
                     observations.append(self._tokenizer.decode(new[count:]))
                 else:
                     sample.append_observation(new)
                     observations.append(self._tokenizer.decode(new))
-                logprobs, entropies = np.array([turn.logprobs, turn.entropies], np.float32)
-                sample.append(turn.token_ids, logprobs, entropies, turn.versions)
+                sampled = turn.sampled
+                logprobs, entropies = np.array([sampled.logprobs, sampled.entropies], np.float32)
+                sample.append(sampled.token_ids, logprobs, entropies, sampled.versions)
                 episode.turns.append(Turn(text=turn.text))
                 before = turn.ids
+            earlier.append(before)
         for index, observation in enumerate(observations):
             turn_before = episode.turns[index]
             episode.turns[index] = dataclasses.replace(turn_before, observation=observation)
@@ -464,8 +459,3 @@ def _end(processes: AgentProcesses, servers: Sequence[Server], bound: socket.soc
     for server in servers:
         server.shutdown(0.0)
     bound.close()
-
-
-def _decode(vocab_bytes: Sequence[bytes], token_ids: Sequence[int], num_bytes: int) -> str:
-    data = b"".join(vocab_bytes[id] for id in token_ids)
-    return data[:num_bytes].decode("utf-8", "replace")

@@ -18,12 +18,14 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,40 +80,34 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def play_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Play:
-    """Return a player that calls a function, in a thread of its own unless it is async."""
+    """Return a player that calls a function, in a thread unless it is async."""
 
     async def play(episode: Mapping[str, Any]) -> Any:
         arguments = {name: episode[name] for name in ("base_url", "api_key", "model")}
-        if inspect.iscoroutinefunction(function):
-            try:
-                return await function(episode["task"], **arguments, **settings)
-            except (SystemExit, KeyboardInterrupt) as error:  # would end the other episodes too
-                raise RuntimeError(_describe(error)) from None
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-
-        def resolve(method: Callable[[Any], None], value: Any) -> None:
-            if not done.done():
-                method(value)
-
-        def call() -> None:
-            try:
-                value = function(episode["task"], **arguments, **settings)
-                outcome = done.set_result, value
-            except BaseException as error:
-                outcome = done.set_exception, RuntimeError(_describe(error))
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(resolve, *outcome)
-
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
+        call = functools.partial(function, episode["task"], **arguments, **settings)
+        if not inspect.iscoroutinefunction(function):
+            call = functools.partial(_in_thread, call)
         try:
-            return await done
-        finally:
-            if not done.done() or done.cancelled():
-                _left_threads.append(thread)
+            return await call()
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the other episodes too
+            raise RuntimeError(_describe(error)) from None
 
     return play
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    def describe_errors() -> Any:
+        try:
+            return call()
+        except BaseException as error:  # some, such as StopIteration, no task can raise
+            raise RuntimeError(_describe(error)) from None
+
+    future = _threads.submit(describe_errors)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        _left_behind.append(future)
+        raise
 
 
 def play_program(command: list[str], folder: str) -> Play:
@@ -133,41 +129,26 @@ def play_program(command: list[str], folder: str) -> Play:
         }
         reward = {"file": file, "url": episode["reward_url"], "key": episode["episode"]}
         data = json.dumps({**episode["task"], "reward": reward}).encode()
-        starting = asyncio.ensure_future(
-            asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-                env=os.environ | variables,
-            )
+        # Nothing is awaited here, so that a stop finds all of the program or nothing.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | variables,
         )
-        # A cancelled start would end the program alone, not what that has started, and may wait
-        # forever for pipes that do not exist yet. `asyncio.wait` does not cancel it.
-        is_stopped = False
-        while not starting.done():
-            try:
-                await asyncio.wait([starting])
-            except asyncio.CancelledError:
-                is_stopped = True
-        process = starting.result()
-        if is_stopped:
-            _kill_all(process.pid, mark)
-            raise asyncio.CancelledError
         _groups.add(process.pid)
         # It may print before it reads, or leave behind what prints after its end.
-        writing = asyncio.ensure_future(_write(process.stdin, data))
-        reading = asyncio.ensure_future(_read_end(process.stdout))
-        waiting = asyncio.ensure_future(process.wait())
+        _threads.submit(_write, process.stdin, data)
+        reading = _threads.submit(_read_end, process.stdout)
+        waiting = _threads.submit(process.wait)
         try:
-            while process.returncode is None:  # known before all of its pipes are closed
-                await asyncio.wait([waiting], timeout=POLL_S)
+            await asyncio.wrap_future(waiting)
         finally:
-            writing.cancel()
-            waiting.cancel()
             _kill_all(process.pid, mark)
-        while not (await asyncio.wait([reading], timeout=POLL_S))[0]:
+        while not reading.done():
+            await asyncio.sleep(POLL_S)
             kill_marked(mark)  # a process that was just being started had no environment yet
         value = _read_reward(file)
         if process.returncode:
@@ -179,42 +160,37 @@ def play_program(command: list[str], folder: str) -> Play:
 
 def _read_reward(file: str) -> Any:
     """Read the reward that a program wrote; None if it wrote none."""
-    if not os.path.exists(file):
-        return None
     if not os.path.isfile(file):  # opening a pipe may take forever
-        raise RuntimeError("the reward file is no file; expected one with JSON")
+        return None
     with open(file, "rb") as stream:
-        data = stream.read(MAX_REWARD + 1)
+        data = stream.read(MAX_REWARD)
     os.remove(file)
-    if len(data) > MAX_REWARD:
-        raise RuntimeError(f"the reward file has more than {MAX_REWARD} bytes")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise RuntimeError(f"the reward file is no JSON: {error}") from None
+        raise RuntimeError(f"the reward file is no JSON of 1 MiB at most: {error}") from None
 
 
-async def _write(stream: Any, data: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # the program does not read it
+def _write(stream: Any, data: bytes) -> None:
+    with contextlib.suppress(OSError), stream:  # the program may not read it
         stream.write(data)
-        await stream.drain()
-    stream.close()
 
 
-async def _read_end(stream: Any) -> str:
+def _read_end(stream: Any) -> str:
     """Read a stream to its end; return the end of its text."""
     data = b""
-    while piece := await stream.read(MAX_OUTPUT):
-        data = (data + piece)[-MAX_OUTPUT:]
+    with stream:
+        while piece := stream.read1(MAX_OUTPUT):
+            data = (data + piece)[-MAX_OUTPUT:]
     return data.decode(errors="replace").strip()[-2000:]
 
 
 _LIBRARIES = tuple(
     os.path.join(path, "") for name, path in sysconfig.get_paths().items() if "lib" in name
 )
+_threads = ThreadPoolExecutor(1 << 20)  # each call has a thread at once
 _groups: set[int] = set()  # process groups of programs
-_left_threads: list[threading.Thread] = []  # of stopped functions
-_left_tasks: list[asyncio.Task[Any]] = []  # of async functions that ignored their end
+_left_behind: list[Future[Any] | asyncio.Task[Any]] = []  # of agents that ignored their end
 
 
 def _kill_all(group: int, mark: str) -> None:
@@ -286,42 +262,37 @@ class Episodes:
     def start(self, episode: Mapping[str, Any]) -> None:
         """Start an episode."""
         name = episode["episode"]
-        task = asyncio.ensure_future(self._play(episode))
-        self._tasks[name] = task
+        self._tasks[name] = task = asyncio.ensure_future(self._play(episode))
         task.add_done_callback(functools.partial(self._report, name))
 
     def stop(self, name: str) -> None:
         """Stop an episode, and leave it behind if it ignores that."""
         if task := self._tasks.get(name):
             task.cancel()
-            loop = asyncio.get_running_loop()
-            loop.call_later(CANCEL_S, self._leave_behind, name, task)
+            asyncio.get_running_loop().call_later(CANCEL_S, self._leave_behind, name, task)
 
     def _leave_behind(self, name: str, task: asyncio.Task[Any]) -> None:
         if not task.done():
-            _left_tasks.append(task)
+            _left_behind.append(task)
             self._end(name, {"error": STOPPED})
 
     def _report(self, name: str, task: asyncio.Task[Any]) -> None:
         try:
             value = task.result()
             if (count := len(json.dumps(value, allow_nan=False))) > MAX_REWARD:
-                raise RuntimeError(
-                    f"the reward has {count} bytes as JSON; expected at most {MAX_REWARD}"
-                )
-            outcome = {"reward": value}
+                message = f"the reward has {count} bytes as JSON; expected at most {MAX_REWARD}"
+                raise RuntimeError(message)
+            self._end(name, {"reward": value})
         except asyncio.CancelledError:
-            outcome = {"error": STOPPED}
+            self._end(name, {"error": STOPPED})
         except Exception as error:
-            outcome = {"error": str(error) if type(error) is RuntimeError else _describe(error)}
-        self._end(name, outcome)
+            text = str(error) if type(error) is RuntimeError else _describe(error)
+            self._end(name, {"error": text})
 
     def _end(self, name: str, outcome: Mapping[str, Any]) -> None:
-        if self._tasks.pop(name, None) is None:  # reported when it was left behind
-            return
-        num_left = sum(thread.is_alive() for thread in _left_threads)
-        num_left += sum(not task.done() for task in _left_tasks)
-        self._send({"episode": name, "num_left": num_left, **outcome})
+        if self._tasks.pop(name, None) is not None:  # else it was left behind
+            num_left = sum(not call.done() for call in _left_behind)
+            self._send({"episode": name, "num_left": num_left, **outcome})
 
 
 async def main(agent: Mapping[str, Any], given: Any, out: Any) -> None:

@@ -12,26 +12,23 @@ import dataclasses
 import hmac
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from jaxrl.extras.serve.engine import SamplingParams
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
-from jaxrl.extras.serve.generation import Completion, CompletionRequest
+from jaxrl.extras.serve.generation import Completion
 from jaxrl.extras.serve.schemas import Body, parse_body, validate
+from jaxrl.extras.serve.worker import CompletionRequest, OutputChunk
 from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.sample_keys import context_key
 from jaxrl.utils.text import writable
 
 MAX_REWARD = 1e6
-
-
-def _as_float(value: Any) -> Any:
-    return float(value) if isinstance(value, bool) else value
 
 
 class RewardBody(Body, extra="forbid"):
@@ -44,16 +41,14 @@ class RewardBody(Body, extra="forbid"):
         final_answer: For people and for custom reward parts.
     """
 
-    reward: Annotated[float, BeforeValidator(_as_float), Field(ge=-MAX_REWARD, le=MAX_REWARD)]
-    is_correct: bool | None = None
+    reward: Annotated[
+        float,
+        BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value),
+        Field(ge=-MAX_REWARD, le=MAX_REWARD),
+    ]
+    is_correct: bool = Field(default_factory=lambda fields: fields.get("reward", 0.0) >= 1)
     is_abstention: bool = False
-    final_answer: str = ""
-
-    def model_post_init(self, context: Any) -> None:
-        """Fill in what depends on the reward, so that equal results compare as equal."""
-        if self.is_correct is None:
-            self.is_correct = self.reward >= 1
-        self.final_answer = writable(self.final_answer)
+    final_answer: Annotated[str, AfterValidator(writable)] = ""
 
 
 def parse_reward(value: Any) -> RewardBody:
@@ -65,38 +60,22 @@ def parse_reward(value: Any) -> RewardBody:
     return validate(value if isinstance(value, dict) else {"reward": value}, RewardBody)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SampledTurn:
-    """A completion that an agent received.
-
-    Attributes:
-        prompt_ids: Token ids of the prompt.
-        token_ids: Sampled ids.
-        logprobs: Log-probabilities of these, in nats.
-        entropies: Entropies at these, in nats.
-        versions: Versions of the weights that drew them.
-        text: Text, up to the string that stops it.
-    """
+    """A completion that an agent received: its prompt, what was sampled, and the text of that."""
 
     prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    entropies: tuple[float, ...]
-    versions: tuple[int, ...]
+    sampled: OutputChunk
     text: str
 
     @property
     def ids(self) -> tuple[int, ...]:
         """Return prompt and sampled ids."""
-        return self.prompt_ids + self.token_ids
+        return self.prompt_ids + self.sampled.token_ids
 
 
-@dataclass(frozen=True)
-class AgentContext:
-    """Turns of which each continues the one before, and all of their ids."""
-
-    ids: tuple[int, ...]
-    turns: tuple[SampledTurn, ...]
+AgentContext = tuple[SampledTurn, ...]
+"""Turns of which each continues the one before; the last one has all ids."""
 
 
 class AgentSession:
@@ -118,7 +97,6 @@ class AgentSession:
         params: SamplingParams,
         limits: Limits,
         max_turns: int,
-        decode: Callable[[Sequence[int], int], str],
     ):
         """Open the session.
 
@@ -127,14 +105,12 @@ class AgentSession:
             params: How tokens are drawn, whatever the client asks for.
             limits: Token limits of the episode.
             max_turns: Completions that the episode may have.
-            decode: Returns the text of some ids, cut to a number of bytes.
         """
         self.name, self.reward_key = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
         self.reward: RewardBody | None = None
         self.conflict = self.warning = ""
         self.is_spent = self._is_over = False
         self._key, self._params, self._limits, self._max_turns = key, params, limits, max_turns
-        self._decode = decode
         self._turns: dict[Completion, SampledTurn] = {}  # in the order of their ends
         self._num_requests = 0
         self._lock = threading.Lock()
@@ -162,7 +138,7 @@ class AgentSession:
             num_used, num_sampled = _num_tokens(contexts)
             index = _find_context(contexts, request.prompt_ids)
             if index is not None:  # its ids are part of the prompt
-                num_used -= len(contexts[index].ids)
+                num_used -= len(contexts[index][-1].ids)
             num_prompt = len(request.prompt_ids)
             num_left = self._limits.max_total_tokens - num_used
             room = min(num_left - num_prompt, self._limits.max_response_tokens - num_sampled)
@@ -185,7 +161,10 @@ class AgentSession:
             if self._is_over or not (is_new or completion.is_undelivered):
                 return
             if is_new:
-                self._turns[completion] = self._to_turn(completion)
+                sampled = completion.choices[0].joined()
+                text = completion.model.text_of(sampled)
+                turn = SampledTurn(completion.request.prompt_ids, sampled, text)
+                self._turns[completion] = turn
             num_used, num_sampled = _num_tokens(contexts_of(self._delivered_turns(completion)))
             excess = num_used - self._limits.max_total_tokens
             if excess > 0 or num_sampled > self._limits.max_response_tokens:
@@ -194,16 +173,15 @@ class AgentSession:
                 raise ContextLengthError(len(turn.ids), max(len(turn.ids) - max(excess, 1), 0))
 
     def post_reward(self, keys: Sequence[str], data: bytes) -> None:
-        """Record a reward that came over HTTP; see `server.Session`."""
+        """Record a reward that came over HTTP.
+
+        Raises:
+            RequestError: No key is the reward key, or the reward is refused.
+        """
         if not any(hmac.compare_digest(key.encode(), self.reward_key.encode()) for key in keys):
             self.warning = self.warning or "refused a reward that was posted with a wrong key"
-            raise RequestError(
-                401,
-                "the key is not the reward key of this episode; expected reward.key of the "
-                "program's input, as Authorization: Bearer.",
-                headers={"WWW-Authenticate": "Bearer"},
-                code="invalid_api_key",
-            )
+            message = "the key is not that of the reward; expected reward.key of the input."
+            raise RequestError(401, message)
         self.set_reward(parse_body(data, RewardBody))
 
     def set_reward(self, reward: RewardBody) -> None:
@@ -250,45 +228,9 @@ class AgentSession:
             or any(later.prompt_ids[: len(turn.ids)] == turn.ids for later in turns[index + 1 :])
         ]
 
-    def _to_turn(self, completion: Completion) -> SampledTurn:
-        [choice] = completion.choices
-        whole = choice.joined()
-        versions = [chunk.version for chunk in choice.chunks for _ in chunk.token_ids]
-        return SampledTurn(
-            prompt_ids=completion.request.prompt_ids,
-            token_ids=whole.token_ids,
-            logprobs=whole.logprobs,
-            entropies=whole.entropies,
-            versions=tuple(versions),
-            text=self._decode(whole.token_ids, whole.text_bytes),
-        )
-
     def _check_open(self) -> None:
         if self._is_over:
             raise RequestError(409, "the episode is over.", code="episode_over")
-
-
-@dataclass
-class AgentSessions:
-    """The open sessions of a run, by name."""
-
-    by_name: dict[str, AgentSession] = field(default_factory=dict)
-
-    def get(self, name: str) -> AgentSession:
-        """Return a session.
-
-        Raises:
-            RequestError: There is none of that name.
-        """
-        session = self.by_name.get(name)
-        if session is None:
-            raise RequestError(
-                404,
-                "there is no such episode; expected the base URL or the key that its agent was "
-                "given, while the episode runs.",
-                code="no_episode",
-            )
-        return session
 
 
 def contexts_of(turns: Sequence[SampledTurn]) -> list[AgentContext]:
@@ -297,27 +239,26 @@ def contexts_of(turns: Sequence[SampledTurn]) -> list[AgentContext]:
     for turn in turns:
         index = _find_context(contexts, turn.prompt_ids)
         if index is None:
-            contexts.append(AgentContext(turn.ids, (turn,)))
+            contexts.append((turn,))
         else:
-            contexts[index] = AgentContext(turn.ids, (*contexts[index].turns, turn))
+            contexts[index] = (*contexts[index], turn)
     return contexts
 
 
 def _find_context(contexts: Sequence[AgentContext], prompt_ids: tuple[int, ...]) -> int | None:
     """Return the index of the longest context that a prompt starts with, if any."""
-    matches = [
-        (len(context.ids), index)
-        for index, context in enumerate(contexts)
-        if prompt_ids[: len(context.ids)] == context.ids
-    ]
-    return max(matches)[1] if matches else None
+    lengths = {}
+    for index, context in enumerate(contexts):
+        ids = context[-1].ids
+        if prompt_ids[: len(ids)] == ids:
+            lengths[index] = len(ids)
+    return max(lengths, key=lambda index: (lengths[index], index), default=None)
 
 
 def _num_tokens(contexts: Sequence[AgentContext]) -> tuple[int, int]:
     """Return the number of all tokens, and of sampled ones."""
-    turns = [turn for context in contexts for turn in context.turns]
-    num_all = sum(len(context.ids) for context in contexts)
-    return num_all, sum(len(turn.token_ids) for turn in turns)
+    num_all = sum(len(context[-1].ids) for context in contexts)
+    return num_all, sum(len(turn.sampled.token_ids) for context in contexts for turn in context)
 
 
 def num_common(token_ids: Sequence[int], others: Sequence[Sequence[int]]) -> int:

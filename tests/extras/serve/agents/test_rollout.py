@@ -29,7 +29,7 @@ from tests.extras.serve.agents.played import (
     sampling,
 )
 from tests.extras.serve.agents.to_play import post
-from tests.extras.serve.served import PARAMS, make_engine
+from tests.extras.serve.served import MAX_TOTAL, PARAMS, make_engine
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -49,7 +49,7 @@ def as_pairs(seen):
 
 def test_a_conversation_is_one_context_whose_sampled_ids_are_the_answers(tmp_path):
     with agents("converses", settings={"folder": str(tmp_path)}) as rollout:
-        groups = rollout(draws("a", "b", "c"), sampling())
+        groups = rollout(draws("a", "b", "c"), sampling(step=7))
     seen = noted(tmp_path)
     assert [group.task_id for group in groups] == ["a", "b", "c"]
     for group in groups:
@@ -63,6 +63,12 @@ def test_a_conversation_is_one_context_whose_sampled_ids_are_the_answers(tmp_pat
                 "exact_match": len(text) % 2,
             }
             assert trajectory.turns[-1].text == text
+            mask = trajectory.loss_mask
+            assert (trajectory.rollout_logprobs[mask] < 0).all()
+            assert not trajectory.rollout_logprobs[~mask].any()
+            assert (trajectory.rollout_entropies[mask] > 0).all()
+            assert set(trajectory.policy_versions[mask]) == {7}
+            assert set(trajectory.policy_versions[~mask]) == {-1}
         pairs = sorted(as_pairs(sampled_sets(t)) for t in group.trajectories)
         assert pairs == sorted(map(as_pairs, seen[group.task_id]))
         assert len({pair for of_one in pairs for pair in of_one}) == 6  # other draws each
@@ -99,17 +105,6 @@ def test_the_run_says_how_to_draw_and_the_same_draws_come_again(tmp_path):
     assert play("other", 1) != one
     greedy = play("greedy", 0, temperature=0.0)
     assert greedy[0] == greedy[1] != one[0]
-
-
-def test_log_probabilities_entropies_and_versions_come_with_the_tokens(tmp_path):
-    with agents("converses", settings={"folder": str(tmp_path), "turns": 1}) as rollout:
-        [group] = rollout(draws("a"), sampling(step=7))
-    for t in group.trajectories:
-        assert (t.rollout_logprobs[t.loss_mask] < 0).all()
-        assert (t.rollout_entropies[t.loss_mask] > 0).all()
-        assert set(t.policy_versions[t.loss_mask]) == {7}
-        assert set(t.policy_versions[~t.loss_mask]) == {-1}
-        assert not t.rollout_logprobs[~t.loss_mask].any()
 
 
 @pytest.mark.parametrize("says_so", [True, False])
@@ -157,16 +152,6 @@ def test_what_has_no_reward_is_an_environment_error_and_never_a_zero():
             assert error in trajectory.error, trajectory.error
             assert trajectory.reward == 0
             assert not trajectory.is_scored
-
-
-def test_a_process_that_dies_takes_its_episodes_and_no_others():
-    settings = {"how": {"a": "dies"}}
-    with agents("fails", settings=settings, max_concurrent=1) as rollout:
-        groups = rollout(draws("a", "b", "c"), sampling(1))
-    [died, *others] = members(groups)
-    assert "its process is gone" in died.error
-    assert "ended with 3" in died.error
-    assert [t.reward_parts["reward"] for t in others] == [1, 1]
 
 
 def play_programs(*names, log=lambda _: None):
@@ -222,22 +207,21 @@ def test_a_reward_that_is_posted_after_the_end_is_refused(tmp_path, monkeypatch)
     assert not forgets.is_scored
 
 
-def test_an_episode_has_so_many_tokens_and_turns_and_no_more(tmp_path):
-    folder = {"folder": str(tmp_path)}
-    with agents("converses", settings=folder, max_turns=2) as rollout:
-        [group] = rollout(draws("a"), sampling(1))
-    assert "expected at most config.rollout.max_turns" in group.trajectories[0].error
-    assert group.trajectories[0].num_sampled == 12
-    within = limits(max_total_tokens=40)
-    with agents("converses", settings=folder, within=within) as rollout:
+@pytest.mark.parametrize(
+    ("limit", "error", "num_sampled"),
+    [
+        ({"max_turns": 2}, "expected at most config.rollout.max_turns", 12),
+        ({"within": limits(max_total_tokens=40)}, "maximum context length", None),
+        ({"within": limits(max_response_tokens=8)}, "maximum context length", 8),
+    ],
+)
+def test_an_episode_has_so_many_tokens_and_turns_and_no_more(tmp_path, limit, error, num_sampled):
+    with agents("converses", settings={"folder": str(tmp_path)}, **limit) as rollout:
         [group] = rollout(draws("a"), sampling(1))
     [trajectory] = group.trajectories
-    assert "maximum context length" in trajectory.error
-    assert 0 < len(trajectory.token_ids) <= 40
-    within = limits(max_response_tokens=8)
-    with agents("converses", settings=folder, within=within) as rollout:
-        [group] = rollout(draws("a"), sampling(1))
-    assert group.trajectories[0].num_sampled == 8
+    assert error in trajectory.error
+    assert trajectory.num_sampled == (num_sampled or trajectory.num_sampled)
+    assert 0 < len(trajectory.token_ids) <= (40 if num_sampled is None else MAX_TOTAL)
 
 
 @pytest.mark.parametrize(("total", "response"), [(160, 200), (400, 100)])
@@ -312,17 +296,17 @@ def test_groups_that_nobody_asks_for_again_are_given_up(tmp_path):
 
 def test_an_answer_in_the_middle_of_which_a_rollout_ends_goes_on_in_the_next(tmp_path):
     # The second group's answers are as long as may be, and the first one ends before.
-    folder = {"folder": str(tmp_path), "turns": 1}
+    settings = {"folder": str(tmp_path), "turns": 1, "long": "b"}
     within = limits(max_response_tokens=400)
     tasks = draws("a", "b")
-    with agents("converses_long", settings=folder, within=within) as rollout:
+    with agents("converses", settings=settings, within=within) as rollout:
         first = rollout(tasks, sampling(1, step=0, unfinished=1))
         place = first.index(None)
         [group] = rollout([tasks[place]], sampling(1, step=1))
     [trajectory] = group.trajectories
     versions = trajectory.policy_versions[trajectory.loss_mask]
     assert set(versions.tolist()) == {0, 1}
-    with agents("converses_long", settings=folder, within=within) as rollout:
+    with agents("converses", settings=settings, within=within) as rollout:
         whole = rollout([tasks[place]], sampling(1, step=0))
     assert members(whole)[0].token_ids.tolist() == trajectory.token_ids.tolist()
 

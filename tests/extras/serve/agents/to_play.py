@@ -49,23 +49,16 @@ def note(folder, task, base_url, answers):
         json.dump({"task": task["id"], "seen": seen}, file)
 
 
-def converses(task, *, base_url, api_key, model, folder, turns=3):
-    """Goes on from what was said, and is paid for its last text."""
+def converses(task, *, base_url, api_key, model, folder, turns=3, long=""):
+    """Goes on from what was said, and is paid for its last text; one task has long answers."""
     messages, answers = [user(task["question"])], []
     for turn in range(turns):
-        answers.append(ask(base_url, api_key, messages))
+        max_tokens = 300 if task["id"] == long else 6
+        answers.append(ask(base_url, api_key, messages, max_tokens=max_tokens))
         messages += [assistant(answers[-1]), user(f"more {turn}")]
     note(folder, task, base_url, answers)
     text = answers[-1]["choices"][0]["message"]["content"]
     return {"reward": len(text) / 10, "is_correct": len(text) % 2 == 1, "final_answer": text}
-
-
-def converses_long(task, *, base_url, api_key, model, folder, turns):
-    """Of the task b the answer is as long as may be."""
-    length = 300 if task["id"] == "b" else 1
-    answer = ask(base_url, api_key, [user(task["question"])], max_tokens=length)
-    note(folder, task, base_url, [answer])
-    return 0.0
 
 
 def wanders(task, *, base_url, api_key, model, folder):
@@ -175,8 +168,6 @@ def fails(task, *, base_url, api_key, model, how):
         return True
     if how == "nan":
         return float("nan")
-    if how == "dies":
-        os._exit(3)
     return len(answer["choices"])
 
 
