@@ -19,7 +19,7 @@ from jaxrl.builders.components import (
 from jaxrl.builders.method import policy_architecture
 from jaxrl.builders.saved_run import (
     chosen_model,
-    fit_host,
+    fit_mesh,
     leave_out_adapter,
     load_weights,
     read_config,
@@ -106,7 +106,7 @@ def load_model(
     if "rollout.max_total_tokens" not in keys:
         longest = read_model(config.model.path, config.model.architecture).max_positions
         rollout.max_total_tokens = min(rollout.max_total_tokens, longest)
-    fit_host(config)
+    fit_mesh(config)
     config.model.replay = False
     rollout.max_prompt_tokens = rollout.max_total_tokens - 1
     rollout.num_rows *= -(-rows // rollout.num_rows)  # a multiple of what the mesh needs
