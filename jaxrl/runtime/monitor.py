@@ -1,18 +1,18 @@
-"""Watch one process of a job from outside, since a stopped process cannot report that it is.
+"""Watches one process of a job from outside it, since a stopped process cannot tell that it is.
 
-Every process of a job starts one monitor and writes it a line per second. The monitors are joined
-in a star around the first one, which tells all others of the first process that was killed,
-stopped, failed or cut off. Each monitor then names the lost process on its process's standard error
-and ends its process, which would otherwise wait in a collective operation forever. Nothing else of
-jaxrl is imported here, nor is JAX.
+Every process of a job starts one monitor, in a session of its own, and writes it a line a second.
+The monitors are joined in a star around the first one. The first loss that reaches it, a process
+that was killed, stopped, failed or cut off, is told to all: each monitor names the lost process on
+its process's standard error and ends its own process, which would otherwise wait in a collective
+operation for one that never comes. Neither JAX nor anything else of jaxrl is imported here.
 
 Lines are JSON objects. The first one on standard input holds the settings. Then come, from the
 process, `alive`, `finished`, `failed` (why) and `stop`, when it was asked to stop; to the process
 `stop` and `lost` (why, the `index` of the process, and whether it `failed` by itself); between
 monitors `alive`, `finished`, `stop` and `lost`.
 
-The first line from a monitor to the first one is the job's token and its index instead; nothing
-that a caller sends is parsed before that. Once all have come, nobody else is let in.
+The first line that a monitor writes to the first one is the job's token and its index instead;
+nothing that a caller sends is read as JSON before that. Once all have come, nobody else is let in.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ import contextlib
 import hmac
 import json
 import os
-import queue
+import selectors
 import signal
 import socket
 import sys
-import threading
 import time
-from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 BEAT_S = 1.0
 """Seconds between two signs of life."""
 
 GRACE_S = 5.0
-"""Seconds for a process to end by itself after the loss of another."""
+"""Seconds a process has to end by itself once it was told that another is lost."""
 
 FAILURE_WAIT_S = 2.0
 """Seconds in which a process that was killed is named rather than one that failed over it."""
 
 MAX_STRANGERS = 64
-"""Limit on simultaneous callers without the token, beside the missing monitors."""
+"""Callers without the token at a time, beside those that are to come; the oldest make room."""
 
 _LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_HELLO = 128  # bytes of a token and an index; only a stranger sends more
@@ -48,143 +47,150 @@ _LONGEST_HELLO = 128  # bytes of a token and an index; only a stranger sends mor
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a monitor."""
+    """Settings that a monitor is given at its start.
 
-    index: int  # process in the job
+    Attributes:
+        index: of its process in the job.
+        pid: of its process.
+        names: of all processes of the job, for messages.
+        hub: host and port of the first monitor.
+        hub_fd: the first monitor's listening socket; -1 for the others.
+        token: proves that a caller belongs to the job.
+        deadline_s: seconds without a sign of life after which a process counts as lost.
+        hello_s: seconds in which a caller has to show the token.
+    """
+
+    index: int
     pid: int
-    names: list[str]  # names of all processes of the job, for messages
-    hub: tuple[str, int]  # host and port of the first monitor
-    hub_fd: int  # the first monitor's listening socket; -1 for the others
-    token: str  # proves that a caller belongs to the job
-    deadline_s: float  # silence after which a process counts as lost
-    hello_s: float = 5.0  # time in which a caller has to show the token
+    names: list[str]
+    hub: tuple[str, int]
+    hub_fd: int
+    token: str
+    deadline_s: float
+    hello_s: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A lost process."""
+    """A process that does not take part any more.
 
-    index: int  # process
-    lost: str  # reason
-    # True if it reported an error, which no other process could have prevented.
+    Attributes:
+        index: of the process.
+        lost: why it is thought lost.
+        failed: it told an error of its own; others could not have prevented it.
+    """
+
+    index: int
+    lost: str
     failed: bool = False
 
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> Loss:
-        """Restore what `asdict` returned."""
-        return cls(index=line["index"], lost=line["lost"], failed=line["failed"])
+        """The inverse of `asdict`."""
+        return cls(
+            index=int(line["index"]), lost=str(line["lost"]), failed=bool(line.get("failed"))
+        )
+
+
+@dataclass(kw_only=True)
+class _Link:
+    """Another end that writes lines: the own process, the hub, or a monitor at the hub."""
+
+    index: int | None  # of the process it speaks for; None until it has shown the token
+    read_fd: int
+    connection: socket.socket | None = None
+    is_finished: bool = False
+    began: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
+    rest: bytes = b""
+
+    def receive(self) -> bool:
+        """Takes what has come to `rest`; False when the other end is gone."""
+        try:
+            data = os.read(self.read_fd, 65536)
+        except OSError:
+            return False
+        self.heard = time.monotonic()
+        self.rest += data
+        return bool(data)
+
+    def lines(self) -> list[dict[str, Any]] | None:
+        """The whole lines of `rest`; None where they are nonsense."""
+        *lines, self.rest = self.rest.split(b"\n")
+        try:
+            read = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):
+            return None
+        is_sense = all(isinstance(line, dict) for line in read) and len(self.rest) <= _LONGEST_LINE
+        return read if is_sense else None
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The lines that have come; None when the other end is gone, or talks nonsense."""
+        return self.lines() if self.receive() else None
+
+    def write(self, **line: Any) -> None:
+        if self.connection is not None:
+            with contextlib.suppress(OSError):
+                self.connection.sendall(json.dumps(line).encode() + b"\n")
 
 
 class Monitor:
     """One monitor: `run` returns once its process has finished or was ended."""
 
-    def __init__(self, settings: Settings, process: BinaryIO):
-        """Start to read the watched process's lines, and connect to the other monitors."""
-        self._settings, own = settings, settings.index
-        self._started = self._beat = time.monotonic()
-        # Process and line, None once its link has ended.
-        self._events: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
-        self._connections: dict[int, socket.socket] = {}  # to other monitors, by process
-        self._heard = {own: self._started}  # time of the last line, by process
-        self._finished: set[int] = set()
-        self._ended: set[int] = set()  # links that have ended
+    def __init__(self, settings: Settings):
+        """Takes its links: the process on standard input and output, and the hub."""
+        self._settings = settings
+        self._selector = selectors.DefaultSelector()
+        self._own = _Link(index=settings.index, read_fd=0)
+        self._links: list[_Link] = []
+        self._add(self._own)
+        self._listener: socket.socket | None = None
         self._missing: set[int] = set()  # monitors that have not come yet
-        self._strangers: set[socket.socket] = set()  # callers without the token
-        self._lock = threading.Lock()  # for the two sets above
         self._loss: Loss | None = None
-        self._failed: tuple[float, Loss] | None = None  # the first failure, and its time
-        self._is_stopping = False
-        self._start(self._read, own, process)
         if settings.hub_fd >= 0:
+            self._listener = socket.socket(fileno=settings.hub_fd)
+            self._listener.setblocking(False)  # a caller may be gone again
+            self._selector.register(self._listener, selectors.EVENT_READ)
             self._missing = set(range(1, len(settings.names)))
-            self._start(self._admit)
         else:
             self._join_hub()
-
-    def _start(self, work: Any, *arguments: Any) -> None:
-        threading.Thread(target=work, args=arguments, daemon=True).start()
-
-    def _read(self, index: int, file: BinaryIO) -> None:
-        """Queue the lines of a link until it ends or sends an invalid one."""
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            while line := file.readline(_LONGEST_LINE):
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    break
-                self._heard[index] = time.monotonic()
-                self._events.put((index, record))
-        self._ended.add(index)
-        self._events.put((index, None))
-
-    def _connect(self, index: int, connection: socket.socket) -> None:
-        connection.settimeout(None)
-        self._connections[index] = connection
-        self._heard[index] = time.monotonic()
-        self._start(self._read, index, connection.makefile("rb"))
+        self._started = self._beat = time.monotonic()
+        self._failed: tuple[float, Loss] | None = None  # the first that told so, and when
+        self._is_stopping = False
 
     def _join_hub(self) -> None:
         settings = self._settings
         try:
             connection = socket.create_connection(settings.hub, timeout=settings.deadline_s)
-            connection.sendall(f"{settings.token} {settings.index}\n".encode())
         except OSError as error:
             host, port = settings.hub
             why = f"process {settings.index} cannot reach its monitor at {host}:{port}: {error}"
             self._loss = Loss(index=0, lost=why)
             return
-        self._connect(0, connection)
-
-    def _admit(self) -> None:
-        """Let the other monitors in. Once all have come, drop other callers and stop listening."""
-        listener = socket.socket(fileno=self._settings.hub_fd)
-        listener.settimeout(0.1)
-        slots = threading.Semaphore(MAX_STRANGERS + len(self._missing))
-        while self._missing:
-            if slots.acquire(timeout=0.1):
-                try:
-                    connection, _ = listener.accept()
-                except OSError:  # nobody called, or the caller is gone
-                    slots.release()
-                    continue
-                with self._lock:
-                    self._strangers.add(connection)
-                self._start(self._greet, connection, slots)
-        listener.close()
-        with self._lock:
-            for stranger in self._strangers:
-                with contextlib.suppress(OSError):
-                    stranger.shutdown(socket.SHUT_RDWR)
-
-    def _greet(self, connection: socket.socket, slots: threading.Semaphore) -> None:
-        """Let a caller in if its first line has the token and the index of a missing monitor."""
-        hello, until = b"", time.monotonic() + self._settings.hello_s
         with contextlib.suppress(OSError):
-            while not hello.endswith(b"\n") and len(hello) <= _LONGEST_HELLO:
-                connection.settimeout(max(until - time.monotonic(), 0.01))
-                byte = connection.recv(1)  # not more: what follows is not for this loop
-                if not byte:
-                    break
-                hello += byte
-        token, _, number = hello.removesuffix(b"\n").partition(b" ")
-        is_ours = hmac.compare_digest(token, self._settings.token.encode())
-        index = int(number) if number.isdigit() else -1
-        with self._lock:
-            is_let_in = is_ours and hello.endswith(b"\n") and index in self._missing
-            self._strangers.remove(connection)
-            if is_let_in:
-                self._connect(index, connection)
-                self._missing.remove(index)
-            else:
-                connection.close()
-        slots.release()
+            connection.sendall(f"{settings.token} {settings.index}\n".encode())
+        self._add(_Link(index=0, read_fd=connection.fileno(), connection=connection))
+
+    def _add(self, link: _Link) -> None:
+        self._links.append(link)
+        self._selector.register(link.read_fd, selectors.EVENT_READ, link)
+
+    def _drop(self, link: _Link) -> None:
+        self._links.remove(link)
+        self._selector.unregister(link.read_fd)
+        if link.connection is not None:
+            link.connection.close()
 
     def run(self) -> None:
-        """Watch until the process has finished or any process is lost."""
-        while self._settings.index not in self._finished:
+        """Watches until the process has finished, or any process is lost."""
+        while not self._own.is_finished:
             loss = self._loss
-            with contextlib.suppress(queue.Empty):
-                event = self._events.get(timeout=BEAT_S / 2)
-                loss = loss or self._handle(*event)
+            for key, _ in self._selector.select(timeout=BEAT_S / 2):
+                if key.data is None:
+                    self._accept()
+                elif key.data in self._links:  # not dropped meanwhile
+                    loss = loss or self._hear(key.data)
+            self._drop_strangers()
             loss = loss or self._overdue() or self._failure()
             if loss is not None:
                 return self._end(loss)
@@ -193,98 +199,162 @@ class Monitor:
                 self._tell_others(alive=True)
         self._tell_others(finished=True)
 
-    def _handle(self, index: int, line: dict[str, Any] | None) -> Loss | None:
-        """Return the loss that a line, or the end of a link, reports."""
-        if line is None:
-            if index in self._finished:
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            self._add(_Link(index=None, read_fd=connection.fileno(), connection=connection))
+
+    def _drop_strangers(self) -> None:
+        """Drops callers that have not shown the token in time, or are too many."""
+        now, most = time.monotonic(), MAX_STRANGERS + len(self._missing)
+        for place, link in enumerate(reversed(self._strangers())):
+            if place >= most or now - link.began > self._settings.hello_s:
+                self._drop(link)
+
+    def _strangers(self) -> list[_Link]:
+        """Callers that have not shown the token, oldest first."""
+        return [link for link in self._links if link.index is None]
+
+    def _hear(self, link: _Link) -> Loss | None:
+        """Reads a link; the loss it tells of, if any."""
+        is_there = link.receive()
+        if link.index is None and not self._greet(link, is_there=is_there):
+            return None
+        assert link.index is not None
+        lines = link.lines() if is_there else None
+        if lines is None:
+            self._drop(link)
+            if link.is_finished:
                 return None
-            how = "it ended" if index == self._settings.index else "its monitor ended"
-            return Loss(index=index, lost=f"{how} without a word, as one that is killed does")
-        if "lost" in line:
-            return Loss.from_line(line)
-        if "failed" in line and self._failed is None:
-            loss = Loss(index=index, lost=f"it failed: {line['failed']}", failed=True)
-            self._failed = (time.monotonic(), loss)
-        if "stop" in line and not self._is_stopping:
-            self._is_stopping = True
-            self._tell_others(stop=True)
-            self._tell_own(stop=True)
-        if "finished" in line:
-            self._finished.add(index)
+            how = "it ended" if link is self._own else "its monitor ended"
+            return Loss(index=link.index, lost=f"{how} without a word, as one that is killed does")
+        for line in lines:
+            if "lost" in line:
+                return Loss.from_line(line)
+            if "failed" in line and self._failed is None:
+                why = f"it failed: {line['failed']}"
+                loss = Loss(index=link.index, lost=why, failed=True)
+                self._failed = (time.monotonic(), loss)
+            if "stop" in line and not self._is_stopping:
+                self._is_stopping = True
+                self._tell_others(stop=True)
+                self._tell_own(stop=True)
+            if "finished" in line:
+                link.is_finished = True
         return None
 
+    def _greet(self, link: _Link, *, is_there: bool) -> bool:
+        """Returns True if a caller's first line shows that it is of the job; drops liars."""
+        hello, newline, rest = link.rest.partition(b"\n")
+        token, _, index = hello.partition(b" ")
+        if is_there and not newline and len(hello) <= _LONGEST_HELLO:
+            return False  # to be continued
+        is_ours = len(hello) <= _LONGEST_HELLO and hmac.compare_digest(
+            token, self._settings.token.encode()
+        )
+        if not (is_ours and index.isdigit() and int(index) in self._missing):
+            self._drop(link)
+            return False
+        link.index, link.rest = int(index), rest
+        self._missing.remove(link.index)
+        # All have come, and one that is lost does not come back: nobody else is let in.
+        if not self._missing:
+            assert self._listener is not None
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+            for stranger in self._strangers():
+                self._drop(stranger)
+        return True
+
     def _overdue(self) -> Loss | None:
-        """Return a process that has been silent for too long."""
-        now, deadline_s = time.monotonic(), self._settings.deadline_s
-        for index, heard in [*self._heard.items()]:
-            if index not in self._finished and now - heard > deadline_s:
-                return Loss(index=index, lost=f"it gave no sign of life for {deadline_s:g} s")
-        missing = [*self._missing]
-        if missing and now - self._started > deadline_s:
-            return Loss(
-                index=min(missing), lost=f"its monitor did not come within {deadline_s:g} s"
-            )
+        """A process that has been silent for too long."""
+        deadline_s = self._settings.deadline_s
+        now = time.monotonic()
+        for link in self._links:
+            if link.index is None or link.is_finished:
+                continue
+            if now - link.heard > deadline_s:
+                why = f"it gave no sign of life for {deadline_s:g} s"
+                return Loss(index=link.index, lost=why)
+        if self._missing and now - self._started > deadline_s:
+            why = f"its monitor did not come within {deadline_s:g} s"
+            return Loss(index=min(self._missing), lost=why)
         return None
 
     def _failure(self) -> Loss | None:
-        """Return a process that failed, once no other is known to have been lost before."""
+        """A process that failed, once no other is known to have been lost before."""
         if self._failed is None or time.monotonic() - self._failed[0] < FAILURE_WAIT_S:
             return None
         return self._failed[1]
 
     def _tell_others(self, **line: Any) -> None:
-        """Write a line to the other monitors that this one knows."""
-        for connection in [*self._connections.values()]:
-            with contextlib.suppress(OSError):
-                connection.sendall(json.dumps(line).encode() + b"\n")
+        """Writes a line to the other monitors that this one knows."""
+        for link in self._links:
+            if link.index is not None:
+                link.write(**line)
 
     def _tell_own(self, **line: Any) -> None:
-        """Write a line to the watched process."""
+        """Writes a line to the own process."""
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(line).encode() + b"\n")
 
     def _end(self, loss: Loss) -> None:
-        """Name the lost process everywhere and end the watched one."""
-        settings, own = self._settings, self._settings.index
+        """Names the lost process everywhere and ends the own one."""
+        settings = self._settings
         self._tell_others(**asdict(loss))
-        if own != 0 and loss.index == own:
+        if settings.hub_fd < 0 and loss.index == settings.index:
             # The first loss counts: that of another process may have caused this one.
-            with contextlib.suppress(queue.Empty):
-                verdict = self._wait_for(0, GRACE_S)
-                loss = loss if verdict is None else Loss.from_line(verdict)
-        text = f"process {loss.index} of {len(settings.names)} ({settings.names[loss.index]})"
+            loss = self._verdict() or loss
+        name = settings.names[loss.index]
+        text = f"process {loss.index} of {len(settings.names)} ({name}) was lost: {loss.lost}."
         advice = "" if loss.failed else " Start the job again: it goes on from its last checkpoint."
-        print(f"error: {text} was lost: {loss.lost}.{advice}", file=sys.stderr, flush=True)
-        # The watched process is asked to end, and killed if it does not, or is stopped.
-        is_silent = time.monotonic() - self._heard[own] > settings.deadline_s
+        print(f"error: {text}{advice}", file=sys.stderr, flush=True)
+        if self._own not in self._links:
+            return
+        # The own process is asked to end, and killed if it does not, or cannot since it is stopped.
+        is_silent = time.monotonic() - self._own.heard > settings.deadline_s
+        until = time.monotonic() + (0 if is_silent else GRACE_S)
         self._tell_own(**asdict(loss))
-        try:
-            self._wait_for(own, 0 if is_silent else GRACE_S)
-        except queue.Empty:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(settings.pid, signal.SIGKILL)
+        for link in [link for link in self._links if link is not self._own]:
+            self._drop(link)
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+        while time.monotonic() < until:
+            for _ in self._selector.select(timeout=BEAT_S / 2):
+                if self._own.read() is None:
+                    return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(settings.pid, signal.SIGKILL)
 
-    def _wait_for(self, index: int, seconds: float) -> dict[str, Any] | None:
-        """Return the loss that a link reports, or None once the link has ended.
-
-        Raises:
-            queue.Empty: Neither happened in time.
-        """
-        until = time.monotonic() + seconds
-        while index not in self._ended or not self._events.empty():
-            source, line = self._events.get(timeout=max(until - time.monotonic(), 0.001))
-            if source == index and line is not None and "lost" in line:
-                return line
+    def _verdict(self) -> Loss | None:
+        """The hub's answer to a report; None if it gives none."""
+        hub = next((link for link in self._links if link is not self._own), None)
+        until = time.monotonic() + GRACE_S
+        while hub is not None and time.monotonic() < until:
+            for key, _ in self._selector.select(timeout=BEAT_S / 2):
+                lines = key.data.read()
+                if lines is None:
+                    self._drop(key.data)
+                    hub = None if key.data is hub else hub
+                for line in lines or []:
+                    if "lost" in line:
+                        return Loss.from_line(line)
         return None
 
 
 def main() -> None:
-    """Read the settings, then watch."""
-    with open(0, "rb", closefd=False) as process:
-        if line := process.readline():
-            settings = json.loads(line)
-            Monitor(Settings(**{**settings, "hub": tuple(settings["hub"])}), process).run()
-        os._exit(0)  # threads may still read
+    """Reads the settings, then watches."""
+    line = b""
+    while not line.endswith(b"\n"):  # not a byte more: what follows is the monitor's to read
+        byte = os.read(0, 1)
+        if not byte:
+            return
+        line += byte
+    settings = json.loads(line)
+    Monitor(Settings(**{**settings, "hub": tuple(settings["hub"])})).run()
 
 
 if __name__ == "__main__":
