@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from jaxrl.objectives.entropy import window_entropy
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,
@@ -84,6 +85,28 @@ def test_the_mean_is_over_groups_and_rounded():
     assert state.targets == {"easy": 2, "hard": 100}
 
 
+def test_alpha_stays_in_its_range():
+    state = EntropyCoefficients(dict.fromkeys(("easy", "medium", "hard"), 1.9))
+    state = state.update([0, 0], ["easy", "hard"]).update([50, 50], ["easy", "hard"])
+    assert (state.alphas["easy"], state.alphas["hard"]) == (2.0, 0.0)
+    other = EntropyCoefficients({"easy": 0.5}, {"easy": 0})
+    assert other.update([1], ["easy"], rate=1.0, max_alpha=0.75).alphas == {"easy": 0.75}
+
+
+def test_threshold_by_hand():
+    # Six windows: the 95th percentile lies at place 4.75 of 0.15 ... 1.175, 1.25.
+    entropies = np.array([ENTROPIES], np.float32)
+    whole = np.ones((1, 10), bool)
+    values, valid = window_entropy(entropies, whole, whole.astype(np.int32), window=4)
+    state = EntropyThreshold()
+    assert state.value is None
+    state = state.update([values[valid]])
+    np.testing.assert_allclose(state.value, 1.23125, rtol=1e-6)
+    state = EntropyThreshold(value=1.0).update([np.array([1.2])])
+    np.testing.assert_allclose(state.value, 1.002, rtol=1e-12)
+    np.testing.assert_allclose(state.update([np.array([0.8])]).value, 0.99998, rtol=1e-12)
+
+
 def test_threshold_takes_the_median_over_samples_that_have_windows():
     none = np.zeros(0, np.float32)
     samples = [none, np.array([1.0, 3.0]), np.array([9.0]), none, np.array([4.0, 4.0])]
@@ -135,6 +158,18 @@ def test_dual_ascent_by_hand():
     assert other.multipliers["easy"] == 1.125
 
 
+@hypothesis_settings(max_examples=30)
+@given(st.lists(st.floats(0, 1), max_size=20))
+def test_dual_ascent_agrees_with_a_loop(kls):
+    state, expected = KLBudget(), {"easy": 1.0, "medium": 1.0, "hard": 1.0}
+    for number, kl in enumerate(kls):
+        bucket = ["easy", "medium", "hard"][number % 3]
+        state = state.update({bucket: kl})
+        budget = {"easy": 0.05, "medium": 0.1, "hard": 0.2}[bucket]
+        expected[bucket] = max(0.0, expected[bucket] + 0.01 * (kl - budget))
+    assert state.multipliers == pytest.approx(expected)
+
+
 def test_adaptive_kl_by_hand():
     assert AdaptiveKL(0.001).update(0.2, 512).coef == pytest.approx(0.00101024)
     assert AdaptiveKL(0.001).update(0.0, 512).coef == pytest.approx(0.001 * (1 - 0.2 * 0.0512))
@@ -169,6 +204,18 @@ def test_log_kl_rests_in_the_dead_zone_and_keeps_its_range():
 
 
 # The stage gate
+
+
+@hypothesis_settings(max_examples=10, deadline=None)
+@given(st.lists(st.floats(0, 0.05), min_size=250, max_size=320))
+def test_log_kl_agrees_with_a_loop(kls):
+    state, log_coef, average = LogKL(0.01), math.log(0.01), 0.0
+    for number, kl in enumerate(kls, start=1):
+        state = state.update(kl)
+        average = 0.97 * average + 0.03 * (kl / 0.01 - 1)
+        if number % 100 == 0 and abs(average) >= 0.02:
+            log_coef += 0.05 * max(-0.2, min(0.2, average))
+    assert math.log(state.coef) == pytest.approx(log_coef)
 
 
 def gates(values, **keywords):
@@ -378,6 +425,20 @@ def test_windows_pass_over_what_a_tool_wrote():
     )
 
 
+def test_settings_of_the_threshold_are_the_configuration_s():
+    changes = {
+        "shaping.entropy_window": 2,
+        "shaping.entropy_percentile": 50.0,
+        "shaping.entropy_decay": 0.5,
+    }
+    method = ares_method(**changes)
+    controllers = dataclasses.replace(first(method), threshold=EntropyThreshold(1.0))
+    # Windows of two: 0.6, 1.5, 1.75, 1.0, 0.3, 0.05, 0.15, 0.25; their median is 0.45.
+    controllers, [window] = moved(controllers, [thinking(ENTROPIES)], method)
+    assert controllers.entropy_threshold == pytest.approx(0.725, abs=1e-6)
+    assert window.count == 3
+
+
 def test_without_any_window_nothing_is_known():
     method = ares_method(**{"kl.coef": 0.1, "kl.second_chance": True})
     group = [thinking([9.0] * 4, right=True), thinking([1.0], sample_index=1)]
@@ -465,6 +526,25 @@ def test_coefficients_follow_the_distance_to_the_previous_target():
     assert got.coefficients.targets == {"easy": 12, "medium": 4, "hard": 7}
 
 
+def test_step_and_bound_of_the_coefficients_are_the_configuration_s():
+    changes = {"shaping.alpha_step": 0.5, "shaping.alpha_max": 1.0, "shaping.entropy_decay": 1.0}
+    method = ares_method(**changes)
+    batch = [*group_of(0, 3, 3, [11]), *group_of(3, 0, 3, [7])]
+    got, _ = moved(calibrated(method, easy=0.25), batch, method)
+    assert got.coefficients.alphas == pytest.approx({"easy": 0.75, "medium": 0.5, "hard": 1.0})
+    assert got.coefficients.targets == {"easy": 11, "medium": 20, "hard": 7}  # one was absent
+
+
+def test_one_update_goes_by_the_difficulties_of_its_own_batch():
+    method = ares_method(**{"shaping.entropy_decay": 1.0})
+    controllers = dataclasses.replace(
+        calibrated(method), buckets=DifficultyBuckets({"t0": "hard", "t9": "medium"})
+    )
+    got, _ = moved(controllers, group_of(0, 3, 3, [12]), method)
+    assert got.buckets.buckets == {"t0": "easy", "t9": "medium"}
+    assert got.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.5, "hard": 0.5})
+
+
 def test_the_order_of_groups_and_within_them_says_nothing():
     method = ares_method()
     batch = [*group_of(0, 2, 3, [10]), *group_of(7, 1, 3, [4]), *group_of(3, 0, 3, [6, 7, 8])]
@@ -520,6 +600,14 @@ def test_adaptive_by_hand():
     )
     # A mean of 0.05, half the target: the error counts as -0.2, for three of thirty samples.
     assert got.kl.coef == pytest.approx(1 - 0.2 * 3 / 30)
+
+
+def test_adaptive_goes_by_its_target():
+    method = kl_method(
+        **{"kl.controller": "adaptive", "kl.adaptive.target": 0.625, "kl.adaptive.horizon": 10}
+    )
+    got = after(Controllers(kl=AdaptiveKL(1.0)), BATCH, FOUND, method)
+    assert got.kl.coef == pytest.approx(1 - 0.2 * 2 / 10)
 
 
 def test_log_by_hand():
