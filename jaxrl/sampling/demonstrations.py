@@ -169,27 +169,20 @@ def encode_demonstration(
             end = tokenizer.eos_ids[:1] if protocol.in_template else ()
             pieces += [([*tokenizer.encode(content), *end], None) for content in contents]
             num_sampled = sum(len(ids) for ids, _ in pieces[-len(contents) :])
-        elif protocol.in_template:
+            continue
+        room = limits.room_in_context(len(prompt), num_sampled)
+        limit = limits.max_observation_tokens
+        if protocol.in_template:
             results = ToolResults(bodies=tuple(map(protocol.sanitize, contents)))
-            room = limits.room_in_context(len(prompt), num_sampled)
             ids, *_ = encode_results(
-                tokenizer,
-                results,
-                tools=chat_tools,
-                max_result_tokens=limits.max_observation_tokens,
-                room=room,
+                tokenizer, results, tools=chat_tools, max_result_tokens=limit, room=room
             )
             pieces.append((ids, omitted(tokenizer, results, chat_tools)))
-        else:
-            for content in contents:
-                observation = protocol.render_observation(content)
-                limit = limits.max_observation_tokens
-                if (room := limits.room_in_context(len(prompt), num_sampled)) is not None:
-                    tags = dataclasses.replace(observation, body="")
-                    bare, _ = encode_observation(tokenizer, tags, max_body_tokens=0)
-                    limit = max(min(limit, room - len(bare)), 0)
-                ids, _ = encode_observation(tokenizer, observation, max_body_tokens=limit)
-                pieces.append((ids, omitted(tokenizer, observation)))
+            continue
+        for content in contents:
+            observation = protocol.render_observation(content)
+            ids, _ = encode_observation(tokenizer, observation, max_body_tokens=limit, room=room)
+            pieces.append((ids, omitted(tokenizer, observation)))
     _check_results(messages[start:], protocol, tools, place)
     return _of_pieces(prompt, pieces, limits.context, tokenizer, place)
 
