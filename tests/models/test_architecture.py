@@ -79,7 +79,7 @@ def test_an_unknown_model_type_says_what_to_do(tmp_path):
     ("name", "why"),
     [
         ("nowhere.to.be.Found", "nowhere"),
-        ("jaxrl.models.qwen.Llama", "qwen.py does not define 'Llama'"),
+        ("jaxrl.models.qwen.Llama", "has no attribute 'Llama'"),
         ("no name", "expected one of qwen2"),
         ("jaxrl.models.qwen.MLP", "is no subclass of jaxrl.models.architecture.Architecture"),
     ],
