@@ -291,13 +291,17 @@ class EpisodePlayer:
             )
         return messages
 
-    def _budget(self, length: int, *, num_sampled: int, context_length: int) -> int:
-        """Tokens still to sample after `length`, of which `context_length` are in the context."""
+    def _budget(self, sample: Sample, num_added: int = 0, context_length: int | None = None) -> int:
+        """Return how many tokens are left to sample behind `num_added` more.
+
+        `context_length` is that of the context with these tokens; None: that of the sample.
+        """
         limits = self._limits
-        room = limits.max_total_tokens - length
+        room = limits.max_total_tokens - len(sample.token_ids) - num_added
         if limits.context is not None:
-            room = min(room, limits.context.max_tokens - context_length)
-        return min(limits.max_response_tokens - num_sampled, room)
+            length = sample.context_length if context_length is None else context_length
+            room = min(room, limits.context.max_tokens - length)
+        return min(limits.max_response_tokens - sample.num_sampled, room)
 
     def _step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """The environment's replies; where it fails, it is asked again for each episode alone."""
@@ -405,8 +409,7 @@ class EpisodePlayer:
                     return None
                 token_ids, num_repeated = following
                 context_length = len(token_ids)
-        length = len(sample.token_ids) + len(token_ids)
-        left = self._budget(length, num_sampled=sample.num_sampled, context_length=context_length)
+        left = self._budget(sample, len(token_ids), context_length)
         if left <= 0 or self._has_too_many_units(sample.token_ids, token_ids):
             self._end(sample, turn(), Outcome.OUT_OF_BUDGET)
             return None

@@ -277,11 +277,7 @@ class Rollout(EpisodePlayer):
                 Request(
                     prompt_ids=tuple(sample.token_ids[-length:]),
                     sample_key=key,
-                    budget=self._budget(
-                        len(sample.token_ids),
-                        num_sampled=sample.num_sampled,
-                        context_length=length,
-                    ),
+                    budget=self._budget(sample),
                     attachments=tuple(sample.attachments),
                     stop_state=self._automaton.state(sample.token_ids[sample.turn_starts[-1] :]),
                 )
@@ -326,12 +322,7 @@ class Rollout(EpisodePlayer):
                 del samples[request]
                 renewed.append(sample)
                 continue
-            budget = self._budget(
-                len(sample.token_ids),
-                num_sampled=sample.num_sampled,
-                context_length=sample.context_length,
-            )
-            resumed.append((request, token_ids, budget))
+            resumed.append((request, token_ids, self._budget(sample)))
             attachments[request] = sample.attachments[num_before:]
         self._engine.resume(resumed, attachments)
         if renewed:

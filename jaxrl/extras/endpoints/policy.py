@@ -383,11 +383,7 @@ class ChatRollout(EpisodePlayer):
         fields: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": self._budget(
-                len(sample.token_ids),
-                num_sampled=sample.num_sampled,
-                context_length=sample.context_length,
-            ),
+            "max_tokens": self._budget(sample),
             "seed": _seed(sampling, draw, sample),
         }
         messages = list(prompt)
