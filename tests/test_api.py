@@ -80,7 +80,7 @@ def test_modules_are_found_where_the_run_found_them(tmp_path, monkeypatch):
     (tmp_path / "beside_the_script.py").write_text("Env = 3\n")
     config = default_config()
     config.env.name = "beside_the_script.Env"
-    with pytest.raises(ValueError, match="no module 'beside_the_script'"):
+    with pytest.raises(ValueError, match="No module named 'beside_the_script'"):
         api.evaluate(config, tmp_path / "run")
     (tmp_path / "run").mkdir()
     start = {"code_folders": [str(tmp_path)]}

@@ -76,7 +76,7 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
         if not equals and isinstance(default, bool):
             value = prefix.strip("-") != "no"
         elif not equals:
-            raise ValueError(f"{argument}: expected {name}=value.")
+            raise ValueError(f"{argument}: expected --config.key=value.")
         elif isinstance(default, tuple | dict):
             try:
                 value = with_tuples(ast.literal_eval(text))

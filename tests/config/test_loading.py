@@ -205,7 +205,7 @@ def test_keys_of_the_command_line():
     [
         ("seed=1", "unexpected argument seed=1; set this key as --config.seed=value."),
         ("--config.=1", "unexpected argument --config.=1; settings are --config.key=value."),
-        ("--config.seed", "--config.seed: expected --config.seed=value."),
+        ("--config.seed", "--config.seed: expected --config.key=value."),
         ("--config.seed=many", "config.seed is 'many'; expected a value of type int"),
         ("--config.seed=2.5", "config.seed is '2.5'; expected a value of type int"),
         ("--config.optimizer.lr=fast", "config.optimizer.lr is 'fast'; expected a finite number"),

@@ -189,7 +189,7 @@ def test_modules_of_a_run_are_found_where_it_found_them(run, tiny_world, monkeyp
     (folder := run / "began").mkdir()
     (folder / "beside_the_configuration.py").write_text(TOOL)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert "no module 'beside_the_configuration'" in refused(run, "?")
+    assert "No module named 'beside_the_configuration'" in refused(run, "?")
     start = {"folder": str(run), "code_folders": [str(run / "gone"), str(folder)]}
     (run / "environment.json").write_text(json.dumps([start]))
     before = [*sys.path]
