@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.utils.concurrency import error_text
+MAX_ERROR_CHARS = 2000
+"""Length to which the first line of an exception is cut."""
 
 
 class UserCodeError(ValueError):
@@ -81,7 +82,12 @@ def format_failure(error: BaseException) -> str:
 
     JAX appends its own traceback to messages, so only the first line is kept.
     """
-    first = (error_text(error).splitlines() or [""])[0].rstrip(".")
+    try:
+        text = str(error)
+    except Exception:  # an exception class of the user may fail to print itself
+        text = ""
+    message = f"{type(error).__name__}: {text}".removesuffix(": ")[:MAX_ERROR_CHARS]
+    first = (message.splitlines() or [""])[0].rstrip(".")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

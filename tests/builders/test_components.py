@@ -179,7 +179,7 @@ def test_tasks_and_documents_are_checked_before_demonstrations(tiny_world, tmp_p
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": 1, "title": "a", "text": "b"}\n' * 2)
     config.search.local.corpus = str(corpus)
-    with pytest.raises(ValueError, match=r"corpus\.jsonl:2: the id '1' is that of line 1 already"):
+    with pytest.raises(ValueError, match=r"corpus\.jsonl:2: the id '1' is that of an earlier line"):
         build(config)
     lines = (tiny_world / "questions_train.jsonl").read_text().splitlines(keepends=True)
     twice = tmp_path / "twice.jsonl"
