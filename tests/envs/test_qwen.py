@@ -184,6 +184,16 @@ def doubles(texts):
     return "".join(call("double", text=text) for text in texts)
 
 
+def test_fifty_calls_in_one_turn_are_bounded():
+    tool = Double()
+    reply = asked_at(make_env(tools=[tool], max_calls=3), doubles("a" * 50))
+    assert tool.batches == [["a"] * 3]
+    assert len(reply.records) == 3
+    spent = "error: this call was not made: no call is left of the 3 allowed; answer now"
+    assert reply.observation.bodies == ("aa",) * 3 + (spent,) * 47
+    assert reply.outcome is None
+
+
 def test_calls_are_counted_over_the_trajectory_and_only_those_that_reach_a_tool():
     tool = Double()
     env = make_env(tools=[tool], max_calls=3, max_turns=9)

@@ -11,6 +11,7 @@ from jaxrl.utils.files import (
     full_disk,
     held,
     remove_whole,
+    set_aside,
     settle,
     written_whole,
 )
@@ -121,6 +122,17 @@ def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):
         pass
     with held(folder):
         pass
+
+
+def test_damaged_files_are_kept_aside(tmp_path):
+    path = tmp_path / "x.json"
+    kept = []
+    for text in "abc":
+        path.write_text(text)
+        kept.append(set_aside(path))
+    assert [file.name for file in kept] == [f"x.json.damaged{end}" for end in ("", ".1", ".2")]
+    assert [file.read_text() for file in kept] == ["a", "b", "c"]
+    assert not path.exists()
 
 
 def test_a_line_begins_where_a_cut_one_ends(tmp_path):

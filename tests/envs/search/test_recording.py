@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxrl.config import default_config
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
-from jaxrl.envs.search.recording import Recording
+from jaxrl.envs.search.recording import Recording, recorded_engines
 from jaxrl.envs.search.resilient import Policy, ResilientSearch
 
 ENGINE = {"engine": "http", "settings": {"url": "http://127.0.0.1:1/", "topk": 3}}
@@ -37,6 +37,16 @@ def test_what_is_kept_is_found_again_and_can_be_read(tmp_path):
     fields = json.loads(line)
     assert list(fields) == ["key", "query", "result", "digest"]
     assert (fields["query"], fields["result"]) == ("q", "Zoë\nsaid <b>")
+
+
+def test_another_engine_or_other_settings_are_another_recording(tmp_path):
+    Recording(tmp_path, ENGINE).add("q", "found")
+    other = {**ENGINE, "settings": {**ENGINE["settings"], "topk": 4}}
+    assert Recording(tmp_path, other).get("q") is None
+    assert Recording(tmp_path, {**ENGINE, "engine": "web"}).get("q") is None
+    Recording(tmp_path, other).add("q", "more")
+    assert Recording(tmp_path, ENGINE).get("q") == "found"
+    assert len(recorded_engines(tmp_path)) == 2
 
 
 @settings(
