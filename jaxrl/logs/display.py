@@ -22,12 +22,12 @@ class Display:
     def __init__(
         self, *, every_s: float = 5.0, activity_every_s: float = 30.0, is_shown: bool = True
     ):
-        """Opens the terminal; where the output is none, lines are rate-limited.
+        """Open the terminal.
 
         Args:
-            every_s: seconds between two lines of steps.
-            activity_every_s: seconds of silence before a line of what a step is at.
-            is_shown: print at all.
+            every_s: Seconds between two lines of steps without a terminal.
+            activity_every_s: Seconds of silence before a line about an activity.
+            is_shown: False to print nothing.
         """
         self.console = Console(highlight=False, quiet=not is_shown)
         errors = Console(highlight=False, quiet=not is_shown, stderr=True)
@@ -44,7 +44,7 @@ class Display:
         self.moved_at, self.doing = time.monotonic(), ""
 
     def _move(self, text: str) -> None:
-        """Notes that something has moved; see `runtime.stalls`."""
+        """Note progress for `runtime.watchdog`."""
         self.moved_at, self.doing = time.monotonic(), text
 
     def log(self, text: str) -> None:
@@ -59,7 +59,7 @@ class Display:
         console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
-        """Begins a stage of `num_steps` steps, of which `first_step` are done."""
+        """Begin a stage of `num_steps` steps, of which `first_step` are done."""
         self._end_activity()
         self._stage, self._num_steps = stage, num_steps
         self._first, self._last = None, -math.inf
@@ -83,7 +83,7 @@ class Display:
             )
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Shows the state after step number `step` of the stage."""
+        """Show the numbers after a step of the stage."""
         self._move(f"{self._stage} {step}/{self._num_steps}")
         # Three digits, or a whole number with its thousands apart.
         shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in numbers.items()}
@@ -107,7 +107,7 @@ class Display:
         self.log(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
 
     def activity(self, text: str) -> None:
-        """Shows what is under way in a step, or before the first one."""
+        """Show an activity in a step or before the first one."""
         text = printable(text)
         self._move(text)
         if self._progress is not None:
@@ -127,7 +127,7 @@ class Display:
             self.log(text)
 
     def counter(self, what: str) -> Callable[[int, int], None]:
-        """Returns a callback that shows an activity's progress, done of total."""
+        """Return a callback that shows an activity's progress, done of total."""
         return lambda done, total: self.activity(f"{what} {done:,}/{total:,}")
 
     def _end_activity(self) -> None:
@@ -136,7 +136,7 @@ class Display:
             self._status = None
 
     def stop(self) -> None:
-        """Ends the stage."""
+        """End the stage."""
         self._end_activity()
         if self._progress is not None:
             self._progress.stop()

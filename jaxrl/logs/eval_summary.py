@@ -55,14 +55,13 @@ ATTRIBUTED = (
 class Summary:
     """Measures of one suite, by data set and measure.
 
-    The data set `all` is every question; `mean`, there with several data sets, is the mean of
-    their means.
+    The data set `all` is every question; `mean` is the mean over several data sets.
 
     Attributes:
-        num_samples: of each question.
-        means: means over questions; NaN where there is nothing to average.
-        intervals: 95% bootstrap intervals of the means; None in place of NaN.
-        weights: of every part of the reward, those with weight first.
+        num_samples: Samples per question.
+        means: Means over questions; NaN if there is nothing to average.
+        intervals: 95% bootstrap intervals of the means; None for NaN.
+        weights: Weight of every part of the reward, those above 0 first.
     """
 
     num_samples: int
@@ -81,20 +80,19 @@ def summarize(
     seed: int,
     weights: Mapping[str, float] = MappingProxyType({}),
 ) -> Summary:
-    """Means over questions with their intervals, by data set.
+    """Return means over questions with their intervals, by data set.
 
-    Environment errors are left out and counted: a sample that had one out of its question, a
-    question without any other sample out of the means, and one with fewer than k others out of
-    pass@k and maj@k.
+    Samples with an environment error are counted and left out. Questions without any other sample
+    are not in the means, and those with fewer than k others not in pass@k and maj@k.
 
     Args:
-        questions: the samples of each question, as many of every one.
-        has_python: count calls of Python as well.
-        has_results: tell what the results of tools were to the answers.
-        ks: see `subset_sizes`.
-        num_resamples: of the bootstrap.
-        seed: of the bootstrap.
-        weights: of parts of the reward; others have none.
+        questions: Samples of each question, equally many.
+        has_python: True to count calls of Python.
+        has_results: True to relate the results of tools to the answers.
+        ks: See `subset_sizes`.
+        num_resamples: Number of bootstrap resamples.
+        seed: Random seed of the bootstrap.
+        weights: Weights of the parts of the reward.
     """
     sizes = sorted({len(question.trajectories) for question in questions})
     if len(sizes) != 1:
@@ -154,10 +152,7 @@ def summarize(
 
 
 def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
-    """The k of pass@k and maj@k; of one sample none.
-
-    Without `ks` they are verl's: the powers of two below the number of samples, and that number.
-    """
+    """Return `ks`, or verl's: the powers of two below `num_samples`, and it; () for one sample."""
     if num_samples == 1:
         return ()
     powers = (2**exponent for exponent in range(1, num_samples.bit_length()))
@@ -165,7 +160,7 @@ def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
-    """Measures of one question's samples; NaN where there are too few of them."""
+    """Return the measures of one question's samples; NaN if there are too few of them."""
     scored = question.scored
     parts = sorted({name for t in scored for name in t.reward_parts})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
@@ -190,10 +185,7 @@ def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str,
 
 
 def attribution(trajectory: Trajectory) -> dict[str, float]:
-    """Relates results to a sample's answer: whether they held it, and what became of that.
-
-    The latter where there is an exact match, by which samples are right.
-    """
+    """Relate the results of tools to a sample's answer, and to its exact match if it has one."""
     origin: Attribution = attribute(trajectory.turns, trajectory.task.answers)
     measures: dict[str, float] = {"answer_in_results": origin.has_evidence}
     if (score := trajectory.reward_parts.get("exact_match")) is not None:
@@ -204,9 +196,9 @@ def attribution(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _with_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Means `[.., M]` with those of `RELIABILITY` after them, where there is an exact match.
+    """Append `RELIABILITY` to means `[.., M]` if there is an exact match.
 
-    With accuracy a and the share r of abstentions, precision is a / (1 - r), NaN where nothing was
+    With accuracy a and the share r of abstentions, precision is a / (1 - r), NaN if nothing was
     answered, and reliability (1 - r) * precision + r * a, that is a + r * a.
     BAPO (https://arxiv.org/abs/2601.11037).
     """
@@ -227,7 +219,7 @@ def _counts(questions: Sequence[Group]) -> dict[str, int]:
 
 
 def as_metrics(suite: str, summary: Summary) -> dict[str, float]:
-    """The means under verl's validation names: `mean@N`, `best@K/mean`, `maj@K/mean`."""
+    """Return the means under verl's validation names: `mean@N`, `best@K/mean`, `maj@K/mean`."""
     is_sampled = suite == "sampled"
     core = "exact_match" if is_sampled else f"exact_match/{suite}"
     metrics = {}
@@ -245,13 +237,13 @@ def as_metrics(suite: str, summary: Summary) -> dict[str, float]:
 
 
 def is_unscored(summary: Summary) -> bool:
-    """Returns True if not a single question could be scored."""
+    """Return True if no question could be scored."""
     counts = summary.means["all"]
     return counts["unscored_questions"] == counts["num_questions"]
 
 
 def one_line(suite: str, summary: Summary) -> str:
-    """The scores of a suite in one line."""
+    """Return the scores of a suite in one line."""
     if is_unscored(summary):
         count = summary.means["all"]["environment_errors"]
         return f"{suite}: nothing could be scored ({count} environment errors)"
@@ -267,7 +259,7 @@ def one_line(suite: str, summary: Summary) -> str:
 def as_text(
     step: int, stage: str, summaries: Mapping[str, Summary], *, weights_step: int | None = None
 ) -> str:
-    """Tables of all suites for people, 80 columns wide."""
+    """Return tables of all suites for people, 80 columns wide."""
     title = f"{stage}, step {step}: means over questions [95% bootstrap interval]"
     if weights_step not in (None, step):
         title += f"\nstopped early: the weights are those of step {weights_step}"
@@ -353,7 +345,7 @@ def _suite_text(suite: str, summary: Summary) -> str:
 
 
 def _cell(summary: Summary, name: str, measure: str) -> str:
-    """A number, with its interval where the tables have room for one."""
+    """Return a number, with its interval if the table has room for one."""
     value = summary.means[name][measure]
     if math.isnan(value):
         return "-"

@@ -14,34 +14,27 @@ import numpy as np
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that k of the samples, drawn without replacement, hold a correct one.
+    """Return the chance that k of n samples, drawn without replacement, hold a correct one.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimate of the chance that k samples of the policy
-    hold one (https://arxiv.org/abs/2107.03374, equation 1). Whole numbers up to the one division:
-    nothing overflows or cancels.
-
-    Args:
-        num_samples: n.
-        num_correct: c, of them.
-        k: 1 to n.
+    1 - C(n - c, k) / C(n, k), the unbiased estimate for the policy
+    (https://arxiv.org/abs/2107.03374, equation 1), with c correct samples and k from 1 to n.
+    Integers up to the division, so nothing overflows or cancels.
     """
     ways = math.comb(num_samples, k)
     return (ways - math.comb(num_samples - num_correct, k)) / ways
 
 
 def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) -> float:
-    """Chance that the majority's answer of k samples, drawn without replacement, is correct.
+    """Return the chance that the majority's answer of k samples is correct.
 
-    The mean over all subsets of k, as in `pass_at_k`, of the plurality vote of
-    https://arxiv.org/abs/2203.11171. Where several answers have the most votes, each wins with the
-    same chance. A blank answer is no vote; a subset without votes counts as wrong. Of one sample
-    it is the mean of `is_correct`. (verl draws with replacement and lets the first of the tied
-    answers win.)
+    The mean over all subsets of k of the plurality vote of https://arxiv.org/abs/2203.11171. Tied
+    answers win with equal chances. A blank answer is no vote; a subset without votes is wrong.
+    (verl draws with replacement and lets the first of the tied answers win.)
 
     Args:
-        answers: n normalised final answers.
-        is_correct: of each; where equal answers differ in it, the share of the correct ones counts.
-        k: 1 to n.
+        answers: The n normalized final answers.
+        is_correct: Verdict on each; if equal answers differ, the share of correct ones counts.
+        k: Number of voters, 1 to n.
     """
     votes = Counter(answer for answer in answers if answer)
     num_correct = Counter(
@@ -59,17 +52,11 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
 
 @functools.lru_cache(maxsize=100_000)
 def _win_probability(own: int, rivals: tuple[int, ...], num_blank: int, k: int) -> float:
-    """Chance that an answer given `own` times wins the vote among k of all samples.
+    """Return the chance that an answer given `own` times wins the vote among k of all samples.
 
-    Counts the subsets: `ways[t, d]` of them take d samples from the rivals seen so far, of which t
-    have as many votes as the answer and none more. A rival is a polynomial in t and d, and rivals
-    multiply. All terms are positive, so floats lose nothing.
-
-    Args:
-        own: samples that gave the answer.
-        rivals: samples that gave each of the other answers.
-        num_blank: samples without an answer.
-        k: samples that are drawn.
+    `ways[t, d]` counts the subsets with d samples of the `rivals` (counts of other answers) seen so
+    far, of which t have as many votes as the answer and none more. A rival is a polynomial in t and
+    d, and rivals multiply. All terms are positive, so floats lose nothing.
     """
     from scipy.signal import convolve2d  # late: it takes a second, and few evaluations vote
 
@@ -90,27 +77,19 @@ def _win_probability(own: int, rivals: tuple[int, ...], num_blank: int, k: int) 
 
 
 def column_means(values: np.ndarray) -> np.ndarray:
-    """Means of the columns, float `[M]` of `[Q, M]`.
-
-    NaN entries are left out; where nothing is left, the mean is NaN.
-    """
+    """Return the means of the columns without NaN, float `[M]` of `[Q, M]`; NaN if none is left."""
     return _means_of_sums(_with_presence(values).sum(axis=0))
 
 
 def bootstrap_means(
     values: np.ndarray, *, num_resamples: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Means of the columns over questions drawn anew, with replacement, as many as there are.
-
-    Every row is drawn as a whole, so what the columns have in common stays together.
+    """Return `column_means` of resampled rows, float [B, M].
 
     Args:
-        values: float [Q, M], a row a question; NaN where a question has no value.
-        num_resamples: B.
-        rng: draws.
-
-    Returns:
-        float [B, M], as of `column_means`.
+        values: float [Q, M], a row per question; NaN if a question has no value.
+        num_resamples: Number of resamples, B.
+        rng: Random generator.
     """
     num_rows, with_presence = len(values), _with_presence(values)
     sums = np.empty((num_resamples, with_presence.shape[1]))
@@ -122,9 +101,9 @@ def bootstrap_means(
 
 
 def _with_presence(values: np.ndarray) -> np.ndarray:
-    """The values, 0 for NaN, and beside them, `[Q, 2M]`, whether they are there."""
-    is_there = ~np.isnan(values)
-    return np.hstack([np.where(is_there, values, 0.0), is_there])
+    """Return the values with 0 for NaN, and beside them, `[Q, 2M]`, a mask of what is present."""
+    is_present = ~np.isnan(values)
+    return np.hstack([np.where(is_present, values, 0.0), is_present])
 
 
 def _means_of_sums(sums: np.ndarray) -> np.ndarray:
@@ -135,7 +114,7 @@ def _means_of_sums(sums: np.ndarray) -> np.ndarray:
 def percentile_interval(
     resampled: np.ndarray, *, confidence: float = 0.95
 ) -> tuple[float, float] | None:
-    """Bounds that leave the same share of resampled means on either side; None if there are none.
+    """Return the interval of resampled means; None if there are none.
 
     The percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13).
     """

@@ -19,19 +19,18 @@ from jaxrl.types import Batch, Group, Params, Trajectory, members
 
 
 def make_notes(count: int, score: ScoreStep, shape: BatchShape, method: Method) -> TakeNotes:
-    """Makes `take_notes(groups, controllers, params, ref_params)`, called before a step's updates.
+    """Return `take_notes(groups, controllers, params, ref_params)`, called before a step's updates.
 
-    It returns `end`. After the updates, `end(params)` gives what they knew of the tokens of each
-    trajectory: by name float32 [L], 0 where nothing is trained; {} for one without a loss.
-    Log-probabilities are scored apart from the update, all by the same program in the same rows, so
-    that those from before and after differ by the parameters alone. The groups have their
-    advantages.
+    It returns `end`. After the updates, `end(params)` returns the numbers of each trajectory's
+    tokens: by name float32 [L], 0 for tokens without a loss; {} for a trajectory without one.
+    Logprobs are scored apart from the update, by one program in the same rows, so that those from
+    before and after differ by the parameters alone. The groups have their advantages.
 
     Args:
-        count: trajectories whose tokens are scored, the first of a step; -1: all.
-        score: gives log-probabilities.
-        shape: of a mini-batch.
-        method: says what is trained on, and by which weights.
+        count: Number of trajectories of a step that are scored; -1: all.
+        score: Function that computes logprobs.
+        shape: Shape of a mini-batch.
+        method: Method of training.
     """
     gather = jax.jit(lambda values: values, out_shardings=replicated(score.model.mesh))
 

@@ -21,7 +21,7 @@ from jaxrl.training.settings import Settings
 
 
 def missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
-    """A list with a warning of missing files that records mention; empty where none is missing."""
+    """Return a warning if files that records mention are missing, in a list."""
     names = []
     for record in records:
         stage, step = record.get("stage", "train"), record["step"]
@@ -45,10 +45,7 @@ def open_log(
     is_written: bool,
     is_later: Callable[[Record], bool] = lambda _: False,
 ) -> MetricsLog:
-    """The workdir's `metrics.jsonl`, cut back to `num_records` records, with its mirrors.
-
-    Warns of records that are lost or damaged, and of files that they mention and that are missing.
-    """
+    """Open `metrics.jsonl` and its mirrors, and warn of lost records and missing files."""
     if not is_written:
         return MetricsLog(None, num_records)
     metrics_log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, log=log)
@@ -62,7 +59,7 @@ def open_log(
 
 
 class _Fallible:
-    """Mirror whose failure ends it, and not the run."""
+    """A mirror whose failure ends only the mirror."""
 
     name: str
 
@@ -81,16 +78,15 @@ class _Fallible:
 
 
 class TensorBoard(_Fallible):
-    """Event files, made afresh from the kept records, so that no step beyond them lingers.
+    """Event files, written again from the kept records, so that no later step remains.
 
-    Written at once: the thread of tensorboardX's own writer ends with a full disk, and who writes
-    then waits for it for ever.
+    No writer thread: that of tensorboardX dies with a full disk, and writers then wait forever.
     """
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, records: Iterable[Record], log: Callable[[str], None]):
-        """Replaces the folder by one that shows `records`."""
+        """Replace the folder by one with `records`."""
         super().__init__(log)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -100,7 +96,7 @@ class TensorBoard(_Fallible):
         self._try(self._writer.flush)
 
     def write(self, index: int, record: Record) -> None:
-        """Appends one event that holds the record's numbers."""
+        """Append one event with the record's numbers."""
         self._try(functools.partial(self._write, record))
         self._try(self._writer.flush)
 
@@ -114,15 +110,15 @@ class TensorBoard(_Fallible):
         self._writer.write_event(event)
 
     def close(self) -> None:
-        """Writes what is still in memory."""
+        """Flush and close."""
         self._try(self._writer.close)
 
 
 class WandB(_Fallible):
-    """A run on Weights & Biases; started again on the same workdir, it is the same run.
+    """A run on Weights & Biases, which a restart in the same workdir continues.
 
     Its step is the record's number, since stages meet at a global step; `step` is the charts'
-    axis. W&B keeps what it has: records repeated after a restart are the same ones and not sent.
+    axis. Records repeated after a restart are the same and are not sent again.
     """
 
     name = "W&B"
@@ -130,11 +126,7 @@ class WandB(_Fallible):
     def __init__(
         self, workdir: Path, project: str, config: Mapping[str, Any], log: Callable[[str], None]
     ):
-        """Starts or continues the run whose id the workdir keeps.
-
-        Raises:
-            RuntimeError: W&B refuses, for instance without a key.
-        """
+        """Start or continue the run; raise RuntimeError if W&B refuses, as without a key."""
         super().__init__(log)
         import wandb  # an extra: only who asks for it has it
 
@@ -160,17 +152,17 @@ class WandB(_Fallible):
         self._sent = self._run.step
 
     def write(self, index: int, record: Record) -> None:
-        """Sends a record, unless W&B has it; a failure ends the mirror, not the run."""
+        """Send a record unless W&B has it."""
         if index >= self._sent:
             self._try(lambda: self._run.log(dict(record), step=index))
 
     def close(self) -> None:
-        """Waits until what was logged is sent or, offline, written."""
+        """Wait until everything is sent or, offline, written."""
         self._try(self._run.finish)
 
 
 def check_mirrors(project: str) -> None:
-    """Refuses a W&B project where there is no package to write to it."""
+    """Raise ValueError if a W&B project is set without the package."""
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"config.log.wandb_project is {project!r}, but wandb is not installed; "
