@@ -7,8 +7,6 @@ import json
 import os
 import random
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import pytest
 from examples import framework_agent, quickstart_world
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.extras.serve.schemas import ChatBody
+from tests.servers import served
 
 PYTHON = os.environ.get("JAXRL_PYDANTIC_AI_PYTHON", "")
 FILE = Path(framework_agent.__file__)
@@ -59,67 +58,30 @@ def call(query):
     }
 
 
-class Scripted(ThreadingHTTPServer):
-    """An endpoint that says the given messages one after another, and keeps what it was asked."""
-
-    def __init__(self, messages):
-        self.messages, self.bodies = list(messages), []
-        super().__init__(("127.0.0.1", 0), Handler)
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        said = self.server.messages.pop(0)
-        words = "maximum context length is 9" if said == 400 else "not your fault"
-        status, answer = said, {"error": {"message": words}}
-        if isinstance(said, dict):
-            reason = "tool_calls" if "tool_calls" in said else "stop"
-            message = {"role": "assistant", **said}
-            choice = {"index": 0, "message": message, "finish_reason": reason}
-            status = 200
-            answer = {
-                "id": "1",
-                "object": "chat.completion",
-                "created": 1,
-                "model": "any",
-                "choices": [choice],
-            }
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
 def played(tmp_path, messages):
-    """What `play` gives, or the exception's name, and the requests, by an agent of its own."""
+    """Return the result of `play` and the requests, for an endpoint that sends these messages."""
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps(one) + "\n" for one in DOCUMENTS))
-    server = Scripted(messages)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        code = (
-            "import asyncio, json, sys; sys.path.insert(0, sys.argv[1]); import framework_agent\n"
-            "task = {'question': 'What is the job of Ada Kerr?', 'answers': ['baker']}\n"
-            "place = {'base_url': sys.argv[2], 'api_key': 'k', 'model': 'any'}\n"
-            "try: found = asyncio.run(framework_agent.play(task, **place, corpus=sys.argv[3]))\n"
-            "except Exception as error: found = type(error).__name__\n"
-            "print(json.dumps(found))"
-        )
-        url = f"http://127.0.0.1:{server.server_port}/r/1/v1"
-        command = [PYTHON, "-c", code, str(FILE.parent), url, str(corpus)]
+    corpus.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    left = list(messages)
+
+    def answer(request):
+        message = {"role": "assistant", **left.pop(0)}
+        reason = "tool_calls" if "tool_calls" in message else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        fields = {"id": "1", "object": "chat.completion", "created": 1, "model": "any"}
+        return {**fields, "choices": [choice]}
+
+    code = (
+        "import asyncio, json, sys; sys.path.insert(0, sys.argv[1]); import framework_agent\n"
+        "task = {'question': 'What is the job of Ada Kerr?', 'answers': ['baker']}\n"
+        "place = {'base_url': sys.argv[2], 'api_key': 'k', 'model': 'any'}\n"
+        "found = asyncio.run(framework_agent.play(task, **place, corpus=sys.argv[3]))\n"
+        "print(json.dumps(found))"
+    )
+    with served(answer) as server:
+        command = [PYTHON, "-c", code, str(FILE.parent), f"{server.url}/r/1/v1", str(corpus)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    return json.loads(done.stdout), server.bodies
+    return json.loads(done.stdout), [json.loads(request.body) for request in server.requests]
 
 
 needs_framework = pytest.mark.skipif(

@@ -23,18 +23,7 @@ from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.registry import read_model
 from tests.examples.gguf_files import write_gguf
 
-PLACES = (
-    "Arden",
-    "Brill",
-    "Corby",
-    "Dover",
-    "Elgin",
-    "Flint",
-    "Gorey",
-    "Hythe",
-    "Ilford",
-    "Jarrow",
-)
+PLACES = ["Arden", "Brill", "Corby", "Dover", "Elgin", "Flint", "Gorey", "Hythe", "Islip", "Jarrow"]
 THINGS = ("bridge", "mill", "abbey", "harbour", "theatre", "market")
 FILES = ("corpus", "questions_train", "questions_eval", "demonstrations")
 
