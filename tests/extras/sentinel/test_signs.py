@@ -367,13 +367,6 @@ def test_recent_steps_are_this_one_and_two_before():
     assert history.usual("gap", 2) == [4.0, 5.0]
 
 
-@pytest.mark.parametrize(("gap", "name"), [(0.0, "equal"), (0.005, "rounding of bfloat16")])
-def test_bands(gap, name):
-    assert signs.band(gap) == name
-    assert signs.band(0.02) == "off"
-    assert signs.band(7.0) == "apart"
-
-
 def test_every_sign_is_declared_and_documented():
     source = Path(signs.__file__).read_text()
     named = re.findall(r"""(?:return|:) \(?"([a-z]+_[a-z_]+)", ?\(?""", source)
