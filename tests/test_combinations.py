@@ -12,7 +12,6 @@ from configs import (
     bapo_small,
     dapo_small,
     passk_small,
-    search_r1_brief,
     search_r1_small,
 )
 from jaxrl.builders.validation import validate
@@ -275,28 +274,6 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
     for record in steps:
         assert record.keys() >= SIBLINGS[module]
         assert math.isfinite(record["actor/grad_norm"])
-
-
-@pytest.mark.slow(
-    instead="training/test_update.py"
-    "::test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic"
-)
-def test_the_brief_s_settings_train(tiny_world, source, sampler, tmp_path):
-    """Four updates on every batch, held near the policy before the first of them."""
-    config = base_config(tiny_world, source)
-    search_r1_brief.set_method(config)
-    # Groups of four, so that among so few some differ.
-    changes = {"optimizer.lr": 1e-3, "rollout.num_rows": 16, "rollout.group_size": 4}
-    config.update_from_flattened_dict(changes)
-    validate(config)
-    run(settings_of(config), tmp_path, sampler.for_config(config), Display())
-    _, *steps = records(tmp_path)
-    assert [record["actor/num_updates"] for record in steps] == [4, 8]
-    for record in steps:
-        assert record["rollout/informative_share"] > 0
-        assert record["actor/kl_loss"] > 0  # 0 in the first update alone
-        assert record["actor/ppo_kl"] != 0  # so the old policy is not the current one
-        assert record["rollout_corr/logprob_diff_max"] < 1e-3  # it is the sampler's throughout
 
 
 @pytest.mark.minutes

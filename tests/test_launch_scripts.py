@@ -177,27 +177,17 @@ def test_gke_refuses_what_it_cannot_pass(given, told):
     assert done.stderr.count("\n") == 1
 
 
-def test_the_dockerfile_makes_what_gke_starts():
-    """The image has the repository where the manifest looks for it, with extras that there are."""
+def test_the_dockerfile_puts_the_repository_where_gke_starts_it():
     text = (LAUNCH / "Dockerfile").read_text(encoding="utf-8")
-    steps = re.findall(r"^([A-Z]+) (.+)$", text, re.MULTILINE)
-    said = {}
-    for name, value in steps:
-        said.setdefault(name, []).append(value)
+    steps = dict(re.findall(r"^([A-Z]+) (.+)$", text, re.MULTILINE))
     project = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())["project"]
-    [image] = said["FROM"]
-    python = re.fullmatch(r"python:(3\.\d+)-slim", image)[1]
+    python = re.fullmatch(r"python:(3\.\d+)-slim", steps["FROM"])[1]
     assert f"{python}.0" in SpecifierSet(project["requires-python"])
-    assert "EXTRAS=tpu" in said["ARG"]
-    assert "tpu" in project["optional-dependencies"]
     _, job = yaml.safe_load_all(show("gke.sh", IMAGE="a", CLAIM="b"))
     [container] = job["spec"]["template"]["spec"]["containers"]
     [script] = container["command"]
-    assert said["WORKDIR"] == [str(Path(script).parents[1])]
-    assert said["COPY"] == [". ."]
-    assert any("pip install" in step and '".[$EXTRAS]"' in step for step in said["RUN"])
-    ignored = (LAUNCH / "Dockerfile.dockerignore").read_text().split()
-    assert {".git", "**/.venv", "runs", "data"} <= set(ignored)
+    assert steps["WORKDIR"] == str(Path(script).parents[1])
+    assert steps["COPY"] == ". ."
 
 
 def test_gke_does_not_start_again_what_docs_restarts_says_would_come_again():

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import string
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +19,6 @@ from flax.traverse_util import flatten_dict
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.config.schema import default_config, to_json
-from jaxrl.envs.base import Observation, StepResult
-from jaxrl.envs.images import Picture
-from jaxrl.envs.math_env import MathEnv
 from jaxrl.extras.chat import __main__ as chat
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
@@ -225,40 +221,6 @@ def test_qwen3_learns_from_demonstrations_and_rewards_and_goes_on_bit_for_bit(
     again = killed(whole, tmp_path / "again", after=13)
     run(settings_of(config), again, build(config), Display())
     assert_same_weights(whole / "export", again / "export")
-
-
-class ShowingEnv(MathEnv):
-    """Answers whatever ends with a letter with a picture, large after an odd letter."""
-
-    stop_strings = tuple(string.ascii_letters)
-
-    def step(self, episodes, texts):
-        sizes = [(32, 32) if text and ord(text[-1]) % 2 else (16, 8) for text in texts]
-        shown = [(Picture(data=encoded(drawn(*size))),) for size in sizes]
-        return [
-            StepResult(observation=Observation(prefix="", body="", suffix="", images=images))
-            for images in shown
-        ]
-
-
-@pytest.mark.slow(
-    instead="test_images.py::TestEpisodes::test_more_image_tokens_than_a_trajectory_may_have_end_it"
-)
-def test_a_run_goes_on_when_a_tool_shows_more_than_there_is_room_for(world, tmp_path):
-    changes = {"env.name": f"{__name__}.ShowingEnv", "rollout.max_image_tokens": 12}
-    config = settings(world, **changes, **{"log.trajectories": -1})
-    run(settings_of(config), tmp_path, build(config), Display())
-    files = sorted((tmp_path / "trajectories").iterdir())
-    played = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    assert len(files) == 2
-    assert {one["outcome"] for one in played} == {"out_of_budget"}
-    turns = [turn for one in played for turn in one["turns"]]
-    assert any(turn.get("images") for turn in turns)
-    refused = [one for one in played if one["turns"][-1]["text"][-1:] in ShowingEnv.stop_strings]
-    assert refused  # by a large picture, which is in none of them
-    assert all(len(one["token_ids"]) < 80 for one in refused)
-    [pad] = looking_tokenizer().encode(PAD)
-    assert max(one["token_ids"].count(pad) for one in played) in range(8, 13)
 
 
 @pytest.mark.slow(instead="extras/lora/test_update.py::test_an_update_changes_the_adapter_alone")
