@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from absl.testing import flagsaver
 
-from configs import search_r1, search_r1_lora
 from jaxrl import launch
 from jaxrl.builders.fingerprints import fingerprints
 from jaxrl.builders.resolved import resolve_names
@@ -184,24 +183,6 @@ def test_the_adapter_and_the_export_are_one_model(base):
     )
     merged = adapter._merged(policy, np.float32)
     assert relative_distance(merged, load_hf(workdir / "export")) < 1e-6
-
-
-@pytest.mark.slow(
-    instead="extras/lora/test_update.py::test_with_the_adapter_off_scores_are_those_of_the_base"
-)
-def test_the_reference_is_the_base_with_the_adapter_off(base, tmp_path):
-    """The shipped method, small: the policy begins at its reference, and leaves it in a step."""
-    _, config, _ = base
-    config = config.copy_and_resolve_references()
-    search_r1.set_method(config)
-    search_r1_lora.set_adapter(config)
-    config.update_from_flattened_dict(
-        {"stages": ("train",), "num_steps": 2, "optimizer.lr": 1e-3, "eval.max_tasks": 1}
-    )
-    play(config, tmp_path / "run")
-    lines = records(tmp_path / "run")
-    first, second = (line["actor/kl_loss"] for line in lines if "actor/kl_loss" in line)
-    assert first < 1e-9 < 1e-7 < second
 
 
 @pytest.mark.slow(
