@@ -1,11 +1,11 @@
-"""Talks to a run's model: `jaxrl chat RUN ["question" ...] [--step=N] [--config.key=value]`.
+"""Chat with a run's model: `jaxrl chat RUN ["question" ...] [--step=N] [--config.key=value]`.
 
 Each question is played through the run's environment, as in training: the same prompt, tags, tools
-and search engine. What the model wrote and what it was shown is printed, and its answer. Questions
-on the command line are asked one by one. Without any, lines are read from the terminal or from what
-is piped in, as one conversation; an empty line begins another. Nothing of the run is changed.
-Relative paths of its configuration, and in keys that are set here, are those of the folder in which
-the run was started; those of RUN, --model and --image are of this one.
+and search engine. The output is what the model wrote, what it was shown, and its answer. Questions
+on the command line are separate. Without any, each line of the terminal or of piped input is a
+question of one conversation, and an empty line starts another. Nothing of the run changes. Relative
+paths in its configuration and in keys that are set here start at the folder in which the run was
+started; those of RUN, --model and --image at the current folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxrl.builders.components import RunComponents
 from jaxrl.builders.saved_run import line, open_run
 from jaxrl.config.loading import read_keys
 from jaxrl.envs.base import OutageError, Outcome
@@ -43,16 +42,16 @@ from jaxrl.types import Trajectory
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Answers the questions that are given, or those that are typed."""
+    """Answer the questions of the command line, or those that are typed."""
     parser = argparse.ArgumentParser(
-        prog="jaxrl chat", description="Talks to the trained model of a run."
+        prog="jaxrl chat", description="Chats with the trained model of a run."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's workdir")
     parser.add_argument(
         "questions",
         nargs="*",
         metavar="question",
-        help="each by itself; default: lines that are typed or piped in, as a conversation",
+        help="separate questions; default: lines that are typed or piped in, as a conversation",
     )
     parser.add_argument(
         "--image",
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Display) -> int:
-    """Answers all questions; returns how many were refused."""
+    """Answer all questions and return how many were refused."""
     step, model = arguments.step, arguments.model
     if not arguments.temperature >= 0:
         raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
@@ -91,13 +90,17 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
     run, model = arguments.run.absolute(), model and model.absolute()
     images = [str(Path(file).absolute()) for file in arguments.image]
     is_talk = not arguments.questions
-    lines = typed(sys.stdin) if is_talk else separate(arguments.questions)
+    separate = [text for question in arguments.questions for text in (question, "")]
+    lines = typed(sys.stdin) if is_talk else separate
     num_refused = 0
     with contextlib.chdir(run_folder(run)):
         components, config = open_run(run, model, display, step=step, keys=keys, is_talk=is_talk)
         # Weights may be read after the last line that was logged, which starts the spinner again.
         display.stop()
-        check_images(components, images)
+        for image in images:
+            if components.processor is None:
+                raise ValueError(f"--image={image}: the model reads text alone; leave it out.")
+            components.processor.num_tokens(Picture(path=image))
         conversation = Conversation(components, config, arguments.temperature)
         for question in lines:
             if not question:
@@ -118,15 +121,8 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
     return num_refused
 
 
-def separate(questions: Sequence[str]) -> Iterator[str]:
-    """Questions with an empty line behind each."""
-    for question in questions:
-        yield question
-        yield ""
-
-
 def typed(lines: Iterable[str]) -> Iterator[str]:
-    """Questions as they are typed, one a line, and "" for each empty line."""
+    """Yield each line as it is typed, without space around it."""
     is_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # one bad byte is no reason to end
@@ -138,22 +134,8 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
             print("> ", end="", flush=True)
 
 
-def check_images(components: RunComponents, files: Sequence[str]) -> None:
-    """Refuses images that the model cannot be shown.
-
-    Raises:
-        ValueError: it reads none, or a file is no image.
-    """
-    if not files:
-        return
-    if components.processor is None:
-        raise ValueError(f"--image={files[0]}: the model reads text alone; leave it out.")
-    for file in files:
-        components.processor.num_tokens(Picture(path=file))
-
-
 def show(trajectory: Trajectory, console: Console) -> None:
-    """Prints the turns of an episode, what the tools said dimmed, and the answer."""
+    """Print the turns of an episode, with observations dimmed, and the answer."""
 
     def write(text: str, style: str = "") -> None:
         console.print(Text(printable(text), style=style), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Questions that follow each other, each played as an episode that begins with what was said."""
+"""Chat history of questions, each of which is played as an episode."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from jaxrl.utils.text import writable
 
 
 class Conversation:
-    """A model, its tools and what has been said so far.
+    """Model, tools and chat history.
 
-    The first question is put as in training (`config.prompt`). Those that follow are the user's
-    next messages, behind what the model wrote. Where the protocol has tags, what tools returned
-    stands there too; where the chat template shows it, only the last turn of each answer does.
+    The first question has the prompt of training (`config.prompt`). Further questions are the
+    user's next messages, after what the model wrote. With a protocol of tags this includes what
+    tools returned; with one of the chat template it is the last turn of each answer.
     """
 
     def __init__(self, components: RunComponents, config: ResolvedConfig, temperature: float = 0.0):
-        """Begins with nothing said.
+        """Start with an empty history.
 
         Args:
-            components: of `opening.open_run`.
-            config: likewise.
-            temperature: 0 is greedy.
+            components: Components from `open_run`.
+            config: Configuration from `open_run`.
+            temperature: Sampling temperature; 0 is greedy.
         """
         self._components, self._config = components, config
         self._temperature = temperature
@@ -38,38 +38,36 @@ class Conversation:
             **{key: config.prompt[key] for key in ("system", "template", "examples")}
         )
         self._shows_tools = not config.protocol(()).in_template
-        self._exchanges: list[tuple[str, str]] = []  # questions and what was written to each
-        self._number = 0  # of questions, also of those that were refused
+        self._exchanges: list[tuple[str, str]] = []  # question and answer
+        self._num_questions = 0  # with those that were refused
 
     def begin_anew(self) -> None:
-        """Forgets what was said."""
+        """Empty the history."""
         self._exchanges = []
 
     def ask(self, question: str, images: Sequence[str] = ()) -> tuple[Trajectory, int]:
-        """Plays the episode of a question.
-
-        What was said first is left out while the prompt has no room for all of it.
+        """Play the episode of a question, with as much of the latest history as has room.
 
         Args:
-            question: of the user.
-            images: their files, for the marks in the question, or before it.
+            question: Message of the user.
+            images: Files for the marks in the question, or before it.
 
         Returns:
-            The episode, and how many questions were left out before it.
+            The episode, and the number of questions that were left out before it.
 
         Raises:
-            ValueError: the question leaves no room for an answer, or has other marks than images;
-                what was said before stays.
-            OutageError: what the environment asks answers nobody.
+            ValueError: The question leaves no room for an answer, or its marks do not match the
+                images. The history stays.
+            OutageError: A server that the environment needs is down.
         """
-        number, self._number = self._number, self._number + 1
+        number, self._num_questions = self._num_questions, self._num_questions + 1
         question, said = writable(question), self._exchanges
         for num_forgotten in range(len(said) + 1):
             self._exchanges = said[num_forgotten:]
             try:
                 trajectory = self._play(question, images, number)
                 break
-            except ValueError:  # too long, as a rule; what else is wrong shows without history too
+            except ValueError:  # usually too long; other errors recur without history
                 self._exchanges = said
                 if num_forgotten == len(said):
                     raise
@@ -78,7 +76,7 @@ class Conversation:
         return trajectory, num_forgotten
 
     def _messages(self, question: str) -> list[Message]:
-        """The chat up to a question; the first one that is left stands as in training."""
+        """Return the chat up to a question; its first question has the template of training."""
         system = self._prompt.system
         begin = [{"role": "system", "content": system}] if system else []
         chat: list[Message] = [*begin, *self._prompt.examples]
@@ -91,7 +89,7 @@ class Conversation:
         return chat
 
     def _play(self, question: str, images: Sequence[str], number: int) -> Trajectory:
-        # Environments score every episode; this one's score is nobody's.
+        # Environments score every episode; nobody reads this score.
         fields: dict[str, Any] = {"answers": ["?"], "images": list(images)}
         if self._exchanges:
             fields |= {"messages": self._messages(question)}
@@ -104,7 +102,7 @@ class Conversation:
             top_p=self._config.eval.top_p,
             seeds=Seeds(seed=self._config.seed, stage=0, step=0),
         )
-        draw = Draw(task=task, stream_index=number)  # on which its draws depend
+        draw = Draw(task=task, stream_index=number)  # the index seeds its sampling
         [group] = self._components.rollout([draw], sampling)
         assert group is not None  # `sampling` leaves none unfinished
         return group.trajectories[0]
