@@ -10,7 +10,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from benchmarks.common import libtpu_environment
@@ -18,8 +17,6 @@ from jaxrl.builders.capacity import GIB
 from jaxrl.builders.method import batch_shape, policy_architecture
 from jaxrl.config import default_config
 from jaxrl.extras.plan import memory
-from jaxrl.models.attention.reference import XLA
-from jaxrl.models.policy import Model
 from tests import compiled_memory as programs
 from tests.extras.plan.cases import (
     AHEAD,
@@ -31,9 +28,7 @@ from tests.extras.plan.cases import (
     large_run,
     train_phase,
 )
-from tests.helpers import NUM_TOKENS, TINY_MOE, resolved, settings
-from tests.toys import one_device_mesh
-from tests.vision import golden
+from tests.helpers import TINY_MOE, resolved, settings
 
 
 @pytest.fixture
@@ -342,13 +337,6 @@ class TestByHand:
         assert pieces.peak < whole.peak
 
 
-def test_a_cpu_has_a_chunk_of_logits_once():
-    target = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
-    phase = train_phase(programs.small_run(1, 1, 1), programs.MODELS["tiny"], target)
-    # 2048 tokens in one chunk, and two blocks of 2 MiB.
-    assert phase.moments["output"]["logits"] == 2048 * 4096 * 4 + 2 * 2**21
-
-
 FEW_LAYERS = ("--model=0.6b", "--layers=4", "--dtype=bfloat16")
 BFLOAT16_ADAPTER = ("model.lora.rank=8", "model.lora.base_dtype=bfloat16")
 
@@ -544,16 +532,3 @@ def test_what_experts_compute_is_copied_in_part_on_a_cpu(
     assert phase.moments["layers"]["activations of a layer"] == tokens * (
         dense_bytes * dense.activations + expert_bytes * held
     )
-
-
-def test_abstract_batches_have_what_images_and_replay_add():
-    config = resolved(default_config())
-    seeing = Model(golden()[0], one_device_mesh(), XLA, num_tokens=96)
-    assert programs.abstract_batch(config, seeing).token_arrays.keys() == {"positions", "units"}
-    config = config.with_values({"model.replay": True})
-    mixed = Model(TINY_MOE, one_device_mesh(), XLA, num_tokens=NUM_TOKENS)
-    batch = programs.abstract_batch(config, mixed)
-    own = len(TINY_MOE.expert_layers), TINY_MOE.num_chosen
-    assert batch.token_arrays["routed_experts"].shape == (*batch.token_ids.shape, *own)
-    assert batch.token_arrays["routed_experts"].dtype == np.uint8
-    assert batch.token_arrays.keys() == {"routed_experts"}
