@@ -4,36 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.base import Env, Episode, Message, Reward, StepResult, Task
+from jaxrl.extras.serve.agents.processes import AgentSettings
 from jaxrl.extras.serve.agents.sessions import RewardBody
 from jaxrl.extras.serve.engine import ServedEngine
-
-SHIPPED = {"verifiers": "verifiers.py:play"}
-"""Agents in this folder by the name in `function`: file and function."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentSettings:
-    """The section `env.agents`."""
-
-    function: str
-    command: tuple[str, ...]
-    python: str
-    settings: Mapping[str, Any]
-    processes: int
-    max_concurrent: int
-    deadline_s: float
-    host: str
-    port: int
-
-    @property
-    def function_path(self) -> str:
-        """Return the function as `runner.load` takes it."""
-        file = SHIPPED.get(self.function)
-        return str(Path(__file__).with_name(file)) if file else self.function
 
 
 class PlayedEngine(ServedEngine):

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,32 @@ _START = (
     "runpy.run_path(path, run_name='__main__')"
 )
 
+SHIPPED = {"verifiers": "verifiers.py:play"}
+"""Agents in this folder by the name in `function`: file and function."""
+
 OnEnd = Callable[[str, Any, str], None]
 """Called with the name of an episode, its reward, and why it has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """The section `env.agents`."""
+
+    function: str = ""
+    command: tuple[str, ...] = ()
+    python: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    processes: int = 1
+    max_concurrent: int = 0
+    deadline_s: float = 600.0
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @property
+    def function_path(self) -> str:
+        """Return the function as `runner.load` takes it."""
+        file = SHIPPED.get(self.function)
+        return str(Path(__file__).with_name(file)) if file else self.function
 
 
 class AgentProcess(Child):
@@ -127,34 +152,22 @@ class AgentProcess(Child):
 class AgentProcesses:
     """An agent and the processes that run it."""
 
-    def __init__(
-        self,
-        *,
-        function: str,
-        command: Sequence[str],
-        python: str,
-        settings: Mapping[str, Any],
-        count: int,
-        on_end: OnEnd,
-    ):
+    def __init__(self, settings: AgentSettings, on_end: OnEnd):
         """Prepare the command line; no process starts yet.
 
         Args:
-            function: Name of the function; "" for a program.
-            command: The program and its arguments; () for a function.
-            python: Interpreter of the function; "" for this one.
-            settings: Further arguments of the function.
-            count: Processes that share the episodes of a function.
+            settings: The function or program, its interpreter and the number of processes.
             on_end: Called from threads for each episode that has ended, also if it was stopped.
         """
-        agent = {"function": function, "command": list(command), "settings": dict(settings)}
+        function, command, python = settings.function_path, settings.command, settings.python
+        agent = {"function": function, "command": command, "settings": dict(settings.settings)}
         # If it ran as a file, its folder would be the first in which modules are searched.
         runner = str(Path(__file__).with_name("runner.py"))
         self._command = [python or sys.executable, "-c", _START, runner, json.dumps(agent)]
         # Another interpreter has its own packages.
         dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if python else ()
         self._environment = {k: v for k, v in os.environ.items() if k not in dropped}
-        self._count, self._on_end = count, on_end
+        self._count, self._on_end = settings.processes, on_end
         self._what = f"the agent {function}" if function else f"the program {command[0]}"
         self._lock = threading.Lock()
         self._processes: list[AgentProcess] = []

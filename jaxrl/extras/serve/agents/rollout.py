@@ -140,14 +140,7 @@ class AgentRollout(EpisodePlayer):
         self._running: dict[str, _RunningEpisode] = {}
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._worker: Worker | None = None
-        self._processes = AgentProcesses(
-            function=env.settings.function_path,
-            command=env.settings.command,
-            python=env.settings.python,
-            settings=env.settings.settings,
-            count=env.settings.processes,
-            on_end=_weak(self._handle_exit),
-        )
+        self._processes = AgentProcesses(env.settings, _weak(self._handle_exit))
         self._servers: list[Server] = []  # one, once it has started
         host, port = env.settings.host, env.settings.port
         try:

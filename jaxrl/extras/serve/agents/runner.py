@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib
 import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import secrets
 import shutil
 import signal
@@ -70,10 +70,8 @@ def load(name: str) -> Callable[..., Any]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-    else:
-        path, attribute = (file, attribute) if file else name.rsplit(".", 1)
-        module = importlib.import_module(path)
-    function: Any = functools.reduce(getattr, attribute.split("."), module)
+        name = f"{spec.name}:{attribute}"
+    function = pkgutil.resolve_name(name)
     if not callable(function):
         raise TypeError(f"{name} is a {type(function).__name__}; expected a function")
     return function

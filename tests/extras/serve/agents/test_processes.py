@@ -12,7 +12,7 @@ import time
 import pytest
 
 from jaxrl.extras.serve.agents import processes
-from jaxrl.extras.serve.agents.processes import AgentProcesses
+from jaxrl.extras.serve.agents.processes import AgentProcesses, AgentSettings
 from jaxrl.extras.serve.agents.runner import play_program
 from tests.helpers import cancelled, processes_with
 
@@ -87,10 +87,10 @@ def play(tmp_path):
 
     def make(name="", count=1, **changes):
         ended = queue.Queue()
-        given = {"function": "", "command": (), "python": "", "settings": {}}
         if name:
-            given["function"] = f"{tmp_path}/agent.py:{name}"
-        agents = AgentProcesses(**given | changes, count=count, on_end=lambda *end: ended.put(end))
+            changes["function"] = f"{tmp_path}/agent.py:{name}"
+        settings = AgentSettings(**changes, processes=count)
+        agents = AgentProcesses(settings, lambda *end: ended.put(end))
         made.append(agents)
         return agents, ended
 
@@ -279,14 +279,12 @@ def test_agents_end_where_the_run_is_killed(tmp_path, where):
     lines += [hang] if where != "call" else []
     (tmp_path / "agent.py").write_text("\n".join(lines))
     is_program = where == "program"
-    agent = {
-        "function": "" if is_program else f"{tmp_path}/agent.py:play",
-        "command": (sys.executable, f"{tmp_path}/agent.py") if is_program else (),
-    }
+    file = f"{tmp_path}/agent.py"
+    agent = {"command": (sys.executable, file)} if is_program else {"function": f"{file}:play"}
     run = f"""
 import time
-from jaxrl.extras.serve.agents.processes import AgentProcesses
-made = AgentProcesses(**{agent!r}, python="", settings={{}}, count=1, on_end=print)
+from jaxrl.extras.serve.agents.processes import AgentProcesses, AgentSettings
+made = AgentProcesses(AgentSettings(**{agent!r}), print)
 made.play({program_episode("a")!r})
 time.sleep(3600)
 """
