@@ -8,8 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jax.sharding import Mesh
-
 from jaxrl.builders.components import (
     build_engine,
     build_model,
@@ -47,7 +45,6 @@ class LoadedModel:
 
     Attributes:
         name: Name for clients.
-        mesh: Mesh of its devices.
         model: The policy.
         tokenizer: Tokenizer with the chat template.
         engine: Engine with the weights.
@@ -55,7 +52,6 @@ class LoadedModel:
     """
 
     name: str
-    mesh: Mesh
     model: Model
     tokenizer: Tokenizer
     engine: ServedEngine
@@ -126,7 +122,6 @@ def load_model(
     assert isinstance(engine, ServedEngine)
     loaded = LoadedModel(
         name=name or path.absolute().name,
-        mesh=mesh,
         model=build_model(resolved, mesh, policy, tokenizer),
         tokenizer=tokenizer,
         engine=engine,
