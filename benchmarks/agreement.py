@@ -41,7 +41,7 @@ from jaxrl.extras.kernels import trials
 from jaxrl.models.attention import choice as attention_choice
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, find_reads
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.kernel_check import Trial, first_sound, takes
+from jaxrl.models.kernel_check import Trial, select_kernel, takes
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
@@ -92,7 +92,7 @@ def check_choices() -> tuple[dict[str, Any], bool]:
             make = partial(_trials, table, sizes=sizes, dtype=jnp.dtype(dtype), device=device)
             # A line of its own for each kernel, so that the next one is tried as well.
             load = {name: partial(pkgutil.resolve_name, kernels_of(table)[name])}
-            for verdict in first_sound(make, load, XLA.train).verdicts:
+            for verdict in select_kernel(make, load, XLA.train).verdicts:
                 case = f"{verdict.operation}, {sizes}, {dtype}"
                 label = f"{case}: {name}"
                 findings[label] = f"{'passes' if verdict.is_sound else 'FAILS'}: {verdict.finding}"

@@ -76,7 +76,8 @@ ROWS = {
     "cispo": Row("CISPO", {"loss.name": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}),
     "void": Row("void turns left out (SimpleTIR)", {"filter.trajectories": "void_turns"}),
     "gate": Row(
-        "off-policy gate, 0.1", {"loss.gate.name": "off_policy", "loss.gate.off_policy.delta": 0.1}
+        "off-policy gate, 0.1",
+        {"loss.token_filter.name": "off_policy", "loss.token_filter.off_policy.delta": 0.1},
     ),
     "turn_reward": Row(
         "turn reward where the answer first appears (TSPO), 0.3",
@@ -95,7 +96,7 @@ ROWS = {
     "many_dppo": Row("eight epochs: DPPO, total variation, 0.2", {**MANY, "loss.name": "dppo"}),
     "many_gate": Row(
         "eight epochs: off-policy gate, 0.1",
-        {**MANY, "loss.gate.name": "off_policy", "loss.gate.off_policy.delta": 0.1},
+        {**MANY, "loss.token_filter.name": "off_policy", "loss.token_filter.off_policy.delta": 0.1},
     ),
     "late": Row("late weights: nothing", LATE, lag=20),
     "late_truncated": Row(
@@ -123,7 +124,7 @@ ROWS = {
     ),
     "late_gate": Row(
         "late weights: off-policy gate, 0.1",
-        {**LATE, "loss.gate.name": "off_policy", "loss.gate.off_policy.delta": 0.1},
+        {**LATE, "loss.token_filter.name": "off_policy", "loss.token_filter.off_policy.delta": 0.1},
         20,
     ),
 }

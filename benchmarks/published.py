@@ -1,7 +1,7 @@
 r"""Published models compiled ahead of time for devices that need not exist, beside plan and floors.
 
     python -m benchmarks.published --out=DIR [--cases=search_r1@v6e,dapo@h100] [--parts=decode]
-        [--num_layers=2] [--keys rollout.num_rows=768] [--limit_s=900]
+        [--num_layers=2] [--keys rollout.max_num_seqs=768] [--limit_s=900]
 
 For each shipped configuration the programs of a run are compiled for shapes alone, on the mesh
 that `CASES` names: a micro-batch's gradients and the optimizer, log-probabilities, a chunk of
@@ -282,7 +282,7 @@ class Step:
         length, chunk = rollout.max_total_tokens, rollout.chunk_tokens
         tokens = shape.micro_rows * shape.row_tokens / num_pieces(mesh)
         sampling = target.num_devices // own["tensor"]
-        rows = rollout.num_rows // sampling
+        rows = rollout.max_num_seqs // sampling
         read = append_sizes(target.platform, length)[-1]
         decoding = floors.times(sample.decode_step(rows, length / 2), chunk)
         again = config.model.remat in ("full", "offload")
@@ -298,7 +298,7 @@ class Step:
                 "update": updates,
                 "optimizer": config.optimizer.num_minibatches,
                 "score": passes * updates,
-                "decode": trajectories / rollout.num_rows * rollout.max_response_tokens / chunk,
+                "decode": trajectories / rollout.max_num_seqs * rollout.max_response_tokens / chunk,
                 "reading": (prompts + trajectories * max(seen, 0)) / (read * sampling),
                 "weights": 1,
             },

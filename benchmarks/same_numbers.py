@@ -41,6 +41,21 @@ OF_A_START = (*TIMED, "perf/")
 """Heads of those, and of counts that begin anew in each process: programs, hits of caches."""
 
 
+OLD_KEYS = {
+    "rollout.async_level": "rollout.ahead",
+    "rollout.max_num_seqs": "rollout.num_rows",
+    "kl.apply_to": "kl.place",
+    "loss.token_filter": "loss.gate",
+}
+"""Earlier names of keys, for revisions that have these."""
+OLD_POSITION = {
+    "buffered_groups": "leftover",
+    "in_flight_tasks": "unfinished",
+    "prefetched": "pending",
+}
+"""Earlier names of a checkpoint's position."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A short run. In its settings `{world}`, `{workdir}` and `{endpoint}` stand for places."""
@@ -61,7 +76,7 @@ class Case:
 # each way of sampling is a compilation.
 SMALL = ("--num_people=40", "--num_held_out=8", "--num_demonstrations=400")
 SHORT = (
-    *("num_steps=3", "rollout.tasks_per_step=4", "rollout.group_size=4", "rollout.num_rows=4"),
+    *("num_steps=3", "rollout.tasks_per_step=4", "rollout.group_size=4", "rollout.max_num_seqs=4"),
     *("rollout.max_response_tokens=40", "rollout.max_observation_tokens=24"),
     "rollout.max_total_tokens=112",
     *("eval.suites=()", "eval.final_suites=('sampled',)", "eval.max_tasks=4", "model.remat=none"),
@@ -161,13 +176,18 @@ CASES = {
     ),
     # Groups that wait in a checkpoint for the next step, and importance weights for them.
     "ahead": small(
-        *("rollout.ahead=1", "loss.correction.level=token", "checkpoint.every_steps=1"),
+        *("rollout.async_level=1", "loss.correction.level=token", "checkpoint.every_steps=1"),
         "kl.coef=0.01",
     ),
     # Four updates a step, a KL coefficient that moves, a rate that falls, a filter.
     "updates": small(
         *("optimizer.num_minibatches=2", "optimizer.num_epochs=2", "optimizer.schedule=cosine"),
-        *("kl.coef=0.1", "kl.controller=adaptive", "kl.adaptive.target=0.001", "kl.place=reward"),
+        *(
+            "kl.coef=0.1",
+            "kl.controller=adaptive",
+            "kl.adaptive.target=0.001",
+            "kl.apply_to=reward",
+        ),
         "kl.estimator=k1",
         *("kl.adaptive.horizon=16", "checkpoint.every_steps=1", "filter.name=varied"),
         *("filter.varied.metric=score", "filter.carry_over=True", "advantage.name=rloo"),
@@ -180,6 +200,18 @@ CASES = {
         stopped_at=2,
     ),
 }
+
+
+def with_keys_of(tree: Path, case: Case) -> Case:
+    """Return the case with the names that keys have in a tree."""
+    schema = (tree / "jaxrl/config/schema.py").read_text(encoding="utf-8")
+    settings = []
+    for setting in case.settings:
+        for new, old in OLD_KEYS.items():
+            if setting.startswith(new) and f'"{new}' not in schema:
+                setting = old + setting.removeprefix(new)
+        settings.append(setting)
+    return replace(case, settings=tuple(settings))
 
 
 def run(
@@ -224,6 +256,7 @@ def train(
 ) -> float:
     """The short run of a case, from nothing; returns its processor time in seconds."""
     shutil.rmtree(workdir, ignore_errors=True)
+    case = with_keys_of(tree, case)
     settings = dict(text.split("=", 1) for text in case.settings)  # the last of a key counts
     if model is not None:
         given = {"model.path": str(model), "stages": "('train', 'evaluate')"}
@@ -293,7 +326,8 @@ def content(path: Path) -> Any:
                 # Paths are in the configuration, times in the record.
                 gone = ("schedule", "num_broken_off")  # of calibration, and of lost groups
                 left_out = ("config", "contents", "record", *gone)
-                kept = {k: v for k, v in saved.items() if k not in left_out}
+                names = {old: new for new, old in OLD_POSITION.items()}
+                kept = {names.get(k, k): v for k, v in saved.items() if k not in left_out}
                 values |= {f"position/{name}": value for name, value in untimed(kept).items()}
             elif folder.is_dir():
                 leaves = jax.tree_util.tree_leaves_with_path(reader.restore(folder))
@@ -352,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         world, model = prepare(before, out, case)
         old, new = before.parent / name, out / "after" / name
         # The case as it was when the revision ran it, and the seconds that this took.
-        known, made_as = old / "made.json", repr(case)
+        known, made_as = old / "made.json", repr(with_keys_of(before, case))
         if not known.exists() or json.loads(known.read_text())["case"] != made_as:
             taken = train(before, case, world, model, old, out)
             known.write_text(json.dumps({"case": made_as, "processor_s": taken}))

@@ -8,10 +8,11 @@ index (`searching.RandomSearches`), advantages and packing, log-probabilities be
 parts the device is waited for, which the trainer does not do. `tools` is the time in which calls of
 the environment ran, most of it hidden behind `rollout`, of which it is no further part.
 
-With `--ahead=1` each step is run twice: its parts one after another, then as `rollout.ahead=1`
-does, the rollout while an update of as many tokens is under way. `step` is the second way, `step
-over longer half` compares it with the rollout alone or with scoring and update alone, whichever
-took longer. `--rollout_devices=1` gives the rollout a device of its own, the second:
+With `--ahead=1` each step is run twice: its parts one after another, then as
+`rollout.async_level=1` does, the rollout while an update of as many tokens is under way. `step` is
+the second way, `step over longer half` compares it with the rollout alone or with scoring and
+update alone, whichever took longer. `--rollout_devices=1` gives the rollout a device of its own,
+the second:
 
     JAX_PLATFORMS=cpu \
       XLA_FLAGS="--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false" \
@@ -45,7 +46,7 @@ from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
-from jaxrl.training.minibatches import make_minibatches, put_minibatches
+from jaxrl.training.minibatches import make_minibatches, shard_minibatches
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import Packed
 from jaxrl.training.policy_loss import make_policy_loss
@@ -195,7 +196,7 @@ class Steps:
 
     def _put(self, minibatches: Sequence[Packed]) -> list[Batch]:
         params = self._state.params
-        return put_minibatches(minibatches, self._mesh, self._score, params, None, self._method)
+        return shard_minibatches(minibatches, self._mesh, self._score, params, None, self._method)
 
     def _start_update(self, minibatches: Sequence[Packed], batches: Sequence[Batch]) -> None:
         for packed, batch in zip(minibatches, batches, strict=True):

@@ -168,7 +168,7 @@ def get_config(out: Path, model: str, work: Work) -> ConfigDict:
     config.rollout.max_prompt_tokens = work.max_prompt_tokens
     config.rollout.max_response_tokens = work.max_response_tokens
     config.rollout.max_total_tokens = work.max_prompt_tokens + work.max_response_tokens
-    config.rollout.num_rows = work.tasks_per_step * work.group_size
+    config.rollout.max_num_seqs = work.tasks_per_step * work.group_size
     config.rollout.chunk_tokens = 8
     config.rollout.observation_lag_chunks = 1
     config.advantage.grpo.epsilon = 1e-4  # TRL's

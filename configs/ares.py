@@ -75,7 +75,7 @@ def get_config() -> ConfigDict:
     config.rollout.max_response_tokens = 8192
     config.rollout.max_total_tokens = 12288
     config.rollout.overlong_prompts = "drop"
-    config.rollout.num_rows = 256
+    config.rollout.max_num_seqs = 256
     config.shaping.bootstrap_tasks = 512
 
     config.optimizer.lr = 1e-6

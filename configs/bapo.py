@@ -89,7 +89,7 @@ def get_config() -> ConfigDict:
     config.rollout.max_prompt_tokens = 1536
     config.rollout.max_response_tokens = 8192
     config.rollout.max_total_tokens = 1536 + 8192  # search results count as response
-    config.rollout.num_rows = 64
+    config.rollout.max_num_seqs = 64
 
     config.optimizer.lr = 1e-6
     config.optimizer.num_minibatches = 4

@@ -86,7 +86,7 @@ def get_config(setup: str = "full") -> ConfigDict:
     config.rollout.overlong_prompts = "truncate_left"
     config.rollout.max_response_tokens = 20480
     config.rollout.max_total_tokens = 22528
-    config.rollout.num_rows = 256
+    config.rollout.max_num_seqs = 256
     config.shaping.overlong_buffer = 4096
 
     config.optimizer.lr = 1e-6

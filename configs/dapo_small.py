@@ -17,7 +17,7 @@ def get_config(world: str = "data/math") -> ConfigDict:
     set_environment(config)
     set_method(config)
     config.rollout.group_size = 16
-    config.rollout.num_rows = 256
+    config.rollout.max_num_seqs = 256
     config.filter.tasks_per_batch = 16
     config.shaping.overlong_buffer = 20  # a fifth of the limit, as published
     config.optimizer.num_minibatches = 4

@@ -40,7 +40,7 @@ def get_config(world: str = "data/debug") -> ConfigDict:
     config.rollout.max_response_tokens = 64
     config.rollout.max_total_tokens = 192
     config.rollout.max_turns = 2
-    config.rollout.num_rows = 16
+    config.rollout.max_num_seqs = 16
     config.rollout.chunk_tokens = 8
 
     config.advantage.grpo.normalize_std = False

@@ -37,7 +37,7 @@ def get_config(world: str = "data/looking") -> ConfigDict:
     config.rollout.max_response_tokens = 10
     config.rollout.max_total_tokens = 34
     config.rollout.max_image_tokens = 4
-    config.rollout.num_rows = 256
+    config.rollout.max_num_seqs = 256
     config.rollout.chunk_tokens = 8
 
     config.advantage.grpo.normalize_std = False

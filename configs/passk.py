@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
     config.rollout.max_prompt_tokens = 4096
     config.rollout.max_response_tokens = 8192
     config.rollout.max_total_tokens = 12288
-    config.rollout.num_rows = 256
+    config.rollout.max_num_seqs = 256
 
     config.optimizer.lr = 1e-6
     config.optimizer.warmup_steps = 10

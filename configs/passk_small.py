@@ -28,7 +28,7 @@ def get_config(world: str = "data/puzzles") -> ConfigDict:
     config.rollout.max_prompt_tokens = 24
     config.rollout.max_response_tokens = 14
     config.rollout.max_total_tokens = 48
-    config.rollout.num_rows = 256
+    config.rollout.max_num_seqs = 256
     config.rollout.chunk_tokens = 14
     config.optimizer.micro_rows = 32
 

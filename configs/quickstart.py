@@ -37,7 +37,7 @@ def get_config(world: str = "data/quickstart") -> ConfigDict:
     config.rollout.max_response_tokens = 64
     config.rollout.max_total_tokens = 192
     config.rollout.max_turns = 2
-    config.rollout.num_rows = 128
+    config.rollout.max_num_seqs = 128
     config.rollout.chunk_tokens = 8
     config.rollout.observation_lag_chunks = 1  # on a CPU a quick search has nothing to hide behind
 

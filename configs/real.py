@@ -41,7 +41,7 @@ def get_config(world: str = "data/real") -> ConfigDict:
     config.rollout.max_response_tokens = 64
     config.rollout.max_total_tokens = 288
     config.rollout.max_turns = 2
-    config.rollout.num_rows = 32
+    config.rollout.max_num_seqs = 32
     config.rollout.observation_lag_chunks = 1
 
     config.advantage.grpo.normalize_std = False

@@ -25,7 +25,7 @@ def set_sizes(config: ConfigDict) -> None:
     config.rollout.max_response_tokens = 256
     config.rollout.max_total_tokens = 1024
     config.rollout.group_size = 8
-    config.rollout.num_rows = 64
+    config.rollout.max_num_seqs = 64
     config.optimizer.micro_rows = 0
     config.sft.optimizer.micro_rows = 0
     config.optimizer.lr = 2e-6

@@ -15,6 +15,6 @@ def get_config(world: str = "data/real") -> ConfigDict:
     config.mesh.data = 1
     config.mesh.fsdp = 8
     config.rollout.group_size = 16
-    config.rollout.num_rows = 128
+    config.rollout.max_num_seqs = 128
     config.optimizer.lr = 1e-6
     return config

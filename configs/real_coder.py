@@ -51,7 +51,7 @@ def get_config(arguments: str = "qwen") -> ConfigDict:
     config.rollout.max_response_tokens = 300
     config.rollout.max_total_tokens = 1024
     config.rollout.max_turns = 3
-    config.rollout.num_rows = 16
+    config.rollout.max_num_seqs = 16
     config.rollout.observation_lag_chunks = 1
 
     config.eval.max_tasks = 50

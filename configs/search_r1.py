@@ -81,7 +81,7 @@ def get_config() -> ConfigDict:
     config.rollout.max_prompt_tokens = 2048
     config.rollout.max_response_tokens = 3 * 500  # two turns that search and one that answers
     config.rollout.max_total_tokens = 4096
-    config.rollout.num_rows = 192
+    config.rollout.max_num_seqs = 192
 
     config.optimizer.lr = 1e-6
     config.optimizer.num_minibatches = 2

@@ -77,7 +77,7 @@ def get_config() -> ConfigDict:
     config.rollout.max_prompt_tokens = 1024
     config.rollout.max_response_tokens = 500
     config.rollout.max_total_tokens = 4096
-    config.rollout.num_rows = 32  # two while training; the evaluations fill them
+    config.rollout.max_num_seqs = 32  # two while training; the evaluations fill them
 
     config.optimizer.lr = 1e-5
     config.optimizer.micro_rows = 0

@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
     config.rollout.max_prompt_tokens = 1024
     config.rollout.max_response_tokens = 4 * 500  # three turns that search and one that answers
     config.rollout.max_total_tokens = 4096
-    config.rollout.num_rows = 32
+    config.rollout.max_num_seqs = 32
 
     config.optimizer.warmup_steps = 10
     config.optimizer.micro_rows = 1

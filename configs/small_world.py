@@ -34,7 +34,7 @@ def small_world(world: str) -> ConfigDict:
     config.rollout.max_response_tokens = 64
     config.rollout.max_total_tokens = 192
     config.rollout.max_turns = 2
-    config.rollout.num_rows = 64
+    config.rollout.max_num_seqs = 64
     config.rollout.chunk_tokens = 8
     config.rollout.observation_lag_chunks = 1
 
@@ -55,7 +55,7 @@ def small_math(world: str) -> ConfigDict:
     config.sft.optimizer.final_lr_fraction = 0.1
 
     config.rollout.tasks_per_step = 16
-    config.rollout.num_rows = 128
+    config.rollout.max_num_seqs = 128
     config.rollout.max_prompt_tokens = 56
     config.rollout.max_response_tokens = 96
     config.rollout.max_total_tokens = 168  # the longest demonstrations ramble on to there

@@ -28,7 +28,7 @@ def get_config(world: str = "data/trail") -> ConfigDict:
     config.rollout.max_total_tokens = 1536
     config.rollout.max_turns = 9
     config.rollout.group_size = 4
-    config.rollout.num_rows = 32
+    config.rollout.max_num_seqs = 32
 
     config.advantage.grpo.normalize_std = False
     config.optimizer.warmup_steps = 2

@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers as pre
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import check_hf, hf_places, write_json, write_tensors
 from jaxrl.models.registry import find_architecture
-from jaxrl.utils.files import folder_taking_place
+from jaxrl.utils.files import atomic_folder
 
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 FIELDS = {
@@ -130,7 +130,7 @@ def convert(file: Path, out: Path) -> None:
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         return values
 
-    with folder_taking_place(out, marker="config.json") as folder:
+    with atomic_folder(out, marker="config.json") as folder:
         write_json(folder / "config.json", model.hf_config() | {"torch_dtype": "float32"})
         write_json(folder / "tokenizer_config.json", tokenizer_config)
         tokenizer.save(str(folder / "tokenizer.json"), pretty=False)

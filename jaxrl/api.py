@@ -33,7 +33,7 @@ from jaxrl.logs.writers import parse_record
 from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.resume import add_code_folders
-from jaxrl.runtime.watchdog import told_of_stalls
+from jaxrl.runtime.watchdog import watchdog
 from jaxrl.utils.secrets import redacted_output
 
 
@@ -76,7 +76,7 @@ def train(
     Raises:
         ValueError, KeyError, AttributeError, TypeError, OSError: The configuration, a file or the
             workdir is wrong.
-        KeyboardInterrupt: The user interrupted. Finished steps are saved, and the same call
+        KeyboardInterrupt: The user interrupted. ScoredEpisode steps are saved, and the same call
             resumes. A second interrupt ends at once.
         OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
             UserCodeError, UnreadableError, CheckpointError: See `jaxrl.run.run`.
@@ -106,7 +106,7 @@ def evaluate(config: ConfigDict, workdir: str | Path, *, step: int | None = None
     return _play(config, Path(workdir), step=step)
 
 
-def open_run(workdir: str | Path) -> Run:
+def load_run(workdir: str | Path) -> Run:
     """Read the results of a run, also of one in progress.
 
     Raises:
@@ -149,7 +149,7 @@ def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
         stack.callback(display.stop)
         play = launch.make_ready(resolved, workdir, display, stack, **settings)
         should_stop = stack.enter_context(_asked_to_stop())
-        stack.enter_context(told_of_stalls(display, config.watch.stall_s))
+        stack.enter_context(watchdog(display, config.watch.stall_s))
         is_interrupted = False
         try:
             play(should_stop)
@@ -159,7 +159,7 @@ def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
     # Raised here, since a notebook keeps the frames of an error, and with them weights.
     if is_interrupted:
         raise KeyboardInterrupt(f"the steps done are saved in {workdir}")
-    return open_run(workdir)
+    return load_run(workdir)
 
 
 @contextlib.contextmanager

@@ -27,11 +27,11 @@ from jaxrl.logs.writers import write_images
 from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.sampling.interfaces import Sampling, Seeds
-from jaxrl.sampling.weights import given_up
+from jaxrl.sampling.weights import donate
 from jaxrl.training.failures import first_error
-from jaxrl.training.run_state import OF_CODE, Session
+from jaxrl.training.run_state import OF_CODE, RunState
 from jaxrl.training.settings import STAGES
-from jaxrl.training.usage import Ledger
+from jaxrl.training.usage import UsageStats
 from jaxrl.types import Draw, Group, Params, members
 from jaxrl.utils.files import written_whole
 from jaxrl.utils.json_io import read_object
@@ -121,62 +121,64 @@ def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, flo
         return None
 
 
-def read_ledger(path: Path) -> Ledger:
+def read_ledger(path: Path) -> UsageStats:
     """Return the ledger of an evaluation on disk; an empty one if there is none."""
     try:
-        return Ledger.from_json(read_object(path)["ledger"])
+        return UsageStats.from_json(read_object(path)["ledger"])
     except (OSError, ValueError, KeyError, TypeError):
-        return Ledger()
+        return UsageStats()
 
 
-def evaluate(session: Session, params: Params) -> Params:
+def evaluate(run_state: RunState, params: Params) -> Params:
     """Run the stage: score parameters in all final suites, unless the result is on disk.
 
     No stage follows, so the parameters are donated to the sampler.
     """
-    progress, workdir = session.progress, session.workdir
+    progress, workdir = run_state.progress, run_state.workdir
     file = workdir / "eval" / f"evaluate_{progress.step}.json"
-    done, spent = None, Ledger()
+    done, spent = None, UsageStats()
     if distributed.is_main():
-        done = read_metrics(file, progress.whose_weights, made_with(session))
+        done = read_metrics(file, progress.whose_weights, made_with(run_state))
         spent = read_ledger(file)
     errors: dict[str, str] = {}
-    metrics = distributed.from_main(done)
+    metrics = distributed.broadcast(done)
     if metrics is None:
-        session.check_budget()
-        sampler = session.components.sampler
+        run_state.check_budget()
+        sampler = run_state.components.sampler
         if sampler is not None:
-            session.compile_sampler()
-            with stopped_by(session.should_stop):
-                sampler.set_weights(given_up(session.components.model.whole(params)))
-        metrics, errors = run_suites(session, "evaluate", session.settings.evaluation.final_suites)
+            run_state.compile_sampler()
+            with stopped_by(run_state.should_stop):
+                sampler.set_weights(donate(run_state.components.model.whole(params)))
+        metrics, errors = run_suites(
+            run_state, "evaluate", run_state.settings.evaluation.final_suites
+        )
         if sampler is not None:
             sampler.release()
     else:
-        progress.ledger += Ledger.from_json(distributed.from_main(spent.to_json()))
+        progress.ledger += UsageStats.from_json(distributed.broadcast(spent.to_json()))
         text = file.with_suffix(".txt")
-        session.display.log(f"evaluated before, with the same settings: {text}")
+        run_state.display.log(f"evaluated before, with the same settings: {text}")
     metrics |= progress.ledger.metrics()
     metrics["weights_step"] = progress.whose_weights
-    session.metrics_log.write(progress.step, "evaluate", metrics)
-    session.failures.check_suites(errors)
+    run_state.metrics_log.write(progress.step, "evaluate", metrics)
+    run_state.failures.check_suites(errors)
     return params
 
 
-def made_with(session: Session) -> str:
+def made_with(run_state: RunState) -> str:
     """Return a hash of what an evaluation depends on besides weights: settings, tasks, corpus."""
-    settings = session.settings.evaluation.depends_on
+    settings = run_state.settings.evaluation.depends_on
     read = ("model.path/", "tasks.eval.source", "search.local.corpus", "search.dense.")
     content = {
         name: value
-        for name, value in session.origin["contents"].items()
+        for name, value in run_state.origin["contents"].items()
         if name.startswith(read) or name.endswith(OF_CODE)
     }
     return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()
 
 
 def run_suites(
-    session: Session, stage: str, suites: Sequence[str]
+    run_state: RunState, stage: str, suites: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Evaluate the engine's weights and write `eval/<stage>_<step>.json` and `.txt`.
 
@@ -186,19 +188,23 @@ def run_suites(
     Raises:
         BudgetSpentError: A model behind an endpoint plays, and the run has spent its budget.
     """
-    step, display, settings = session.progress.step, session.display, session.settings.evaluation
+    step, display, settings = (
+        run_state.progress.step,
+        run_state.display,
+        run_state.settings.evaluation,
+    )
     started = time.perf_counter()
     played: dict[str, list[Group]] = {}
-    ledger = Ledger()
+    ledger = UsageStats()
     for suite in suites:
         # The suites before may have spent the budget of a model behind an endpoint. Its answers
         # are recorded, so the next start continues from there.
-        if session.components.external:
-            session.check_budget()
-        groups = played[suite] = play(session, suite)
-        prices, is_control = session.settings.ledger.prices, suite in CONTROLS
-        ledger += Ledger.of(members(groups), prices, is_control=is_control)
-        session.uncounted = ledger
+        if run_state.components.external:
+            run_state.check_budget()
+        groups = played[suite] = play(run_state, suite)
+        prices, is_control = run_state.settings.ledger.prices, suite in CONTROLS
+        ledger += UsageStats.of(members(groups), prices, is_control=is_control)
+        run_state.uncounted = ledger
     summaries = {
         suite: summarize(
             groups,
@@ -206,14 +212,14 @@ def run_suites(
             has_results=settings.has_results,
             ks=settings.ks,
             num_resamples=settings.resamples,
-            seed=session.settings.seed,
-            weights=session.components.reward_weights,
+            seed=run_state.settings.seed,
+            weights=run_state.components.reward_weights,
         )
         for suite, groups in played.items()
     }
-    if session.components.sampler is not None:
-        session.components.sampler.clear()  # the cache; the weights are the next rollout's
-    whose_weights = session.progress.whose_weights
+    if run_state.components.sampler is not None:
+        run_state.components.sampler.clear()  # the cache; the weights are the next rollout's
+    whose_weights = run_state.progress.whose_weights
     record = as_record(
         step,
         stage,
@@ -221,14 +227,14 @@ def run_suites(
         played,
         summaries,
         weights_step=whose_weights,
-        made_with=made_with(session),
+        made_with=made_with(run_state),
         has_results=settings.has_results,
     )
     record["ledger"] = ledger.to_json()
     text = as_text(step, stage, summaries, weights_step=whose_weights)
     if distributed.is_main():
-        write(session.workdir / "eval" / f"{stage}_{step}.json", record, text)
-        write_images(session.workdir, (t for groups in played.values() for t in members(groups)))
+        write(run_state.workdir / "eval" / f"{stage}_{step}.json", record, text)
+        write_images(run_state.workdir, (t for groups in played.values() for t in members(groups)))
     unscored = [suite for suite, summary in summaries.items() if is_unscored(summary)]
     errors = {suite: first_error(members(played[suite])) for suite in unscored}
     for suite, error in errors.items():
@@ -240,16 +246,16 @@ def run_suites(
     for line in [text] if stage == "evaluate" else lines:
         display.log(line)
     metrics = {"timing_s/testing": time.perf_counter() - started, **memory_metrics()}
-    session.progress.ledger += ledger
-    session.uncounted = Ledger()
+    run_state.progress.ledger += ledger
+    run_state.uncounted = UsageStats()
     for suite, summary in summaries.items():
         metrics |= as_metrics(suite, summary)
     return metrics, errors
 
 
-def play(session: Session, suite: str) -> list[Group]:
+def play(run_state: RunState, suite: str) -> list[Group]:
     """Play the held-out tasks of a suite with the engine's weights."""
-    settings, components = session.settings.evaluation, session.components
+    settings, components = run_state.settings.evaluation, run_state.components
     is_greedy = suite == "greedy"
     rollout = components.rollout if suite in ("sampled", "greedy") else components.controls[suite]
     groups = rollout(
@@ -259,12 +265,12 @@ def play(session: Session, suite: str) -> list[Group]:
             temperature=0.0 if is_greedy else settings.temperature,
             top_p=settings.top_p,
             seeds=Seeds(
-                seed=session.settings.seed,
+                seed=run_state.settings.seed,
                 stage=STAGES.index("evaluate"),
-                step=session.progress.step,
+                step=run_state.progress.step,
             ),
         ),
-        should_stop=session.should_stop,
-        progress=session.display.counter(f"evaluating {suite}, trajectories"),
+        should_stop=run_state.should_stop,
+        progress=run_state.display.counter(f"evaluating {suite}, trajectories"),
     )
     return [group for group in groups if group is not None]  # an evaluation leaves none unfinished

@@ -188,7 +188,7 @@ def _run(
     from jaxrl.runtime import distributed
     from jaxrl.runtime.checkpoint import CheckpointError
     from jaxrl.runtime.preemption import Interrupted
-    from jaxrl.runtime.watchdog import told_of_stalls
+    from jaxrl.runtime.watchdog import watchdog
     from jaxrl.training.collect import NotEnoughGroupsError
     from jaxrl.training.failures import NothingWorksError
     from jaxrl.training.usage import BudgetSpentError
@@ -213,7 +213,7 @@ def _run(
         except OutageError as error:
             _end(error, EXIT_NOTHING_WORKS)
         begin()
-        stack.enter_context(told_of_stalls(display, config.watch.stall_s, config.watch.deadline_s))
+        stack.enter_context(watchdog(display, config.watch.stall_s, config.watch.deadline_s))
         try:
             play(should_stop)
         except (Interrupted, BudgetSpentError) as error:
@@ -303,14 +303,14 @@ def make_ready(
     use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
     # All processes write their prompts at the same time.
-    now = datetime.fromisoformat(distributed.from_main(resume.prompt_time(workdir).isoformat()))
+    now = datetime.fromisoformat(distributed.broadcast(resume.prompt_time(workdir).isoformat()))
     components = build(config, display.activity, workdir=workdir, log=display.log, now=now)
     if distributed.is_main():
         stack.enter_context(held(workdir))
     for line in (*notes, *components.notes):
         display.log(line)
 
-    def adopt() -> None:
+    def record_start() -> None:
         if distributed.is_main():
             resume.record_start(workdir, begun, changes, config, contents)
 
@@ -318,7 +318,7 @@ def make_ready(
         given = (run_settings(config), workdir, components, display, should_stop, contents)
         try:
             if step is None:
-                run(*given, adopt)
+                run(*given, record_start)
             else:
                 evaluate_step(*given, step)
         except Exception:

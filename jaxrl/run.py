@@ -24,20 +24,20 @@ from jaxrl.runtime import distributed, resume
 from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, by_value, optimizer_items
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.sharding import abstract, param_shardings
-from jaxrl.runtime.versions import verdicts_of, write_environment
+from jaxrl.runtime.versions import kernel_checks_of, write_environment
 from jaxrl.sft import sft
 from jaxrl.train import train
 from jaxrl.training.collect import ENDING, NotEnoughGroupsError
-from jaxrl.training.failures import Failures
-from jaxrl.training.run_state import Components, Progress, Session
+from jaxrl.training.failures import FailureCounter
+from jaxrl.training.run_state import Components, Progress, RunState
 from jaxrl.training.settings import Settings
 from jaxrl.training.update import init_state, state_shardings
-from jaxrl.training.usage import BudgetSpentError, Ledger
+from jaxrl.training.usage import BudgetSpentError, UsageStats
 from jaxrl.training.watch import RollBack, UnsoundError
 from jaxrl.types import Params
 from jaxrl.utils.callables import UserCodeError
 
-STAGE_FUNCTIONS: dict[str, Callable[[Session, Params], Params]] = {
+STAGE_FUNCTIONS: dict[str, Callable[[RunState, Params], Params]] = {
     "sft": sft,
     "train": train,
     "evaluate": evaluate,
@@ -52,7 +52,7 @@ def run(
     display: Display,
     should_stop: Callable[[], bool] = lambda: False,
     contents: Mapping[str, str] | None = None,
-    adopt: Callable[[], None] = lambda: None,
+    record_start: Callable[[], None] = lambda: None,
 ) -> None:
     """Run the configured stages from the newest checkpoint of the workdir.
 
@@ -63,14 +63,14 @@ def run(
         display: Progress.
         should_stop: Returns True once the run must save and end.
         contents: Fingerprints of the files that the configuration names, for the checkpoints.
-        adopt: Called once the checkpoint, if any, is restored: from then on the workdir belongs
-            to this configuration.
+        record_start: Called once the checkpoint, if any, is restored: from then on the workdir
+            belongs to this configuration.
 
     Raises:
-        Interrupted: `should_stop` returned True. Finished steps are saved, here and below.
+        Interrupted: `should_stop` returned True. ScoredEpisode steps are saved, here and below.
         NothingWorksError: Every episode failed, several times in a row or in the last evaluation.
         OutageError: The environment's server has not answered for too long.
-        BudgetSpentError: The run has spent its budget. Finished steps are saved.
+        BudgetSpentError: The run has spent its budget. ScoredEpisode steps are saved.
         UnsoundError: A step had a sign of collapse that ends the run. That step is saved.
         NotEnoughGroupsError: The filter kept too few groups.
         UserCodeError: User code failed in a step. The steps before it are saved.
@@ -84,9 +84,9 @@ def run(
         log=display.log,
     )
     with contextlib.closing(checkpointer):
-        is_done = is_adopted = False
+        is_done = is_recorded = False
         while not is_done:
-            session = open_session(
+            run_state = load_run_state(
                 settings,
                 workdir,
                 components=components,
@@ -94,14 +94,14 @@ def run(
                 display=display,
                 should_stop=should_stop,
                 contents=contents or {},
-                adopt=None if is_adopted else adopt,
+                record_start=None if is_recorded else record_start,
             )
-            is_adopted = True
-            with contextlib.closing(session.metrics_log), _stopping(display):
-                is_done = run_stages(session)
-    progress = session.progress
+            is_recorded = True
+            with contextlib.closing(run_state.metrics_log), _stopping(display):
+                is_done = run_stages(run_state)
+    progress = run_state.progress
     ending: list[str] = []
-    write_report(session, ending.append)
+    write_report(run_state, ending.append)
     paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
     names = sorted(path.name + "/" * path.is_dir() for path in paths)
     display.log(f"done; {workdir} holds {', '.join(names)}")
@@ -112,11 +112,11 @@ def run(
         display.log(line)
 
 
-def nothing_saved(session: Session) -> str:
+def nothing_saved(run_state: RunState) -> str:
     """Describe what is lost if a run stops before its first checkpoint."""
-    replies = session.settings.kept_replies
-    if session.components.external and replies is not None:
-        folder = replies or session.workdir / "replies"
+    replies = run_state.settings.kept_replies
+    if run_state.components.external and replies is not None:
+        folder = replies or run_state.workdir / "replies"
         return (
             f"the replies so far are kept in {folder}. The same command asks for the others alone"
         )
@@ -151,7 +151,7 @@ def evaluate_step(
             step,
         ) or ({}, {})
         progress = Progress.from_json(position, components.method)
-        session = Session(
+        run_state = RunState(
             settings=settings,
             workdir=workdir,
             components=components,
@@ -163,14 +163,16 @@ def evaluate_step(
             should_stop=should_stop,
             run_suites=run_suites,
             write_samples=write_samples,
-            origin=origin_of(settings, contents),
-            failures=Failures(limit=settings.max_failed_steps, log=display.log, num_batches=0),
+            origin=run_origin(settings, contents),
+            failures=FailureCounter(
+                limit=settings.max_failed_steps, log=display.log, num_batches=0
+            ),
             saved=dataclasses.replace(progress),
         )
-        params = start_params(session)
+        params = start_params(run_state)
         folder = workdir / "steps" / str(step)
         components.export(params, folder)
-        evaluate(session, params)
+        evaluate(run_state, params)
     display.log(f"done; {folder} holds the model of step {step}")
 
 
@@ -201,62 +203,62 @@ def _stopping(display: Display) -> Iterator[None]:
         display.stop()
 
 
-def run_stages(session: Session) -> bool:
-    """Run the stages of a session. Save and report what ends them early.
+def run_stages(run_state: RunState) -> bool:
+    """Run the stages of a run. Save and report what ends them early.
 
     Returns:
-        False if a new session must resume from an earlier checkpoint.
+        False if a new run state must resume from an earlier checkpoint.
     """
-    progress, display = session.progress, session.display
+    progress, display = run_state.progress, run_state.display
     try:
-        params = start_params(session)
-        for stage in session.settings.stages:
-            params = STAGE_FUNCTIONS[stage](session, params)
+        params = start_params(run_state)
+        for stage in run_state.settings.stages:
+            params = STAGE_FUNCTIONS[stage](run_state, params)
         return True
     except RollBack as decision:
-        roll_back(session, decision)
+        roll_back(run_state, decision)
         return False
     except (*ENDING, UnsoundError, Interrupted) as error:
-        session.save_progress()
+        run_state.save_progress()
         if isinstance(error, Interrupted):
             saved = f"step {progress.step} is saved. The same command goes on from there"
-            nothing = nothing_saved(session)
-            display.log(f"stopped; {saved if session.saved else nothing}")
+            nothing = nothing_saved(run_state)
+            display.log(f"stopped; {saved if run_state.saved else nothing}")
         if isinstance(error, BudgetSpentError):
-            saved = f"step {progress.step} is saved" if session.saved else "nothing is saved yet"
+            saved = f"step {progress.step} is saved" if run_state.saved else "nothing is saved yet"
             display.log(f"stopped; {saved}; {error}")
         # Drawing takes seconds, for which one who stops a run that has done nothing need not wait.
-        is_unbegun = isinstance(error, Interrupted) and not session.metrics_log.num_records
+        is_unbegun = isinstance(error, Interrupted) and not run_state.metrics_log.num_records
         if not (is_unbegun or isinstance(error, NotEnoughGroupsError | UserCodeError)):
-            write_report(session, display.log)
+            write_report(run_state, display.log)
         if isinstance(error, UserCodeError):
             go_on = "What was finished is saved; mend the code and go on with --accept_changes."
             raise UserCodeError(f"{error} {go_on}") from error
         raise
 
 
-def roll_back(session: Session, decision: RollBack) -> None:
+def roll_back(run_state: RunState, decision: RollBack) -> None:
     """Prepare the workdir and the memory to resume from an earlier checkpoint."""
-    progress = session.progress
+    progress = run_state.progress
     number = progress.watched.num_roll_backs + 1
     line = {"number": number, "sign": decision.sign, "from_step": decision.from_step}
     line |= {"to_step": decision.to_step, "lr_scale": decision.lr_scale}
-    progress.give_up_pending()
+    progress.discard_prefetched()
     line |= {"ledger": progress.ledger.to_json()}
     if distributed.is_main():
-        resume.append_rollback(session.workdir, line)
-    distributed.meet()
-    session.components.engine.release()
-    session.state = session.ref_params = None  # the devices have no room for two
-    aside = session.workdir / resume.ASIDE / str(number)
-    session.display.log(
+        resume.append_rollback(run_state.workdir, line)
+    distributed.barrier()
+    run_state.components.engine.release()
+    run_state.state = run_state.ref_params = None  # the devices have no room for two
+    aside = run_state.workdir / resume.ASIDE / str(number)
+    run_state.display.log(
         f"going back from step {decision.from_step} to the checkpoint of step {decision.to_step}, "
         f"with other draws and {decision.lr_scale:g} of the learning rate ({decision.sign}); "
         f"{aside} keeps what was measured since"
     )
 
 
-def open_session(
+def load_run_state(
     settings: Settings,
     workdir: Path,
     *,
@@ -265,20 +267,20 @@ def open_session(
     display: Display,
     should_stop: Callable[[], bool],
     contents: Mapping[str, str],
-    adopt: Callable[[], None] | None,
-) -> Session:
-    """Restore the session from the workdir's newest checkpoint. For arguments see `run`."""
+    record_start: Callable[[], None] | None,
+) -> RunState:
+    """Restore the run_state from the workdir's newest checkpoint. For arguments see `run`."""
     is_main = distributed.is_main()
-    going_back = carry_out_roll_backs(workdir, checkpointer)
+    going_back = apply_rollbacks(workdir, checkpointer)
     checkpoint = checkpointer.restore(lambda saved: restore_targets(components, saved))
     position, restored = checkpoint or ({}, {})
     progress = Progress.from_json(position, components.method) if checkpoint else Progress()
     if going_back:
-        gone_back(progress, going_back[-1], checkpointer)
+        apply_rollback(progress, going_back[-1], checkpointer)
     if components.processor is not None:
         progress.restore_images(components.processor.with_images)
-    if adopt is not None:
-        adopt()
+    if record_start is not None:
+        record_start()
     if is_main and (checkpoint or set(settings.stages) != {"evaluate"}):
         resume.remove_later_files(workdir, progress.step)
     metrics_log = open_log(
@@ -292,10 +294,10 @@ def open_session(
     if is_main:
         environment = workdir / "environment.json"
         write_environment(environment, progress.step, components, display.log)
-    failures = Failures(
+    failures = FailureCounter(
         limit=settings.max_failed_steps, log=display.log, num_batches=progress.num_failed
     )
-    return Session(
+    return RunState(
         settings=settings,
         workdir=workdir,
         components=components,
@@ -307,14 +309,14 @@ def open_session(
         should_stop=should_stop,
         run_suites=run_suites,
         write_samples=write_samples,
-        origin=origin_of(settings, contents),
+        origin=run_origin(settings, contents),
         failures=failures,
         saved=dataclasses.replace(progress) if checkpoint else None,
         make_notes=partial(make_notes, settings.trajectories) if settings.tokens else None,
     )
 
 
-def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
+def apply_rollbacks(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
     """Apply rollback decisions that are newer than the newest whole checkpoint.
 
     Returns:
@@ -330,7 +332,7 @@ def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict
             lines = resume.read_rollbacks(workdir)
         except (ValueError, OSError) as failure:
             error = str(failure)
-    lines, error = distributed.from_main((lines, error))
+    lines, error = distributed.broadcast((lines, error))
     if error is not None:
         raise CheckpointError(error)
     newest = checkpointer.newest_position() if lines else None
@@ -348,13 +350,15 @@ def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict
     return lines if lines[-1]["number"] > num_done else []
 
 
-def gone_back(progress: Progress, decision: Mapping[str, Any], checkpointer: Checkpointer) -> None:
+def apply_rollback(
+    progress: Progress, decision: Mapping[str, Any], checkpointer: Checkpointer
+) -> None:
     """Apply a rollback decision to the restored progress."""
     changed = {"lr_scale": decision["lr_scale"], "num_roll_backs": decision["number"]}
     progress.watched = dataclasses.replace(progress.watched, acting=(), **changed)
     # What the steps and groups that were given up have cost is spent.
-    progress.ledger = Ledger.from_json(decision["ledger"])
-    progress.pending = None
+    progress.ledger = UsageStats.from_json(decision["ledger"])
+    progress.prefetched = None
     values = checkpointer.values()
     if values.get(progress.best.step) != progress.best.value:
         best = by_value(values)
@@ -362,25 +366,25 @@ def gone_back(progress: Progress, decision: Mapping[str, Any], checkpointer: Che
         progress.best = dataclasses.replace(progress.best, mark=left["value"], **left)
 
 
-def origin_of(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
+def run_origin(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
     """Return the configuration and files of this start, for comparison when it resumes."""
     return {"config": dict(flat_pairs(settings.values)), "contents": dict(contents)}
 
 
-def start_params(session: Session) -> Params:
+def start_params(run_state: RunState) -> Params:
     """Return the parameters of the first stage: the checkpoint's, or else the model's.
 
     If nothing is trained they are still on disk; see `load_hf`.
     """
-    settings, display, progress = session.settings, session.display, session.progress
-    if session.components.external:
-        display.log(f"the policy is {session.components.external}")
+    settings, display, progress = run_state.settings, run_state.display, run_state.progress
+    if run_state.components.external:
+        display.log(f"the policy is {run_state.components.external}")
         return {}
-    attention = session.components.model.attention
+    attention = run_state.components.model.attention
     display.log(f"attention: {attention.name}, {attention.reason}")
-    if shown := session.components.model.architecture.shown_kernels:
+    if shown := run_state.components.model.architecture.shown_kernels:
         display.log(shown)
-    for check in verdicts_of(session.components):
+    for check in kernel_checks_of(run_state.components):
         if check.is_sound:
             display.log(f"{check.operation}: {check.kernel} passes its check: {check.finding}")
         else:
@@ -388,27 +392,27 @@ def start_params(session: Session) -> Params:
                 f"warning: {check.operation}: {check.kernel} gives way to the next kernel: "
                 f"{check.finding}"
             )
-    display.log(f"sampler shapes: {session.components.engine.shapes()}")
+    display.log(f"sampler shapes: {run_state.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
-    model = session.components.model
+    model = run_state.components.model
     given = model, settings.model_path, settings.architecture, counter
     model.base = load_base(*given)
-    if session.saved:
+    if run_state.saved:
         display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
-        return session.restored.pop("params")
-    display.log(f"no checkpoint in {session.workdir}: starting from {settings.model_path}")
+        return run_state.restored.pop("params")
+    display.log(f"no checkpoint in {run_state.workdir}: starting from {settings.model_path}")
     is_late = settings.stages == ("evaluate",)
     return load_trained(*given, seed=settings.seed, is_late=is_late)
 
 
-def write_report(session: Session, log: Callable[[str], None]) -> None:
+def write_report(run_state: RunState, log: Callable[[str], None]) -> None:
     """Write `report.html`, in one of the processes."""
     if distributed.is_main():
         write = optional(REPORT)
         if write is None:
             log("no report: jaxrl/extras/view is not there")
         else:
-            write(session.workdir, log)
+            write(run_state.workdir, log)
 
 
 REPORT = "jaxrl.extras.view.report:write_or_warn"

@@ -17,7 +17,7 @@ from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.training.packing import pack
-from jaxrl.training.run_state import Session
+from jaxrl.training.run_state import RunState
 from jaxrl.training.update import put_batch
 from jaxrl.types import Batch, Params
 
@@ -25,19 +25,19 @@ SHOWN_OF_SFT = {"loss": "sft/loss"} | {name: SHOWN[name] for name in ("tokens/s"
 """Numbers that the display shows of a step, and the metric of each."""
 
 
-def sft(session: Session, params: Params) -> Params:
+def sft(run_state: RunState, params: Params) -> Params:
     """Trains on demonstrations; returns the trained parameters."""
-    components, progress = session.components, session.progress
+    components, progress = run_state.components, run_state.progress
     stage = components.stages["sft"]
     num_steps, batch_size = stage.num_steps, stage.batch_size
-    if not session.begin("sft"):
+    if not run_state.begin("sft"):
         return params
-    state = session.state = session.start_state(params)
-    stream = Stream(components.demonstrations, seed=session.settings.seed)
+    state = run_state.state = run_state.start_state(params)
+    stream = Stream(components.demonstrations, seed=run_state.settings.seed)
     num_shards = num_batch_shards(components.mesh)
-    session.display.start("sft", progress.stage_step, num_steps)
+    run_state.display.start("sft", progress.stage_step, num_steps)
     while progress.stage_step < num_steps:
-        if distributed.anywhere(session.should_stop()):
+        if distributed.any_process(run_state.should_stop()):
             raise Interrupted
         started = time.perf_counter()
         taken = stream.take(progress.items_taken, batch_size)
@@ -50,9 +50,9 @@ def sft(session: Session, params: Params) -> Params:
             num_shards=num_shards,
         )
         batch = put_batch(components.mesh, packed.batch)
-        with stopped_by(session.should_stop):
+        with stopped_by(run_state.should_stop):
             state, measured = stage.update(state, batch, packed)
-        session.state = state
+        run_state.state = state
         metrics = {name: float(metric.value) for name, metric in measured.items()}
         step_s = time.perf_counter() - started
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
@@ -69,12 +69,12 @@ def sft(session: Session, params: Params) -> Params:
             **memory_metrics(),
             "perf/num_compilations/update": stage.update.num_programs,
         }
-        session.metrics_log.write(progress.step, "sft", record)
+        run_state.metrics_log.write(progress.step, "sft", record)
         shown = {name: record[key] for name, key in SHOWN_OF_SFT.items() if key in record}
-        session.display.step(progress.stage_step, shown)
-        if session.is_checkpoint_due and not session.is_last_step:
-            session.save()
-    return session.end(state)
+        run_state.display.step(progress.stage_step, shown)
+        if run_state.is_checkpoint_due and not run_state.is_last_step:
+            run_state.save()
+    return run_state.end(state)
 
 
 def supervised_loss(

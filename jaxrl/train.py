@@ -46,71 +46,78 @@ from jaxrl.training.controllers import Controllers, advance, advance_gate
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.failures import has_learned, why_nothing
 from jaxrl.training.method import is_measured
-from jaxrl.training.minibatches import make_minibatches, put_minibatches, trained_share
-from jaxrl.training.reference_kl import make_measure
-from jaxrl.training.run_state import Progress, Session
+from jaxrl.training.minibatches import make_minibatches, shard_minibatches, trained_share
+from jaxrl.training.reference_kl import make_kl_fn
+from jaxrl.training.run_state import Progress, RunState
 from jaxrl.training.settings import STAGES, Settings
 from jaxrl.training.update import ScoreStep
-from jaxrl.training.usage import Ledger
-from jaxrl.training.watch import ACTIONS, RollBack, UnsoundError, action_on, goal_of, look
+from jaxrl.training.usage import UsageStats
+from jaxrl.training.watch import (
+    ACTIONS,
+    RollBack,
+    UnsoundError,
+    action_on,
+    check_step,
+    rollback_target,
+)
 from jaxrl.types import Draw, Group, Params, TrainState, Trajectory, members
 
 
-def train(session: Session, params: Params) -> Params:
+def train(run_state: RunState, params: Params) -> Params:
     """Reinforcement learning; returns the trained parameters."""
-    components, progress = session.components, session.progress
+    components, progress = run_state.components, run_state.progress
     stage, method = components.stages["train"], components.method
-    patience = session.settings.evaluation.patience
-    if not session.begin("train"):
-        session.note_steps_beyond(stage.num_steps)
+    patience = run_state.settings.evaluation.patience
+    if not run_state.begin("train"):
+        run_state.note_steps_beyond(stage.num_steps)
         return params
     is_resumed = progress.stage_step > 0
-    ref_params = session.ref_params = session.start_reference(params)
-    state = session.state = session.start_state(params)
+    ref_params = run_state.ref_params = run_state.start_reference(params)
+    state = run_state.state = run_state.start_state(params)
     score = ScoreStep(components.model, temperature=method.temperature)
     estimate = Estimator(method.advantage, method.seed)
-    stream = Stream(components.tasks, seed=session.settings.seed)
+    stream = Stream(components.tasks, seed=run_state.settings.seed)
     num_shards = num_batch_shards(components.mesh)
-    divergences = make_measure(score, components.mesh, stage.shape, method)
+    divergences = make_kl_fn(score, components.mesh, stage.shape, method)
 
     def measure(groups: Sequence[Group]) -> list[Group]:
         """Adds divergences to groups, where the method has a use for them."""
         if not is_measured(method.kl):
             return list(groups)
-        assert session.state is not None
+        assert run_state.state is not None
         assert ref_params is not None
         components.engine.clear()  # the cache would lie beside the activations that scoring takes
-        return divergences(groups, session.state.params, ref_params)
+        return divergences(groups, run_state.state.params, ref_params)
 
-    take_notes = session.make_notes and session.make_notes(score, stage.shape, method)
-    collector = Collector(session=session, stream=stream, measure=measure)
-    session.compile_sampler()
+    take_notes = run_state.make_notes and run_state.make_notes(score, stage.shape, method)
+    collector = Collector(run_state=run_state, stream=stream, measure=measure)
+    run_state.compile_sampler()
     # A signal may break off a compilation within: nothing has changed until a step's first update.
-    with stopped_by(session.should_stop):
+    with stopped_by(run_state.should_stop):
         components.engine.set_weights(components.model.whole(state.params))
     if not is_resumed:
-        begin_training(session)
-    elif count := len(progress.unfinished):
-        session.display.log(
+        begin_training(run_state)
+    elif count := len(progress.in_flight_tasks):
+        run_state.display.log(
             f"train: {count} task{'s' * (count > 1)} were under way when the run stopped; their "
             "episodes are played anew"
         )
-    session.display.start("train", progress.stage_step, stage.num_steps)
+    run_state.display.start("train", progress.stage_step, stage.num_steps)
     if progress.record is not None:
-        finish_step(session)  # the run was stopped while it evaluated
+        finish_step(run_state)  # the run was stopped while it evaluated
 
     while progress.stage_step < stage.num_steps and not progress.is_out_of_patience(patience):
-        session.check_budget()
+        run_state.check_budget()
         clock, policy_version = Clock(), int(state.num_updates)
         # Draw tasks, roll them out, shape rewards (training/rewards.py), keep the groups that
         # teach (objectives/filters.py, by filter.name).
         with clock.sampling():
             collected = collector.take(policy_version)
         # Measure the divergence from the reference, move the controllers, change rewards.
-        with stopped_by(session.should_stop):
+        with stopped_by(run_state.should_stop):
             groups = measure(collected.groups)
         moved, groups = advance(
-            progress.controllers, groups, collected.tried, method, components.is_trigger
+            progress.controllers, groups, collected.sampled_stats, method, components.is_trigger
         )
         # This step uses the KL state from before it, and all other states as just advanced.
         used = dataclasses.replace(moved, kl=progress.controllers.kl)
@@ -122,8 +129,8 @@ def train(session: Session, params: Params) -> Params:
         minibatches = make_minibatches(
             groups, stage.shape, method, controllers=used, num_shards=num_shards
         )
-        with stopped_by(session.should_stop):
-            batches = put_minibatches(
+        with stopped_by(run_state.should_stop):
+            batches = shard_minibatches(
                 minibatches, components.mesh, score, state.params, ref_params, method
             )
             noted = take_notes(groups, used, state.params, ref_params) if take_notes else None
@@ -132,42 +139,44 @@ def train(session: Session, params: Params) -> Params:
         scale = progress.watched.lr_scale
         # None, not 1.0: the compiled program then has no such factor and rounds as without a watch.
         lr_scale = None if scale == 1 else scale
-        session.display.activity(f"update, {len(batches) * stage.settings.num_epochs} mini-batches")
+        run_state.display.activity(
+            f"update, {len(batches) * stage.settings.num_epochs} mini-batches"
+        )
         for _ in range(stage.settings.num_epochs):
             for packed, batch in zip(minibatches, batches, strict=True):
                 if packed.num_counted:  # else only environment errors: nothing to learn from
                     # A stop may interrupt the compilation of the step's first update, which has
                     # changed nothing yet. Later ones may not be: the old state is donated by then.
-                    may_end = session.should_stop if not update_metrics else lambda: False
+                    may_end = run_state.should_stop if not update_metrics else lambda: False
                     with stopped_by(may_end):
                         state, metrics = stage.update(state, batch, packed, lr_scale)
                     update_metrics.append(metrics)
-        session.state = state
+        run_state.state = state
         # Nothing above has waited for the devices. While they work, collect the groups of the next
-        # step (rollout.ahead).
+        # step (rollout.async_level).
         with clock.sampling():
-            pending = collector.look_ahead(collected, moved, policy_version)
+            pending = collector.prefetch(collected, moved, policy_version)
         update_metrics = jax.device_get(update_metrics)
         components.engine.set_weights(components.model.whole(state.params))
         clock.updated()
         # Where the run stands now, and what the step was like.
-        progress.controllers, progress.leftover = moved, collected.leftover
-        progress.unfinished = collected.unfinished
-        progress.pending, progress.ledger = pending, progress.ledger + collected.ledger
-        session.uncounted = Ledger()
+        progress.controllers, progress.buffered_groups = moved, collected.buffered_groups
+        progress.in_flight_tasks = collected.in_flight_tasks
+        progress.prefetched, progress.ledger = pending, progress.ledger + collected.ledger
+        run_state.uncounted = UsageStats()
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken, progress.value = collected.num_tasks_taken, None
         progress.num_learned += has_learned(update_metrics) and stage.settings.lr > 0
         trajectories = members(groups)
-        failed = some_failed(collected.tried, method.group_size)
+        failed = some_failed(collected.sampled_stats, method.group_size)
         reasons = [why for why in (why_nothing(trajectories, update_metrics), failed) if why]
         if reasons:
-            session.display.log(f"warning: train {progress.stage_step}: {'; '.join(reasons)}")
+            run_state.display.log(f"warning: train {progress.stage_step}: {'; '.join(reasons)}")
         progress.record = {
             **rollout_metrics(
                 trajectories,
-                session.settings.max_response_tokens,
-                has_python=session.settings.evaluation.has_python,
+                run_state.settings.max_response_tokens,
+                has_python=run_state.settings.evaluation.has_python,
             ),
             **merge(update_metrics),
             **collected.metrics,
@@ -191,31 +200,31 @@ def train(session: Session, params: Params) -> Params:
         }
         if method.watch is not None:
             # Signs of collapse, by watch.name; acted on once the step is recorded.
-            progress.watched, marks = look(
+            progress.watched, marks = check_step(
                 method, progress.watched, progress.record, groups, progress.stage_step
             )
             progress.record |= marks
         fields = sample_fields(groups, moved)
         if noted:  # scores on the devices, so every process takes part
             fields = [a | b for a, b in zip(fields, noted(state.params), strict=True)]
-        log_trajectories(session, trajectories, fields)
-        finish_step(session)
-    progress.give_up_pending()  # where the stage ends early
+        log_trajectories(run_state, trajectories, fields)
+        finish_step(run_state)
+    progress.discard_prefetched()  # where the stage ends early
     if progress.stage_step < stage.num_steps:
-        state = take_best(session, state)
-    return session.end(state)
+        state = take_best(run_state, state)
+    return run_state.end(state)
 
 
 @dataclass(kw_only=True)
 class Collector:
-    """Collects what a step trains on: at its start or, by `rollout.ahead`, during the one before.
+    """Collect the groups of a step, at its start or, one step ahead, during the step before.
 
     Groups collected ahead are sampled with the weights from before the current step's update, and
     with its controllers after `advance`. The stage gate moves at that step's evaluation, after they
     are collected, so they still see the old gate.
     """
 
-    session: Session
+    run_state: RunState
     stream: Stream[Task]
     measure: Measure
     failure: Exception | None = None  # for which nothing could be collected ahead
@@ -223,20 +232,20 @@ class Collector:
 
     def take(self, policy_version: int) -> Collected:
         """Collects what the step that begins trains on."""
-        session, progress = self.session, self.session.progress
+        run_state, progress = self.run_state, self.run_state.progress
         if self.failure is not None:
             raise self.failure
-        collected = progress.pending
+        collected = progress.prefetched
         if collected is None:
-            collected = self._collect(progress, policy_version, session.should_stop)
-        elif distributed.anywhere(session.should_stop()):
+            collected = self._collect(progress, policy_version, run_state.should_stop)
+        elif distributed.any_process(run_state.should_stop()):
             # Nothing is sampled here, where a rollout would notice the request.
             raise Interrupted("the run was asked to stop between two steps")
         if not self._looks_ahead:
-            session.components.engine.release()  # its memory is the update's
+            run_state.components.engine.release()  # its memory is the update's
         return collected
 
-    def look_ahead(
+    def prefetch(
         self, collected: Collected, controllers: Controllers, policy_version: int
     ) -> Collected | None:
         """Collects what the next step trains on; None where that step must collect it itself.
@@ -247,11 +256,11 @@ class Collector:
         if not self._looks_ahead:
             return None
         progress = dataclasses.replace(
-            self.session.progress,
-            step=self.session.progress.step + 1,
+            self.run_state.progress,
+            step=self.run_state.progress.step + 1,
             items_taken=collected.num_tasks_taken,
-            leftover=collected.leftover,
-            unfinished=collected.unfinished,
+            buffered_groups=collected.buffered_groups,
+            in_flight_tasks=collected.in_flight_tasks,
             controllers=controllers,
         )
         try:
@@ -263,7 +272,7 @@ class Collector:
     @property
     def _looks_ahead(self) -> bool:
         """True if the next step's groups are collected during the current one."""
-        components, stage_step = self.session.components, self.session.progress.stage_step
+        components, stage_step = self.run_state.components, self.run_state.progress.stage_step
         is_ahead = bool(components.method.ahead)
         return is_ahead and stage_step + 1 < components.num_steps["train"]
 
@@ -274,33 +283,33 @@ class Collector:
         should_stop: Callable[[], bool],
     ) -> Collected:
         """Collects the groups of a step from where the progress stands, with its metrics."""
-        session, engine = self.session, self.session.components.engine
+        run_state, engine = self.run_state, self.run_state.components.engine
         started = time.perf_counter()
         before = dataclasses.replace(engine.counts)
         engine.waits.clear()
-        uncounted = session.uncounted  # of the step during which this one's groups are collected
+        uncounted = run_state.uncounted  # of the step during which this one's groups are collected
         sampler = make_sampler(
-            session,
+            run_state,
             progress.step,
             policy_version,
             should_stop,
-            unfinished=session.components.method.filter.unfinished_tasks,
+            unfinished=run_state.components.method.filter.unfinished_tasks,
         )
         try:
             collected = collect(
                 sampler,
                 self.stream,
-                session.components.method,
+                run_state.components.method,
                 num_tasks_taken=progress.items_taken,
-                leftover=progress.leftover,
-                unfinished=progress.unfinished,
+                buffered_groups=progress.buffered_groups,
+                in_flight_tasks=progress.in_flight_tasks,
                 controllers=progress.controllers,
                 measure=self.measure,
-                failures=session.failures,
+                failures=run_state.failures,
             )
         except (*ENDING, Interrupted):
-            session.count_lost(sampler.usage)
-            session.uncounted = uncounted
+            run_state.count_lost(sampler.usage)
+            run_state.uncounted = uncounted
             raise
         metrics = collected.metrics | engine_metrics(engine, before) | wait_metrics(engine)
         self._warn_of_idling(metrics["timing_s/wait_lag"], time.perf_counter() - started)
@@ -316,7 +325,7 @@ class Collector:
         if self.has_warned or idle_s < max(1.0, 0.1 * sampling_s):
             return
         self.has_warned = True
-        self.session.display.log(
+        self.run_state.display.log(
             f"warning: the devices were idle for {idle_s:.1f} of {sampling_s:.1f} s of sampling, "
             "as replies of the environment enter after a fixed number of chunks; set "
             "config.rollout.deterministic=False, or raise config.rollout.observation_lag_chunks"
@@ -324,30 +333,30 @@ class Collector:
 
 
 def make_sampler(
-    session: Session,
+    run_state: RunState,
     step: int,
     policy_version: int,
     should_stop: Callable[[], bool],
     unfinished: int = 0,
 ) -> StepSampler:
-    """Return the sampler of one training step. What it uses is added to `session.uncounted`.
+    """Return the sampler of one training step. What it uses is added to `run_state.uncounted`.
 
     Args:
-        session: State of the run.
+        run_state: State of the run.
         step: Step over all stages, part of the sampling seeds.
         policy_version: Number of optimizer steps that the engine's weights have seen.
         should_stop: Returns True once the rollout is to be interrupted.
         unfinished: Number of groups that may resume in a later step.
     """
-    method, uncounted = session.components.method, session.uncounted
+    method, uncounted = run_state.components.method, run_state.uncounted
     sampling = Sampling(
         group_size=method.group_size,
         temperature=method.temperature,
         top_p=method.top_p,
         seeds=Seeds(
-            seed=session.settings.seed,
+            seed=run_state.settings.seed,
             # Other draws after each return to an earlier checkpoint (`watch.action`).
-            stage=STAGES.index("train") + len(STAGES) * session.progress.watched.num_roll_backs,
+            stage=STAGES.index("train") + len(STAGES) * run_state.progress.watched.num_roll_backs,
             step=step,
         ),
         policy_version=policy_version,
@@ -355,43 +364,43 @@ def make_sampler(
         unfinished=unfinished,
     )
 
-    def count(usage: Ledger) -> None:
-        session.uncounted = uncounted + usage
+    def count(usage: UsageStats) -> None:
+        run_state.uncounted = uncounted + usage
 
     return StepSampler(
-        rollout=session.components.rollout,
+        rollout=run_state.components.rollout,
         sampling=sampling,
         should_stop=should_stop,
-        progress=session.display.counter("trajectories"),
-        check_budget=session.check_budget,
+        progress=run_state.display.counter("trajectories"),
+        check_budget=run_state.check_budget,
         on_usage=count,
-        prices=session.settings.ledger.prices,
+        prices=run_state.settings.ledger.prices,
     )
 
 
-def begin_training(session: Session) -> None:
+def begin_training(run_state: RunState) -> None:
     """Evaluates the policy as it is, and sets up the controllers."""
-    progress = session.progress
-    evaluated = session.evaluate(session.settings.evaluation.suites)
-    best_metric(session.settings, evaluated)  # refused now where it is missing
-    update_gate(session, evaluated)
-    bootstrap(session)
+    progress = run_state.progress
+    evaluated = run_state.evaluate(run_state.settings.evaluation.suites)
+    best_metric(run_state.settings, evaluated)  # refused now where it is missing
+    update_gate(run_state, evaluated)
+    bootstrap(run_state)
     metrics = evaluated | progress.controllers.metrics() | progress.ledger.metrics()
-    session.metrics_log.write(progress.step, "train", metrics)
+    run_state.metrics_log.write(progress.step, "train", metrics)
 
 
-def bootstrap(session: Session) -> None:
+def bootstrap(run_state: RunState) -> None:
     """Rolls tasks out once, to set up thresholds, difficulties and targets before the first step.
 
     The tasks are the first ones in their file; they are sampled with seeds that no step uses.
     """
-    components, method = session.components, session.components.method
+    components, method = run_state.components, run_state.components.method
     count = method.shaping.bootstrap_tasks
     tasks = components.tasks[: count if count >= 0 else None]
     if not tasks:
         return
-    session.display.log(f"train: one pass over {len(tasks)} tasks sets up the controllers")
-    sampler = make_sampler(session, BOOTSTRAP_STEP, 0, session.should_stop)
+    run_state.display.log(f"train: one pass over {len(tasks)} tasks sets up the controllers")
+    sampler = make_sampler(run_state, BOOTSTRAP_STEP, 0, run_state.should_stop)
     groups: list[Group] = []
     size = method.tasks_per_step
     for start in range(0, len(tasks), size):
@@ -400,48 +409,48 @@ def bootstrap(session: Session) -> None:
             for i, task in enumerate(tasks[start : start + size])
         ]
         sampled = sampler.sample(draws)
-        session.failures.count(members(sampled))
+        run_state.failures.count(members(sampled))
         groups += sampled
-    session.progress.ledger += sampler.usage
-    session.uncounted = Ledger()
+    run_state.progress.ledger += sampler.usage
+    run_state.uncounted = UsageStats()
     controllers, _ = advance(
-        session.progress.controllers, groups, (), method, components.is_trigger
+        run_state.progress.controllers, groups, (), method, components.is_trigger
     )
-    session.progress.controllers = controllers
+    run_state.progress.controllers = controllers
 
 
 BOOTSTRAP_STEP = 2**31 - 1
 """Step number in the sampling seeds of `bootstrap`; no real step has it."""
 
 
-def update_gate(session: Session, evaluated: Mapping[str, float]) -> None:
+def update_gate(run_state: RunState, evaluated: Mapping[str, float]) -> None:
     """Moves the stage gate, where the method has one, by how correct greedy answers are."""
     if not evaluated:
         return
-    part = session.settings.evaluation.correct
+    part = run_state.settings.evaluation.correct
     head = "val-core/all/exact_match" if part == "exact_match" else f"val-aux/all/{part}"
     # Where every search failed, nothing was scored and there is no such metric.
     correctness = evaluated.get(f"{head}/greedy", math.nan)
-    progress = session.progress
+    progress = run_state.progress
     progress.controllers = advance_gate(
-        progress.controllers, correctness, session.components.method.shaping
+        progress.controllers, correctness, run_state.components.method.shaping
     )
 
 
-def finish_step(session: Session) -> None:
+def finish_step(run_state: RunState) -> None:
     """Ends a step: evaluates, writes the record and saves a checkpoint, each where it is due."""
-    progress, is_last = session.progress, session.is_last_step
-    settings = session.settings.evaluation
+    progress, is_last = run_state.progress, run_state.is_last_step
+    settings = run_state.settings.evaluation
     every, evaluated = settings.every_steps, dict[str, float]()
     if is_last or (every and progress.stage_step % every == 0):
-        evaluated = session.evaluate(settings.suites)
-    update_gate(session, evaluated)
+        evaluated = run_state.evaluate(settings.suites)
+    update_gate(run_state, evaluated)
     assert progress.record is not None
     record = progress.record | evaluated | progress.controllers.metrics()
     record |= progress.ledger.metrics()
     progress.record = None
-    show_step(session, record)
-    progress.value = best_metric(session.settings, evaluated)
+    show_step(run_state, record)
+    progress.value = best_metric(run_state.settings, evaluated)
     is_best = False
     if progress.value is not None:
         progress.best = update_best(
@@ -450,28 +459,32 @@ def finish_step(session: Session) -> None:
         is_best = progress.best.step == progress.step
     is_early = not is_last and progress.is_out_of_patience(settings.patience)
     mark = {"stopped_early": 1} if is_early else {}
-    session.metrics_log.write(progress.step, "train", record | mark)
-    act_on_signs(session)
-    # `Session.end` saves the last step. A step at which patience ran out is saved only if it is
+    run_state.metrics_log.write(progress.step, "train", record | mark)
+    act_on_signs(run_state)
+    # `RunState.end` saves the last step. A step at which patience ran out is saved only if it is
     # the best, since the stage then ends with the best checkpoint.
-    if not is_last and (is_best or (session.is_checkpoint_due and not is_early)):
-        session.save()
+    if not is_last and (is_best or (run_state.is_checkpoint_due and not is_early)):
+        run_state.save()
 
 
-def act_on_signs(session: Session) -> None:
+def act_on_signs(run_state: RunState) -> None:
     """Tells the signs of the step that was just recorded, and does what `watch.action` asks for.
 
     Raises:
         RollBack: the run is to go back to an earlier checkpoint.
         UnsoundError: it is to end.
     """
-    progress, watch = session.progress, session.components.method.watch
+    progress, watch = run_state.progress, run_state.components.method.watch
     signs = progress.watched.acting
     if watch is None or not signs:
         return
     for sign in signs:
-        session.display.log(f"warning: train {progress.stage_step}: {sign['name']}: {sign['text']}")
-        session.metrics_log.mark(progress.step, "train", {**sign, "action": action_on(sign, watch)})
+        run_state.display.log(
+            f"warning: train {progress.stage_step}: {sign['name']}: {sign['text']}"
+        )
+        run_state.metrics_log.mark(
+            progress.step, "train", {**sign, "action": action_on(sign, watch)}
+        )
     # Of those that ask for the same, the one whose last sound step is the earliest.
     worst = max(signs, key=lambda s: (ACTIONS.index(action_on(s, watch)), -s["since"]))
     action = action_on(worst, watch)
@@ -484,23 +497,23 @@ def act_on_signs(session: Session) -> None:
         )
     if action == "lower_lr":
         progress.watched = dataclasses.replace(progress.watched, lr_scale=scale)
-        session.display.log(
+        run_state.display.log(
             f"train {progress.stage_step}: from here on with {scale:g} of the learning rate"
         )
     if action == "roll_back":
         begun = progress.step - progress.stage_step  # after the stages before
-        steps = [s - begun for s in session.checkpointer.values() if begun <= s < progress.step]
-        goal = begun + goal_of(worst, watch, progress.watched, steps)
+        steps = [s - begun for s in run_state.checkpointer.values() if begun <= s < progress.step]
+        goal = begun + rollback_target(worst, watch, progress.watched, steps)
         raise RollBack(sign=worst["name"], from_step=progress.step, to_step=goal, lr_scale=scale)
 
 
-def show_step(session: Session, record: Mapping[str, Any]) -> None:
+def show_step(run_state: RunState, record: Mapping[str, Any]) -> None:
     """Shows the numbers of a step's record that a person follows."""
     numbers = {name: plain_number(record.get(key)) for name, key in SHOWN.items()}
-    if not session.settings.ledger.prices:
+    if not run_state.settings.ledger.prices:
         numbers.pop("spent")
     shown = {name: number for name, number in numbers.items() if number is not None}
-    session.display.step(session.progress.stage_step, shown)
+    run_state.display.step(run_state.progress.stage_step, shown)
 
 
 def best_metric(settings: Settings, evaluated: Mapping[str, float]) -> float | None:
@@ -522,18 +535,18 @@ def best_metric(settings: Settings, evaluated: Mapping[str, float]) -> float | N
     return float(evaluated[name]) if math.isfinite(evaluated[name]) else None
 
 
-def take_best(session: Session, state: TrainState) -> TrainState:
+def take_best(run_state: RunState, state: TrainState) -> TrainState:
     """The state of the best checkpoint in place of the last one, which is freed."""
-    settings, progress = session.settings.evaluation, session.progress
+    settings, progress = run_state.settings.evaluation, run_state.progress
     wanted = abstract(state, jax.tree.map(lambda leaf: leaf.sharding, state))
-    session.checkpointer.wait()
-    session.components.engine.release()
-    session.state = None
+    run_state.checkpointer.wait()
+    run_state.components.engine.release()
+    run_state.state = None
     jax.tree.map(lambda leaf: leaf.delete(), state)  # the device has no room for two
-    step, best = session.checkpointer.restore_best(wanted)
+    step, best = run_state.checkpointer.restore_best(wanted)
     progress.stopped_early, progress.weights_step = True, step
     progress.value = progress.best.value
-    session.display.log(
+    run_state.display.log(
         f"train {progress.stage_step}: {settings.best_metric} did not improve by more than "
         f"{settings.min_delta} in {settings.patience} evaluations; ending with the "
         f"checkpoint of step {step}, the best"
@@ -542,12 +555,12 @@ def take_best(session: Session, state: TrainState) -> TrainState:
 
 
 def log_trajectories(
-    session: Session, trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]]
+    run_state: RunState, trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]]
 ) -> None:
     """Writes the step's first trajectories to its file, as many as the configuration asks for."""
     if not distributed.is_main():
         return
-    count = session.settings.trajectories
+    count = run_state.settings.trajectories
     count = len(trajectories) if count < 0 else count
     kept = trajectories[:count], fields[:count]
-    session.write_samples(session.workdir, session.progress.step, *kept)
+    run_state.write_samples(run_state.workdir, run_state.progress.step, *kept)

@@ -94,7 +94,7 @@ class Trajectory:
     """One episode on the host: every token the model read or wrote."""
 
     token_ids: np.ndarray  # int32 [L]
-    # bool [L], True where the policy sampled the token; `as_trained` may add observations.
+    # bool [L], True where the policy sampled the token; `with_loss_mask` may add observations.
     loss_mask: np.ndarray
     rollout_logprobs: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     rollout_entropies: np.ndarray  # float32 [L], nats; 0 outside loss_mask
@@ -205,7 +205,7 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens in `loss_mask`: those the policy sampled, unless `as_trained` widened it."""
+        """Tokens in `loss_mask`: those the policy sampled, unless `with_loss_mask` widened it."""
         return int(self.loss_mask.sum())
 
     @property

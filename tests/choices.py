@@ -23,7 +23,11 @@ LOSSES = {
     "clip": {"loss.clip.dual_clip": 3.0},
     "gspo": {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
     "cispo": {"loss.name": "cispo"},
-    "dppo": {"loss.name": "dppo", "loss.dppo.divergence": "kl", "loss.gate.name": "off_policy"},
+    "dppo": {
+        "loss.name": "dppo",
+        "loss.dppo.divergence": "kl",
+        "loss.token_filter.name": "off_policy",
+    },
     "clip with llds": {"loss.term.name": "llds"},
 }
 KL_TERMS = {

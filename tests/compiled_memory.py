@@ -34,14 +34,14 @@ from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.extras.plan import advice, memory
 from jaxrl.models.attention.choice import choose
-from jaxrl.models.output import QUARTERS
+from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.registry import read_model
 from jaxrl.runtime import sharding
 from jaxrl.sampling.buckets import append_sizes
 from jaxrl.sampling.decode import Blocks, Programs, Rows, StopTables, scans
-from jaxrl.sampling.next_token import PLAIN
+from jaxrl.sampling.next_token import FULL
 from jaxrl.training.method import token_fields
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
@@ -108,7 +108,7 @@ def small_run(
     config.optimizer.micro_rows = 2 * data * fsdp * expert
     config.rollout.max_total_tokens = 1024
     config.rollout.max_prompt_tokens = 256
-    config.rollout.num_rows = 16 * data * fsdp * context * expert
+    config.rollout.max_num_seqs = 16 * data * fsdp * context * expert
     return resolve_names(config, needs_data=False)
 
 
@@ -152,7 +152,7 @@ def trainer_programs(config: ResolvedConfig, policy: Model) -> dict[str, Any]:
     logprobs = batch.rollout_logprobs
     # What a program does not need is on the device all the same.
     run = partial(jax.jit, donate_argnums=1, static_argnums=5, keep_unused=True)
-    rest = (batch, index, index, max(QUARTERS), abstract_patches(config, policy))
+    rest = (batch, index, index, max(LOGIT_CAPACITIES), abstract_patches(config, policy))
     add, score = step.gradient.add.program, ScoreStep(policy, temperature=1.0).add.program
     apply = jax.jit(step.apply.function, donate_argnums=0)
     return {
@@ -217,7 +217,7 @@ def sampler_programs(
     sizes = dict(memory.target_mesh(config, model, target).shape)
     if target.num_processes > 1:
         sizes = {"data": -1, "fsdp": 1, "expert": sizes["expert"], "tensor": sizes["tensor"]}
-    mesh, num_rows = sharding.make_mesh(**sizes, devices=devices), rollout.num_rows
+    mesh, num_rows = sharding.make_mesh(**sizes, devices=devices), rollout.max_num_seqs
     num_rows //= target.num_processes
     kernels = choose(config.model.attention, mesh, model)
     policy = architecture_of(config, model)
@@ -230,7 +230,7 @@ def sampler_programs(
         num_rows=num_rows,
         dtype=dtype,
         scan_layers=scans(
-            config.model.scan_layers, target.platform, has_adapter=policy.around is not None
+            config.model.scan_layers, target.platform, has_adapter=policy.wrapper is not None
         ),
     )
     declared = sampler.architecture
@@ -275,7 +275,7 @@ def sampler_programs(
     append = jax.jit(sampler.append, donate_argnums=1, keep_unused=True)
     one = on_all((), jnp.float32)
     return {
-        "decode": partial(decode.lower, weights, cache, last, rows, stops, one, one, PLAIN),
+        "decode": partial(decode.lower, weights, cache, last, rows, stops, one, one, FULL),
         "reading": partial(append.lower, weights, cache, blocks),
     }
 

@@ -26,8 +26,8 @@ from jaxrl.config.schema import EXTRA_KEYS, KEYS, default_config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA, attend_pages
-from jaxrl.models.layers import SamplerThrough, Through, for_sampler
-from jaxrl.models.output import QUARTERS
+from jaxrl.models.layers import LayerScan, SamplerLayerScan, for_sampler
+from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
@@ -88,7 +88,7 @@ TINY_MOE = QwenMoeConfig(
     normalises_shares=True,
     expert_layers=(0, 2),
 )
-UPDATE_PROGRAMS = 2 + 2 * len(QUARTERS)
+UPDATE_PROGRAMS = 2 + 2 * len(LOGIT_CAPACITIES)
 """At most: start, optimizer; for each room in the output one that learns and one that measures."""
 
 NUM_TOKENS = 250  # ids the tokenizer knows; the last four pad the vocabulary
@@ -172,7 +172,7 @@ def sharing_prompts(sequences, prompt_lengths):
     return out
 
 
-def weigh(sequences, aggregation, scale=None):
+def loss_weights(sequences, aggregation, scale=None):
     """The weights of every sequence's tokens, where these are the whole mini-batch."""
     function = AGGREGATIONS[aggregation]
     if "max_response_tokens" in inspect.signature(function).parameters:
@@ -187,7 +187,7 @@ def weights_in_rows(mask, ids, aggregation, scale=None):
         Sequence(token_ids=None, loss_mask=mask[ids == n], rollout_logprobs=None) for n in names
     ]
     out = np.zeros(mask.shape, np.float32)
-    for name, weights in zip(names, weigh(each, aggregation, scale), strict=True):
+    for name, weights in zip(names, loss_weights(each, aggregation, scale), strict=True):
         out[ids == name] = weights
     return out
 
@@ -205,7 +205,7 @@ def pack_all(sequences, shape, *, aggregation="token-mean", scale=None, counted=
     """
     advantages = np.array([sequence.advantage for sequence in sequences], np.float32)
     counted = sequences if counted is None else counted
-    weights = dict(zip(map(id, counted), weigh(counted, aggregation, scale), strict=True))
+    weights = dict(zip(map(id, counted), loss_weights(counted, aggregation, scale), strict=True))
     fields = {"token_weights": [weights[id(sequence)] for sequence in sequences]}
     for name in ("old_logprobs", "ref_logprobs"):
         values = [getattr(sequence, name) for sequence in sequences]
@@ -232,7 +232,7 @@ def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none"
     """Final hidden states of packed rows, with the attention that every platform has."""
     attend = XLA.within(segment_ids, positions)
     return config.hidden_states(
-        params, token_ids, positions, attend, Through(remat=remat, scan=scan)
+        params, token_ids, positions, attend, LayerScan(remat=remat, scan=scan)
     )
 
 
@@ -264,7 +264,7 @@ def read_tokens(config, weights, cache, tables, start, counts, token_ids):
         out, _ = attend_pages(q, *written, tables, limits)
         return out.astype(q.dtype).reshape(B * C, *q.shape[2:]), written
 
-    through = SamplerThrough(attend, cache)
+    through = SamplerLayerScan(attend, cache)
     weights = for_sampler(weights, scan=False, stacks=config.stacks)
     hidden = config.sample_states(weights, token_ids.reshape(-1), positions.reshape(-1), through)
     return hidden.reshape(B, C, -1), through.memory

@@ -25,8 +25,8 @@ from jaxrl.models.attention import reference
 from jaxrl.models.attention.choice import choose, on_mesh
 from jaxrl.models.attention.kernels import find_reads
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.aux_arrays import Beside
-from jaxrl.models.layers import Through
+from jaxrl.models.aux_arrays import AuxArrays
+from jaxrl.models.layers import LayerScan
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import (
     in_pieces,
@@ -215,14 +215,14 @@ def sampler_collectives(engine):
     """What the programs that touch the cache move between devices."""
     num_rows = engine.row_sizes[-1]
     chunk, _ = engine._host_rows([[] for _ in range(engine.num_shards)], num_rows)
-    blocks, _ = engine._feed.blocks((), 4 * engine.programs.block, engine._tables)
+    blocks, _ = engine._prefill.blocks((), 4 * engine.programs.block, engine._tables)
     places = np.zeros(engine.num_shards * MOVED_PAGES, np.int32)
     one = np.float32(1)
     arguments = {
         "append": (engine._weights, engine._cache, blocks, engine._seen),
         "decode": (
             *(engine._weights, engine._cache, engine._state, chunk, engine._stops),
-            *(one, one, next_token.PLAIN),
+            *(one, one, next_token.FULL),
         ),
         "copy": (engine._cache, places, places),
     }
@@ -299,10 +299,10 @@ def num_misrecorded(params, rows):
 
 def chosen_experts(params, ids):
     """The experts of each token of one sequence, `[T, layers, k]`."""
-    beside = Beside(records=True)
+    beside = AuxArrays(records=True)
     positions = jnp.arange(len(ids))[None]
     attend = XLA.within(jnp.ones_like(positions), positions)
-    through = Through(beside=beside, scan=False)
+    through = LayerScan(beside=beside, scan=False)
     TINY_MOE.hidden_states(params, ids[None], positions, attend, through)
     return beside.recorded[ROUTED]
 

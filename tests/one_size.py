@@ -13,7 +13,7 @@ def take_the_largest(patch):
     for name in ("row_sizes", "append_sizes"):
         sizes = getattr(engine, name)
         patch.setattr(engine, name, lambda *given, sizes=sizes: sizes(*given)[-1:])
-    patch.setattr(packing, "QUARTERS", packing.QUARTERS[-1:])
+    patch.setattr(packing, "LOGIT_CAPACITIES", packing.LOGIT_CAPACITIES[-1:])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
 from jaxrl.sampling.decode import Blocks, Programs, Rows, StopTables
-from jaxrl.sampling.next_token import PLAIN
+from jaxrl.sampling.next_token import FULL
 from jaxrl.training import update
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.types import Batch
@@ -106,7 +106,7 @@ def kernels_on(mesh, name):
 
 
 def sampler_programs(
-    config=CONFIG, *, device=None, kernels="xla", kind=PLAIN, num_pages=32, dtype=jnp.bfloat16,
+    config=CONFIG, *, device=None, kernels="xla", kind=FULL, num_pages=32, dtype=jnp.bfloat16,
     scan_layers=False,
 ):  # fmt: skip
     """Decoding and reading, each with abstract arguments, of which the second is donated."""

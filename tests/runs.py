@@ -18,7 +18,7 @@ from configs import debug_tiny
 from jaxrl.builders.components import build_stages
 from jaxrl.envs.base import Prompt, ToolError
 from jaxrl.envs.protocol import PROTOCOLS
-from jaxrl.envs.rewards.combiner import Payment
+from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.logs.display import Display
@@ -34,7 +34,7 @@ from tests.helpers import build, method_of, resolved, settings_of
 
 # As small as they can be and still search: the sampler compiles a program for each of its shapes.
 SIZES = {
-    "rollout.num_rows": 4,
+    "rollout.max_num_seqs": 4,
     "rollout.max_response_tokens": 40,
     "rollout.max_total_tokens": 112,
     "rollout.max_observation_tokens": 24,
@@ -215,7 +215,7 @@ class Sampler:
             max_observation_tokens=config.rollout.max_observation_tokens,
         )
         automaton = StopAutomaton(parts.tokenizer.vocab_bytes, env.stop_strings)
-        pay = Payment(weights=resolved(config).reward_weights)
+        pay = RewardCombiner(weights=resolved(config).reward_weights)
         rollout = Rollout(parts.engine, env, parts.tokenizer, automaton, limits, Schedule(), pay)
         return dataclasses.replace(made_for(config, parts), rollout=SharedRollout(rollout))
 

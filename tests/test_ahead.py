@@ -51,7 +51,7 @@ SETTINGS = {
     "stages": ("sft", "train"),
     "sft.num_steps": NUM_SFT,
     "num_steps": NUM_TRAIN,
-    "rollout.ahead": 1,
+    "rollout.async_level": 1,
     "loss.correction.level": "token",
     "checkpoint.every_steps": 1,
     "checkpoint.keep": 100,
@@ -121,7 +121,7 @@ def test_the_weights_before_an_update_sample_what_the_next_one_learns_from(
             sft = run_settings(tiny_world, **{**SETTINGS, "stages": ("sft",)})
             _, params = saved_progress(made_for(sft, parts), workdir)
         saved = position(base, NUM_SFT + done)
-        ahead = serialization.groups_from_json(saved["pending"]["groups"])
+        ahead = serialization.groups_from_json(saved["prefetched"]["groups"])
         parts.engine.set_weights(params)
         size = config.rollout.tasks_per_step
         draws, _ = draw(Stream(parts.tasks, seed=config.seed), saved["items_taken"], size)
@@ -138,7 +138,7 @@ def test_the_weights_before_an_update_sample_what_the_next_one_learns_from(
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
             np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)
             assert {*one.policy_versions[one.loss_mask]} == {done - 1}
-    assert position(base, LAST)["pending"] is None
+    assert position(base, LAST)["prefetched"] is None
     found = train_records(base)
     assert [record["rollout/lag"] for record in found] == [0, 1, 1, 1]
     gaps = [record["rollout_corr/logprob_diff_mean"] for record in found]
@@ -184,7 +184,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(base, tiny_world, 
     newest = steps_in(workdir / "checkpoints")[-1]
     assert newest == NUM_SFT + 2
     assert position(workdir, newest)["record"]
-    assert position(workdir, newest)["pending"]
+    assert position(workdir, newest)["prefetched"]
     # Then right after that evaluation: nothing is sampled before the run ends.
     count = NUM_SFT + 1 + 2
     file = workdir / "metrics.jsonl"
@@ -259,7 +259,7 @@ def test_a_failure_ahead_is_told_after_the_step_is_saved(base, tiny_world, tmp_p
     with pytest.raises(UserCodeError, match="mine failed"):
         play(config, workdir, change=failing)
     assert steps_in(workdir / "checkpoints")[-1] == NUM_SFT + 2
-    assert position(workdir, NUM_SFT + 2)["pending"] is None
+    assert position(workdir, NUM_SFT + 2)["prefetched"] is None
     assert lasting(workdir) == lasting(base)[: NUM_SFT + 3]
     # Mended, it samples that step's groups by the weights it has.
     assert play(config, workdir)

@@ -70,7 +70,7 @@ def test_a_run_returns_what_its_folder_holds(whole, settings):
     assert "critic/rewards/mean" in names  # which the documents plot
     assert whole.report is None  # the fixture leaves it out
     page = report.write_report([whole.workdir])
-    assert api.open_run(whole.workdir).report.resolve() == page
+    assert api.load_run(whole.workdir).report.resolve() == page
     assert whole.scores == {n: v for n, v in written[-1].items() if n.startswith("val-")}
     assert "val-core/all/exact_match/mean@4" in whole.scores
 
@@ -115,7 +115,7 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(whole, settings, tmp_path)
         api.train(settings, workdir)
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before
-    done = api.open_run(workdir)
+    done = api.load_run(workdir)
     assert first < done.metrics["step"].to_pylist()[-1] < last
     again = api.train(settings, workdir)
     trained = [record for record in lasting(whole.workdir) if record["stage"] != "evaluate"]
@@ -141,7 +141,7 @@ def test_mistakes_are_raised(settings, tmp_path, whole):
     with pytest.raises(ValueError, match="seed"):
         api.train(other, whole.workdir)
     with pytest.raises(FileNotFoundError, match=r"holds no metrics\.jsonl; expected a run's"):
-        api.open_run(tmp_path)
+        api.load_run(tmp_path)
     assert not (tmp_path / "run").exists()
 
 

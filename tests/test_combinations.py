@@ -47,7 +47,7 @@ GSPO = {
     "loss.clip.dual_clip": 0.0,
 }
 IN_REWARD = {
-    "kl.place": "reward",
+    "kl.apply_to": "reward",
     "kl.coef": 0.05,
     "kl.estimator": "k1",
     "kl.anchor": "ref",
@@ -59,7 +59,7 @@ NO_SHAPING = {
     "shaping.overlong_buffer": 0,
     "shaping.boundary_aware": False,
     "shaping.entropy_reward": False,
-    "kl.place": "loss",
+    "kl.apply_to": "loss",
     "advantage.reinforce_plus_plus.baseline": False,
 }
 PASS_AT_K = [
@@ -94,7 +94,7 @@ DIMENSIONS = [
     each("kl.coef", (0.0, 0.05, 0.05)),
     each("kl.estimator", KL_ESTIMATORS),
     each("kl.anchor", ("ref", "ref", "old")),
-    [{"kl.place": "loss"}, IN_REWARD],
+    [{"kl.apply_to": "loss"}, IN_REWARD],
     each("kl.controller", KL_CONTROLLERS),
     each("kl.low_factor", (1.0, 0.5)),
     each("kl.second_chance", (False, True)),
@@ -137,7 +137,7 @@ def combination(seed, config):
     """A valid configuration, random in all that a method chooses.
 
     Choices are made in random order. One that the rules refuse beside the others is taken back,
-    and tried again at the end, when what it goes with may have been chosen.
+    and sampled_stats again at the end, when what it goes with may have been chosen.
     """
     rng = np.random.default_rng(seed)
     wanted = [DIMENSIONS[index] for index in rng.permutation(len(DIMENSIONS))]
@@ -253,7 +253,7 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
     monkeypatch.setattr(report, "write_or_warn", lambda *_: None)
     config = module.get_config(str(tiny_world))
     sizes = METHOD_SIZES | {"model.path": source, "eval.suites": config.eval.suites}
-    sizes |= {"rollout.num_rows": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
+    sizes |= {"rollout.max_num_seqs": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
     sizes["rollout.max_prompt_tokens"] = 32
     sizes |= {"filter.max_batches": 0, "checkpoint.every_steps": 1, "eval.samples": 1}
     if config.filter.tasks_per_batch:

@@ -23,7 +23,7 @@ from jaxrl.sampling.contexts import Contexts, PlayedTurn, drop_observations, las
 from jaxrl.sampling.demonstrations import encode_demonstration
 from jaxrl.sampling.episodes import Limits
 from jaxrl.sampling.observations import encode_observation
-from jaxrl.training.minibatches import as_trained
+from jaxrl.training.minibatches import with_loss_mask
 from jaxrl.training.packing import BatchShape, computed, make_items, pack
 from jaxrl.training.reference_kl import unpack
 from jaxrl.types import Columns
@@ -511,7 +511,7 @@ def test_a_trajectory_of_contexts_is_kept(player):
         "contexts"
     ] == list(trajectory.contexts)
     loss = method_with(**{"loss.mask_observations": False}).loss
-    trained = as_trained(trajectory, loss)
+    trained = with_loss_mask(trajectory, loss)
     assert trained.loss_mask.sum() == trajectory.response_length
     assert trajectory.loss_mask.sum() < trajectory.response_length
 

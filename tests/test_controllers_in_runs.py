@@ -22,7 +22,7 @@ from jaxrl.run import run
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.training.collect import StepSampler, collect
 from jaxrl.training.controllers import BUCKETS, Controllers, advance
-from jaxrl.training.failures import Failures
+from jaxrl.training.failures import FailureCounter
 from jaxrl.training.rewards import pay_entropy
 from jaxrl.types import Group, members
 from tests.episodes import NumberedTasks, make_trajectory
@@ -86,7 +86,7 @@ def assert_same_end(config, components, workdir, wanted):
     one, other = (saved_progress(components, x)[0] for x in (workdir, wanted))
     assert one.controllers == other.controllers
     assert one.items_taken == other.items_taken
-    assert without_latencies(one.leftover) == without_latencies(other.leftover)
+    assert without_latencies(one.buffered_groups) == without_latencies(other.buffered_groups)
 
 
 def without_latencies(groups):
@@ -198,7 +198,7 @@ def decisions():
         changed = {"rollout_entropies": values, "is_correct": right, "reward": float(right)}
         return dataclasses.replace(one, task=draw.task, **changed)
 
-    method, failures = method_of(config), Failures(limit=0, log=print, num_batches=0)
+    method, failures = method_of(config), FailureCounter(limit=0, log=print, num_batches=0)
     controllers, leftover, taken, found = Controllers.init(method), [], 0, []
     for _ in range(3):
         collected = collect(
@@ -206,13 +206,15 @@ def decisions():
             NumberedTasks(7),
             method,
             num_tasks_taken=taken,
-            leftover=leftover,
+            buffered_groups=leftover,
             controllers=controllers,
             measure=list,
             failures=failures,
         )
-        leftover, taken = collected.leftover, collected.num_tasks_taken
-        controllers, groups = advance(controllers, collected.groups, collected.tried, method, None)
+        leftover, taken = collected.buffered_groups, collected.num_tasks_taken
+        controllers, groups = advance(
+            controllers, collected.groups, collected.sampled_stats, method, None
+        )
         shaped = members(pay_entropy(groups, controllers, method.shaping))
         found.append(
             {

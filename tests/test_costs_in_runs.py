@@ -15,7 +15,7 @@ from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.runtime.checkpoint import steps_in
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.training.usage import BudgetSpentError, Ledger, Usage
+from jaxrl.training.usage import BudgetSpentError, Usage, UsageStats
 from tests.helpers import build, settings_of
 from tests.runs import (
     base_config,
@@ -96,7 +96,9 @@ def base(tiny_world, source, held_out, parts, tmp_path_factory):
 
 def evaluation_ledger(workdir, name):
     """The counters of an evaluation's file."""
-    return Ledger.from_json(json.loads((workdir / "eval" / f"{name}.json").read_text())["ledger"])
+    return UsageStats.from_json(
+        json.loads((workdir / "eval" / f"{name}.json").read_text())["ledger"]
+    )
 
 
 def searches_of(line):
@@ -111,7 +113,7 @@ def step_ledger(lines):
     attempts = sum(call["attempts"] for call in searches if call["source"] == "tool")
     sampled = [sum(line["loss_mask"]) for line in lines]
     responses = [len(line["token_ids"]) - line["prompt_length"] for line in lines]
-    return Ledger(
+    return UsageStats(
         num_trajectories=len(lines),
         num_calls={"search": len(searches)},
         observation_tokens=sum(responses) - sum(sampled),
@@ -223,7 +225,7 @@ def test_a_step_that_draws_on_is_ended_and_what_it_cost_is_counted(
     (tmp_path / f"one_step_{ahead}.py").write_text(ONE_STEP.replace("NUM", "2"))
     monkeypatch.syspath_prepend(tmp_path)
     changes = {"filter.name": f"one_step_{ahead}.keep", "filter.max_batches": 0, "num_steps": 3}
-    changes |= {"eval.suites": (), "stages": ("train",), "rollout.ahead": ahead}
+    changes |= {"eval.suites": (), "stages": ("train",), "rollout.async_level": ahead}
     changes |= {"loss.correction.level": "token"} if ahead else {}
     config = configured(tiny_world, source, **changes)
     parts = build(config)  # which tries the filter once

@@ -1,4 +1,4 @@
-"""Declared packages, imports that point one way, and the size of the loop's import closure."""
+"""ParamSpec packages, imports that point one way, and the size of the loop's import closure."""
 
 import ast
 import re

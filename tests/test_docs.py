@@ -80,4 +80,4 @@ def test_the_readme_example_is_a_valid_configuration():
     validate(config)
     shards = config.mesh.data * config.mesh.fsdp
     assert shards * config.mesh.tensor == 8
-    assert config.rollout.num_rows % shards == config.optimizer.micro_rows % shards == 0
+    assert config.rollout.max_num_seqs % shards == config.optimizer.micro_rows % shards == 0

@@ -10,7 +10,7 @@ from jaxrl.envs.base import Outcome, Task, Turn
 from jaxrl.evaluate import as_record, read_ledger, read_metrics, write
 from jaxrl.logs.eval_summary import as_metrics, as_text, one_line, subset_sizes, summarize
 from jaxrl.logs.metrics import num_unscored_suites
-from jaxrl.training.usage import Ledger
+from jaxrl.training.usage import UsageStats
 from jaxrl.types import Group
 from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
 
@@ -523,10 +523,10 @@ def test_a_table_of_where_answers_come_from():
 
 def test_what_an_evaluation_took_is_read_with_it(tmp_path):
     path = tmp_path / "evaluate_3.json"
-    assert read_ledger(path) == Ledger()
-    took = Ledger.of(attributed(), {"search": 0.5})
+    assert read_ledger(path) == UsageStats()
+    took = UsageStats.of(attributed(), {"search": 0.5})
     write(path, {"ledger": took.to_json()}, "")
     assert read_ledger(path) == took
     assert took.usage.cost == 3.5  # seven searches, that of the failure too
     write(path, {"step": 3}, "")
-    assert read_ledger(path) == Ledger()
+    assert read_ledger(path) == UsageStats()

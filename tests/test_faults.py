@@ -211,7 +211,7 @@ def test_an_outage_at_any_time_is_no_score_and_the_run_goes_on(tiny_world, tmp_p
     changes = {
         "stages": ("train", "evaluate"), "eval.every_steps": 1, "eval.suites": ("greedy",),
         "eval.final_suites": ("sampled",), "search.outage_deadline_s": 0.3, "search.cache_mib": 0.0,
-        "rollout.ahead": ahead, "loss.correction.level": "token",
+        "rollout.async_level": ahead, "loss.correction.level": "token",
     }  # fmt: skip
     with Mortal() as server:
         config = faulty(tiny_world, tmp_path / "base", server, **changes)

@@ -81,7 +81,7 @@ def test_products_of_experts_give_way_too(broken_kernels):
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     chosen = choice_of_experts.choose("auto", mesh, 48, 32, check_dtype="bfloat16")
     assert (chosen.name, chosen.reason) == ("xla", "where megablox failed its check")
-    megablox, triton = chosen.verdicts
+    megablox, triton = chosen.kernel_checks
     assert megablox.finding == "ValueError: Only interpret mode is supported on CPU backend."
     assert triton.finding == "AttributeError: no_such"
     with pytest.raises(ValueError, match=r"config\.model\.experts is 'triton', which fails its ch"):

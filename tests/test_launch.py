@@ -497,9 +497,9 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(launched, c
     workdir = tmp_path / "run"
 
     def run(*arguments):
-        adopt = arguments[-1]
+        record_start = arguments[-1]
         assert not (workdir / "config.json").exists()  # nothing is restored yet
-        adopt()
+        record_start()
         raise NothingWorksError("every episode failed: no route to host")
 
     assert launched(run) == 69

@@ -50,7 +50,11 @@ def test_a_policy_learns_what_demonstrations_do_not_show(tmp_path):
         {
             **{"env.name": "math", "search.local.corpus": "", "num_steps": 40},
             **{"sft.num_steps": 300, "sft.optimizer.micro_rows": 32},
-            **{"rollout.tasks_per_step": 16, "rollout.num_rows": 128, "rollout.chunk_tokens": 8},
+            **{
+                "rollout.tasks_per_step": 16,
+                "rollout.max_num_seqs": 128,
+                "rollout.chunk_tokens": 8,
+            },
             **{"rollout.max_prompt_tokens": 16, "rollout.max_response_tokens": 8},
             **{"rollout.max_total_tokens": 24, "optimizer.micro_rows": 64},
             "eval.suites": ("sampled",),

@@ -389,7 +389,7 @@ OFF_ON_THE_DEVICE = {  # each works on the host alone
         "advantage.reinforce_plus_plus.baseline": True,
     },
     "pass@k": {"advantage.name": "pass_at_k", "advantage.pass_at_k.k": 2},
-    "KL in the reward": {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1"},
+    "KL in the reward": {"kl.coef": 0.1, "kl.apply_to": "reward", "kl.estimator": "k1"},
     "correction's settings": {"loss.correction.cap": 3.0, "loss.correction.mode": "mask"},
     "KL's settings": {"kl.estimator": "k1", "kl.adaptive.target": 0.5},
 }  # fmt: skip
@@ -450,7 +450,7 @@ def needed_fields(method):
     fields = {name for name in optional if getattr(packed.batch, name) is not None}
     is_own = takes_own_logprobs(method.optimizer, method.filter)
     fields |= set() if is_own else {"old_logprobs"}
-    is_in_loss = method.kl.place == "loss" and method.has_reference
+    is_in_loss = method.kl.apply_to == "loss" and method.has_reference
     return fields | ({"ref_logprobs"} if is_in_loss else set())
 
 

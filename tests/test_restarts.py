@@ -419,7 +419,7 @@ def test_patience_ends_a_run_with_its_best_weights(
     """The second step is worse than the first: with patience it is the last, and is undone."""
     monkeypatch.setitem(SCORES, 1, 0.5)
     changes = {"eval.patience": patience, "num_steps": 2 + patience, "stages": ("train",)}
-    changes |= {"rollout.ahead": patience, "loss.correction.level": "token"}
+    changes |= {"rollout.async_level": patience, "loss.correction.level": "token"}
     changes["loss.entropy_coef"] = 0.01  # a gradient whatever is sampled
     config, workdir = with_eval(early(warm, tiny_world, **changes), 1), tmp_path / "run"
     assert play(config, workdir)

@@ -8,12 +8,12 @@ from jaxrl import run
 from jaxrl.config import default_config
 from jaxrl.logs.display import Display
 from jaxrl.train import train
-from jaxrl.training.run_state import Progress, Session
+from jaxrl.training.run_state import Progress, RunState
 from tests.helpers import settings_of
 
 
 def test_a_start_that_fails_closes_the_checkpoints(tmp_path, monkeypatch):
-    def adopt():
+    def record_start():
         raise OSError("full")
 
     def close(checkpointer, close=run.Checkpointer.close):
@@ -23,13 +23,15 @@ def test_a_start_that_fails_closes_the_checkpoints(tmp_path, monkeypatch):
     closed, textual = [], SimpleNamespace(processor=None)
     monkeypatch.setattr(run.Checkpointer, "close", close)
     with pytest.raises(OSError, match="full"):
-        run.run(settings_of(default_config()), tmp_path, textual, Display(), adopt=adopt)
+        run.run(
+            settings_of(default_config()), tmp_path, textual, Display(), record_start=record_start
+        )
     assert len(closed) == 1
 
 
 def test_more_steps_are_done_than_are_asked_for():
     told, stages = [], {"train": SimpleNamespace(num_steps=2)}
-    session = Session(
+    run_state = RunState(
         settings=settings_of(default_config()),
         workdir=None,
         components=SimpleNamespace(num_steps={"train": 2}, stages=stages, method=None),
@@ -44,7 +46,7 @@ def test_more_steps_are_done_than_are_asked_for():
         origin={},
         failures=None,
     )
-    assert train(session, "weights") == "weights"
+    assert train(run_state, "weights") == "weights"
     [line] = told
     assert line.startswith("train: 6 steps are done, and config.num_steps is 2: nothing is left")
 

@@ -28,7 +28,7 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.runtime.checkpoint import restore_params
 from jaxrl.training.failures import NothingWorksError
-from jaxrl.training.run_state import Session
+from jaxrl.training.run_state import RunState
 from jaxrl.training.update import put_batch
 from jaxrl.types import members, with_fields
 from tests.helpers import UPDATE_PROGRAMS, build, settings_of
@@ -431,13 +431,13 @@ def test_moments_may_be_short_and_in_host_memory_and_activations_too(
         **{"stages": ("sft",), "sft.num_steps": 2, "model.remat": "offload"},
         **{f"sft.optimizer.{key}": value for key, value in keys.items()},
     )
-    states, end = [], Session.end
+    states, end = [], RunState.end
 
     def watched(session, state):
         states.append(state)
         return end(session, state)
 
-    monkeypatch.setattr(Session, "end", watched)
+    monkeypatch.setattr(RunState, "end", watched)
     run.run(settings_of(config), tmp_path, build(config), Display())
     [state] = states
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}

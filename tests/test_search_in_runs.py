@@ -81,7 +81,7 @@ def test_a_deterministic_run_that_idles_names_the_key_once(
     config = base_config(tiny_world, source)
     config.search.engine = f"{__name__}.SlowSearch"
     config.rollout.deterministic = is_deterministic
-    config.rollout.num_rows = 2  # so that other trajectories could be decoded
+    config.rollout.max_num_seqs = 2  # so that other trajectories could be decoded
     config.rollout.observation_lag_chunks = 1
     display, lines = Display(), []
     display.log = lines.append

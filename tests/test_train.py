@@ -14,10 +14,10 @@ from jaxrl.sampling.interfaces import Counts
 from jaxrl.train import Collector, show_step, update_gate
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
-from jaxrl.training.failures import Failures
+from jaxrl.training.failures import FailureCounter
 from jaxrl.training.minibatches import make_minibatches
-from jaxrl.training.run_state import Progress, Session
-from jaxrl.training.usage import Ledger
+from jaxrl.training.run_state import Progress, RunState
+from jaxrl.training.usage import UsageStats
 from jaxrl.types import Group
 from tests.episodes import ANSWER, SEARCH, NumberedTasks, grouped, make_failure, make_trajectory
 from tests.helpers import method_of, method_with, resolved, settings, settings_of
@@ -58,16 +58,16 @@ def test_groups_stay_whole_in_minibatches():
 
 def test_an_evaluation_in_which_every_search_failed_says_nothing_to_the_gate():
     method = method_with(**{"shaping.boundary_aware": True})
-    session = types.SimpleNamespace(
+    run_state = types.SimpleNamespace(
         settings=settings_of(settings()),
         components=types.SimpleNamespace(method=method),
         progress=Progress(),
     )
-    session.progress.controllers = Controllers.init(method)
-    update_gate(session, {"val-core/all/exact_match/greedy": 0.5})
-    update_gate(session, {"timing_s/testing": 1.0})
-    assert session.progress.controllers.gate.best == 0.5
-    assert session.progress.controllers.gate.tolerance == 0
+    run_state.progress.controllers = Controllers.init(method)
+    update_gate(run_state, {"val-core/all/exact_match/greedy": 0.5})
+    update_gate(run_state, {"timing_s/testing": 1.0})
+    assert run_state.progress.controllers.gate.best == 0.5
+    assert run_state.progress.controllers.gate.tolerance == 0
 
 
 def test_what_an_interrupted_collection_has_cost_is_counted():
@@ -86,18 +86,18 @@ def test_what_an_interrupted_collection_has_cost_is_counted():
         rollout=rollout,
         engine=types.SimpleNamespace(counts=Counts(), waits={}),
     )
-    session = types.SimpleNamespace(
+    run_state = types.SimpleNamespace(
         settings=settings_of(config),
         components=parts,
         progress=progress,
         display=Display(),
-        failures=Failures(limit=0, log=print, num_batches=0),
+        failures=FailureCounter(limit=0, log=print, num_batches=0),
         check_budget=lambda: None,
         should_stop=lambda: False,
-        uncounted=Ledger(),
+        uncounted=UsageStats(),
     )
-    session.count_lost = partial(Session.count_lost, session)
-    collector = Collector(session=session, stream=NumberedTasks(), measure=list)
+    run_state.count_lost = partial(RunState.count_lost, run_state)
+    collector = Collector(run_state=run_state, stream=NumberedTasks(), measure=list)
     saved = dataclasses.replace(progress)
     with pytest.raises(Interrupted):
         collector.take(0)
@@ -115,8 +115,8 @@ def test_money_is_shown_where_there_are_prices():
     for prices in ({}, {"search": 0.1}):
         config = debug_tiny.get_config("data")
         config.ledger.prices = prices
-        session = types.SimpleNamespace(
+        run_state = types.SimpleNamespace(
             settings=settings_of(config), progress=Progress(), display=display
         )
-        show_step(session, record)
+        show_step(run_state, record)
     assert shown == [{"reward": 0.5}, {"reward": 0.5, "spent": 0.0}]

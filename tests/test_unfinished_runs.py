@@ -53,7 +53,7 @@ def test_groups_go_on_in_the_next_step_and_a_run_repeats(tiny_world, tmp_path):
     counts = Counter(t["task_id"] for t in both[0])
     assert set(counts.values()) == {2}
     progress, _ = saved_progress(parts, tmp_path / "one")
-    assert sorted(counts) == sorted(set(order) - {order[at] for at in progress.unfinished})
+    assert sorted(counts) == sorted(set(order) - {order[at] for at in progress.in_flight_tasks})
     ages, mixed = set(), 0
     for step in range(1, 5):
         for t in trajectories(tmp_path / "one", step):
@@ -65,10 +65,10 @@ def test_groups_go_on_in_the_next_step_and_a_run_repeats(tiny_world, tmp_path):
 
     again = killed(tmp_path / "one", tmp_path / "again", after=2)
     progress, _ = saved_progress(parts, again)
-    assert len(progress.unfinished) == 2
+    assert len(progress.in_flight_tasks) == 2
     said, _ = play(config, again)
     assert "2 tasks were under way" in next(line for line in said if "anew" in line)
     later = trained(again, (3, 4))
     assert set(Counter(t["task_id"] for t in later).values()) == {2}
-    left = {order[at] for at in progress.unfinished}
+    left = {order[at] for at in progress.in_flight_tasks}
     assert left <= {t["task_id"] for t in later}

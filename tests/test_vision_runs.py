@@ -121,7 +121,7 @@ def settings(world, **changes):
             "rollout.max_response_tokens": 8,
             "rollout.max_total_tokens": 96,
             "rollout.max_image_tokens": 24,
-            "rollout.num_rows": 4,
+            "rollout.max_num_seqs": 4,
             "rollout.chunk_tokens": 8,
             "optimizer.micro_rows": 4,
             "optimizer.lr": 1e-3,

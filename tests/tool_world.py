@@ -113,7 +113,7 @@ def config_of(folder, **changes):
         "rollout.max_response_tokens": 64,
         "rollout.max_total_tokens": 304,
         "rollout.max_observation_tokens": 12,
-        "rollout.num_rows": 4,
+        "rollout.max_num_seqs": 4,
         "eval.suites": (),
         "log.trajectories": -1,
         "sft.num_steps": 60,

@@ -10,9 +10,9 @@ import numpy as np
 from jaxrl.extras.vision.processor import Image
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.aux_arrays import Beside
+from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import LayerScan
 from jaxrl.models.registry import read_model
 
 FOLDERS = Path(__file__).parent / "golden"
@@ -44,7 +44,7 @@ def beside_rows(config, rows, images_of_rows, *, num_patches=None):
         positions[index] = config.tower.positions(ids, images)
         for run, units in zip(config.tower.runs(ids, images), one.units, strict=True):
             of_units[index, run] = units
-    return Beside(
+    return AuxArrays(
         given={
             POSITIONS: jnp.asarray(positions.reshape(-1, 3)),
             UNITS: jnp.asarray(of_units.reshape(-1), jnp.int32),
@@ -53,7 +53,7 @@ def beside_rows(config, rows, images_of_rows, *, num_patches=None):
     )
 
 
-def logits_of(config, params, rows, images_of_rows, *, through=Through(), **settings):
+def logits_of(config, params, rows, images_of_rows, *, through=LayerScan(), **settings):
     token_ids = jnp.asarray(np.stack(rows))
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     hidden = config.hidden_states(

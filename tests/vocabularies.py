@@ -21,7 +21,7 @@ import pytest
 from filelock import FileLock
 
 from examples.real_world import CODER, MODEL, FetchError, Package, fetch
-from jaxrl.utils.files import taking_place
+from jaxrl.utils.files import atomic_write
 
 # Not below XDG_CACHE_HOME, which is another one in the tests.
 FOLDER = Path(
@@ -91,7 +91,7 @@ def _fetch_missing() -> None:
                 path = FOLDER / name
                 path.parent.mkdir(exist_ok=True)
                 with (
-                    taking_place(path) as unfinished,
+                    atomic_write(path) as unfinished,
                     archive.open(package.members[member]) as whole,
                 ):
                     unfinished.write_bytes(whole.read(-1 if size is None else size))

@@ -44,7 +44,7 @@ def check_rows(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
     for key, stages, axes, count in (
         ("optimizer.micro_rows", {"train"}, batch, shards),
         ("sft.optimizer.micro_rows", {"sft"}, batch, shards),
-        ("rollout.num_rows", {"train", "evaluate"}, pieces, sampling),
+        ("rollout.max_num_seqs", {"train", "evaluate"}, pieces, sampling),
     ):
         value = config.config[key]
         if value % count and stages & set(config.stages):
@@ -77,7 +77,7 @@ def sampling_shards(config: ResolvedConfig, mesh: Any, num_processes: int) -> in
 
 def samples_beside(config: ResolvedConfig) -> bool:
     """Return True if a device samples while it updates."""
-    return bool(config.rollout.ahead) and not config.mesh.rollout_devices
+    return bool(config.rollout.async_level) and not config.mesh.rollout_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class CacheSizes:
         heads = model.num_kv_heads // mesh.shape["tensor"]
         values = 2 * model.num_layers * heads * model.head_dim
         return cls(
-            rows=config.rollout.num_rows // sampling_shards(config, mesh, num_processes),
+            rows=config.rollout.max_num_seqs // sampling_shards(config, mesh, num_processes),
             pages_each=pages_for(config.context_tokens, page_tokens),
             page_bytes=page_tokens * values * jnp.dtype(config.model.dtype).itemsize,
         )

@@ -58,7 +58,7 @@ from jaxrl.sampling.demonstrations import Demonstration, read_demonstrations
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.episodes import EpisodePlayer, Limits, Schedule
 from jaxrl.sampling.interfaces import PROCESSOR, External, Processor
-from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
+from jaxrl.sampling.next_token import FULL, GREEDY, TOP_P, kind_of
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.shared_rollout import SharedRollout
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -112,8 +112,8 @@ def build(
         c, mesh, is_local=external is None, now=now, log=log
     )
     policy = policy_architecture(c, architecture) if external is None else architecture
-    if policy.around is not None:
-        policy.around.check()
+    if policy.wrapper is not None:
+        policy.wrapper.check()
     processor = _build_processor(c, tokenizer, architecture)
     if c.has_contexts and architecture.tower is not None:
         raise ValueError(
@@ -433,8 +433,8 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
         params: Trained parameters.
         parent: Folder into which folders are written.
     """
-    if model.architecture.around is not None:
-        model.architecture.around.export(params, parent, source)
+    if model.architecture.wrapper is not None:
+        model.architecture.wrapper.export(params, parent, source)
     else:
         save_hf(model.whole(params), model.architecture, parent / "export", source=source)
 
@@ -514,7 +514,7 @@ def build_engine(
         automaton,
         num_tokens=tokenizer.num_tokens,
         eos_ids=tokenizer.eos_ids,
-        num_rows=rollout.num_rows // jax.process_count(),
+        num_rows=rollout.max_num_seqs // jax.process_count(),
         num_pages=num_pages,
         max_prompt_tokens=c.prompt_tokens,
         max_total_tokens=length,
@@ -527,7 +527,7 @@ def build_engine(
         scan_layers=scans(
             c.model.scan_layers,
             platform,
-            has_adapter=policy.around is not None,
+            has_adapter=policy.wrapper is not None,
         ),
         kinds=draw_kinds(c),
     )
@@ -562,9 +562,9 @@ def draw_kinds(c: ResolvedConfig) -> list[str]:
         kinds.append(GREEDY)
     if suites - {"greedy"} or not c.stages:
         kinds.append(kind_of(evaluation.temperature, evaluation.top_p))
-    if NUCLEUS in kinds and kinds[0] != PLAIN:
-        kinds = [kind for kind in kinds if kind != PLAIN]  # plain sampling is top-p of 1
-    return list(dict.fromkeys(kinds)) or [PLAIN]
+    if TOP_P in kinds and kinds[0] != FULL:
+        kinds = [kind for kind in kinds if kind != FULL]  # plain sampling is top-p of 1
+    return list(dict.fromkeys(kinds)) or [FULL]
 
 
 def _read_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[Task]]:

@@ -17,7 +17,7 @@ from jaxrl.builders.recording import open_recording
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.registry import instantiate
 from jaxrl.envs.base import Env, Prompt
-from jaxrl.envs.rewards.combiner import Payment
+from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.search.base import DocumentSearch, EmptySearch
 from jaxrl.envs.search.corpus import (
     check_corpus,
@@ -26,7 +26,7 @@ from jaxrl.envs.search.corpus import (
     line_starts,
     read_corpus,
 )
-from jaxrl.envs.search.resilient import Policy, ResilientSearch, ask_first
+from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig, health_check
 from jaxrl.envs.tools.base import Tool
 from jaxrl.envs.tools.budget import SEARCH, Budget
 from jaxrl.utils.callables import is_dotted
@@ -99,15 +99,15 @@ def _check_prices(c: ResolvedConfig, tools: Sequence[str]) -> None:
         )
 
 
-def build_rewards(c: ResolvedConfig, workdir: Path | None, log: Log) -> Payment:
+def build_rewards(c: ResolvedConfig, workdir: Path | None, log: Log) -> RewardCombiner:
     """Make the function that combines reward parts, and open the recordings of judges."""
     for part in c.reward_parts.values():
         if open_part := getattr(part, "open", None):
             open_part(workdir, process=jax.process_index(), log=log)
     correct = c.reward.correct
-    return Payment(
+    return RewardCombiner(
         weights=c.reward_weights,
-        own_parts=c.reward_parts,
+        custom_parts=c.reward_parts,
         correct=correct if correct in c.reward_parts else "",
         deadline_s=c.reward.deadline_s,
     )
@@ -121,14 +121,14 @@ def build_search(
     Raises:
         OutageError: The engine's server does not answer.
     """
-    policy = from_section(Policy, c.search)
+    policy = from_section(RetryConfig, c.search)
     recording = None if c.search.replay == "off" else open_recording(c, workdir, log)
     is_replay = c.search.replay == "only"
     engine = _build_engine(c, show, log)
     if getattr(engine, "asks_server", False) and not is_replay:
         key = "settings" if is_dotted(c.search.engine) else f"{c.search.engine}.url"
         show(f"connecting to the server of config.search.{key}")
-        ask_first(engine, policy, place=f"config.search.{key}", log=log)
+        health_check(engine, policy, place=f"config.search.{key}", log=log)
     return ResilientSearch(engine, policy, recording=recording, is_replay=is_replay, log=log)
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.builders.resolved import ResolvedConfig
-from jaxrl.envs.base import Env, Episode, Finished, Reward, Task, Turn
-from jaxrl.envs.rewards.combiner import Payment
+from jaxrl.envs.base import Env, Episode, Reward, ScoredEpisode, Task, Turn
+from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.rewards.functions import RewardFunction
 from jaxrl.envs.tools.base import CallError, Tool
 from jaxrl.envs.tools.functions import FunctionTool
@@ -72,9 +72,9 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
         UserCodeError: A function raised, or returned another kind of value than the loop expects.
     """
     loss = method.loss
-    for function in (loss.policy_loss, loss.term, loss.gate, method.kl.estimator):
+    for function in (loss.policy_loss, loss.term, loss.token_filter, method.kl.estimator):
         if function is not None and function.is_user_code:
-            _probe_loss(function, is_gate=function is loss.gate)
+            _probe_loss(function, is_gate=function is loss.token_filter)
     estimator, count = method.advantage.estimator, method.tasks_per_step * method.group_size
     if estimator.is_user_code:
         columns = Columns(())
@@ -188,12 +188,12 @@ def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
         if not isinstance(function, RewardFunction):
             continue  # a call of a judge costs money
         # A part may be None for an episode to which it does not apply.
-        combine = Payment(
+        combine = RewardCombiner(
             weights=dict.fromkeys(env.reward_parts[:1], 1.0),
-            own_parts={part: function},
+            custom_parts={part: function},
             deadline_s=c.reward.deadline_s,
         )
-        [[result]] = combine([[Finished(episode=episode, reward=reward)]])
+        [[result]] = combine([[ScoredEpisode(episode=episode, reward=reward)]])
         if isinstance(result, BaseException):
             text = f"config.reward.weights names {names.get(part, part)!r}, which failed on an "
             raise UserCodeError(f"{text}example: {format_failure(result)}.") from result

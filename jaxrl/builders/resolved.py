@@ -306,7 +306,9 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
         estimator=_function(config, "advantage.name", advantages.ESTIMATORS, advantages.COLUMNS),
         policy_loss=_function(config, "loss.name", losses.LOSSES, losses.ARRAYS, **clip),
         loss_term=_function(config, "loss.term.name", none | losses.TERMS, losses.ARRAYS),
-        token_filter=_function(config, "loss.gate.name", none | losses.GATES, losses.ARRAYS),
+        token_filter=_function(
+            config, "loss.token_filter.name", none | losses.GATES, losses.ARRAYS
+        ),
         group_filter=_function(config, "filter.name", none | filters.FILTERS, filters.COLUMNS),
         watcher=_function(config, "watch.name", none | watch.WATCHES, watch.ARGUMENTS),
         trajectory_filter=_function(

@@ -25,7 +25,7 @@ from jaxrl.runtime.compilation_cache import use_compilation_cache
 from jaxrl.runtime.host_memory import give_back_after_compiling
 from jaxrl.runtime.resume import add_code_folders, check_step, prompt_time
 from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
-from jaxrl.sampling.weights import given_up
+from jaxrl.sampling.weights import donate
 from jaxrl.training.run_state import Progress
 from jaxrl.types import Params
 from jaxrl.utils.callables import is_dotted
@@ -40,7 +40,7 @@ def line(error: Exception) -> str:
     return printable(f"error: {' '.join((known or str(error)).split())}")
 
 
-def open_run(
+def load_saved_run(
     run: Path,
     model: Path | None,
     display: Display,
@@ -88,7 +88,7 @@ def open_run(
         display.log(note)
     params, weights = load_weights(components.model, config, run, model, display, step=step)
     display.log(f"weights: {weights}")
-    components.engine.set_weights(given_up(components.model.whole(params)))
+    components.engine.set_weights(donate(components.model.whole(params)))
     return components, resolved
 
 
@@ -201,7 +201,7 @@ def fit_mesh(config: ConfigDict) -> int:
         config.mesh.update(data=1, fsdp=-1, context=1, expert=1, tensor=1)
         sizes = mesh_sizes(num_devices, **config.mesh)
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
-    config.rollout.num_rows = shards * sizes["context"]
+    config.rollout.max_num_seqs = shards * sizes["context"]
     config.rollout.group_size = 1
     config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
     return shards

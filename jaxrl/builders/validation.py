@@ -154,7 +154,7 @@ def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
     )
     for key, is_read, condition in (
         ("advantage.turn_discount", c.advantage.by_turn, "advantage.by_turn is True"),
-        ("kl.place", has_kl_term, "kl.coef is above 0"),
+        ("kl.apply_to", has_kl_term, "kl.coef is above 0"),
         ("kl.controller", has_kl_term, "kl.coef is above 0"),
         ("kl.low_factor", has_kl_term, "kl.coef is above 0"),
         ("kl.second_chance", has_kl_term, "kl.coef is above 0"),
@@ -178,7 +178,7 @@ def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
             "set",
         ),
         ("rollout.context.max_tokens", c.has_contexts, "rollout.context.name is set"),
-        ("mesh.rollout_devices", c.rollout.ahead == 1, "rollout.ahead is 1"),
+        ("mesh.rollout_devices", c.rollout.async_level == 1, "rollout.async_level is 1"),
         ("ledger.max_cost", any(prices), "ledger.prices are set"),
         ("rollout.max_calls", c.accepts("max_calls"), "the environment takes `max_calls`"),
     ):
@@ -228,8 +228,8 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
         if shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward:
             expected = "overlong_buffer=0, boundary_aware=False and entropy_reward=False"
             yield "shaping", f"{expected} {reason}"
-        if kl.coef != 0 and kl.place == "reward":
-            yield "kl.place", f"'loss' {reason}"
+        if kl.coef != 0 and kl.apply_to == "reward":
+            yield "kl.apply_to", f"'loss' {reason}"
         if advantage.by_turn:
             yield "advantage.by_turn", f"False {reason}"
 
@@ -241,11 +241,11 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
         )
     corrects_itself = loss.name == "dppo" and loss.dppo.anchor == "rollout"
     is_corrected = correction.level != "none"
-    reads_sampler = loss.gate.name == "off_policy" or corrects_itself or is_corrected
+    reads_sampler = loss.token_filter.name == "off_policy" or corrects_itself or is_corrected
     if not loss.mask_observations and reads_sampler:
         yield (
             "loss.mask_observations",
-            "True with loss.correction.level, loss.gate.name='off_policy' or "
+            "True with loss.correction.level, loss.token_filter.name='off_policy' or "
             "loss.dppo.anchor='rollout': observations have no log-probability of the sampler",
         )
     if corrects_itself and is_corrected and correction.mode != "reject":
@@ -254,12 +254,12 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
             "'none', or loss.correction.mode='reject', with loss.dppo.anchor='rollout', which "
             "corrects for the sampler itself",
         )
-    is_stale = rollout.ahead == 1 or c.filter.unfinished_tasks > 0
+    is_stale = rollout.async_level == 1 or c.filter.unfinished_tasks > 0
     if is_stale and not is_corrected and not corrects_itself:
         yield (
             "loss.correction.level",
-            "'token' or 'sequence' with rollout.ahead=1 or filter.unfinished_tasks: older weights "
-            "sample the trajectories",
+            "'token' or 'sequence' with rollout.async_level=1 or filter.unfinished_tasks: older "
+            "weights sample the trajectories",
         )
     if correction.level == "geometric" and correction.mode != "reject":
         yield (
@@ -284,18 +284,19 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
     if is_measured(kl) and kl.anchor == "old":
         yield (
             "kl.anchor",
-            "'ref' with kl.place='reward' or a kl.controller: before the update the divergence "
+            "'ref' with kl.apply_to='reward' or a kl.controller: before the update the divergence "
             "from the old policy is always 0",
         )
-    if kl.coef != 0 and kl.place == "reward" and kl.estimator != "k1":
+    if kl.coef != 0 and kl.apply_to == "reward" and kl.estimator != "k1":
         yield (
             "kl.estimator",
-            "'k1' with kl.place='reward': its expected penalty has the gradient of the divergence",
+            "'k1' with kl.apply_to='reward': its expected penalty has the gradient of the "
+            "divergence",
         )
     is_weighed = kl.controller == "budget" or kl.low_factor != 1 or kl.second_chance
-    if kl.place == "reward" and is_weighed:
+    if kl.apply_to == "reward" and is_weighed:
         yield (
-            "kl.place",
+            "kl.apply_to",
             "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance, which weigh "
             "single tokens or trajectories",
         )
@@ -321,12 +322,12 @@ def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
             "bounds between which the accuracy of a group of rollout.group_size can lie, exclusive",
         )
     metric = filter.varied.metric if filter.name == "varied" else ""
-    has_kl_reward = kl.coef != 0 and kl.place == "reward" and rollout.ahead == 0
+    has_kl_reward = kl.coef != 0 and kl.apply_to == "reward" and rollout.async_level == 0
     if metric == "seq_final_reward" and not has_kl_reward:
         yield (
             "filter.varied.metric",
-            "'seq_reward', unless kl.place='reward' and rollout.ahead=0: groups are filtered "
-            "without a KL term otherwise",
+            "'seq_reward', unless kl.apply_to='reward' and rollout.async_level=0: groups are "
+            "filtered without a KL term otherwise",
         )
     most = filter.max_batches * (filter.tasks_per_batch or rollout.tasks_per_step)
     if filter.name != "none" and 0 < most < rollout.tasks_per_step:
@@ -425,14 +426,14 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
             )
 
     # Deadlines, budgets and the watch.
-    search, rows = c.search, c.rollout.num_rows
+    search, rows = c.search, c.rollout.max_num_seqs
     longest_s = search.deadline_s + search.outage_deadline_s
     if search.queries_per_second:
         longest_s += rows / search.queries_per_second
     if c.searches and 0 < c.env.step_deadline_s < longest_s:
         yield (
             "env.step_deadline_s",
-            "0, or at least search.deadline_s + search.outage_deadline_s + rollout.num_rows / "
+            "0, or at least search.deadline_s + search.outage_deadline_s + rollout.max_num_seqs / "
             "search.queries_per_second: otherwise it ends episodes before search.on_outage can",
         )
     prices = [price for tool, price in c.ledger.prices.items() if tool not in c.reward.judges]

@@ -124,7 +124,7 @@ class Chat:
             self.opener = asked[-1].removeprefix(chat[1])
         self.message_end = (self._texts("user", "assistant") or [""])[-1]
         around = self._texts("system", "user", "assistant", "user")
-        self.around = "".join(around or self._texts("user", "assistant", "user") or [])
+        self.wrapper = "".join(around or self._texts("user", "assistant", "user") or [])
         # Text that stands for an image between two texts.
         image = self._texts_of((("user", ("text", "image", "text"), ""),))
         self.image = "" if image is None else image[1]

@@ -128,10 +128,10 @@ class Tokenizer:
         self.opener = self._chat.opener
         # Ids that no message's content can write: what holds a chat together, and images and
         # videos, which a text could feign.
-        self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.around)}
+        self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.wrapper)}
         self._chat_ids |= {image_id, video_id}
         for template in templates[1:]:
-            self._chat_ids |= {*self.encode(self._make_chat((), template).around)}
+            self._chat_ids |= {*self.encode(self._make_chat((), template).wrapper)}
         reserved = [self.decode([id]) for id in self._added_ids & self._chat_ids]
         by_length = sorted(reserved, key=len, reverse=True)
         self._chat_tokens = re.compile("|".join(map(re.escape, by_length)) or "(?!)")

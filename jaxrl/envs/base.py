@@ -204,8 +204,8 @@ class Episode:
 class Reward:
     """Result of the environment for one episode.
 
-    `parts` are unweighted. `Payment` fills in `total`, their weighted sum, which training uses,
-    and `turn_totals` and `rest`, the shares of turns and of the whole episode.
+    `parts` are unweighted. `RewardCombiner` fills in `total`, their weighted sum, which training
+    uses, and `turn_totals` and `rest`, the shares of turns and of the whole episode.
 
     Parts that are earned by turn are in `turn_parts` only, with an amount for each turn.
     Advantages, filters and shaping read the verdicts.
@@ -223,8 +223,8 @@ class Reward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
-    """A finished episode with the environment's reward. `Payment` fills `records`."""
+class ScoredEpisode:
+    """A finished episode with the environment's reward. `RewardCombiner` fills `records`."""
 
     episode: Episode
     reward: Reward

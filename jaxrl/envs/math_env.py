@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxrl.envs.base import Env, Episode, Message, Outcome, Prompt, Reward, StepResult, Task
 from jaxrl.envs.rewards.math_answers import math_answer, math_correctness
-from jaxrl.envs.rewards.rules import says_unknown
+from jaxrl.envs.rewards.rules import is_refusal
 
 
 class MathEnv(Env):
@@ -52,4 +52,4 @@ class MathEnv(Env):
 def _outcome(answer: str | None) -> Outcome:
     if not answer:
         return Outcome.MALFORMED
-    return Outcome.ABSTAINED if says_unknown(answer) else Outcome.ANSWERED
+    return Outcome.ABSTAINED if is_refusal(answer) else Outcome.ANSWERED

@@ -29,8 +29,8 @@ from jaxrl.envs.rewards.rules import (
     bapo_format,
     boxed_answer,
     is_abstention,
+    is_refusal,
     is_right_answer,
-    says_unknown,
     search_r1_format,
     without_thoughts,
 )
@@ -371,7 +371,7 @@ def qwen(
 
     def abstains(response: str) -> bool:
         text = said(response)
-        return "</answer>" in text and says_unknown(last_answer(text))
+        return "</answer>" in text and is_refusal(last_answer(text))
 
     def matches(response: str, answers: Sequence[str]) -> float:
         return 0.0 if abstains(response) else exact_match(final_answer(response), answers)

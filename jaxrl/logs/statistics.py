@@ -33,7 +33,7 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
 
     Args:
         answers: The n normalized final answers.
-        is_correct: Verdict on each; if equal answers differ, the share of correct ones counts.
+        is_correct: KernelCheck on each; if equal answers differ, the share of correct ones counts.
         k: Number of voters, 1 to n.
     """
     votes = Counter(answer for answer in answers if answer)

@@ -11,7 +11,7 @@ from jaxrl.runtime.sharding import replicated
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.interfaces import Notes, TakeNotes
 from jaxrl.training.method import Method, has_kl_loss
-from jaxrl.training.minibatches import divide, token_kl_weights
+from jaxrl.training.minibatches import split_minibatches, token_kl_weights
 from jaxrl.training.packing import BatchShape, Packed
 from jaxrl.training.reference_kl import by_token
 from jaxrl.training.update import ScoreStep
@@ -39,7 +39,7 @@ def make_notes(count: int, score: ScoreStep, shape: BatchShape, method: Method) 
     ) -> Notes:
         notes: list[dict[str, np.ndarray]] = [{} for _ in members(groups)]
         trained: dict[int, Trajectory] = {}
-        for kept, fields in divide(groups, controllers, method):
+        for kept, fields in split_minibatches(groups, controllers, method):
             some = [*kept.values()]
             known = {
                 "token_weights": fields["token_weights"],

@@ -15,7 +15,7 @@ from jaxrl.logs.metrics import plain_numbers
 from jaxrl.logs.records import token_record, trajectory_record
 from jaxrl.training.interfaces import Record
 from jaxrl.types import Trajectory
-from jaxrl.utils.files import append_line, set_aside, taking_place, written_whole
+from jaxrl.utils.files import append_line, atomic_write, set_aside, written_whole
 from jaxrl.utils.json_io import parse_json
 
 
@@ -162,7 +162,7 @@ def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:
         for picture in trajectory.pictures:
             file = workdir / "images" / picture.digest
             if not picture.path and not file.exists():
-                with taking_place(file) as unfinished:
+                with atomic_write(file) as unfinished:
                     unfinished.write_bytes(picture.data)
 
 

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.models.attachments import Tower
 from jaxrl.models.aux_arrays import Statistics, TokenArray
-from jaxrl.models.layers import Attend, SamplerThrough, Stacks, Through
-from jaxrl.models.params import Declared, divide
+from jaxrl.models.layers import Attend, LayerScan, SamplerLayerScan, Stacks
+from jaxrl.models.params import ParamSpec, split_params
 from jaxrl.types import Params
 from jaxrl.utils.callables import is_user_code
 
@@ -57,7 +57,7 @@ class Fused:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class KernelCheck:
     """Finding about a kernel before it was used.
 
     Attributes:
@@ -102,17 +102,17 @@ class Architecture(ABC):
         return self
 
     @property
-    def around(self) -> Any:
-        """This architecture where it is an `around.Around`, which few runs load; else None."""
+    def wrapper(self) -> Any:
+        """Return this architecture if it is a `WrappedArchitecture`, else None."""
         return None
 
-    def parts(self, frozen: Sequence[str] = ()) -> tuple[Declared, Declared]:
+    def parts(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
         """The parameters that are trained, and the others: the entries `frozen`."""
-        return divide(self, lambda path: path[0] not in frozen)
+        return split_params(self, lambda path: path[0] not in frozen)
 
     @property
     def recorded(self) -> Mapping[str, TokenArray]:
-        """Arrays by token that a pass leaves in `Beside.recorded`, and a later one can be given."""
+        """Return the per-token arrays that a pass records, and that a later pass can replay."""
         return {}
 
     def on_mesh(
@@ -164,13 +164,13 @@ class Architecture(ABC):
         return ""
 
     @property
-    def verdicts(self) -> tuple[Verdict, ...]:
+    def kernel_checks(self) -> tuple[KernelCheck, ...]:
         """Findings about the kernels of `on_mesh` before they were used."""
         return ()
 
     @property
     def statistics(self) -> Statistics | None:
-        """Reads the sums that passes leave in `Beside.statistics`; None of a model without any."""
+        """Return the reader of the sums in `AuxArrays.statistics`, or None."""
         return None
 
     @property
@@ -249,7 +249,7 @@ class Architecture(ABC):
         token_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
         attend: Attend,
-        through: Through,
+        through: LayerScan,
     ) -> Float[Array, "R T D"]:
         """The full pass: final hidden states of packed rows.
 
@@ -277,7 +277,7 @@ class Architecture(ABC):
         weights: Params,
         token_ids: Int[Array, " M"],
         positions: Int[Array, " M"],
-        through: SamplerThrough,
+        through: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
         """The sampler's pass: final hidden states of M tokens, of one row or of many.
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.aux_arrays import TokenArray
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import LayerScan
 from jaxrl.types import Params
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Tower(ABC):
         params: Params,
         patches: Float[Array, "S P C"],
         places: Int[Array, "S P W"],
-        through: Through,
+        through: LayerScan,
     ) -> Float[Array, "S U E"]:
         """Embeds units of attachments: `1 + num_added` times D numbers each.
 

@@ -59,7 +59,7 @@ class Statistics(Protocol):
 
 
 @dataclass(kw_only=True)
-class Beside:
+class AuxArrays:
     """Inputs of a pass over M tokens beside ids and positions, and outputs beside states.
 
     Attributes:

@@ -37,8 +37,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.models.architecture import Architecture, Attend
 from jaxrl.models.attention import reference
-from jaxrl.models.aux_arrays import Beside
-from jaxrl.models.layers import SamplerThrough, Through
+from jaxrl.models.aux_arrays import AuxArrays
+from jaxrl.models.layers import LayerScan, SamplerLayerScan
 from jaxrl.models.rope_scaling import SCALINGS, RopeScaling
 from jaxrl.types import Params
 
@@ -178,7 +178,7 @@ class Block(nnx.Module):
             setattr(self, name, module)
 
 
-class Declared(nnx.Module):
+class ParamSpec(nnx.Module):
     """Declares the decoder's weights; `Decoder` computes with them."""
 
     def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
@@ -196,10 +196,10 @@ class Declared(nnx.Module):
 
 def init_params(config: Decoder, seed: int) -> Params:
     """Random float32 parameters, for tests and benchmarks."""
-    return _own_stacks(config, Declared(config, rngs=nnx.Rngs(seed)))
+    return _own_stacks(config, ParamSpec(config, rngs=nnx.Rngs(seed)))
 
 
-def _own_stacks(config: Decoder, declared: Declared) -> Params:
+def _own_stacks(config: Decoder, declared: ParamSpec) -> Params:
     """The parameters that were declared for all layers, of each entry those of its own layers."""
     params = nnx.to_pure_dict(nnx.state(declared, nnx.Param))
     for name, layers in config.stacks.items():
@@ -211,7 +211,7 @@ def _own_stacks(config: Decoder, declared: Declared) -> Params:
 @cache
 def _traced_params(config: Decoder) -> Params:
     # Asked for dozens of times a run, and a quarter of a second to trace.
-    return jax.eval_shape(lambda: _own_stacks(config, Declared(config, rngs=nnx.Rngs(0))))
+    return jax.eval_shape(lambda: _own_stacks(config, ParamSpec(config, rngs=nnx.Rngs(0))))
 
 
 def cast(params: Params, dtype: DTypeLike) -> Params:
@@ -509,17 +509,17 @@ class Decoder(Architecture):
         }
         return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
 
-    def begin_layers(self, beside: Beside, num_tokens: int) -> Any:
+    def begin_layers(self, beside: AuxArrays, num_tokens: int) -> Any:
         """A tree that goes through the layers beside the states of M tokens; None without one."""
         return None
 
     def feed_forward_beside(
-        self, layer: Params, x: Float[Array, "M D"], carried: Any, beside: Beside
+        self, layer: Params, x: Float[Array, "M D"], carried: Any, beside: AuxArrays
     ) -> tuple[Float[Array, "M D"], Any]:
         """`feed_forward`, and the tree of `begin_layers` after this layer."""
         return self.feed_forward(layer, x), carried
 
-    def end_layers(self, beside: Beside, carried: Any) -> None:
+    def end_layers(self, beside: AuxArrays, carried: Any) -> None:
         """Puts what was carried through the layers into `beside`."""
 
     def _block(
@@ -528,7 +528,7 @@ class Decoder(Architecture):
         carry: tuple[Float[Array, "M D"], Any],
         angles: Angles,
         attend: Attend,
-        beside: Beside,
+        beside: AuxArrays,
     ) -> tuple[Float[Array, "M D"], Any]:
         """One layer over M tokens, rows already merged.
 
@@ -555,10 +555,10 @@ class Decoder(Architecture):
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast, but for two kinds.
 
-        Sums over tokens are float32. Biases stay float32, and are cast where they are added. Beside
-        embedding and output layer stands `master`, the float32 table of the same shape, to which
-        their gradient goes; its values are read by a product in `head_dtype` alone. Other kernels
-        get their gradient from one product, which sums in float32 and rounds once.
+        Sums over tokens are float32. Biases stay float32, and are cast where they are added.
+        AuxArrays embedding and output layer stands `master`, the float32 table of the same shape,
+        to which their gradient goes; its values are read by a product in `head_dtype` alone. Other
+        kernels get their gradient from one product, which sums in float32 and rounds once.
         """
         weights = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params
@@ -591,7 +591,7 @@ class Decoder(Architecture):
         token_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
         attend: Attend,
-        through: Through,
+        through: LayerScan,
     ) -> Float[Array, "R T D"]:
         """Final normed hidden states of packed rows."""
         x = self._embed(params["embed"], token_ids.reshape(-1))
@@ -610,7 +610,7 @@ class Decoder(Architecture):
         x: Float[Array, "M D"],
         positions: Int[Array, "*M"],
         attend: Attend,
-        through: Through,
+        through: LayerScan,
         added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
         """Final normed hidden states, from the embeddings and what first layers are added."""
@@ -656,7 +656,7 @@ class Decoder(Architecture):
         weights: Params,
         token_ids: Int[Array, " M"],
         positions: Int[Array, " M"],
-        through: SamplerThrough,
+        through: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
         """Final normed hidden states."""
         x = self._embed(weights["embed"], token_ids)
@@ -667,7 +667,7 @@ class Decoder(Architecture):
         weights: Params,
         x: Float[Array, "M D"],
         positions: Int[Array, "*M"],
-        through: SamplerThrough,
+        through: SamplerLayerScan,
         added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
         angles, beside = rope_angles(positions, self), through.beside

@@ -29,7 +29,7 @@ from jaxrl.models.layers import Stacks
 from jaxrl.models.registry import read_fields, read_model
 from jaxrl.runtime import sharding
 from jaxrl.types import Params
-from jaxrl.utils.files import folder_taking_place
+from jaxrl.utils.files import atomic_folder
 from jaxrl.utils.json_io import read_object
 
 Progress = Callable[[int, int], None]
@@ -488,7 +488,7 @@ def write_hf(
         for name, place in places.items()
     }
     is_writer = jax.process_index() == 0
-    with folder_taking_place(Path(path), marker="config.json", is_writer=is_writer) as folder:
+    with atomic_folder(Path(path), marker="config.json", is_writer=is_writer) as folder:
         if is_writer:
             if source is None:
                 write_json(folder / "config.json", config.hf_config())

@@ -12,8 +12,8 @@ def load_base(model: Model, folder: str, architecture: str, progress: Progress) 
 
     The arguments are those of `load_hf`; the folder was checked.
     """
-    if model.architecture.around is not None:
-        return model.architecture.around.load_base(folder, model.mesh, progress)
+    if model.architecture.wrapper is not None:
+        return model.architecture.wrapper.load_base(folder, model.mesh, progress)
     names = tuple(model.frozen.abstract_params())
     if not names:
         return {}
@@ -34,8 +34,8 @@ def load_trained(
     Parameters that the folder does not have are drawn from `seed`. The other arguments are those of
     `load_hf`; the folder was checked.
     """
-    if model.architecture.around is not None:
-        return model.architecture.around.begin(model.mesh, seed)
+    if model.architecture.wrapper is not None:
+        return model.architecture.wrapper.begin(model.mesh, seed)
     names = tuple(model.trained.abstract_params())
     return load_hf(
         folder,

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxrl.models.architecture import Verdict
+from jaxrl.models.architecture import KernelCheck
 
 EXTRA = "jaxrl.extras.kernels"
-"""The extra whose `check.first_sound` compares kernels with XLA."""
+"""The extra whose `check.select_kernel` compares kernels with XLA."""
 
 HALF_ALONE = ("mosaic_gpu",)
 """Kernels that multiply 16-bit floats alone, by name: a Hopper chip would round others."""
@@ -71,15 +71,15 @@ class Choice:
     Attributes:
         name: Name in the configuration.
         function: The operation.
-        verdicts: Findings about each kernel that was tried.
+        kernel_checks: Findings about each kernel that was tried.
     """
 
     name: str
     function: Callable[..., Any]
-    verdicts: tuple[Verdict, ...] = ()
+    kernel_checks: tuple[KernelCheck, ...] = ()
 
 
-def first_sound(
+def select_kernel(
     make_trials: Callable[[str], Sequence[Trial]],
     line: Mapping[str, Callable[[], Callable[..., Any]]],
     reference: Callable[..., Any],
@@ -104,7 +104,7 @@ def first_sound(
     # That extra can be deleted, and no kernel is used untested.
     if not line or not (named_by or importlib.util.find_spec(EXTRA)):
         return Choice(name="xla", function=reference)
-    return pkgutil.resolve_name(f"{EXTRA}.check:first_sound")(
+    return pkgutil.resolve_name(f"{EXTRA}.check:select_kernel")(
         make_trials, line, reference, named_by=named_by
     )
 

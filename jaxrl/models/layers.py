@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.models.aux_arrays import Beside
+from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.types import Params
 
 Layer = Callable[[Any, Params], Any]
@@ -65,7 +65,7 @@ a layer's input and attention's result, in the host's memory, and nothing on the
 
 
 @dataclass(frozen=True, kw_only=True)
-class Through:
+class LayerScan:
     """Goes through stacked layers.
 
     Attributes:
@@ -78,7 +78,7 @@ class Through:
 
     remat: str = "none"
     scan: bool = True
-    beside: Beside = field(default_factory=Beside, compare=False)
+    beside: AuxArrays = field(default_factory=AuxArrays, compare=False)
     on_shards: Callable[[jax.Array], jax.Array] = field(default=lambda x: x, compare=False)
 
     def __call__(self, layer: Layer, x: Any, blocks: Params, stacks: Stacks | None = None) -> Any:
@@ -135,7 +135,7 @@ class Through:
 
 
 @dataclass
-class SamplerThrough:
+class SamplerLayerScan:
     """Goes through the layers of `for_sampler`, which read and write what they have in memory.
 
     Attributes:
@@ -147,7 +147,7 @@ class SamplerThrough:
 
     attend: AttendInLayer
     memory: tuple[Any, ...]
-    beside: Beside = field(default_factory=Beside)
+    beside: AuxArrays = field(default_factory=AuxArrays)
     past: tuple[Any, ...] = ()
 
     def __call__(self, layer: Callable[[Any, Params, Attend], Any], x: Any, blocks: Any) -> Any:

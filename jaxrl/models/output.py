@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.runtime.sharding import piece_sharding
 
-QUARTERS = (1, 2, 3, 4)
-"""Room for wanted tokens, in quarters of all: a program is compiled for each that is met."""
+LOGIT_CAPACITIES = (1, 2, 3, 4)
+"""Room for wanted tokens, in logit_capacity of all: a program is compiled for each that is met."""
 
 Unembed = Callable[[Any, jax.Array], jax.Array]
 """Tables and hidden states `[..., D]` to float32 logits `[..., V]`."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Declared(Protocol):
+class ParamSpec(Protocol):
     """Part of a policy's parameters, or all: shapes, and how they lie on the mesh."""
 
     def abstract_params(self) -> Params:
@@ -48,7 +48,9 @@ class Part:
         return only(self.model.logical_axes(), self.paths.__contains__)
 
 
-def divide(model: Architecture, is_trained: Callable[[tuple[str, ...]], bool]) -> tuple[Part, Part]:
+def split_params(
+    model: Architecture, is_trained: Callable[[tuple[str, ...]], bool]
+) -> tuple[Part, Part]:
     """The trained parameters of an architecture, chosen by their paths, and the others."""
     paths = flatten_dict(model.abstract_params()).keys()
     trained = frozenset(path for path in paths if is_trained(path))
@@ -60,7 +62,7 @@ def only(tree: Params, is_in: Callable[[tuple[str, ...]], bool]) -> Params:
     return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if is_in(path)})
 
 
-def split(policy: Params, trained: Declared) -> tuple[Params, Params]:
+def split(policy: Params, trained: ParamSpec) -> tuple[Params, Params]:
     """The parameters of a policy that are trained, and the others."""
     paths = flatten_dict(trained.abstract_params()).keys()
     return only(policy, paths.__contains__), only(policy, lambda path: path not in paths)

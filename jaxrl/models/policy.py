@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import Kernels
-from jaxrl.models.aux_arrays import Beside
-from jaxrl.models.layers import Through
+from jaxrl.models.aux_arrays import AuxArrays
+from jaxrl.models.layers import LayerScan
 from jaxrl.models.output import OutputLayer, block_tokens, find_places, put, take
 from jaxrl.models.params import join, split
 from jaxrl.runtime.compilation import joined
@@ -83,7 +83,7 @@ class Model:
         self.num_tokens = num_tokens
         self.dtype = dtype
         self.attention = attention
-        self._through = Through(remat=remat, scan=scan_layers)
+        self._through = LayerScan(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
         self.trained, self.frozen = architecture.parts(frozen)
         self._with_layers = entries_with_layers(architecture)
@@ -127,14 +127,14 @@ class Model:
         kept = {name: x for name, x in batch.token_arrays.items() if name not in recorded}
         return replace(batch, token_arrays=kept)
 
-    def beside(self, batch: Batch, *, counts: bool = True) -> Beside:
-        """The `Beside` of a pass over a micro-batch.
+    def beside(self, batch: Batch, *, counts: bool = True) -> AuxArrays:
+        """The `AuxArrays` of a pass over a micro-batch.
 
         It asks for the model's statistics unless `counts` is False.
         """
         given = {name: in_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
         given = {name: x.reshape(-1, *x.shape[2:]) for name, x in given.items()}
-        beside = Beside(given=given, attached=batch.attached)
+        beside = AuxArrays(given=given, attached=batch.attached)
         if counts and self.architecture.statistics:
             is_token = in_pieces(self.mesh, batch.segment_ids > 0)
             beside.counted = is_token.reshape(-1).astype(jnp.float32)
@@ -147,8 +147,8 @@ class Model:
         *,
         temperature: float | jax.Array,
         entropy_gradient: bool = False,
-        quarters: int = 4,
-        beside: Beside | None = None,
+        logit_capacity: int = 4,
+        beside: AuxArrays | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probability of each token given those before it, and the entropy it was drawn with.
 
@@ -156,13 +156,13 @@ class Model:
         at t - 1. A token outside `loss_mask` gets 0, and a trajectory's first.
 
         Args:
-            params: of the whole policy; what is trained of them is float32.
-            batch: one micro-batch, `[b, T]`.
-            temperature: the distribution is softmax(logits / temperature), as in the sampler.
-            entropy_gradient: let gradients flow through the entropies.
-            quarters: of the tokens of each shard, that have room in the output layer; `loss_mask`
-                may have no more.
-            beside: of `beside`, for who wants to know what became of it.
+            params: Parameters of the whole policy; trained ones are float32.
+            batch: One micro-batch, `[b, T]`.
+            temperature: The distribution is softmax(logits / temperature), as in the sampler.
+            entropy_gradient: Let gradients flow through the entropies.
+            logit_capacity: Quarters of each shard's tokens that have room in the output layer;
+                `loss_mask` may have no more.
+            beside: Auxiliary arrays of the pass, to read their outputs afterwards.
 
         Returns:
             Log-probabilities and entropies, float32 [b, T], nats.
@@ -176,7 +176,7 @@ class Model:
             in_pieces(self.mesh, jnp.pad(x[:, 1:], ((0, 0), (0, 1))))
             for x in (batch.loss_mask & has_past, batch.token_ids)
         )
-        places = find_places(is_wanted, shards, -(-b * T * quarters // (4 * shards)))
+        places = find_places(is_wanted, shards, -(-b * T * logit_capacity // (4 * shards)))
         own_ids = -(-self.architecture.vocab_size // self.mesh.shape["tensor"])
         layer = OutputLayer(
             unembed=partial(self.architecture.unembed, num_tokens=self.num_tokens),
@@ -198,7 +198,7 @@ class Model:
         logprobs, entropies = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
         return logprobs, entropies
 
-    def _hidden_states(self, params: Params, batch: Batch, beside: Beside) -> jax.Array:
+    def _hidden_states(self, params: Params, batch: Batch, beside: AuxArrays) -> jax.Array:
         """Hidden states of the last layer `[C * b, T / C, D]`; see `in_pieces`."""
         on_shards = partial(jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh))
         hidden = self.architecture.hidden_states(

@@ -22,7 +22,7 @@ def _of_model(name: str) -> Any:
     return property(attrgetter(f"model.{name}"))
 
 
-class Around(Architecture):
+class WrappedArchitecture(Architecture):
     """An architecture with a model inside, whose methods a class of this kind has by default."""
 
     model: Architecture
@@ -42,7 +42,7 @@ class Around(Architecture):
     statistics: Any = _of_model("statistics")
     recorded: Any = _of_model("recorded")
     shown_kernels: Any = _of_model("shown_kernels")
-    verdicts: Any = _of_model("verdicts")
+    kernel_checks: Any = _of_model("kernel_checks")
     tower: Tower | None = _of_model("tower")
     stacks: Any = _of_model("stacks")
     num_idle: Any = _of_model("num_idle")
@@ -70,8 +70,8 @@ class Around(Architecture):
         return self.model
 
     @property
-    def around(self) -> Around:
-        """See `Architecture.around`."""
+    def wrapper(self) -> WrappedArchitecture:
+        """See `Architecture.wrapper`."""
         return self
 
     @abstractmethod

@@ -197,7 +197,7 @@ TERMS: dict[str, str] = {"llds": "jaxrl.extras.stability.likelihood:likelihood_l
 """By name in `loss.term.name`: losses that are added to the policy loss."""
 
 GATES: dict[str, str] = {"off_policy": "jaxrl.extras.stability.masks:off_policy_gate"}
-"""By name in `loss.gate.name`: True or False at each token, whether its policy loss counts."""
+"""Token filters by name: True at each token whose policy loss counts."""
 
 ARRAYS = (
     *("logprobs", "old_logprobs", "rollout_logprobs", "entropies", "advantages"),

@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl.runtime import distributed
 from jaxrl.types import Params, TrainState
-from jaxrl.utils.files import begin_replacing, free_name, remove_whole, settle, written_whole
+from jaxrl.utils.files import begin_replacing, free_name, recover, remove_whole, written_whole
 from jaxrl.utils.json_io import read_object
 
 MANIFEST = "manifest.json"
@@ -89,7 +89,7 @@ class Checkpointer:
         self._log = log
         if distributed.is_main():
             _clean(self._folder)
-        distributed.meet()
+        distributed.barrier()
         options = ocp.CheckpointManagerOptions(
             # Keep all: one is removed only when the manifest of a newer one is written.
             preservation_policy=ocp.checkpoint_managers.LatestN(n=None),
@@ -134,7 +134,7 @@ class Checkpointer:
             with written_whole(self._folder / "saving") as file:
                 file.write(str(step))
             begin_replacing(self._folder / str(step))
-        distributed.meet()
+        distributed.barrier()
         self._manager.reload()
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._unfinished = self._background.submit(self._finish, step, value)
@@ -169,7 +169,7 @@ class Checkpointer:
         """Return the steps that have a checkpoint, each with the value of its evaluation."""
         self.wait()
         pairs = list(self._values().items()) if distributed.is_main() else []
-        return dict(distributed.from_main(pairs))  # as pairs: keys of JSON objects are strings
+        return dict(distributed.broadcast(pairs))  # as pairs: keys of JSON objects are strings
 
     def _values(self) -> dict[int, float | None]:
         return {step: read_value(self._folder / str(step)) for step in steps_in(self._folder)}
@@ -193,7 +193,7 @@ class Checkpointer:
         earlier = [number for number in steps if number <= step]
         is_main = distributed.is_main()
         found = choose_step(self._folder, earlier)[0] if is_main else None
-        if distributed.from_main(found) is None:
+        if distributed.broadcast(found) is None:
             raise CheckpointError(
                 f"the run is to go back to step {step}, and {self._folder} has no whole checkpoint "
                 "of it or of an earlier step. Bring one back from a copy, remove "
@@ -202,7 +202,7 @@ class Checkpointer:
         if is_main:
             for later in set(steps) - set(earlier):
                 remove_whole(self._folder / str(later))
-        distributed.meet()
+        distributed.barrier()
         self._manager.reload()
 
     def restore(
@@ -248,7 +248,7 @@ class Checkpointer:
         self.wait()
         is_main = distributed.is_main()
         step, damaged = choose_step(self._folder, steps) if is_main else (None, [])
-        step, damaged = distributed.from_main((step, damaged))
+        step, damaged = distributed.broadcast((step, damaged))
         if damaged and step is None:
             raise CheckpointError(
                 f"{_unreadable(self._folder, damaged)} Bring one back from a copy, or name another "
@@ -262,7 +262,7 @@ class Checkpointer:
                     moved = (self._folder / str(bad)).rename(free_name(aside / str(bad)))
                     self._log(f"warning: checkpoint {bad} is damaged ({damage}); moved to {moved}")
                 self._log(f"using checkpoint {step} instead")
-            distributed.meet()
+            distributed.barrier()
             self._manager.reload()
         return step
 
@@ -422,7 +422,7 @@ def _clean(folder: Path) -> None:
             shutil.rmtree(folder / step, ignore_errors=True)
         marker.unlink()
     for left in (*folder.glob("*.replaced"), *folder.glob("*.removed")):
-        settle(left.with_suffix(""))
+        recover(left.with_suffix(""))
 
 
 def optimizer_items(state: TrainState) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jaxrl.runtime.distributed import from_main, gather, is_main
+from jaxrl.runtime.distributed import broadcast, gather, is_main
 from jaxrl.utils.files import system_message, users_cache
 
 OFF = "off"
@@ -59,7 +59,7 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
 def _prepare_folder(setting: str) -> tuple[Path | None, str]:
     """Make the folder. Return it, or None and the reason why the job cannot use it."""
     folder, reason = None, ""
-    marker_name = f".job-{from_main(secrets.token_hex(8))}"
+    marker_name = f".job-{broadcast(secrets.token_hex(8))}"
     try:
         folder = Path(setting).absolute() if setting else users_cache() / "programs"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

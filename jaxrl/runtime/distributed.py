@@ -61,16 +61,16 @@ def _gather_lengths(length: int) -> list[int]:
     return [int.from_bytes(row.tobytes(), "little") for row in every]
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait for all processes, so that what they did to the disk is done."""
     gather(None)
 
 
-def anywhere(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
     """Return True in all processes if `flag` is true in any; all processes call this."""
     return any(gather(flag))
 
 
-def from_main(value: Value) -> Value:
+def broadcast(value: Value) -> Value:
     """Return the first process's value; all processes call this."""
     return gather(value)[0]

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxrl.runtime import monitor
-from jaxrl.runtime.distributed import from_main, gather
+from jaxrl.runtime.distributed import broadcast, gather
 from jaxrl.runtime.job import Job
 from jaxrl.runtime.preemption import EXIT_LOST
 from jaxrl.utils.child_process import Child, EndedError
@@ -107,7 +107,7 @@ class Peers:
 
     def _write(self, **line: Any) -> None:
         try:
-            self._monitor.tell(line)
+            self._monitor.send(line)
         except EndedError:
             self._is_over.set()  # there is nobody to tell
 
@@ -118,7 +118,7 @@ class Peers:
     def _listen(self) -> None:
         with contextlib.suppress(EndedError):
             while True:
-                line = self._monitor.hear()
+                line = self._monitor.readline()
                 if "stop" in line:
                     self._is_stopping.set()
                     continue
@@ -249,7 +249,7 @@ def first_address(coordinator: str | None) -> str:
     """Return the host of process 0 as every host reaches it; all processes call this."""
     if coordinator is not None:
         return coordinator.rpartition(":")[0].strip("[]")
-    return from_main(own_address())
+    return broadcast(own_address())
 
 
 def own_address() -> str:

@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.config.keys import EVALUATION, FREE, RESULTS
 from jaxrl.config.schema import KEYS, flat_json, missing_folder, to_json
-from jaxrl.utils.files import append_line, set_aside, taking_place, written_whole
+from jaxrl.utils.files import append_line, atomic_write, set_aside, written_whole
 from jaxrl.utils.json_io import parse_json
 
 HISTORY = "config_history.jsonl"
@@ -403,7 +403,7 @@ def set_aside_after(workdir: Path, step: int, number: int) -> None:
     for path in (workdir / "metrics.jsonl", workdir / "sentinel.jsonl"):
         if path.exists() and not (aside / path.name).exists():
             aside.mkdir(parents=True, exist_ok=True)
-            with taking_place(aside / path.name) as unfinished:
+            with atomic_write(aside / path.name) as unfinished:
                 shutil.copyfile(path, unfinished)
     for path in _files_after(workdir, step):
         (aside / path.parent.name).mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.architecture import Architecture, is_axes
 from jaxrl.models.layers import for_sampler
-from jaxrl.models.params import Declared
+from jaxrl.models.params import ParamSpec
 from jaxrl.types import Params
 
 BATCH = ("data", "fsdp", "expert")
@@ -263,7 +263,7 @@ def cache_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(PIECES, "tensor", None, None))
 
 
-def param_shardings(mesh: Mesh, declared: Declared, *, for_decode: bool = False) -> dict[str, Any]:
+def param_shardings(mesh: Mesh, declared: ParamSpec, *, for_decode: bool = False) -> dict[str, Any]:
     """Return a sharding for every parameter of a model or of a part of a policy.
 
     A dimension that its mesh axes do not divide stays whole. With `for_decode` only `tensor` and,

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 import jaxrl
-from jaxrl.models.architecture import Verdict
+from jaxrl.models.architecture import KernelCheck
 from jaxrl.runtime.resume import read_starts
 from jaxrl.training.run_state import Components
 from jaxrl.utils.callables import code_folders
@@ -75,18 +75,18 @@ def environment(components: Components) -> dict[str, Any]:
         },
         "model": sizes,
         **({"prompt_time": components.prompt_time} if components.prompt_time else {}),
-        "kernels": [dataclasses.asdict(verdict) for verdict in verdicts_of(components)],
+        "kernels": [dataclasses.asdict(verdict) for verdict in kernel_checks_of(components)],
         "num_tasks": len(components.tasks),
         "num_eval_tasks": len(components.eval_tasks),
         "num_demonstrations": len(components.demonstrations),
     }
 
 
-def verdicts_of(components: Components) -> tuple[Verdict, ...]:
+def kernel_checks_of(components: Components) -> tuple[KernelCheck, ...]:
     """Return the kernel checks of attention, then of the architecture."""
     if components.external:
         return ()
-    return *components.model.attention.verdicts, *components.model.architecture.verdicts
+    return *components.model.attention.kernel_checks, *components.model.architecture.kernel_checks
 
 
 def commit(folder: Path) -> str | None:

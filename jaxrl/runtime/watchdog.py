@@ -29,7 +29,7 @@ class Moving(Protocol):
 
 
 @contextlib.contextmanager
-def told_of_stalls(
+def watchdog(
     display: Moving,
     seconds: float,
     deadline_s: float = 0.0,

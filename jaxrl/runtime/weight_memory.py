@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.params import Declared
+from jaxrl.models.params import ParamSpec
 from jaxrl.models.policy import entries_with_layers
 from jaxrl.runtime.sharding import param_shardings
 
@@ -68,7 +68,7 @@ def count_weights(
         cast_tables += num_bytes * (path[0] not in inside)
     return PolicyWeights(
         trained=sum(size for size, _ in trained.values()),
-        has_adapter=policy.around is not None,
+        has_adapter=policy.wrapper is not None,
         base_bytes=sum(
             size * kind.itemsize for path, (size, kind) in held.items() if path not in trained
         ),
@@ -79,7 +79,7 @@ def count_weights(
 
 
 def leaves(
-    declared: Declared, mesh: Any, **settings: bool
+    declared: ParamSpec, mesh: Any, **settings: bool
 ) -> dict[tuple[str, ...], tuple[int, np.dtype]]:
     """Return for each parameter, by its path, its values on one device and its dtype."""
     shapes = flatten_dict(declared.abstract_params())

@@ -27,9 +27,9 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import append_block
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import attend_chunk, merge
-from jaxrl.models.aux_arrays import Beside, TokenArray
+from jaxrl.models.aux_arrays import AuxArrays, TokenArray
 from jaxrl.models.kv_cache import Cache, Pages
-from jaxrl.models.layers import SamplerThrough, Through, for_sampler
+from jaxrl.models.layers import LayerScan, SamplerLayerScan, for_sampler
 from jaxrl.runtime.sharding import PIECES, cache_sharding, num_pieces, piece_sharding
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
@@ -239,7 +239,7 @@ class Programs:
         tower = self.architecture.tower
         assert tower is not None
         patches, places = self._by_row((patches, places))
-        through = Through(scan=self.scan_layers)
+        through = LayerScan(scan=self.scan_layers)
         seen = tower.embeddings(weights[tower.entry], patches, places, through)
         return self._by_row(jnp.pad(seen, ((0, 0), (0, num_units - seen.shape[1]), (0, 0))))
 
@@ -279,15 +279,15 @@ class Programs:
             return out.astype(q.dtype).reshape(-1, *q.shape[2:]), (keys, values)
 
         given = {name: x.reshape(-1, *x.shape[2:]) for name, x in blocks.token_arrays.items()}
-        beside = Beside(given=given, attached=seen, records=self.records)
-        through = SamplerThrough(attend, cache, beside)
+        beside = AuxArrays(given=given, attached=seen, records=self.records)
+        through = SamplerLayerScan(attend, cache, beside)
         token_ids = blocks.token_ids.reshape(-1)
         self.architecture.sample_states(weights, token_ids, positions.reshape(-1), through)
         recorded = self._recorded(through.beside, token_ids.size)
         recorded = {name: x.reshape(-1, self.block, *x.shape[1:]) for name, x in recorded.items()}
         return self._split(through.memory), recorded
 
-    def _recorded(self, beside: Beside, num_tokens: int) -> dict[str, Array]:
+    def _recorded(self, beside: AuxArrays, num_tokens: int) -> dict[str, Array]:
         """The arrays of `recorded` that a pass over so many tokens has left, `[M, ...]`."""
         for name, declared in self.recorded.items():
             expected = (num_tokens, *declared.shape), declared.dtype
@@ -455,7 +455,7 @@ class Programs:
             (keys, values), own = zip(*added, strict=True)
             return read(place, past, q, limits, *own, index).astype(q.dtype), (keys, values)
 
-        through = SamplerThrough(attend, chunk, Beside(records=self.records), past)
+        through = SamplerLayerScan(attend, chunk, AuxArrays(records=self.records), past)
         hidden = self.architecture.sample_states(weights, pending, positions, through)
         return hidden, through.memory, self._recorded(through.beside, pending.size)
 

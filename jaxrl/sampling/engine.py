@@ -48,8 +48,8 @@ from jaxrl.sampling.blocks import pages_for
 from jaxrl.sampling.buckets import append_sizes, patch_sizes, row_sizes
 from jaxrl.sampling.decode import Programs, Rows, State, StopTables
 from jaxrl.sampling.interfaces import Counts
-from jaxrl.sampling.prefill import Feed, Piece
-from jaxrl.sampling.scheduler import Prompt, Read, Recorded, Row, Shard
+from jaxrl.sampling.prefill import Piece, PrefillBatcher
+from jaxrl.sampling.scheduler import BlockScheduler, Prompt, Read, Recorded, Row
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights, delete
 from jaxrl.types import Attachment, Params
@@ -151,7 +151,7 @@ class Engine:
         train_mesh: Mesh | None = None,
         max_units: int = 0,
         scan_layers: bool = False,
-        kinds: Sequence[str] = (next_token.GREEDY, next_token.PLAIN),
+        kinds: Sequence[str] = (next_token.GREEDY, next_token.FULL),
     ):
         """Declares the programs; allocates nothing but the stop tables.
 
@@ -183,7 +183,7 @@ class Engine:
         self.num_shards = num_pieces(mesh)
         if num_rows % self.num_shards:
             raise ValueError(
-                f"config.rollout.num_rows={num_rows} is not a multiple of "
+                f"config.rollout.max_num_seqs={num_rows} is not a multiple of "
                 f"{' * '.join(PIECES)} = {self.num_shards}; every device needs the same number."
             )
         self._mesh = mesh
@@ -233,7 +233,7 @@ class Engine:
         self.patch_sizes = (
             patch_sizes(self._max_units, architecture.tower.unit) if architecture.tower else []
         )
-        self._feed = Feed(
+        self._prefill = PrefillBatcher(
             tower=architecture.tower,
             num_shards=self.num_shards,
             block=self.programs.block,
@@ -287,7 +287,7 @@ class Engine:
         self._keys = np.zeros((1, 2), np.uint32)
         self._tables = np.full((1, self._table_pages), self.num_pages, np.int32)
         self._shards = [
-            Shard(
+            BlockScheduler(
                 index,
                 num_rows=self._rows_per_shard,
                 num_steps=self.programs.num_steps,
@@ -319,7 +319,7 @@ class Engine:
                 self.programs.nothing_seen(self._max_units),
             )
         )
-        blocks, _ = self._feed.blocks((), self.append_sizes[0], self._tables)
+        blocks, _ = self._prefill.blocks((), self.append_sizes[0], self._tables)
         jax.eval_shape(self.programs.append, self._weights_of.abstract(), cache, blocks, seen)
 
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
@@ -345,10 +345,10 @@ class Engine:
         compiling = [self._copy.ahead(cache, places, places)]
         compiling.append(self._swap.ahead(cache, moved, places, places))
         for size in self.patch_sizes:
-            patches = self._feed.patches([()] * shards, size)[:2]
+            patches = self._prefill.patches([()] * shards, size)[:2]
             compiling.append(self._see.ahead(weights, *patches, self._max_units, variant=size))
         for size in self.append_sizes:
-            blocks, _ = self._feed.blocks((), size, self._tables)
+            blocks, _ = self._prefill.blocks((), size, self._tables)
             compiling.append(self._append.ahead(weights, cache, blocks, seen, variant=size))
         for variant in self._decodes():
             rows, *how = variant
@@ -457,7 +457,7 @@ class Engine:
                     "ones are cut or refused before they come here."
                 )
             self._check_budget(len(request.prompt_ids), request.budget)
-            self._feed.check(request.prompt_ids, request.attachments)
+            self._prefill.check(request.prompt_ids, request.attachments)
         numbers = list(range(self._next_request, self._next_request + len(requests)))
         self._draw_by(numbers, temperature, top_p)
         if self._cache is None:
@@ -499,8 +499,8 @@ class Engine:
     def _kind_of(self, temperature: float, top_p: float) -> str:
         """The cheapest kind that draws so; the nucleus of everything draws what `plain` does."""
         kind = next_token.kind_of(temperature, top_p)
-        if kind == next_token.PLAIN and kind not in self.kinds and next_token.NUCLEUS in self.kinds:
-            return next_token.NUCLEUS
+        if kind == next_token.FULL and kind not in self.kinds and next_token.TOP_P in self.kinds:
+            return next_token.TOP_P
         return kind
 
     def finish(self, request: int) -> None:
@@ -565,12 +565,12 @@ class Engine:
         for request, tokens, granted in resumed:
             self._check_budget(self._rows[request].length + 1 + len(tokens), granted)
             row = self._rows[request]
-            self._feed.check([row.pending, *tokens], attachments.get(request, ()))
+            self._prefill.check([row.pending, *tokens], attachments.get(request, ()))
         for request, tokens, granted in resumed:
             row = self._rows[request]
             assert row.is_waiting, f"request {request} has not stopped"
             read = [row.pending, *tokens]
-            self._feed.place(row, read, tuple(attachments.get(request, ())), row.length)
+            self._prefill.place(row, read, tuple(attachments.get(request, ())), row.length)
             *row.unread, row.pending = read
             row.is_waiting, row.budget, row.stop_state = False, granted, 0
             self.counts.prefilled_resume += len(row.unread)
@@ -604,7 +604,7 @@ class Engine:
             for row in shard.short_of_pages:
                 missing = shard.missing(row)
                 while row.saved is None and missing > shard.pool.num_free:
-                    if shard.drop_kept():  # prompts that no row has go first
+                    if shard.evict_cached():  # prompts that no row has go first
                         continue
                     if self._in_flight:  # its rows still write to their pages
                         return False
@@ -620,11 +620,11 @@ class Engine:
         self._tables[row.slot] = self.num_pages
         self._tables[row.slot, : len(row.pages)] = row.pages
 
-    def _preempt(self, shard: Shard, row: Row) -> None:
+    def _preempt(self, shard: BlockScheduler, row: Row) -> None:
         """Gives up a row's pages, their content saved on the host."""
         num_pages = pages_for(row.length, self.page_tokens)
         row.saved = self._exchange(shard.index, sources=row.pages[:num_pages])
-        shard.give_up(row)
+        shard.free(row)
         self.counts.preemptions += 1
         self.counts.swapped += row.length
 
@@ -632,7 +632,7 @@ class Engine:
         """Gives rows their pages and content back, the oldest first."""
         for shard in self._shards:
             while row := shard.next_back():
-                first, end = shard.take_back(row), pages_for(row.length, self.page_tokens)
+                first, end = shard.swap_in(row), pages_for(row.length, self.page_tokens)
                 self._write_table(row)
                 targets = row.pages[first:end]
                 self._exchange(shard.index, targets=targets, saved=row.saved, first=first)
@@ -676,13 +676,13 @@ class Engine:
             self._write_table(row)
             row.stop_state = request.stop_state
             is_read = not row.unread  # by another row: of what is placed the offset alone is wanted
-            self._feed.place(row, request.prompt_ids, request.attachments, 0)
+            self._prefill.place(row, request.prompt_ids, request.attachments, 0)
             if is_read:
                 row.unread_attachments, row.unread_arrays = (), {}
             self.counts.prefilled_prompt += len(row.unread)
             self._rows[number] = row
         for each in self._shards:
-            each.drop_kept(but=self._next_prompt)
+            each.evict_cached(but=self._next_prompt)
 
     def _copy_prefixes(self) -> None:
         """Copies what a prompt has beyond its full pages to the pages of its further samples."""
@@ -797,7 +797,7 @@ class Engine:
         ints = np.zeros((5, total), np.int32)
         ints[0] = -1
         active, slots = np.zeros(total, bool), np.zeros(total, np.int32)
-        offset = None if self._feed.tower is None else np.zeros(total, np.int32)
+        offset = None if self._prefill.tower is None else np.zeros(total, np.int32)
         members = []
         for shard, rows in enumerate(running):
             if not rows:
@@ -836,7 +836,7 @@ class Engine:
         small, large = self.append_sizes[0], self.append_sizes[-1]
         left = [deque(row for row in rows if row.unread) for rows in running]
         while any(left):
-            rows = [self._feed.next_rows(of_shard) for of_shard in left]
+            rows = [self._prefill.next_rows(of_shard) for of_shard in left]
             attached = [
                 tuple(one for row in of_shard for one in row.unread_attachments)
                 for of_shard in rows
@@ -845,12 +845,12 @@ class Engine:
             for of_shard, units in zip(rows, self._look_at(attached), strict=True):
                 pieces.append(deque())
                 for row in of_shard:
-                    pieces[-1].extend(self._feed.pieces(row, units))
+                    pieces[-1].extend(self._prefill.pieces(row, units))
             while any(pieces):
                 longest = max(len(of_shard) for of_shard in pieces) * self.programs.block
                 # The large program only where less than half of what it reads is padding.
                 size = large if longest > max(small, large // 2) else small
-                blocks, members = self._feed.blocks(pieces, size, self._tables)
+                blocks, members = self._prefill.blocks(pieces, size, self._tables)
                 self._cache, arrays = self._append(
                     self._weights, self._cache, blocks, self._seen, variant=size
                 )
@@ -866,7 +866,7 @@ class Engine:
             return [iter(()) for _ in attached]
         counts = [sum(one.num_patches for one in of_shard) for of_shard in attached]
         size = _fit(max(counts), self.patch_sizes)
-        patches, places, units = self._feed.patches(attached, size)
+        patches, places, units = self._prefill.patches(attached, size)
         self._seen = None  # its memory is free for the next
         self._seen = self._see(self._weights, patches, places, self._max_units, variant=size)
         return [iter(of_shard) for of_shard in units]

@@ -18,12 +18,12 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import (
     Env,
     Episode,
-    Finished,
     Message,
     Observation,
     OutageError,
     Outcome,
     Reward,
+    ScoredEpisode,
     StepResult,
     Task,
     ToolResults,
@@ -36,11 +36,11 @@ from jaxrl.sampling.interfaces import Processor, Sampling
 from jaxrl.sampling.observations import encode_observation, encode_results, omitted
 from jaxrl.sampling.step_results import (
     check_chat,
-    checked_reply,
     checked_reward,
     failed_step,
     images_of,
-    told_of,
+    validate_step_result,
+    without_images,
     writable_record,
 )
 from jaxrl.sampling.trajectory import Sample, trajectory_of
@@ -107,7 +107,7 @@ _MAX_ASKED_ALONE = 32  # threads that ask for one episode each, after a call for
 _DECODERS = 8  # threads that decode images of prompts
 
 
-Pay = Callable[[Sequence[Sequence[Finished]]], list[list[Reward | BaseException]]]
+Pay = Callable[[Sequence[Sequence[ScoredEpisode]]], list[list[Reward | BaseException]]]
 """From the finished episodes of each task to their rewards, or to why they have none."""
 
 
@@ -328,7 +328,7 @@ class EpisodePlayer:
             if _ends_run(error):
                 raise
             return error_text(error)
-        return [self._looked_at(checked_reply(reply)) for reply in replies]
+        return [self._looked_at(validate_step_result(reply)) for reply in replies]
 
     def _looked_at(self, reply: StepResult) -> StepResult:
         """A reply whose images, if it has any, can be shown; else the failure of the step.
@@ -339,7 +339,7 @@ class EpisodePlayer:
         if not pictures:
             return reply
         if self._processor is None:
-            return dataclasses.replace(reply, observation=told_of(reply.observation))
+            return dataclasses.replace(reply, observation=without_images(reply.observation))
         try:
             # Decoded here, in the environment's thread, so that the loop finds it in the
             # processor's cache.
@@ -485,7 +485,7 @@ class EpisodePlayer:
             for group in groups
         ]
 
-    def _scored(self, samples: Sequence[Sample]) -> list[tuple[Sample, Finished]]:
+    def _scored(self, samples: Sequence[Sample]) -> list[tuple[Sample, ScoredEpisode]]:
         """Asks the environment for scores; a sample that it cannot score has failed instead."""
         if not samples:
             return []

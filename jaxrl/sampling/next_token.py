@@ -23,7 +23,7 @@ def uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[A
     return jax.vmap(draw)(keys, positions)
 
 
-GREEDY, PLAIN, NUCLEUS = KINDS = ("greedy", "plain", "nucleus")
+GREEDY, FULL, TOP_P = KINDS = ("greedy", "full", "top_p")
 """Ways to draw, a program each: what one does not need is not in it."""
 
 
@@ -31,7 +31,7 @@ def kind_of(temperature: float, top_p: float) -> str:
     """The cheapest kind that draws so."""
     if temperature == 0.0:
         return GREEDY
-    return PLAIN if top_p == 1.0 else NUCLEUS
+    return FULL if top_p == 1.0 else TOP_P
 
 
 @jax.named_scope("draw")
@@ -65,7 +65,7 @@ def sample(
     centred = scaled - scaled.max(axis=-1, keepdims=True)
     weights = jnp.exp(centred)
     token, total = _draw(weights, uniform)
-    if kind == NUCLEUS:
+    if kind == TOP_P:
         token, _ = _draw(nucleus(weights, top_p), uniform)
     if kind == GREEDY or by_row:
         # The first of the largest: on a CPU several times faster than argmax.

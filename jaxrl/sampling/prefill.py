@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feed:
+class PrefillBatcher:
     """Makes the arrays of the programs that read, of rows and what they have to read.
 
     Attributes:

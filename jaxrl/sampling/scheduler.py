@@ -100,7 +100,7 @@ class Row:
         return self.length + len(self.unread) + min(self.in_flight + num_steps, self.budget)
 
 
-class Shard:
+class BlockScheduler:
     """Rows and pages of one shard.
 
     Attributes:
@@ -165,7 +165,7 @@ class Shard:
             if row.length + len(row.unread) + row.in_flight + steps > len(row.pages) * page_tokens
         ]
 
-    def give_up(self, row: Row) -> None:
+    def free(self, row: Row) -> None:
         """Frees the pages of a row but for those that others share."""
         self.pool.give_up(row.pages)
         row.pages = []
@@ -188,9 +188,9 @@ class Shard:
         if is_last and prefix.prompt == next_prompt:
             prefix.kept = row.pages[: pages_for(prefix.num_tokens, self._page_tokens)]
             self.pool.share(prefix.kept)
-        self.give_up(row)
+        self.free(row)
 
-    def drop_kept(self, *, but: Prompt = Prompt()) -> bool:
+    def evict_cached(self, *, but: Prompt = Prompt()) -> bool:
         """Gives up the pages of prompts that no row has, except `but`; False if there were none."""
         kept = [one for one in self.prefixes.values() if one.kept and one.prompt != but]
         for prefix in kept:
@@ -201,7 +201,7 @@ class Shard:
 
     def forget_prompts(self) -> None:
         """Lets no later request share what is there, since other weights come."""
-        self.drop_kept()
+        self.evict_cached()
         self.prefixes.clear()
 
     def next_back(self) -> Row | None:
@@ -212,7 +212,7 @@ class Shard:
         shared = len(row.prefix.shared) if row.prefix.rows else 0
         return row if self.missing(row) - shared <= self.pool.num_free else None
 
-    def take_back(self, row: Row) -> int:
+    def swap_in(self, row: Row) -> int:
         """Gives a row pages again; returns how many of the first still hold their content."""
         prefix, missing = row.prefix, self.missing(row)
         num_shared = len(prefix.shared)

@@ -34,7 +34,7 @@ _RECORD_TYPES = {"call": str, "error": _TEXT, "result_index": int}
 _REWARD_TYPES = {"parts": Mapping, "turn_parts": Mapping, "final_answer": str}
 
 
-def checked_reply(reply: Any) -> StepResult:
+def validate_step_result(reply: Any) -> StepResult:
     """A reply that can be worked with: of the right types, all of it such as JSON can hold."""
     try:
         _check_types("step", reply, StepResult, _REPLY_TYPES)
@@ -93,7 +93,9 @@ def images_of(observation: Observation | ToolResults | None) -> list[Picture]:
     return [] if observation is None else list(observation.images)
 
 
-def told_of(observation: Observation | ToolResults | None) -> Observation | ToolResults | None:
+def without_images(
+    observation: Observation | ToolResults | None,
+) -> Observation | ToolResults | None:
     """An observation that names its images in place of showing them."""
 
     def body(text: str, images: Sequence[Picture]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.base import CallRecord, Episode, Finished, Outcome, Reward
+from jaxrl.envs.base import CallRecord, Episode, Outcome, Reward, ScoredEpisode
 from jaxrl.models.aux_arrays import TokenArray
 from jaxrl.sampling.contexts import PlayedTurn
 from jaxrl.sampling.engine import Event
@@ -134,7 +134,7 @@ class Sample:
         """True of an environment error."""
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
-    def finished(self, reward: Reward) -> Finished:
+    def finished(self, reward: Reward) -> ScoredEpisode:
         """The trajectory for whoever pays it.
 
         Its `completion_ids` are all ids behind the prompt; those that a later context repeats
@@ -145,7 +145,7 @@ class Sample:
             ids += self.token_ids[first:start]
             first = start + count
         ids += self.token_ids[first:]
-        return Finished(episode=self.episode, reward=reward, completion_ids=ids)
+        return ScoredEpisode(episode=self.episode, reward=reward, completion_ids=ids)
 
     def fail(self, error: BaseException) -> None:
         """Ends as an environment error, since it could not be scored."""

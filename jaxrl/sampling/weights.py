@@ -25,7 +25,7 @@ class Weights:
 
     They are copies, so later changes of the parameters do not touch them. A parameter that no run
     of its architecture trains is read itself where the sampler reads it as it is; one that only
-    `config.model.freeze_tower` leaves as it is, is copied. What was given up (see `given_up`) is
+    `config.model.freeze_tower` leaves as it is, is copied. What was given up (see `donate`) is
     theirs.
     """
 
@@ -166,7 +166,7 @@ class Weights:
             give_back()
 
 
-def given_up(params: Params) -> Params:
+def donate(params: Params) -> Params:
     """Parameters that nobody needs any more once weights are made of them, for `Weights.of`.
 
     Each becomes a function that returns it, as one that is still on disk is (`load_hf`).

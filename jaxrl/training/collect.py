@@ -23,9 +23,9 @@ from jaxrl.sampling.interfaces import RolloutFunction, Sampling
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
 from jaxrl.training.estimators import returns_of
-from jaxrl.training.failures import Failures, NothingWorksError, short
+from jaxrl.training.failures import FailureCounter, NothingWorksError, short
 from jaxrl.training.method import Method
-from jaxrl.training.usage import BudgetSpentError, Ledger
+from jaxrl.training.usage import BudgetSpentError, UsageStats
 from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members, with_fields
 from jaxrl.utils.callables import NamedFunction, UserCodeError, wrap_user_code
 
@@ -46,16 +46,20 @@ class Collected:
     """Groups for one training step, with sampling statistics."""
 
     groups: list[Group]
-    leftover: list[Group]  # groups beyond the need, for the next step
-    unfinished: list[int] = field(default_factory=list)  # stream indices of tasks in flight
+    buffered_groups: list[Group]  # groups beyond the need, for the next step
+    in_flight_tasks: list[int] = field(default_factory=list)  # stream indices of tasks in flight
     num_tasks_taken: int  # from the stream, in all
-    tried: list[GroupStats]  # every group that was sampled, whether it passed the filter or not
+    sampled_stats: list[
+        GroupStats
+    ]  # every group that was sampled, whether it passed the filter or not
     metrics: dict[str, float]
-    ledger: Ledger = field(default_factory=Ledger)  # of all that was sampled, dropped groups too
+    ledger: UsageStats = field(
+        default_factory=UsageStats
+    )  # of all that was sampled, dropped groups too
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain JSON values, exactly; before divergences are measured."""
-        plain = dataclasses.asdict(dataclasses.replace(self, groups=[], leftover=[]))
+        plain = dataclasses.asdict(dataclasses.replace(self, groups=[], buffered_groups=[]))
         groups = {name: serialization.groups_to_json(getattr(self, name)) for name in _GROUPS}
         return {**plain, **groups}
 
@@ -63,12 +67,12 @@ class Collected:
     def from_json(cls, saved: Mapping[str, Any]) -> Collected:
         """Restore what `to_json` returned."""
         fields: dict[str, Any] = {n: serialization.groups_from_json(saved[n]) for n in _GROUPS}
-        fields["tried"] = [GroupStats(**stats) for stats in saved["tried"]]
-        fields["ledger"] = Ledger.from_json(saved["ledger"])
+        fields["sampled_stats"] = [GroupStats(**stats) for stats in saved["sampled_stats"]]
+        fields["ledger"] = UsageStats.from_json(saved["ledger"])
         return cls(**{**saved, **fields})
 
 
-_GROUPS = ("groups", "leftover")
+_GROUPS = ("groups", "buffered_groups")
 
 
 @dataclass(kw_only=True)
@@ -80,9 +84,9 @@ class StepSampler:
     should_stop: Callable[[], bool] = lambda: False
     progress: Callable[[int, int], None] = lambda done, total: None  # in trajectories
     check_budget: Callable[[], None] = lambda: None  # may raise `BudgetSpentError`
-    on_usage: Callable[[Ledger], None] = lambda usage: None  # receives all usage so far
+    on_usage: Callable[[UsageStats], None] = lambda usage: None  # receives all usage so far
     prices: Mapping[str, float] = field(default_factory=dict)  # by tool
-    usage: Ledger = field(default_factory=Ledger)  # so far, dropped groups included
+    usage: UsageStats = field(default_factory=UsageStats)  # so far, dropped groups included
     unfinished: list[Draw] = field(default_factory=list)  # their groups resume in the next call
     records: list[CallRecord] = field(default_factory=list)  # tool calls so far
 
@@ -100,7 +104,7 @@ class StepSampler:
         groups = [group for group in sampled if group is not None]
         self.unfinished = [d for d, group in zip(draws, sampled, strict=True) if group is None]
         self.records += [record for t in members(groups) for record in t.records]
-        self.usage += Ledger.of(members(groups), self.prices)
+        self.usage += UsageStats.of(members(groups), self.prices)
         self.on_usage(self.usage)
         return groups
 
@@ -135,11 +139,11 @@ def collect(
     method: Method,
     *,
     num_tasks_taken: int = 0,
-    leftover: Sequence[Group] = (),
-    unfinished: Sequence[int] = (),
+    buffered_groups: Sequence[Group] = (),
+    in_flight_tasks: Sequence[int] = (),
     controllers: Controllers,
     measure: Measure,
-    failures: Failures,
+    failures: FailureCounter,
 ) -> Collected:
     """Draw batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
 
@@ -148,27 +152,29 @@ def collect(
         stream: Tasks in their order.
         method: Method of the run.
         num_tasks_taken: Number of tasks that earlier steps took from the stream.
-        leftover: Groups that earlier steps did not need.
-        unfinished: Stream indices of the tasks in flight.
+        buffered_groups: Groups that earlier steps did not need.
+        in_flight_tasks: Stream indices of the tasks in flight.
         controllers: Controllers before the step; they hold the tasks to skip, the early or late
             stage, and the KL coefficient for the filter.
         measure: Adds divergences, for a filter that compares rewards with their KL term.
         failures: Counts batches in which every episode failed, and logs warnings.
 
     Raises:
-        NothingWorksError: See `Failures.count`.
+        NothingWorksError: See `FailureCounter.count`.
         OutageError: A service that the environment needs has been away for too long.
         NotEnoughGroupsError: There are still too few after `filter.max_batches` batches.
     """
     settings, wanted = method.filter, method.tasks_per_step
-    kept, tried = list(leftover), list[GroupStats]()
+    kept, sampled_stats = list(buffered_groups), list[GroupStats]()
     num_batches = num_resampled = num_generated = 0
-    sampler.unfinished = [Draw(task=stream.take(at, 1)[0], stream_index=at) for at in unfinished]
+    sampler.unfinished = [
+        Draw(task=stream.take(at, 1)[0], stream_index=at) for at in in_flight_tasks
+    ]
     is_resampled = controllers.is_late or settings.resample_early
     attempts = settings.resample_attempts if is_resampled else 0
     while len(kept) < wanted:
         if 0 < settings.max_batches <= num_batches:
-            raise NotEnoughGroupsError(_complaint(method, num_batches, len(kept), tried))
+            raise NotEnoughGroupsError(_complaint(method, num_batches, len(kept), sampled_stats))
         count = settings.tasks_per_batch or wanted
         # Begin so many that the step is full while unfinished_tasks are still in flight.
         if settings.unfinished_tasks or sampler.unfinished:
@@ -181,14 +187,14 @@ def collect(
         if settings.sees_kl:
             shaped = measure(shaped)
         kept += _filter_groups(shaped, groups, method, controllers.kl_coef(method.kl))
-        tried += map(GroupStats.of, shaped)
+        sampled_stats += map(GroupStats.of, shaped)
         num_batches += 1
         num_resampled += num_retried
         num_generated += len(members(groups)) + num_retried * method.group_size
         if num_batches % _WARN_EVERY == 0 and len(kept) < wanted:
             failures.log(
                 f"warning: {len(kept)} of {wanted} groups have passed the filter in "
-                f"{num_batches} batches; the groups were: {_shares(tried)}"
+                f"{num_batches} batches; the groups were: {_shares(sampled_stats)}"
             )
     new_leftover = kept[wanted:]
     carried: list[Group] = []
@@ -196,19 +202,20 @@ def collect(
         carried = with_fields(new_leftover, divergence=[None] * len(members(new_leftover)))
     return Collected(
         groups=kept[:wanted],
-        leftover=carried,
-        unfinished=[draw.stream_index for draw in sampler.unfinished],
+        buffered_groups=carried,
+        in_flight_tasks=[draw.stream_index for draw in sampler.unfinished],
         num_tasks_taken=num_tasks_taken,
-        tried=tried,
+        sampled_stats=sampled_stats,
         ledger=sampler.usage,
         metrics={
             "rollout/num_generated": num_generated,
             "filter/num_batches": num_batches,
-            "filter/kept_share": (len(kept) - len(leftover)) / (len(tried) or np.nan),
+            "filter/kept_share": (len(kept) - len(buffered_groups))
+            / (len(sampled_stats) or np.nan),
             "filter/surplus_groups": len(new_leftover),
             "filter/carried_groups": len(carried),
             "filter/resampled_groups": num_resampled,
-            **group_metrics(tried, method.group_size),
+            **group_metrics(sampled_stats, method.group_size),
             **search_metrics(sampler.records),
         },
     )
@@ -245,48 +252,54 @@ def draw(
     return draws, num_tasks_taken
 
 
-def group_metrics(tried: Sequence[GroupStats], group_size: int) -> dict[str, float]:
+def group_metrics(sampled_stats: Sequence[GroupStats], group_size: int) -> dict[str, float]:
     """Return metrics of all groups that a step sampled; shares of no group are NaN."""
-    kinds = Counter(group.kind for group in tried)
-    num_scored = sum(group.num_scored for group in tried)
+    kinds = Counter(group.kind for group in sampled_stats)
+    num_scored = sum(group.num_scored for group in sampled_stats)
     return {
-        "rollout/partial_groups": sum(0 < group.num_scored < group_size for group in tried),
-        "filter/accuracy": sum(group.num_correct for group in tried) / (num_scored or np.nan),
-        **{f"filter/{kind}_share": kinds[kind] / (len(tried) or np.nan) for kind in GROUP_KINDS},
+        "rollout/partial_groups": sum(0 < group.num_scored < group_size for group in sampled_stats),
+        "filter/accuracy": sum(group.num_correct for group in sampled_stats)
+        / (num_scored or np.nan),
+        **{
+            f"filter/{kind}_share": kinds[kind] / (len(sampled_stats) or np.nan)
+            for kind in GROUP_KINDS
+        },
     }
 
 
-def _shares(tried: Sequence[GroupStats]) -> str:
+def _shares(sampled_stats: Sequence[GroupStats]) -> str:
     """Describe the kinds of groups, and the first error."""
-    kinds = Counter(group.kind for group in tried)
+    kinds = Counter(group.kind for group in sampled_stats)
     counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
     shares = ", ".join(f"{count} {name}" for count, name in counts)
-    error = next((short(group.error) for group in tried if group.error), "")
+    error = next((short(group.error) for group in sampled_stats if group.error), "")
     return shares + (f" (the first environment error: {error})" if error else "")
 
 
-def some_failed(tried: Sequence[GroupStats], group_size: int) -> str | None:
+def some_failed(sampled_stats: Sequence[GroupStats], group_size: int) -> str | None:
     """Describe how many episodes of a step failed, and the first error; None if none or all did.
 
     `Failures` reports batches of which all failed.
     """
-    total = len(tried) * group_size
-    failed = total - sum(group.num_scored for group in tried)
+    total = len(sampled_stats) * group_size
+    failed = total - sum(group.num_scored for group in sampled_stats)
     if failed in (0, total):
         return None
-    error = next(short(group.error) for group in tried if group.error)
+    error = next(short(group.error) for group in sampled_stats if group.error)
     return f"{failed} of {total} episodes ended in an environment error; the first: {error}"
 
 
-def _complaint(method: Method, num_batches: int, num_kept: int, tried: Sequence[GroupStats]) -> str:
+def _complaint(
+    method: Method, num_batches: int, num_kept: int, sampled_stats: Sequence[GroupStats]
+) -> str:
     keep = method.filter.keep
     assert keep is not None
     return (
         f"after {num_batches} batches (config.filter.max_batches) only {num_kept} of "
         f"{method.tasks_per_step} groups have passed config.filter.name={keep.name!r}; the "
-        f"{len(tried)} groups sampled were: {_shares(tried)}. With most failed, mend what the "
-        "error names. With most all right the tasks are too easy for this policy, with most all "
-        "wrong too hard: raise config.filter.max_batches (0: no limit) or, with --accept_changes, "
+        f"{len(sampled_stats)} groups sampled were: {_shares(sampled_stats)}. If most failed, fix "
+        "what the error names. If most are all right, the tasks are too easy for this policy; if most "
+        "are all wrong, too hard: raise config.filter.max_batches (0: no limit) or, with --accept_changes, "
         "change config.tasks.train.source or config.rollout.group_size. What was finished is saved."
     )
 

@@ -402,7 +402,7 @@ def _init_kl(kl: KL) -> AdaptiveKL | LogKL | KLBudget | None:
 def advance(
     controllers: Controllers,
     groups: Sequence[Group],
-    tried: Sequence[GroupStats],
+    sampled_stats: Sequence[GroupStats],
     method: Method,
     is_trigger: np.ndarray | None,
 ) -> tuple[Controllers, list[Group]]:
@@ -415,7 +415,7 @@ def advance(
     Args:
         controllers: Controllers before the step.
         groups: Groups to be trained on, with their divergences.
-        tried: Every group that was sampled, whether it passed the filter or not.
+        sampled_stats: Every group that was sampled, whether it passed the filter or not.
         method: Method of the run, with the rates of change.
         is_trigger: bool [V], ids that may count as undecided; None counts all.
     """
@@ -431,7 +431,7 @@ def advance(
     # Skip tasks that every sample of the step solved, surely. A group with environment errors says
     # too little: one survivor would skip its task for good.
     if controllers.skipped is not None:
-        whole = [stats for stats in tried if stats.num_scored == method.group_size]
+        whole = [stats for stats in sampled_stats if stats.num_scored == method.group_size]
         moved["skipped"] = controllers.skipped.update(
             [stats.task_id for stats in whole],
             [stats.num_correct for stats in whole],

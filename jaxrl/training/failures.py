@@ -24,7 +24,7 @@ class NothingWorksError(RuntimeError):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Failures:
+class FailureCounter:
     """Counts consecutive batches of which every episode failed, also across restarts."""
 
     limit: int  # at which to give up; 0: never

@@ -19,7 +19,7 @@ TakeNotes = Callable[..., Notes]
 """See `logs.tokens.make_notes`."""
 
 
-class Checkpoints(Protocol):
+class CheckpointManager(Protocol):
     """See `runtime.checkpoint.Checkpointer`."""
 
     def save(
@@ -43,7 +43,7 @@ class Checkpoints(Protocol):
         """Return once everything is on the disk."""
 
 
-class Records(Protocol):
+class MetricWriter(Protocol):
     """See `logs.writers.MetricsLog`."""
 
     num_records: int
@@ -61,7 +61,7 @@ class Records(Protocol):
         """Close the log."""
 
 
-class Shown(Protocol):
+class ProgressBar(Protocol):
     """See `logs.display.Display`."""
 
     def log(self, text: str) -> None:

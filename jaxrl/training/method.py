@@ -31,7 +31,9 @@ class Loss:
     policy_loss: NamedFunction
     term: NamedFunction | None  # of `objectives.losses.TERMS`, or custom; added with `term_coef`
     term_coef: float
-    gate: NamedFunction | None  # of `objectives.losses.GATES`, or custom; None if all tokens count
+    token_filter: (
+        NamedFunction | None
+    )  # of `objectives.losses.GATES`, or custom; None if all tokens count
     aggregation: NamedFunction
     correction: Mapping[str, Any] = field(hash=False)
     entropy_coef: float
@@ -45,7 +47,7 @@ class KL:
     coef: float
     estimator: NamedFunction
     anchor: str
-    place: str
+    apply_to: str
     controller: str
     low_factor: float
     second_chance: bool
@@ -175,7 +177,7 @@ class Method:
     @property
     def has_users_loss(self) -> bool:
         """True if user code is in the loss."""
-        parts = (self.loss.policy_loss, self.loss.term, self.loss.gate, self.kl.estimator)
+        parts = (self.loss.policy_loss, self.loss.term, self.loss.token_filter, self.kl.estimator)
         return any(part is not None and part.is_user_code for part in parts)
 
     @property
@@ -199,12 +201,12 @@ def holds_older(filter: Filter) -> bool:
 
 def is_measured(kl: KL) -> bool:
     """Return True if the divergence of every trajectory is measured before the update."""
-    return kl.coef != 0 and (kl.place == "reward" or kl.controller != "fixed")
+    return kl.coef != 0 and (kl.apply_to == "reward" or kl.controller != "fixed")
 
 
 def has_kl_loss(kl: KL) -> bool:
     """Return True if the loss of every token has a KL term."""
-    return kl.coef != 0 and kl.place == "loss"
+    return kl.coef != 0 and kl.apply_to == "loss"
 
 
 def has_kl_weights(kl: KL) -> bool:

@@ -52,7 +52,7 @@ def make_minibatches(
     """
     keeps_all = method.learns_from_all or not method.optimizer.skip_signal_free
     minibatches = []
-    for kept, fields in divide(groups, controllers, method):
+    for kept, fields in split_minibatches(groups, controllers, method):
         scored = [*kept.values()]
         learned = [i for i, t in enumerate(scored) if keeps_all or t.has_signal]
         measured = [i for i, t in enumerate(scored) if not (keeps_all or t.has_signal)]
@@ -71,23 +71,23 @@ def make_minibatches(
     return minibatches
 
 
-def divide(
+def split_minibatches(
     groups: Sequence[Group], controllers: Controllers, method: Method
 ) -> Iterator[tuple[dict[int, Trajectory], dict[str, list[np.ndarray]]]]:
     """Yield the trained trajectories of each mini-batch and their fields by token.
 
     Trajectories are keyed by their index among the `members` of the groups.
     """
-    is_kept, size, place = keeper(method.filter), method.groups_per_minibatch, 0
+    is_kept, size, place = trajectory_filter(method.filter), method.groups_per_minibatch, 0
     takes_own = takes_own_logprobs(method.optimizer, method.filter)
     for start in range(0, size * method.optimizer.num_minibatches, size):
         part = dict(enumerate(members(groups[start : start + size]), place))
         place += len(part)
         kept = {
-            i: as_trained(t, method.loss) for i, t in part.items() if t.is_scored and is_kept(t)
+            i: with_loss_mask(t, method.loss) for i, t in part.items() if t.is_scored and is_kept(t)
         }
         trained = [*kept.values()]
-        fields = {"token_weights": weigh([t.loss_mask for t in trained], method.loss)}
+        fields = {"token_weights": loss_weights([t.loss_mask for t in trained], method.loss)}
         if has_kl_weights(method.kl):
             fields["kl_weights"] = token_kl_weights(trained, controllers, method.kl)
         if is_measured(method.kl):
@@ -99,7 +99,7 @@ def divide(
         yield kept, fields
 
 
-def keeper(filter: Filter) -> Callable[[Trajectory], bool]:
+def trajectory_filter(filter: Filter) -> Callable[[Trajectory], bool]:
     """Return the function that selects the trajectories to train on; it raises `UserCodeError`."""
     if (selected := filter.trains_on) is None:
         return lambda _: True
@@ -114,12 +114,12 @@ def keeper(filter: Filter) -> Callable[[Trajectory], bool]:
 
 
 def trained_share(trajectories: Sequence[Trajectory], filter: Filter) -> dict[str, float]:
-    """Return the share of trajectories that `keeper` keeps, if there is a filter."""
-    kept = map(keeper(filter), trajectories)
+    """Return the share of trajectories that `trajectory_filter` keeps, if there is a filter."""
+    kept = map(trajectory_filter(filter), trajectories)
     return {} if filter.trains_on is None else {"filter/trained_share": float(np.mean([*kept]))}
 
 
-def weigh(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:
+def loss_weights(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:
     """Return `token_weights` of these masks, by `loss.aggregation` (objectives/aggregation.py).
 
     Raises:
@@ -129,7 +129,7 @@ def weigh(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:
     return wrap_user_code(named.key, named.name, token_weights)(masks, named)
 
 
-def as_trained(trajectory: Trajectory, loss: Loss) -> Trajectory:
+def with_loss_mask(trajectory: Trajectory, loss: Loss) -> Trajectory:
     """Add observations to the loss mask if `mask_observations` is off, each observation once."""
     if loss.mask_observations:
         return trajectory
@@ -169,7 +169,7 @@ def token_kl_weights(
     ]
 
 
-def put_minibatches(
+def shard_minibatches(
     minibatches: Sequence[Packed],
     mesh: Mesh,
     score: ScoreStep,

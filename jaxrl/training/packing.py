@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl.models.attachments import UNITS, Tower
 from jaxrl.models.aux_arrays import TokenArray
-from jaxrl.models.output import QUARTERS
+from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Attachment, Batch
 
@@ -150,8 +150,8 @@ class Packed:
     rest: Packed | None = None  # of the mini-batch, what has no gradient; None without any
 
 
-def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
-    """Return the room that the output layer needs in each micro-batch in use, one of `QUARTERS`.
+def logit_capacities(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
+    """Return the logit capacity that each micro-batch in use needs, one of `LOGIT_CAPACITIES`.
 
     No device has loss in more than that many quarters of its tokens. Rows are split over
     `num_shards`, each of them into `num_pieces`.
@@ -159,13 +159,13 @@ def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[
     has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
     if num_pieces > 1:  # a token's logits are where the token before it is
         has_loss = np.roll(has_loss, -1, axis=2)
-    quarters = []
+    logit_capacity = []
     for micro in has_loss[: packed.num_micro]:
         # [shards, rows, pieces, tokens]
         pieces = micro.reshape(num_shards, -1, num_pieces, micro.shape[1] // num_pieces)
         most, room = int(pieces.sum(axis=(1, 3)).max()), pieces[0, :, 0].size
-        quarters.append(next(count for count in QUARTERS if 4 * most <= count * room))
-    return quarters
+        logit_capacity.append(next(count for count in LOGIT_CAPACITIES if 4 * most <= count * room))
+    return logit_capacity
 
 
 @dataclass(frozen=True, kw_only=True)

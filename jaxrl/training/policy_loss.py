@@ -27,7 +27,7 @@ def make_policy_loss(method: Method) -> TokenLoss:
 def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
     policy_loss = loss.policy_loss  # objectives/losses.py, by loss.name
     is_corrected = loss.correction["level"] != "none"
-    kl_coef = kl.coef if kl.place == "loss" else 0.0
+    kl_coef = kl.coef if kl.apply_to == "loss" else 0.0
 
     def token_loss(
         logprobs: jax.Array, entropies: jax.Array, batch: Batch
@@ -61,8 +61,8 @@ def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
             values = values * weights
             metrics["rollout_corr/weight_mean"] = Metric(weights)
             metrics["rollout_corr/weight_square_mean"] = Metric(weights**2)
-        if loss.gate is not None:
-            is_open = called(loss.gate)  # objectives/losses.py, by loss.gate.name
+        if loss.token_filter is not None:
+            is_open = called(loss.token_filter)  # objectives/losses.py, by loss.token_filter.name
             values = jnp.where(is_open, values, 0.0)
             metrics["actor/gated_share"] = Metric(jnp.where(mask & ~is_open, 1.0, 0.0))
         metrics["actor/pg_loss"] = Metric(values, "loss")

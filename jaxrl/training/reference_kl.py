@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.runtime.sharding import num_batch_shards, replicated
 from jaxrl.training.method import Method
-from jaxrl.training.minibatches import as_trained
+from jaxrl.training.minibatches import with_loss_mask
 from jaxrl.training.packing import BatchShape, Packed, TokenSequence, contexts_of, pack
 from jaxrl.training.update import ScoreStep, put_batch
 from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, members, with_fields
 
 
-def make_measure(
+def make_kl_fn(
     score: ScoreStep, mesh: Mesh, shape: BatchShape, method: Method
 ) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
     """Return `measure(groups, params, ref_params)`, which adds a divergence to scored trajectories.
@@ -45,7 +45,7 @@ def make_measure(
         trajectories = members(groups)
         divergences = [t.divergence for t in trajectories]
         missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
-        trained = [as_trained(trajectories[i], method.loss) for i in missing]
+        trained = [with_loss_mask(trajectories[i], method.loss) for i in missing]
         pieces = by_token(trained, mesh, shape, compute)
         for index, trajectory, arrays in zip(missing, trained, pieces, strict=True):
             old_logprobs, ref_logprobs, per_token = arrays

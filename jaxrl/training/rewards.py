@@ -72,8 +72,8 @@ def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
 
 
 def charge_kl(groups: Sequence[Group], controllers: Controllers, method: Method) -> list[Group]:
-    """Subtract the KL penalty from rewards, if `kl.place` is `reward`."""
-    if method.kl.place != "reward":
+    """Subtract the KL penalty from rewards, if `kl.apply_to` is `reward`."""
+    if method.kl.apply_to != "reward":
         return list(groups)
     return add_reward(groups, "kl", -kl_penalties(groups, controllers.kl_coef(method.kl)))
 

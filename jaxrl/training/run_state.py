@@ -25,14 +25,21 @@ from jaxrl.runtime.preemption import Best
 from jaxrl.sampling.interfaces import RolloutFunction, Sampler
 from jaxrl.training.collect import Collected
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.failures import Failures
-from jaxrl.training.interfaces import Checkpoints, Record, Records, Shown, TakeNotes, WriteSamples
+from jaxrl.training.failures import FailureCounter
+from jaxrl.training.interfaces import (
+    CheckpointManager,
+    MetricWriter,
+    ProgressBar,
+    Record,
+    TakeNotes,
+    WriteSamples,
+)
 from jaxrl.training.method import Method, OptimizerSettings
 from jaxrl.training.packing import BatchShape, TokenSequence
 from jaxrl.training.settings import STAGES, Settings
 from jaxrl.training.update import UpdateStep, init_state, with_moments_in
-from jaxrl.training.usage import Ledger, check_budget
-from jaxrl.training.watch import Watched
+from jaxrl.training.usage import UsageStats, check_budget
+from jaxrl.training.watch import WatchState
 from jaxrl.types import Group, Params, TrainState
 
 
@@ -105,13 +112,15 @@ class Progress:
     weights_step: int | None = None  # whose weights it ended with, where it stopped early
     # Of the train stage: the states of its watch and controllers, and the groups left over. What
     # holds arrays is not compared: == of arrays is no bool.
-    watched: Watched = field(default_factory=Watched)
+    watched: WatchState = field(default_factory=WatchState)
     controllers: Controllers = field(default_factory=Controllers)
-    leftover: list[Group] = field(default_factory=list, compare=False)
-    unfinished: list[int] = field(default_factory=list)  # places of tasks that are under way
+    buffered_groups: list[Group] = field(default_factory=list, compare=False)
+    in_flight_tasks: list[int] = field(default_factory=list)  # places of tasks that are under way
     # Groups of the next step: the weights that sampled them are gone, so they are not drawn again.
-    pending: Collected | None = field(default=None, compare=False)
-    ledger: Ledger = field(default_factory=Ledger)  # of all that was sampled, evaluations too
+    prefetched: Collected | None = field(default=None, compare=False)
+    ledger: UsageStats = field(
+        default_factory=UsageStats
+    )  # of all that was sampled, evaluations too
 
     def is_passed_by(self, record: Record) -> bool:
         """Return True if the record is newer than this checkpoint."""
@@ -145,23 +154,32 @@ class Progress:
 
     def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
         """Load the images that the groups of a checkpoint name."""
-        self.leftover = with_images(self.leftover)
-        if (pending := self.pending) is not None:
-            groups, leftover = map(with_images, (pending.groups, pending.leftover))
-            self.pending = dataclasses.replace(pending, groups=groups, leftover=leftover)
+        self.buffered_groups = with_images(self.buffered_groups)
+        if (prefetched := self.prefetched) is not None:
+            groups, buffered_groups = map(
+                with_images, (prefetched.groups, prefetched.buffered_groups)
+            )
+            self.prefetched = dataclasses.replace(
+                prefetched, groups=groups, buffered_groups=buffered_groups
+            )
 
-    def give_up_pending(self) -> None:
+    def discard_prefetched(self) -> None:
         """Drop the groups of the next step, and count what they cost."""
-        if self.pending is not None:
-            self.ledger, self.pending = self.ledger + self.pending.ledger, None
+        if self.prefetched is not None:
+            self.ledger, self.prefetched = self.ledger + self.prefetched.ledger, None
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain JSON values."""
-        leftover = serialization.groups_to_json(self.leftover)
-        pending = None if self.pending is None else self.pending.to_json()
+        buffered_groups = serialization.groups_to_json(self.buffered_groups)
+        prefetched = None if self.prefetched is None else self.prefetched.to_json()
         record = None if self.record is None else plain_numbers(self.record)
-        plain = dataclasses.asdict(dataclasses.replace(self, leftover=[], pending=None))
-        return {**plain, "record": record, "leftover": leftover, "pending": pending}
+        plain = dataclasses.asdict(dataclasses.replace(self, buffered_groups=[], prefetched=None))
+        return {
+            **plain,
+            "record": record,
+            "buffered_groups": buffered_groups,
+            "prefetched": prefetched,
+        }
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
@@ -171,20 +189,20 @@ class Progress:
         # With --accept_changes the method may have changed. Groups of another size are of no use,
         # nor is any without `filter.carry_over`, by which their old log-probabilities are computed.
         size = method.group_size if method.filter.carry_over else None
-        leftover = [group for group in saved["leftover"] if len(group) == size]
+        buffered_groups = [group for group in saved["buffered_groups"] if len(group) == size]
         fields |= {
             "best": Best(**saved["best"]),
             "controllers": Controllers.from_json(saved["controllers"], method),
-            "leftover": serialization.groups_from_json(leftover),
-            "pending": Collected.from_json(saved["pending"]) if saved["pending"] else None,
-            "ledger": Ledger.from_json(saved["ledger"]),
-            "watched": Watched.from_json(saved["watched"]),
+            "buffered_groups": serialization.groups_from_json(buffered_groups),
+            "prefetched": Collected.from_json(saved["prefetched"]) if saved["prefetched"] else None,
+            "ledger": UsageStats.from_json(saved["ledger"]),
+            "watched": WatchState.from_json(saved["watched"]),
         }
         progress = cls(**fields)
-        if progress.pending is not None:
-            sizes = [len(group.trajectories) for group in progress.pending.groups]
+        if progress.prefetched is not None:
+            sizes = [len(group.trajectories) for group in progress.prefetched.groups]
             if not method.ahead or sizes != [method.group_size] * method.tasks_per_step:
-                progress.give_up_pending()
+                progress.discard_prefetched()
         return progress
 
 
@@ -192,20 +210,20 @@ OF_CODE = "'s file"
 """Ends the name of a fingerprint of user code, such as `advantage.name's file`."""
 
 
-RunSuites = Callable[["Session", str, Sequence[str]], tuple[dict[str, float], dict[str, str]]]
+RunSuites = Callable[["RunState", str, Sequence[str]], tuple[dict[str, float], dict[str, str]]]
 """See `evaluate.run_suites`."""
 
 
 @dataclass(kw_only=True)
-class Session:
+class RunState:
     """State and helpers that the stages of a run share."""
 
     settings: Settings
     workdir: Path
     components: Components
-    checkpointer: Checkpoints
-    metrics_log: Records
-    display: Shown
+    checkpointer: CheckpointManager
+    metrics_log: MetricWriter
+    display: ProgressBar
     progress: Progress
     restored: dict[str, Any]  # from the checkpoint the run began with; each stage takes its own
     should_stop: Callable[[], bool]
@@ -214,12 +232,12 @@ class Session:
     run_suites: RunSuites
     write_samples: WriteSamples
     origin: Mapping[str, Any]  # configuration and contents of files, for a start that goes on
-    failures: Failures  # batches in a row of which every episode failed
+    failures: FailureCounter  # batches in a row of which every episode failed
     state: TrainState | None = None  # as progress says, in the middle of a stage that trains
     ref_params: Params | None = None  # the reference of the train stage's KL term
     saved: Progress | None = None  # where the newest checkpoint stands
     # Of the step or evaluation under way, and of groups for the next one, until these are done.
-    uncounted: Ledger = field(default_factory=Ledger)
+    uncounted: UsageStats = field(default_factory=UsageStats)
     make_notes: Callable[..., TakeNotes] | None = None  # None without `log.tokens`
 
     def begin(self, stage: str) -> bool:
@@ -231,9 +249,12 @@ class Session:
             return progress.is_under_way(self.components.num_steps)
         progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
         progress.value, progress.best, progress.num_learned = None, Best(), 0
-        progress.controllers, progress.leftover = Controllers.init(self.components.method), []
-        progress.give_up_pending()
-        progress.unfinished = []
+        progress.controllers, progress.buffered_groups = (
+            Controllers.init(self.components.method),
+            [],
+        )
+        progress.discard_prefetched()
+        progress.in_flight_tasks = []
         return True
 
     def note_steps_beyond(self, num_steps: int) -> None:
@@ -281,13 +302,17 @@ class Session:
 
     def check_budget(self) -> None:
         """Raise `BudgetSpentError` if the budget is spent, counting the next step's groups."""
-        pending, limits = self.progress.pending, self.settings.ledger
-        spent = self.progress.ledger + self.uncounted + (pending.ledger if pending else Ledger())
+        prefetched, limits = self.progress.prefetched, self.settings.ledger
+        spent = (
+            self.progress.ledger
+            + self.uncounted
+            + (prefetched.ledger if prefetched else UsageStats())
+        )
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
 
-    def count_lost(self, spent: Ledger) -> None:
+    def count_lost(self, spent: UsageStats) -> None:
         """Add the cost of lost groups, which will be sampled and paid for again."""
-        self.progress.ledger += Ledger(usage=spent.usage)
+        self.progress.ledger += UsageStats(usage=spent.usage)
 
     @property
     def is_last_step(self) -> bool:
@@ -334,7 +359,7 @@ class Session:
         """Save a stage that ends early, unless it is saved."""
         self.display.stop()
         self.count_lost(self.uncounted)
-        self.uncounted = Ledger()
+        self.uncounted = UsageStats()
         # The final evaluation has no state: the newest checkpoint has all that remains.
         has_state = self.state is not None and self.progress.stage_step > 0
         if has_state and self.progress != self.saved:

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from jaxrl.models.aux_arrays import Statistics
 from jaxrl.models.layers import HOST_MEMORY
-from jaxrl.models.output import QUARTERS
-from jaxrl.models.params import Declared, join
+from jaxrl.models.output import LOGIT_CAPACITIES
+from jaxrl.models.params import ParamSpec, join
 from jaxrl.models.policy import Model
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime.compilation import CompiledFunction, jitted, joined
@@ -30,7 +30,7 @@ from jaxrl.runtime.sharding import (
     piece_sharding,
     replicated,
 )
-from jaxrl.training.packing import PARTS, Packed, PackedAttachments, loss_quarters
+from jaxrl.training.packing import PARTS, Packed, PackedAttachments, logit_capacities
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
@@ -41,7 +41,7 @@ TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, M
 
 
 def state_shardings(
-    mesh: Mesh, trained: Declared, optimizer: optax.GradientTransformation
+    mesh: Mesh, trained: ParamSpec, optimizer: optax.GradientTransformation
 ) -> TrainState:
     """Return shardings of a state: moments like their parameters, counters on every device."""
     params = param_shardings(mesh, trained)
@@ -59,7 +59,7 @@ def state_shardings(
 
 
 def init_state(
-    params: Params, mesh: Mesh, trained: Declared, optimizer: optax.GradientTransformation
+    params: Params, mesh: Mesh, trained: ParamSpec, optimizer: optax.GradientTransformation
 ) -> TrainState:
     """Initialize the optimizer; parameters are donated, as there is one master copy."""
 
@@ -133,7 +133,9 @@ class MicroBatches:
     """
 
     def __init__(self, model: Model, name: str, step: Callable[..., Any], key: Hashable = None):
-        """Wrap `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
+        """Wrap `step(params, sums, micro_batch, index, logit_capacity) -> sums`.
+
+        `logit_capacity` is static.
 
         `name` and `key` identify the program; see `jitted`.
         """
@@ -165,7 +167,7 @@ class MicroBatches:
         self.program = CompiledFunction(
             run,
             name=name,
-            variants=product(QUARTERS, (0, *PARTS), (False, True)),
+            variants=product(LOGIT_CAPACITIES, (0, *PARTS), (False, True)),
             donate_argnums=(1,),
             static_argnums=(5,),
             key=key,
@@ -173,7 +175,7 @@ class MicroBatches:
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
         """Sum over the micro-batches of `packed`, which is on the devices as `batch`."""
-        rooms, attachments = loss_quarters(packed, *self._pieces), packed.attachments
+        rooms, attachments = logit_capacities(packed, *self._pieces), packed.attachments
         start = 0
         while start < len(rooms):
             stop, room = start + 1, rooms[start]
@@ -200,10 +202,10 @@ class ScoreStep:
         self._mesh, self.model, passes = model.mesh, model, model.without_base
 
         def add(
-            params: Params, logprobs: jax.Array, micro: Batch, index: jax.Array, quarters: int
+            params: Params, logprobs: jax.Array, micro: Batch, index: jax.Array, logit_capacity: int
         ) -> jax.Array:
             one, _ = passes.token_logprobs(
-                params, micro, temperature=temperature, quarters=quarters
+                params, micro, temperature=temperature, logit_capacity=logit_capacity
             )
             return logprobs.at[index].set(one)
 
@@ -221,16 +223,18 @@ class ScoreStep:
 
 
 @struct.dataclass
-class Sums:
-    """Sums over the micro-batches so far."""
+class GradAccumulator:
+    """GradAccumulator over the micro-batches so far."""
 
     gradients: Params  # float32
     metrics: dict[str, Metric]  # unfinished
     num_tokens: jax.Array  # float32 scalar, that carry loss
-    statistics: Any = None  # see `Beside`
+    statistics: Any = None  # see `AuxArrays`
     balance: Any = None  # of `Statistics.balance_weights`; None without that loss
 
-    def with_measured(self, metrics: dict[str, Metric], num_tokens: Any, statistics: Any) -> Sums:
+    def with_measured(
+        self, metrics: dict[str, Metric], num_tokens: Any, statistics: Any
+    ) -> GradAccumulator:
         """Add the measurements of a micro-batch."""
         return replace(
             self,
@@ -256,18 +260,22 @@ class Balance:
         self._model, read = model, model.architecture.statistics
         assert read is not None
 
-        def statistics(params: Params, micro: Batch, quarters: int) -> Any:
+        def statistics(params: Params, micro: Batch, logit_capacity: int) -> Any:
             beside = model.beside(micro)
-            model.token_logprobs(params, micro, temperature=1.0, quarters=quarters, beside=beside)
+            model.token_logprobs(
+                params, micro, temperature=1.0, logit_capacity=logit_capacity, beside=beside
+            )
             return beside.statistics
 
         def begin(params: Params, batch: Batch) -> Any:
             first = jax.tree.map(lambda x: x[0], batch)
-            shapes = jax.eval_shape(partial(statistics, quarters=QUARTERS[0]), params, first)
+            shapes = jax.eval_shape(
+                partial(statistics, logit_capacity=LOGIT_CAPACITIES[0]), params, first
+            )
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        def add(params: Params, sums: Any, micro: Batch, _: jax.Array, quarters: int) -> Any:
-            return jax.tree.map(jnp.add, sums, statistics(params, micro, quarters))
+        def add(params: Params, sums: Any, micro: Batch, _: jax.Array, logit_capacity: int) -> Any:
+            return jax.tree.map(jnp.add, sums, statistics(params, micro, logit_capacity))
 
         whole = replicated(model.mesh)
         self._begin = jax.jit(begin, out_shardings=whole)
@@ -282,7 +290,7 @@ class Balance:
 
 
 class Gradient:
-    """`gradient(params, batch, packed) -> Sums`, on the devices like the trained parameters."""
+    """`gradient(params, batch, packed) -> GradAccumulator`, sharded as the trained parameters."""
 
     def __init__(
         self,
@@ -313,7 +321,7 @@ class Gradient:
         passes = model.without_base
 
         def micro_loss(
-            trained: Params, others: Params, micro: Batch, balance: Any, quarters: int
+            trained: Params, others: Params, micro: Batch, balance: Any, logit_capacity: int
         ) -> tuple[jax.Array, Any]:
             beside = passes.beside(micro)
             logprobs, entropies = passes.token_logprobs(
@@ -321,7 +329,7 @@ class Gradient:
                 micro,
                 temperature=temperature,
                 entropy_gradient=entropy_gradient,
-                quarters=quarters,
+                logit_capacity=logit_capacity,
                 beside=beside,
             )
             values, metrics = token_loss(logprobs, entropies, micro)
@@ -340,32 +348,38 @@ class Gradient:
             jax.grad(micro_loss, has_aux=True),
             name="gradient",
             key=key,
-            static_argnames="quarters",
+            static_argnames="logit_capacity",
             inline=True,
         )
 
-        def begin(params: Params, batch: Batch) -> Sums:
+        def begin(params: Params, batch: Batch) -> GradAccumulator:
             first = jax.tree.map(lambda x: x[0], batch)
-            differentiated = partial(differentiate, balance=None, quarters=QUARTERS[-1])
+            differentiated = partial(
+                differentiate, balance=None, logit_capacity=LOGIT_CAPACITIES[-1]
+            )
             abstract = jax.eval_shape(differentiated, *passes.split(params), first)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
             gradients, (metrics, num_tokens, statistics) = zeros
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
-            return Sums(
+            return GradAccumulator(
                 gradients=gradients, metrics=metrics, num_tokens=num_tokens, statistics=statistics
             )
 
-        def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
+        def add(
+            params: Params, sums: GradAccumulator, micro: Batch, _: jax.Array, logit_capacity: int
+        ) -> GradAccumulator:
             new, measured = differentiate(
-                *passes.split(params), micro, balance=sums.balance, quarters=quarters
+                *passes.split(params), micro, balance=sums.balance, logit_capacity=logit_capacity
             )
             with jax.named_scope("sum"):
                 gradients = jax.tree.map(jnp.add, sums.gradients, new)
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
             return replace(sums.with_measured(*measured), gradients=gradients)
 
-        def measure(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
-            _, measured = micro_loss(*passes.split(params), micro, None, quarters)
+        def measure(
+            params: Params, sums: GradAccumulator, micro: Batch, _: jax.Array, logit_capacity: int
+        ) -> GradAccumulator:
+            _, measured = micro_loss(*passes.split(params), micro, None, logit_capacity)
             return sums.with_measured(*measured)
 
         self._model = model
@@ -375,7 +389,7 @@ class Gradient:
         self.add = MicroBatches(model, "update", add, key)
         self.measure = MicroBatches(model, "update_metrics", measure, key)
 
-    def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
+    def __call__(self, params: Params, batch: Batch, packed: Packed) -> GradAccumulator:
         """Sum over the micro-batches of `packed`, which is on the devices as `batch`."""
         policy, rest = self._model.whole(params), batch.rest
         batch = replace(batch, rest=None)
@@ -416,7 +430,7 @@ class UpdateStep:
         statistics = model.architecture.statistics
 
         def apply(
-            state: TrainState, sums: Sums, lr_scale: jax.Array | None = None
+            state: TrainState, sums: GradAccumulator, lr_scale: jax.Array | None = None
         ) -> tuple[TrainState, dict[str, Metric]]:
             norm = optax.tree.norm(sums.gradients)
             is_finite = jnp.isfinite(norm)

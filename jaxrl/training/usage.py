@@ -47,7 +47,7 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ledger:
+class UsageStats:
     """Counters of some trajectories; two ledgers add up to that of all their trajectories.
 
     What the policy asked for is a function of weights and seeds, so it repeats with the run. Its
@@ -68,7 +68,7 @@ class Ledger:
         prices: Mapping[str, float],
         *,
         is_control: bool = False,
-    ) -> Ledger:
+    ) -> UsageStats:
         """Count some trajectories.
 
         Args:
@@ -95,8 +95,8 @@ class Ledger:
             usage=Usage(attempts=attempts, cost=cost + policy.get("cost", 0.0), policy=policy),
         )
 
-    def __add__(self, other: Ledger) -> Ledger:
-        return Ledger(
+    def __add__(self, other: UsageStats) -> UsageStats:
+        return UsageStats(
             num_trajectories=self.num_trajectories + other.num_trajectories,
             num_calls=_summed(self.num_calls, other.num_calls),
             observation_tokens=self.observation_tokens + other.observation_tokens,
@@ -109,7 +109,7 @@ class Ledger:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Ledger:
+    def from_json(cls, saved: Mapping[str, Any]) -> UsageStats:
         """Restore what `to_json` returned."""
         return cls(**{**saved, "usage": Usage(**saved["usage"])})
 
@@ -132,7 +132,7 @@ class Ledger:
         }
 
 
-def check_budget(spent: Ledger, *, max_cost: float, max_calls: int) -> None:
+def check_budget(spent: UsageStats, *, max_cost: float, max_calls: int) -> None:
     """Raise an error if a run has spent its budget.
 
     Args:

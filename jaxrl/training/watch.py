@@ -62,7 +62,7 @@ class Sign:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class WatchState:
     """State of a watch between the steps of a stage, saved in checkpoints as JSON."""
 
     name: str = ""  # the watch; another one starts with no state
@@ -74,14 +74,18 @@ class Watched:
     num_roll_backs: int = 0  # rollbacks of the stage so far
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Watched:
+    def from_json(cls, saved: Mapping[str, Any]) -> WatchState:
         """Restore what `dataclasses.asdict` returned."""
         return cls(**saved)
 
 
-def look(
-    method: Method, watched: Watched, record: Mapping[str, Any], groups: Sequence[Group], step: int
-) -> tuple[Watched, dict[str, float]]:
+def check_step(
+    method: Method,
+    watched: WatchState,
+    record: Mapping[str, Any],
+    groups: Sequence[Group],
+    step: int,
+) -> tuple[WatchState, dict[str, float]]:
     """Check a step; return the next state, and metrics with a 1 for each sign.
 
     A sign that was seen less than `FORGOTTEN_AFTER` steps ago is measured and not acted on.
@@ -126,7 +130,9 @@ def action_on(sign: Mapping[str, Any], watch: Watch) -> str:
     return watch.actions.get(sign["name"], watch.action)
 
 
-def goal_of(sign: Mapping[str, Any], watch: Watch, watched: Watched, steps: Sequence[int]) -> int:
+def rollback_target(
+    sign: Mapping[str, Any], watch: Watch, watched: WatchState, steps: Sequence[int]
+) -> int:
     """Return the step to go back to: the newest checkpoint that was still sound, else the oldest.
 
     `steps` are those of the stage that have a checkpoint.

@@ -72,7 +72,7 @@ class Child(contextlib.AbstractContextManager):
         self._open = {pipe.fileno(): buffer for pipe, buffer in pipes if pipe is not None}
         self._write_lock = threading.Lock()
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Write a JSON line to the child. Thread-safe.
 
         Raises:
@@ -87,7 +87,7 @@ class Child(contextlib.AbstractContextManager):
         except OSError:
             raise EndedError(self._what, self._end()) from None
 
-    def hear(self, patience_s: float = math.inf) -> dict[str, Any]:
+    def readline(self, patience_s: float = math.inf) -> dict[str, Any]:
         """Read the next JSON line of the child.
 
         Raises:

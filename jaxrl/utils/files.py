@@ -99,14 +99,14 @@ def users_cache() -> Path:
 def written_whole(path: Path) -> Iterator[TextIO]:
     """Open a text file that replaces `path` at the end. Lone surrogates become U+FFFD."""
     with (
-        taking_place(path) as unfinished,
+        atomic_write(path) as unfinished,
         unfinished.open("w", encoding="utf-8", errors="jaxrl.replaced") as file,
     ):
         yield file
 
 
 @contextmanager
-def taking_place(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of an unfinished file, which replaces `path` at the end."""
     check_held(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def taking_place(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def folder_taking_place(path: Path, *, marker: str, is_writer: bool = True) -> Iterator[Path]:
+def atomic_folder(path: Path, *, marker: str, is_writer: bool = True) -> Iterator[Path]:
     """Yield an unfinished folder, which replaces `path` at the end.
 
     Args:
@@ -135,7 +135,7 @@ def folder_taking_place(path: Path, *, marker: str, is_writer: bool = True) -> I
     path = Path(os.path.abspath(path))
     if is_writer:
         check_held(path)
-        settle(path)
+        recover(path)
     if path.exists() and not (path / marker).is_file() and (path.is_file() or any(path.iterdir())):
         raise FileExistsError(
             f"{path} exists and holds no {marker}, so it is not an earlier output to replace; "
@@ -154,21 +154,21 @@ def folder_taking_place(path: Path, *, marker: str, is_writer: bool = True) -> I
     if is_writer:
         begin_replacing(path)
         unfinished.rename(path)
-        settle(path)
+        recover(path)
 
 
 def begin_replacing(folder: Path) -> None:
-    """Rename an existing folder to `<name>.replaced`, until `settle` removes or restores it."""
+    """Rename an existing folder to `<name>.replaced`, until `recover` removes or restores it."""
     if folder.exists():
         folder.rename(_beside(folder, "replaced"))
 
 
 def remove_whole(folder: Path) -> None:
-    """Remove a folder at once; a kill may leave `<name>.removed`, which `settle` removes."""
+    """Remove a folder at once; a kill may leave `<name>.removed`, which `recover` removes."""
     _remove(folder, _beside(folder, "removed"))
 
 
-def settle(folder: Path) -> None:
+def recover(folder: Path) -> None:
     """Finish an interrupted replacement or removal; restore the old folder if no new one exists."""
     replaced, removed = _beside(folder, "replaced"), _beside(folder, "removed")
     if replaced.exists():

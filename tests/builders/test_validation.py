@@ -101,8 +101,11 @@ BROKEN = [
     ),
     ("shaping", {"advantage.name": "pass_at_k", "shaping.overlong_buffer": 8}),
     (
-        "kl.place",
-        {"advantage.name": "pass_at_k", "kl.place": "reward", "kl.coef": 0.1, "kl.estimator": "k1"},
+        "kl.apply_to",
+        {
+            **{"advantage.name": "pass_at_k", "kl.apply_to": "reward"},
+            **{"kl.coef": 0.1, "kl.estimator": "k1"},
+        },
     ),
     ("advantage.by_turn", {"advantage.by_turn": True, "advantage.name": "pass_at_k"}),
     ("advantage.turn_discount", {"advantage.turn_discount": 0.5}),
@@ -113,24 +116,25 @@ BROKEN = [
     ),
     (
         "loss.mask_observations",
-        {"loss.gate.name": "off_policy", "loss.mask_observations": False},
+        {"loss.token_filter.name": "off_policy", "loss.mask_observations": False},
     ),
     (
         "loss.correction.level",
         {"loss.name": "dppo", "loss.dppo.anchor": "rollout", "loss.correction.level": "token"},
     ),
-    ("loss.correction.level", {"rollout.ahead": 1}),
+    ("loss.correction.level", {"rollout.async_level": 1}),
     ("loss.correction.mode", {"loss.correction.level": "geometric"}),
     ("loss.correction.low", {"loss.correction.low": 6.0}),
     ("loss.correction.low", {**CORRECTED, "loss.correction.low": 1.5}),
     ("loss.correction.high", {**CORRECTED, "loss.correction.high": 0.9}),
     ("kl.low_factor", {"kl.low_factor": 0.5}),
     ("kl.anchor", {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.anchor": "old"}),
-    ("kl.estimator", {"kl.coef": 0.1, "kl.place": "reward"}),
+    ("kl.estimator", {"kl.coef": 0.1, "kl.apply_to": "reward"}),
     (
-        "kl.place",
+        "kl.apply_to",
         {
-            "kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "budget",
+            **{"kl.coef": 0.1, "kl.apply_to": "reward"},
+            **{"kl.estimator": "k1", "kl.controller": "budget"},
         },
     ),
     (
@@ -159,7 +163,7 @@ BROKEN = [
         "filter.varied.metric",
         {
             "filter.name": "varied", "filter.varied.metric": "seq_final_reward", "kl.coef": 0.1,
-            "kl.place": "reward", "kl.estimator": "k1", "rollout.ahead": 1,
+            "kl.apply_to": "reward", "kl.estimator": "k1", "rollout.async_level": 1,
             "loss.correction.level": "token",
         },
     ),
@@ -268,7 +272,10 @@ def test_a_small_sibling_keeps_the_method(module):
             "advantage.pass_at_k.k_schedule": ((0, 7), (60, 1)),
         },
         {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
-        {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "adaptive"},
+        {
+            **{"kl.coef": 0.1, "kl.apply_to": "reward"},
+            **{"kl.estimator": "k1", "kl.controller": "adaptive"},
+        },
         {**GATED, "filter.name": "varied", "filter.varied.metric": "seq_reward"},
         {"filter.resample_attempts": 1},
         {**GATED, "filter.resample_attempts": 1, "filter.resample_early": True},
@@ -282,7 +289,7 @@ def test_what_goes_together_is_accepted(changes):
 
 
 CLIP = ("loss.clip_low", "loss.clip_high")
-TO_REF = {"kl.estimator": "k3", "kl.anchor": "ref", "kl.place": "loss"}
+TO_REF = {"kl.estimator": "k3", "kl.anchor": "ref", "kl.apply_to": "loss"}
 E5 = {
     "search.engine": "dense", "search.dense.corpus": "data/wiki18/corpus.jsonl",
     "search.dense.encoder": "models/e5-base-v2", "search.dense.query_prefix": "query: ",

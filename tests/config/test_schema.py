@@ -64,7 +64,7 @@ def test_shipped_configs_are_valid(name):
         ("eval.ks", (True,), "a tuple of integers from 1 to eval.samples=1"),
         ("rollout.cache_gib", 1e300, "a number of at least 0 and of at most 1048576"),
         ("rollout.chunk_tokens", 10**9, "at most rollout.max_total_tokens="),
-        ("rollout.ahead", 2, "0 or 1"),
+        ("rollout.async_level", 2, "0 or 1"),
         ("loss.clip.dual_clip", 0.5, "a number above 1, or 0 for no bound"),
         ("advantage.grpo.ddof", 2, "0 (population) or 1 (sample)"),
         ("sft.optimizer.final_lr_fraction", -0.1, "a number of at least 0 and of at most 1"),

@@ -35,9 +35,9 @@ from jaxrl.data.tasks import (
     resolve_sources,
     task_files,
 )
-from jaxrl.envs.base import Episode, Finished, Outcome, Reward, Task, Turn
+from jaxrl.envs.base import Episode, Outcome, Reward, ScoredEpisode, Task, Turn
 from jaxrl.envs.images import Picture
-from jaxrl.envs.rewards.combiner import Payment
+from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.training.collect import NotEnoughGroupsError, draw
@@ -517,30 +517,30 @@ class TestParquet:
         assert (ids, list(held)) == (["q0", "q24", "q7", "q0"], [0])
 
 
-TEXT, PLAIN = pa.string_view(), pa.string()
+TEXT, FULL = pa.string_view(), pa.string()
 LONG = "a text of more than the twelve bytes that a view holds itself"
 VIEWS = [
-    (TEXT, PLAIN, LONG),
+    (TEXT, FULL, LONG),
     (pa.binary_view(), pa.binary(), LONG),
-    (pa.list_(TEXT), pa.list_(PLAIN), [LONG, "b"]),
-    (pa.list_(TEXT, 2), pa.list_(PLAIN, 2), [LONG, "b"]),
-    (pa.large_list(TEXT), pa.list_(PLAIN), [LONG, "b"]),
-    (pa.struct({"a": TEXT}), pa.struct({"a": PLAIN}), {"a": LONG}),
-    (pa.list_(pa.struct({"a": TEXT})), pa.list_(pa.struct({"a": PLAIN})), [{"a": LONG}]),
+    (pa.list_(TEXT), pa.list_(FULL), [LONG, "b"]),
+    (pa.list_(TEXT, 2), pa.list_(FULL, 2), [LONG, "b"]),
+    (pa.large_list(TEXT), pa.list_(FULL), [LONG, "b"]),
+    (pa.struct({"a": TEXT}), pa.struct({"a": FULL}), {"a": LONG}),
+    (pa.list_(pa.struct({"a": TEXT})), pa.list_(pa.struct({"a": FULL})), [{"a": LONG}]),
 ]
 """View types that `datasets` supports too, with the same type without views and a value."""
 
 LIST_VIEWS = [
     (pa.list_view(pa.int8()), pa.list_(pa.int8()), [1, 2]),
-    (pa.large_list_view(TEXT), pa.list_(PLAIN), [LONG, "b"]),
+    (pa.large_list_view(TEXT), pa.list_(FULL), [LONG, "b"]),
     (
         pa.list_view(pa.list_view(pa.struct({"a": pa.list_view(TEXT)}))),
-        pa.list_(pa.list_(pa.struct({"a": pa.list_(PLAIN)}))),
+        pa.list_(pa.list_(pa.struct({"a": pa.list_(FULL)}))),
         [[{"a": [LONG]}], []],
     ),
     (
         pa.map_(TEXT, pa.list_view(TEXT)),
-        pa.map_(PLAIN, pa.list_(PLAIN)),
+        pa.map_(FULL, pa.list_(FULL)),
         [("k", [LONG])],
     ),
 ]
@@ -655,15 +655,15 @@ class TestGenerated:
         config.reward.weights = {"my_puzzles.compute_score": 1.0}
         [task] = opened("countdown", format="reasoning_gym", settings={"size": 1})
         assert task.answers == ("6*(98 - 54) - 34 - 66",)
-        pay = Payment(
-            weights=resolved(config).reward_weights, own_parts=resolved(config).reward_parts
+        pay = RewardCombiner(
+            weights=resolved(config).reward_weights, custom_parts=resolved(config).reward_parts
         )
         totals = []
         for answer in (task.answers[0], "6*(98 - 54) - 66 - 34", "164"):
             turns = (Turn(text=f"It is <answer>{answer}</answer>"),)
             episode = Episode(task=task, turns=turns, outcome=Outcome.ANSWERED)
             reward = Reward(parts={}, final_answer=answer)
-            [[paid]] = pay([[Finished(episode=episode, reward=reward)]])
+            [[paid]] = pay([[ScoredEpisode(episode=episode, reward=reward)]])
             totals.append(paid.total)
         assert totals == [1.0, 1.0, 0.05]
 

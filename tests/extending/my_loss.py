@@ -6,5 +6,5 @@ from jaxrl.objectives.losses import PolicyLoss
 def floored(logprobs, advantages, loss_mask, *, floor: float = -5.0):
     """REINFORCE that lets tokens be which the policy has given up already."""
     loss = -advantages * jnp.maximum(logprobs, floor)
-    given_up = jnp.where(loss_mask & (logprobs < floor), 1.0, 0.0)
-    return PolicyLoss(jnp.where(loss_mask, loss, 0.0), {"given_up": given_up})
+    donate = jnp.where(loss_mask & (logprobs < floor), 1.0, 0.0)
+    return PolicyLoss(jnp.where(loss_mask, loss, 0.0), {"donate": donate})

@@ -16,6 +16,6 @@ def get_config():
     config.rollout.max_response_tokens = 64
     config.rollout.max_observation_tokens = 72
     config.rollout.max_total_tokens = 256
-    config.rollout.num_rows = 16
+    config.rollout.max_num_seqs = 16
     config.optimizer.micro_rows = 2
     return config

@@ -181,7 +181,7 @@ def test_the_protocol_judges_the_last_line():
 SIZES = {
     "num_steps": 2,
     "stages": ("sft", "train"),
-    "rollout.num_rows": 4,
+    "rollout.max_num_seqs": 4,
     "rollout.max_total_tokens": 112,
     "rollout.max_observation_tokens": 24,
     "eval.suites": (),
@@ -299,7 +299,7 @@ def test_the_objectives_by_hand():
     logprobs, mask = np.array([[-1.0, -9.0, -9.0]]), np.array([[True, True, False]])
     loss, metrics = floored(logprobs, np.full((1, 3), 2.0), mask)
     np.testing.assert_allclose(loss, [[2.0, 10.0, 0.0]])
-    np.testing.assert_array_equal(metrics["given_up"], [[0, 1, 0]])
+    np.testing.assert_array_equal(metrics["donate"], [[0, 1, 0]])
     # Roots 2, 0 and 3: two fifths of the whole over 4 tokens, three over 9.
     np.testing.assert_allclose(by_root(np.array([4, 0, 9])), [1 / 10, 1 / 5, 1 / 15])
 
@@ -322,7 +322,7 @@ def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
         beaten = sum(line["reward"] > other for other in group)
         beating = sum(line["reward"] < other for other in group)
         assert line["advantage"] == pytest.approx(3 * (beaten - beating) / len(group))
-    assert 0 < record["actor/given_up"] < 1
+    assert 0 < record["actor/donate"] < 1
     assert record["filter/kept_share"] == 1
     # None earns as much as this.
     config.filter.settings = {"least": 5.0}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.envs.base import Episode, Finished, Reward, Task
+from jaxrl.envs.base import Episode, Reward, ScoredEpisode, Task
 from jaxrl.extras.symbolic_math.part import MAX_CHARACTERS, MathVerify, WorkerLostError
 
 EQUAL = [
@@ -168,7 +168,7 @@ def test_a_hundred_calls_leave_one_worker(math):
 def finished(answer, **reward):
     task = Task(id="t", question="?", answers=("2",))
     found = Reward(parts={}, final_answer=answer, **reward)
-    return Finished(episode=Episode(task=task), reward=found)
+    return ScoredEpisode(episode=Episode(task=task), reward=found)
 
 
 def test_the_part_pays_the_final_answer(math):
@@ -179,4 +179,4 @@ def test_the_part_pays_the_final_answer(math):
     assert [one.others["undecided"] for one in found] == [0.0, 0.0, 0.0]
     shy = math.measure(finished("2, but I don't know", is_abstention=True))
     assert (shy.score, shy.others["undecided"]) == (0.0, 0.0)
-    assert math.lacks(Task(id="t", question="?")) == ["answers"]
+    assert math.missing_fields(Task(id="t", question="?")) == ["answers"]

@@ -10,7 +10,7 @@ from absl import app
 from jaxrl import launch
 from jaxrl.utils.secrets import redacted_output
 from jaxrl.logs.display import Display
-from jaxrl.runtime.watchdog import told_of_stalls
+from jaxrl.runtime.watchdog import watchdog
 from jaxrl.runtime.preemption import stop_on_signals
 
 NUMBERS = {"reward": 0.123456, "exact match": 0.25, "searches": 1.5, "tokens/s": 16_759.3}
@@ -34,7 +34,7 @@ def main(argv):
             display.activity("something [under] way")
             time.sleep(0.2)  # several refreshes of the live line
             write()
-        with told_of_stalls(display, 0.2):
+        with watchdog(display, 0.2):
             time.sleep(0.4)
         display.activity("")
         display.stop()

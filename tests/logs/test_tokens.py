@@ -10,7 +10,7 @@ from jaxrl.logs.tokens import make_notes
 from jaxrl.run import run
 from jaxrl.training.controllers import AdaptiveKL, Controllers
 from jaxrl.training.method import is_measured
-from jaxrl.training.reference_kl import make_measure
+from jaxrl.training.reference_kl import make_kl_fn
 from jaxrl.types import members, with_fields
 from tests.episodes import grouped
 from tests.helpers import build, method_with, settings_of
@@ -34,7 +34,7 @@ def noted(count=-1, **changes):
     controllers = Controllers()
     if is_measured(method.kl):
         controllers = Controllers(kl=AdaptiveKL(0.25))
-        groups = make_measure(policies.score(), policies.MESH, policies.SHAPE, method)(
+        groups = make_kl_fn(policies.score(), policies.MESH, policies.SHAPE, method)(
             groups, policy, other
         )
     return begin(groups, controllers, policy, reference)(other), members(groups)
@@ -77,7 +77,7 @@ def test_the_coefficient_is_the_one_of_the_step():
         np.testing.assert_array_equal(notes[index]["kl_weights"], 0.25 * made[index].loss_mask)
         measured = made[index].divergence
         np.testing.assert_allclose(notes[index]["old_logprobs"], measured.old_logprobs, atol=2e-5)
-    notes, _ = noted(**moving, **{"kl.place": "reward"})
+    notes, _ = noted(**moving, **{"kl.apply_to": "reward"})
     assert notes[0].keys() == NAMES | {"ref_logprobs"}  # no term in the loss
 
 

@@ -99,8 +99,10 @@ def test_only_tokens_with_loss_are_measured():
     share = float(micro.loss_mask.mean())
     assert 0.2 < share < 0.5
     wanted = jax.jit(tiny_model().token_logprobs)(PARAMS, whole, temperature=1.0)
-    for quarters in (2, 3):
-        compute = partial(tiny_model().token_logprobs, temperature=1.0, quarters=quarters)
+    for logit_capacity in (2, 3):
+        compute = partial(
+            tiny_model().token_logprobs, temperature=1.0, logit_capacity=logit_capacity
+        )
         for got, want in zip(jax.jit(compute)(PARAMS, micro), wanted, strict=True):
             np.testing.assert_allclose(got, want * micro.loss_mask, atol=2e-6, rtol=1e-6)
 

@@ -89,7 +89,7 @@ def test_another_experiment_needs_consent(tmp_path, key, value):
         ("num_steps", 500),
         ("checkpoint.every_steps", 3),
         ("mesh.fsdp", 2),
-        ("rollout.num_rows", 8),
+        ("rollout.max_num_seqs", 8),
         ("optimizer.micro_rows", 4),
         ("search.http.url", "http://elsewhere:8000/retrieve"),
         ("sft.num_steps", 3),  # no stage of this run

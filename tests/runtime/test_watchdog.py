@@ -7,7 +7,7 @@ import sys
 import time
 
 from jaxrl.logs.display import Display
-from jaxrl.runtime.watchdog import told_of_stalls
+from jaxrl.runtime.watchdog import watchdog
 
 
 def wait_for(condition):
@@ -24,7 +24,7 @@ def test_what_does_not_move_is_told_with_its_threads(capfd):
         err.append(capfd.readouterr().err)
         return "".join(err).count("nothing has moved for")
 
-    with told_of_stalls(display, 0.2):
+    with watchdog(display, 0.2):
         display.activity("waiting for the search")
         began = time.monotonic()
         wait_for(lambda: num_warnings() == 1)
@@ -38,7 +38,7 @@ def test_what_does_not_move_is_told_with_its_threads(capfd):
 
 def test_what_moves_is_left_alone(capfd):
     display = Display()
-    with told_of_stalls(display, 0.5):
+    with watchdog(display, 0.5):
         for step in range(40):
             display.activity(f"step {step}")
             time.sleep(0.03)
@@ -47,7 +47,7 @@ def test_what_moves_is_left_alone(capfd):
 
 def test_what_never_moves_is_ended_at_its_deadline(capfd):
     display, ended = Display(), []
-    with told_of_stalls(display, 0.0, 0.3, end=ended.append):
+    with watchdog(display, 0.0, 0.3, end=ended.append):
         for step in range(10):  # longer than the deadline, and moving
             display.activity(f"step {step}")
             time.sleep(0.05)
@@ -64,13 +64,13 @@ def test_what_never_moves_is_ended_at_its_deadline(capfd):
 STUCK = """
 import threading
 from jaxrl.logs.display import Display
-from jaxrl.runtime.watchdog import tell_on_signal, told_of_stalls
+from jaxrl.runtime.watchdog import tell_on_signal, watchdog
 
 def the_call_that_never_returns():
     threading.Event().wait()
 
 tell_on_signal()
-with told_of_stalls(Display(), {limit}, {deadline}):
+with watchdog(Display(), {limit}, {deadline}):
     threading.Thread(target=the_call_that_never_returns, daemon=True).start()
     print("begun", flush=True)
     threading.Event().wait(60)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxrl.models.attention.reference import LOWEST
-from jaxrl.sampling.next_token import NUCLEUS, kind_of, nucleus, sample, uniforms
+from jaxrl.sampling.next_token import TOP_P, kind_of, nucleus, sample, uniforms
 
 ALMOST_ONE = np.float32(1 - 2**-24)  # the largest float32 below 1
 draw_kind = jax.jit(sample, static_argnames="kind")
@@ -203,6 +203,6 @@ def test_a_nucleus_of_everything_draws_what_none_draws(num_tokens, temperature):
     uniform = np.append(rng.random(498), [0.0, ALMOST_ONE]).astype(np.float32)
     plain = draw(logits, uniform, np.float32(temperature))
     one = np.float32(1)
-    whole = draw_kind(logits, uniform, np.float32(temperature), one, kind=NUCLEUS)
+    whole = draw_kind(logits, uniform, np.float32(temperature), one, kind=TOP_P)
     for got, wanted in zip(whole, plain, strict=True):
         np.testing.assert_array_equal(got, wanted)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.sampling.engine import Request
-from jaxrl.sampling.next_token import GREEDY, KINDS, PLAIN, nucleus
+from jaxrl.sampling.next_token import FULL, GREEDY, KINDS, nucleus
 from jaxrl.sampling.sample_keys import sample_keys
 from tests.helpers import dense_table, tiny_params
 from tests.toys import SMALL, Player, chain, toy_tokenizer
@@ -24,7 +24,7 @@ table_jit = jax.jit(dense_table, static_argnums=1, static_argnames=("num_tokens"
 def engine(nucleus):
     """Small, with one row size, since each compiles; of all kinds, or of all but one."""
     settings = {"max_prompt_tokens": 16, "max_total_tokens": 32, "chunk_tokens": 6}
-    kinds = KINDS if nucleus else (GREEDY, PLAIN)
+    kinds = KINDS if nucleus else (GREEDY, FULL)
     made = Player(SMALL, TOKENIZER, ("\x00",), num_rows=1, kinds=kinds, **settings).engine
     made.set_weights(PARAMS)
     return made

@@ -69,7 +69,7 @@ def test_ten_programs_at_most(path, platform):
     for model in MODELS:
         made = engine_of(
             model,
-            num_rows=config.rollout.num_rows,
+            num_rows=config.rollout.max_num_seqs,
             max_total_tokens=config.rollout.max_total_tokens,
             max_units=config.image_tokens,
             kinds=draw_kinds(config),
@@ -82,7 +82,7 @@ def test_ten_programs_at_most(path, platform):
         assert {name for name, variants in programs.items() if variants} == needed
         assert sum(map(len, programs.values())) <= 10
         # What a chunk may need: all rows, in every way to draw.
-        largest = {(config.rollout.num_rows, kind) for kind in draw_kinds(config)}
+        largest = {(config.rollout.max_num_seqs, kind) for kind in draw_kinds(config)}
         assert programs["decode"] >= largest
 
 

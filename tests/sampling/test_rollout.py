@@ -16,7 +16,7 @@ from jaxrl.envs.base import (
     ToolError,
 )
 from jaxrl.envs.protocol import SEARCH_R1
-from jaxrl.envs.rewards.combiner import Payment
+from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.rewards.functions import RewardFunction, kind_of
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search_env import SearchEnv
@@ -128,7 +128,7 @@ def test_stops_are_found_however_they_are_tokenized(players, query, ends):
         # What follows a tag is in the same token where tags are split, else it is never written.
         after = ends if name == "split" else ("", "")
         ids, mask = teach(player, first + after[0], found, last + after[1])
-        pay = Payment(weights={"format": 1.0, "answer": 1.0})
+        pay = RewardCombiner(weights={"format": 1.0, "answer": 1.0})
         got = play_one(player, search_env(), pay=pay)
 
         assert [turn.text for turn in got.turns] == [first, last]
@@ -213,7 +213,9 @@ def test_turns_have_their_tokens_and_what_they_earned(player, first):
         f.__name__: RewardFunction(name=f.__name__, function=f, kind=kind_of(f))
         for f in (by_turns, seen)
     }
-    pay = Payment(weights={"exact_match": 1.0, "by_turns": 2.0, "seen": 0.0}, own_parts=parts)
+    pay = RewardCombiner(
+        weights={"exact_match": 1.0, "by_turns": 2.0, "seen": 0.0}, custom_parts=parts
+    )
     got = play_one(player, search_env(), pay=pay)
     assert [got.token_ids[start] for start in got.turn_starts] == [
         player.tokenizer.encode(text)[0] for text in (first, LAST)

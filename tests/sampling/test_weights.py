@@ -10,7 +10,7 @@ import pytest
 from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.layers import for_sampler
 from jaxrl.runtime.sharding import make_mesh
-from jaxrl.sampling.weights import Weights, given_up, related
+from jaxrl.sampling.weights import Weights, donate, related
 from tests.helpers import TINY, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -74,6 +74,6 @@ def test_parameters_that_are_given_up_are_never_all_there(policy, dtype):
 def test_parameters_in_memory_are_freed_once_given_up():
     mesh = make_mesh(data=1, fsdp=1, tensor=1)
     own = jax.device_put(tiny_params(TIED), jax.devices()[0])
-    made = of_policy(TIED, jnp.dtype("bfloat16"), mesh).of(given_up(own))
+    made = of_policy(TIED, jnp.dtype("bfloat16"), mesh).of(donate(own))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(own))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(made))

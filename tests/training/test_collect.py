@@ -18,7 +18,7 @@ from jaxrl.training.collect import (
     some_failed,
 )
 from jaxrl.training.controllers import Controllers, SkipSet, StageGate
-from jaxrl.training.failures import Failures
+from jaxrl.training.failures import FailureCounter
 from jaxrl.types import Group, GroupStats, members, with_fields
 from tests import helpers
 from tests.episodes import NumberedTasks, in_turns, make_failure, make_trajectory, strayed
@@ -66,11 +66,11 @@ def sampler(*groups):
 
 def failures(limit=0):
     said = []
-    return Failures(limit=limit, log=said.append, num_batches=0), said
+    return FailureCounter(limit=limit, log=said.append, num_batches=0), said
 
 
 def run(sample, **changes):
-    left = {"num_tasks_taken": 0, "leftover": (), "unfinished": ()}
+    left = {"num_tasks_taken": 0, "buffered_groups": (), "unfinished": ()}
     taken, groups, unfinished = (changes.pop(name, value) for name, value in left.items())
     defaults = {
         "controllers": Controllers(),
@@ -78,7 +78,7 @@ def run(sample, **changes):
         "failures": failures()[0],
     }
     arguments = {key: changes.pop(key, default) for key, default in defaults.items()}
-    left = {"num_tasks_taken": taken, "leftover": groups, "unfinished": unfinished}
+    left = {"num_tasks_taken": taken, "buffered_groups": groups, "unfinished": unfinished}
     sampler = StepSampler(rollout=lambda draws, _, **options: sample(draws), sampling=None)
     return collect(sampler, NumberedTasks(), method_with(**changes), **left, **arguments)
 
@@ -92,7 +92,7 @@ def test_without_a_filter_a_step_is_one_batch():
     got = run(sampler([1, 1], [0, 0]))
     assert tasks_of(got.groups) == ["q0", "q0", "q1", "q1"]
     assert [group.task_id for group in got.groups] == ["q0", "q1"]
-    assert (got.num_tasks_taken, got.leftover) == (2, [])
+    assert (got.num_tasks_taken, got.buffered_groups) == (2, [])
     assert got.metrics["rollout/num_generated"] == 4
     assert got.metrics["filter/kept_share"] == 1.0
 
@@ -104,7 +104,7 @@ def test_dynamic_sampling_draws_until_enough_groups_differ():
     assert tasks_of(got.groups) == ["q1", "q1", "q4", "q4"]
     assert [group.task_id for group in got.groups] == ["q1", "q4"]
     # The third differing group is left over, and dropped.
-    assert (got.num_tasks_taken, got.leftover) == (6, [])
+    assert (got.num_tasks_taken, got.buffered_groups) == (6, [])
     assert got.metrics == {
         "rollout/num_generated": 12,
         "filter/num_batches": 3,
@@ -126,9 +126,14 @@ def test_leftover_groups_are_carried_over_and_come_first():
     changes = {"filter.name": "varied", "filter.carry_over": True, "filter.tasks_per_batch": 3}
     first = run(sample, **changes)
     assert tasks_of(first.groups) == ["q0", "q0", "q1", "q1"]
-    assert [tasks_of([group]) for group in first.leftover] == [["q2", "q2"]]
+    assert [tasks_of([group]) for group in first.buffered_groups] == [["q2", "q2"]]
     changes["filter.tasks_per_batch"] = 2
-    then = run(sample, **changes, num_tasks_taken=first.num_tasks_taken, leftover=first.leftover)
+    then = run(
+        sample,
+        **changes,
+        num_tasks_taken=first.num_tasks_taken,
+        buffered_groups=first.buffered_groups,
+    )
     assert tasks_of(then.groups) == ["q2", "q2", "q4", "q4"]
     assert [group.task_id for group in then.groups] == ["q2", "q4"]
     assert then.metrics["filter/kept_share"] == 0.5
@@ -221,7 +226,7 @@ def test_the_final_reward_counts_the_kl_penalty():
     changes = {
         "filter.name": "varied", "filter.varied.metric": "seq_final_reward",
         "rollout.tasks_per_step": 1,
-        "kl.coef": 0.5, "kl.place": "reward", "filter.max_batches": 1,
+        "kl.coef": 0.5, "kl.apply_to": "reward", "filter.max_batches": 1,
     }  # fmt: skip
 
     def measure(groups):
@@ -310,7 +315,7 @@ def test_unfinished_groups_are_given_again_and_only_the_missing_ones_drawn():
     first = run(slow, **changes)
     assert asked == [[0, 1, 2]]  # two are wanted, and one may be under way
     assert tasks_of(first.groups) == ["q1", "q1", "q2", "q2"]
-    assert (first.unfinished, first.num_tasks_taken, first.leftover) == ([0], 3, [])
+    assert (first.unfinished, first.num_tasks_taken, first.buffered_groups) == ([0], 3, [])
     left = {"num_tasks_taken": 3, "unfinished": first.unfinished}
     second = run(slow, **changes, **left)
     assert asked[1:] == [[0, 3, 4]]

@@ -110,7 +110,7 @@ def test_threshold_by_hand():
 def test_threshold_takes_the_median_over_samples_that_have_windows():
     none = np.zeros(0, np.float32)
     samples = [none, np.array([1.0, 3.0]), np.array([9.0]), none, np.array([4.0, 4.0])]
-    # First quarters 1.5, 9 and 4, whose median is 4; of all five windows together it is 3.
+    # First logit_capacity 1.5, 9 and 4, whose median is 4; of all five windows together it is 3.
     got = EntropyThreshold().update(samples, percentile=25.0)
     assert got.value == 4.0
     assert EntropyThreshold().update(samples[:4], percentile=50.0).value == 5.5
@@ -303,7 +303,7 @@ def through_json(controllers, **changes):
         ({"kl.coef": 0.1, "kl.second_chance": True}, ["threshold", "buckets"]),
         ({"kl.coef": 0.1, "kl.controller": "budget"}, ["buckets", "kl"]),
         ({"kl.coef": 0.1, "kl.controller": "adaptive"}, ["kl"]),
-        ({"kl.coef": 0.1, "kl.place": "reward"}, []),
+        ({"kl.coef": 0.1, "kl.apply_to": "reward"}, []),
         ({"filter.skip_solved": True}, ["skipped"]),
     ],
     ids=str,

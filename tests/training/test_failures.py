@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.objectives.metrics import Metric
 from jaxrl.training.failures import (
-    Failures,
+    FailureCounter,
     NothingWorksError,
     first_error,
     has_learned,
@@ -31,7 +31,7 @@ def equal(**fields):
 
 def counted(limit):
     said = []
-    return Failures(limit=limit, log=said.append, num_batches=0), said
+    return FailureCounter(limit=limit, log=said.append, num_batches=0), said
 
 
 def test_the_first_error_is_one_short_printable_line():

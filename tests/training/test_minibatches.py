@@ -13,12 +13,12 @@ from jaxrl.training.controllers import (
     KLBudget,
 )
 from jaxrl.training.minibatches import (
-    as_trained,
-    keeper,
     make_minibatches,
-    put_minibatches,
+    shard_minibatches,
     token_kl_weights,
     trained_share,
+    trajectory_filter,
+    with_loss_mask,
 )
 from jaxrl.types import Divergence, with_fields
 from jaxrl.utils.callables import NamedFunction, UserCodeError
@@ -161,7 +161,7 @@ def test_what_has_no_signal_still_counts_in_the_weights(aggregation, expected):
         ({"optimizer.num_epochs": 2}, []),  # scored on the device, not here
         (IN_LOSS, ["old_logprobs", "ref_logprobs", "kl_weights"]),
         ({"kl.coef": 0.1, "kl.controller": "log"}, ["ref_logprobs", "kl_weights"]),
-        ({"kl.coef": 0.1, "kl.place": "reward"}, []),
+        ({"kl.coef": 0.1, "kl.apply_to": "reward"}, []),
         ({"kl.coef": 0.1, "kl.low_factor": 0.5}, ["kl_weights"]),
     ],
     ids=str,
@@ -206,13 +206,13 @@ def test_what_a_filter_of_trajectories_says_is_checked():
     }
     for wrong, told in ((lambda one: None, "None"), (lambda one: "no", "'no'")):
         with pytest.raises(UserCodeError, match=f"it returned {told}; expected True or False"):
-            keeper(method(wrong))(made[0])
+            trajectory_filter(method(wrong))(made[0])
 
 
 def test_observations_are_trained_on_where_asked_for():
     one = trajectories()[2]
-    assert as_trained(one, method_with().loss) is one
-    got = as_trained(one, method_with(**{"loss.mask_observations": False}).loss)
+    assert with_loss_mask(one, method_with().loss) is one
+    got = with_loss_mask(one, method_with(**{"loss.mask_observations": False}).loss)
     np.testing.assert_array_equal(got.loss_mask, np.arange(32) >= 2)
     assert one.loss_mask.sum() < got.loss_mask.sum() == 30
 
@@ -271,7 +271,7 @@ def test_logprobs_are_added_where_they_are_missing():
     made = make_minibatches(groups(), SHAPE, method, controllers=Controllers())
     [packed] = made
     assert packed.batch.kl_weights is not None
-    [got] = put_minibatches(made, MESH, score(), *policies(), method)
+    [got] = shard_minibatches(made, MESH, score(), *policies(), method)
     for place, index in enumerate([0, 1, 2, 3, 4, 6, 7]):
         for values, wanted in zip((got.old_logprobs, got.ref_logprobs), dense(), strict=True):
             own, mask = (gather(packed.batch, x, place) for x in (values, packed.batch.loss_mask))
@@ -279,11 +279,11 @@ def test_logprobs_are_added_where_they_are_missing():
     np.testing.assert_array_equal(got.kl_weights, packed.batch.kl_weights)
 
     # What is there stays, and what is not needed stays away.
-    [plain] = put_minibatches(made, MESH, score(), policies()[0], None, method_with())
+    [plain] = shard_minibatches(made, MESH, score(), policies()[0], None, method_with())
     assert plain.old_logprobs is plain.ref_logprobs is None
     known = np.ones((3, 2, 32), np.float32)
     batch = dataclasses.replace(packed.batch, old_logprobs=known, ref_logprobs=known)
     scored = dataclasses.replace(packed, batch=batch)
-    [kept] = put_minibatches([scored], MESH, score(), *policies(), method)
+    [kept] = shard_minibatches([scored], MESH, score(), *policies(), method)
     np.testing.assert_array_equal(kept.old_logprobs, known)
     np.testing.assert_array_equal(kept.ref_logprobs, known)

@@ -7,7 +7,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from jaxrl.training.packing import BatchShape, pack
-from jaxrl.training.reference_kl import make_measure, unpack
+from jaxrl.training.reference_kl import make_kl_fn, unpack
 from jaxrl.types import members, with_fields
 from tests.episodes import grouped, make_failure, make_trajectory, strayed
 from tests.helpers import method_with, scatter
@@ -57,7 +57,7 @@ def test_divergences_are_those_of_all_logits(estimator, mask_observations):
             "loss.mask_observations": mask_observations,
         }
     )
-    measure = make_measure(score(), MESH, SHAPE, method)
+    measure = make_kl_fn(score(), MESH, SHAPE, method)
     measured = measure(grouped(trajectories()), *policies())
     assert [group.task_id for group in measured] == ["t0", "t1", "t2", "t3"]
     got = [t.divergence for t in members(measured)]
@@ -84,6 +84,6 @@ def test_what_was_measured_for_a_filter_is_not_measured_again():
     groups = grouped([make_trajectory(), make_failure(sample_index=1)])
     known = with_fields(groups, divergence=[strayed(0.5, 0.25), None])
     method = method_with(**{"kl.coef": 0.1})
-    [group] = make_measure(scores_nothing, MESH, SHAPE, method)(known, *policies())
+    [group] = make_kl_fn(scores_nothing, MESH, SHAPE, method)(known, *policies())
     assert group.trajectories[0].divergence is known[0].trajectories[0].divergence
     assert group.trajectories[1].divergence is None

@@ -77,7 +77,7 @@ def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
 
 # Divergence.
 
-IN_REWARD = {"kl.coef": 0.5, "kl.place": "reward", "kl.estimator": "k1"}
+IN_REWARD = {"kl.coef": 0.5, "kl.apply_to": "reward", "kl.estimator": "k1"}
 BATCH = grouped(
     [
         make_trajectory(reward=1.0, length=6),
@@ -89,7 +89,7 @@ STRAYED = with_fields(BATCH, divergence=[strayed(0.5, -0.25, 1.0, 0.75), None, s
 
 
 def test_the_penalty_by_hand():
-    # Sums of 2 and 1 nat, times a coefficient of 0.5.
+    # GradAccumulator of 2 and 1 nat, times a coefficient of 0.5.
     np.testing.assert_allclose(kl_penalties(STRAYED, 0.5), [1, 0, 0.5])
     got = members(charge_kl(STRAYED, Controllers(), method_with(**IN_REWARD)))
     assert [t.reward for t in got] == [0.0, 0.0, -0.25]

@@ -9,8 +9,8 @@ import pytest
 
 from jaxrl.data.serialization import to_json
 from jaxrl.training.collect import Collected
-from jaxrl.training.run_state import Progress, Session
-from jaxrl.training.usage import Ledger
+from jaxrl.training.run_state import Progress, RunState
+from jaxrl.training.usage import UsageStats
 from jaxrl.types import GroupStats, members
 from tests import helpers
 from tests.episodes import grouped, make_trajectory
@@ -26,9 +26,9 @@ method_with = partial(helpers.method_with, **{"rollout.tasks_per_step": 1, "roll
 def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count):
     method = method_with(**{"filter.name": "varied", "filter.carry_over": True} | changes)
     [group] = grouped(make_trajectory(sample_index=i) for i in range(4))
-    saved = Progress(leftover=[group]).to_json()
-    assert saved["leftover"][0][0] == to_json(group.trajectories[0])
-    read = Progress.from_json(saved, method).leftover
+    saved = Progress(buffered_groups=[group]).to_json()
+    assert saved["buffered_groups"][0][0] == to_json(group.trajectories[0])
+    read = Progress.from_json(saved, method).buffered_groups
     assert len(read) == count
     for trajectory, wanted in zip(members(read), group.trajectories if count else (), strict=True):
         assert to_json(trajectory) == to_json(wanted)
@@ -40,35 +40,35 @@ def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count):
         ({}, True),
         ({"rollout.group_size": 8}, False),
         ({"rollout.tasks_per_step": 2}, False),
-        ({"rollout.ahead": 0}, False),
+        ({"rollout.async_level": 0}, False),
     ],
     ids=str,
 )
 def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_kept):
-    method = method_with(**{"rollout.ahead": 1} | changes)
+    method = method_with(**{"rollout.async_level": 1} | changes)
     [group, other] = grouped(make_trajectory(task_number=n // 4, sample_index=n) for n in range(8))
     failed = GroupStats(task_id="q", num_correct=0, num_scored=0, mean_entropy=nan, error="down")
     pending = Collected(
         groups=[group],
-        leftover=[other],
+        buffered_groups=[other],
         num_tasks_taken=5,
-        tried=[GroupStats.of(group), failed],
+        sampled_stats=[GroupStats.of(group), failed],
         metrics={"filter/accuracy": nan, "rollout/sampled_tokens": 7},
-        ledger=Ledger(num_trajectories=8, num_calls={"search": 3}),
+        ledger=UsageStats(num_trajectories=8, num_calls={"search": 3}),
     )
-    before = Ledger(num_trajectories=2, num_calls={"search": 1})
+    before = UsageStats(num_trajectories=2, num_calls={"search": 1})
     saved = json.dumps(Progress(pending=pending, ledger=before).to_json())
     progress = Progress.from_json(json.loads(saved), method)
-    read = progress.pending
+    read = progress.prefetched
     assert (read is not None) == is_kept
     # What it cost counts, where it is given up now or with its stage.
     session = SimpleNamespace(progress=progress, components=SimpleNamespace(method=method))
     progress.stage = "train"
-    assert Session.begin(session, "evaluate")
-    assert (progress.pending, progress.ledger) == (None, before + pending.ledger)
+    assert RunState.begin(session, "evaluate")
+    assert (progress.prefetched, progress.ledger) == (None, before + pending.ledger)
     if read:
         assert json.dumps(read.to_json()) == json.dumps(pending.to_json())
-        assert read.tried[0] == pending.tried[0]
+        assert read.sampled_stats[0] == pending.sampled_stats[0]
 
 
 def test_which_records_come_after_a_checkpoint():

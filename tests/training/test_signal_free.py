@@ -18,7 +18,7 @@ from jaxrl.models.policy import Model
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.runtime.sharding import param_shardings
 from jaxrl.training.controllers import Controllers, DifficultyBuckets, KLBudget
-from jaxrl.training.minibatches import make_minibatches, put_minibatches
+from jaxrl.training.minibatches import make_minibatches, shard_minibatches
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state
 from jaxrl.types import Divergence, members, with_fields
@@ -58,7 +58,7 @@ METHODS = {
     },
     "BAPO": {"loss.clip_low": 0.1, "loss.clip_high": 0.1, "kl.coef": 0.3},
     "ARES": {"kl.coef": 0.3, "kl.controller": "budget", "loss.clip.dual_clip": 3.0},
-    "a KL term in the reward": {"kl.coef": 0.3, "kl.place": "reward"},
+    "a KL term in the reward": {"kl.coef": 0.3, "kl.apply_to": "reward"},
     "CISPO": {"loss.name": "cispo", "loss.aggregation": "seq-mean-token-sum"},
     "GSPO, corrected": {"loss.name": "gspo", "loss.correction.level": "sequence"},
     "two updates, corrected": {
@@ -122,7 +122,7 @@ def steps(method, model, advantages, programs, skips):
     )
     packed = make_minibatches(groups_of(advantages, method), SHAPE, method, controllers=controllers)
     params, ref_params = (placed(model, seed) for seed in (0, 2))
-    batches = put_minibatches(packed, MESH, score, params, ref_params, method)
+    batches = shard_minibatches(packed, MESH, score, params, ref_params, method)
     found = []
     for one, batch in zip(packed, batches, strict=True):
         state = init_state(jax.tree.map(jnp.copy, params), MESH, model, OPTIMIZER)
@@ -162,7 +162,7 @@ def test_every_method_takes_the_same_step_with_the_same_metrics(name):
     method = method_with(**METHODS[name])
     fewer, _ = compare(method, TINY, SOME)
     # A term that has a gradient without an advantage keeps all.
-    has_terms = method.kl.coef and method.kl.place == "loss"
+    has_terms = method.kl.coef and method.kl.apply_to == "loss"
     assert fewer != bool(has_terms or method.loss.entropy_coef or "own" in name)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.layers import HOST_MEMORY
-from jaxrl.models.output import QUARTERS, chunks_of
+from jaxrl.models.output import LOGIT_CAPACITIES, chunks_of
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
@@ -674,4 +674,4 @@ def test_scores_are_the_logprobs_of_each_token(score, params, sequences):
         want = np.where(sequences[index].loss_mask, wanted[index, :length], 0)
         np.testing.assert_allclose(got, want, atol=2e-5, rtol=1e-5)
     assert not np.asarray(scores)[~packed.batch.loss_mask].any()
-    assert score.num_programs <= len(QUARTERS)
+    assert score.num_programs <= len(LOGIT_CAPACITIES)

@@ -6,9 +6,9 @@ from jaxrl.training.watch import (
     FORGOTTEN_AFTER,
     Sign,
     UnsoundError,
-    Watched,
-    goal_of,
-    look,
+    WatchState,
+    check_step,
+    rollback_target,
 )
 from jaxrl.utils.callables import UserCodeError
 from tests.helpers import method_with
@@ -41,10 +41,10 @@ def watching(name, **settings):
 
 
 def test_a_sign_is_acted_on_when_it_is_new():
-    method, watched, acted = watching("judge"), Watched(), []
+    method, watched, acted = watching("judge"), WatchState(), []
     bad = {3, 4, 5, 14, 16, 26}
     for step in range(1, 30):
-        watched, metrics = look(method, watched, {"bad": float(step in bad)}, (), step)
+        watched, metrics = check_step(method, watched, {"bad": float(step in bad)}, (), step)
         assert metrics.get("sentinel/bad", 0.0) == (step in bad)
         acted += [step] * len(watched.acting)
     # 14 comes 9 steps after 5, 26 comes 10 after 16.
@@ -54,8 +54,8 @@ def test_a_sign_is_acted_on_when_it_is_new():
 
 
 def test_another_function_begins_without_a_state():
-    watched = Watched(name="sentinel", state={"best": 0.3}, seen={"bad": 1}, lr_scale=0.5)
-    after, _ = look(watching("judge"), watched, {"bad": 0.0}, (), 2)
+    watched = WatchState(name="sentinel", state={"best": 0.3}, seen={"bad": 1}, lr_scale=0.5)
+    after, _ = check_step(watching("judge"), watched, {"bad": 0.0}, (), 2)
     assert (after.name, after.state, after.seen) == (f"{__name__}.judge", {"step": 1}, {})
     assert after.lr_scale == 0.5
 
@@ -66,7 +66,7 @@ def told(record, step):
 
 def test_it_is_told_the_step_and_nothing_that_processes_differ_in():
     record = {"a": 1.0, "timing_s/step": 2.0, "perf/max_memory_gib": 3.0}
-    watched, _ = look(watching("told"), Watched(), record, (), 7)
+    watched, _ = check_step(watching("told"), WatchState(), record, (), 7)
     assert watched.state == {"record": ["a", "actor/lr_scale"], "step": 7}
 
 
@@ -81,7 +81,7 @@ def test_it_is_told_the_step_and_nothing_that_processes_differ_in():
 )
 def test_a_function_that_fails_is_named(name, text):
     with pytest.raises(UserCodeError) as error:
-        look(watching(name), Watched(), {}, (), 1)
+        check_step(watching(name), WatchState(), {}, (), 1)
     assert f"config.watch.name names 'tests.training.test_watch.{name}'" in str(error.value)
     assert text in str(error.value)
 
@@ -107,7 +107,7 @@ def test_signs_that_no_file_could_hold_are_refused(fields):
 def test_the_newest_sound_checkpoint_is_gone_back_to(since, steps, goal):
     watch = method_with(**{"watch.name": "sentinel"}).watch
     sign = {"name": "bad", "text": "it is bad.", "since": since}
-    assert goal_of(sign, watch, Watched(num_roll_backs=2), steps) == goal
+    assert rollback_target(sign, watch, WatchState(num_roll_backs=2), steps) == goal
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,4 @@ def test_without_a_way_back_the_run_ends(num_roll_backs, steps, text):
     watch = method_with(**{"watch.name": "sentinel"}).watch
     sign = {"name": "bad", "text": "it is bad.", "since": 1}
     with pytest.raises(UnsoundError, match=f"bad: it is bad. .*{text}"):
-        goal_of(sign, watch, Watched(num_roll_backs=num_roll_backs), steps)
+        rollback_target(sign, watch, WatchState(num_roll_backs=num_roll_backs), steps)

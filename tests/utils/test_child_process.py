@@ -23,17 +23,17 @@ def test_messages_come_back_one_at_a_time():
         long = {"b": "\n" + "x" * 200_000}
         for said in ({"a": 1}, long, {"c": None}):
             echo.tell(said)
-            assert echo.hear(20) == said
+            assert echo.readline(20) == said
         echo.tell({"a": 1})
         echo.tell({"a": 2})
-        assert [echo.hear(20), echo.hear()] == [{"a": 1}, {"a": 2}]
+        assert [echo.readline(20), echo.readline()] == [{"a": 1}, {"a": 2}]
 
 
 def test_the_end_is_told_with_its_status():
     with child("print('{}', flush=True); raise SystemExit(7)") as ended:
-        assert ended.hear() == {}
+        assert ended.readline() == {}
         with pytest.raises(EndedError, match=r"^a child ended with 7$"):
-            ended.hear()
+            ended.readline()
         with pytest.raises(EndedError) as error:
             ended.tell({"a": 1})
         assert error.value.status == 7
@@ -49,14 +49,14 @@ def test_what_gives_no_line_is_not_waited_for(program):
     started = time.monotonic()
     with child(program, most=1000) as silent:
         with pytest.raises(SilentError, match=r"a child was silent for 0.5 s"):
-            silent.hear(0.5)
+            silent.readline(0.5)
         assert len(silent.printed) <= 1000 + 65536
         with pytest.raises(SilentError, match=r"a child did not end in 0.1 s"):
             silent.wait(0.1)
     assert time.monotonic() - started < 5
 
 
-@pytest.mark.parametrize("act", [lambda one: one.hear(), lambda one: one.tell({"a": 1})])
+@pytest.mark.parametrize("act", [lambda one: one.readline(), lambda one: one.tell({"a": 1})])
 def test_a_child_that_goes_on_without_its_pipes_is_ended(act, monkeypatch):
     monkeypatch.setattr(child_process, "_ENDING_S", 0.2)
     program = "import os, time; os.close(0); os.close(1); time.sleep(60)"
@@ -75,7 +75,7 @@ def test_what_it_started_ends_with_it():
     )
     with child(program) as parent:
         assert os.getsid(parent.pid) == parent.pid
-        other = Path(f"/proc/{parent.hear()['pid']}/stat")
+        other = Path(f"/proc/{parent.readline()['pid']}/stat")
     ends = time.monotonic() + 10
     while other.exists() and other.read_text().split()[2] != "Z":
         assert time.monotonic() < ends, "it is still there"

@@ -6,13 +6,13 @@ import pytest
 from jaxrl.utils.files import (
     MovedError,
     append_line,
+    atomic_folder,
     begin_replacing,
-    folder_taking_place,
     full_disk,
     held,
+    recover,
     remove_whole,
     set_aside,
-    settle,
     written_whole,
 )
 from tests.helpers import no_file_beyond
@@ -35,18 +35,18 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "out" / "folder"
     for text in ("first", "second"):
-        with folder_taking_place(path, marker="x") as folder:
+        with atomic_folder(path, marker="x") as folder:
             (folder / "x").write_text(text)
             assert not path.exists() or (path / "x").read_text() == "first"
         assert (path / "x").read_text() == text
         assert list(path.parent.iterdir()) == [path]
-    with pytest.raises(OSError, match="x/y"), folder_taking_place(path, marker="x") as folder:
+    with pytest.raises(OSError, match="x/y"), atomic_folder(path, marker="x") as folder:
         (folder / "x" / "y").write_text("third")
     assert (path / "x").read_text() == "second"
     assert list(path.parent.iterdir()) == [path]
     with (
         pytest.raises(FileExistsError, match="holds no y, so it is not an earlier output"),
-        folder_taking_place(path, marker="y"),
+        atomic_folder(path, marker="y"),
     ):
         pass
 
@@ -64,10 +64,10 @@ def test_a_folder_is_settled_whenever_its_replacement_was_killed(tmp_path, kille
     ]
     for step in steps[:killed_after]:
         step()
-    settle(path)
+    recover(path)
     assert (path / "x").read_text() == ("7" if killed_after == 1 else "new")
     assert {file.name for file in tmp_path.iterdir()} - {"new"} == {"7"}
-    settle(path)
+    recover(path)
     remove_whole(path)
     assert {file.name for file in tmp_path.iterdir()} - {"new"} == set()
 
@@ -93,7 +93,7 @@ def test_nothing_is_written_where_a_held_folder_has_been(tmp_path):
         folder.rename(moved)
         for write in (
             lambda: written_whole(folder / "eval" / "b").__enter__(),
-            lambda: folder_taking_place(folder / "export", marker="x").__enter__(),
+            lambda: atomic_folder(folder / "export", marker="x").__enter__(),
         ):
             with pytest.raises(MovedError, match=str(folder)):
                 write()

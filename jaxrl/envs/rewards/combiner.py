@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol
 
-from jaxrl.envs.base import CallRecord, Finished, OutageError, Reward, Task
+from jaxrl.envs.base import CallRecord, OutageError, Reward, ScoredEpisode, Task
 from jaxrl.utils.concurrency import LateError, new_loop, started
 
 MAX_THREADS = 32
@@ -63,11 +63,11 @@ class RewardPart(Protocol):
         """True if calls return coroutines."""
         ...
 
-    def calls(self, group: Sequence[Finished]) -> list[Call]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
         """Return the calls for the episodes of one task; each episode is in one call."""
         ...
 
-    def lacks(self, task: Task) -> list[str]:
+    def missing_fields(self, task: Task) -> list[str]:
         """Return the names of required fields that a task does not have."""
         ...
 
@@ -112,12 +112,12 @@ class _GroupCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Payment:
+class RewardCombiner:
     """Reward function of a run.
 
     Attributes:
         weights: Weights of parts, summed in this order. Parts without a weight are only logged.
-        own_parts: Parts that are not the environment's, by name.
+        custom_parts: Parts that are not the environment's, by name.
         correct: Name of the part above 0 that makes an answer correct, unless it abstains; "" to
             ask the environment.
         deadline_s: Seconds for all functions of a batch, after which missing results are errors.
@@ -126,12 +126,14 @@ class Payment:
     """
 
     weights: Mapping[str, float]
-    own_parts: Mapping[str, RewardPart] = field(default_factory=dict)
+    custom_parts: Mapping[str, RewardPart] = field(default_factory=dict)
     correct: str = ""
     deadline_s: float = 600.0
     _loop: EventLoop = field(default_factory=EventLoop, repr=False)
 
-    def __call__(self, groups: Sequence[Sequence[Finished]]) -> list[list[Reward | BaseException]]:
+    def __call__(
+        self, groups: Sequence[Sequence[ScoredEpisode]]
+    ) -> list[list[Reward | BaseException]]:
         """Return the reward of each episode with its total, or the error that prevented it.
 
         Fills the `records` of the episodes.
@@ -141,10 +143,10 @@ class Payment:
         """
         calls = [
             _GroupCall(part=name, group=g, call=call)
-            for name, part in self.own_parts.items()
+            for name, part in self.custom_parts.items()
             for g, group in enumerate(groups)
             if group
-            for call in part.calls(group)
+            for call in part.requests(group)
         ]
         answers = self._ask(calls)
         # A failed call about several episodes is repeated for each of them.
@@ -154,7 +156,7 @@ class Payment:
             if isinstance(answer, BaseException) and not isinstance(answer, LateError)
             if len(failed.call.members) > 1
             for member in failed.call.members
-            for call in self.own_parts[failed.part].calls([groups[failed.group][member]])
+            for call in self.custom_parts[failed.part].requests([groups[failed.group][member]])
         ]
         results: list[list[dict[str, Measured | BaseException]]]
         results = [[{} for _ in group] for group in groups]
@@ -179,8 +181,8 @@ class Payment:
         Raises:
             ValueError: The message names the part and the field.
         """
-        for name, part in self.own_parts.items():
-            if missing := part.lacks(task):
+        for name, part in self.custom_parts.items():
+            if missing := part.missing_fields(task):
                 raise ValueError(
                     f"config.reward.weights names {name!r}, which asks for {missing[0]!r}; the "
                     f"tasks of {key} offer no such field ({task.id!r} has the metadata "
@@ -190,7 +192,7 @@ class Payment:
 
     def _ask(self, calls: Sequence[_GroupCall]) -> list[list[Measured] | BaseException]:
         """Make the calls: async ones in the event loop, the others in threads."""
-        are_async = [self.own_parts[call.part].is_async for call in calls]
+        are_async = [self.custom_parts[call.part].is_async for call in calls]
         plain = [c.call.make for c, is_async in zip(calls, are_async, strict=True) if not is_async]
         if self.deadline_s:
             running = iter(started(plain, max_threads=MAX_THREADS))
@@ -222,7 +224,7 @@ class Payment:
             return error
 
     def _reward(
-        self, episode: Finished, results: Mapping[str, Measured | BaseException]
+        self, episode: ScoredEpisode, results: Mapping[str, Measured | BaseException]
     ) -> Reward | BaseException:
         """Return the reward with all parts and its total, or the first error among them."""
         try:
@@ -230,7 +232,7 @@ class Payment:
             # The environment measures all of its parts; others may not apply.
             wanted = {name: weight for name, weight in self.weights.items() if weight}
             missing = [name for name in wanted if name not in parts]
-            foreign = [name for name in missing if name not in self.own_parts]
+            foreign = [name for name in missing if name not in self.custom_parts]
             if foreign or len(missing) == len(wanted):
                 raise ValueError(
                     f"the reward parts {', '.join(map(repr, foreign or missing))} have a weight "
@@ -266,7 +268,7 @@ class Payment:
         )
 
     def _parts(
-        self, episode: Finished, results: Mapping[str, Measured | BaseException]
+        self, episode: ScoredEpisode, results: Mapping[str, Measured | BaseException]
     ) -> tuple[dict[str, float], dict[str, Sequence[float]]]:
         """Collect all parts, and the amounts of those by turns.
 

@@ -16,7 +16,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from jaxrl.envs.base import Episode, Finished, Message, Reward, Task
+from jaxrl.envs.base import Episode, Message, Reward, ScoredEpisode, Task
 from jaxrl.envs.rewards.combiner import Call, Measured, number
 
 
@@ -31,8 +31,10 @@ class Kind:
     """
 
     shown: str
-    arguments: Callable[[Sequence[Finished], bool], list[tuple[tuple[int, ...], dict[str, Any]]]]
-    read: Callable[[str, Any, Sequence[Finished]], list[Measured]]
+    arguments: Callable[
+        [Sequence[ScoredEpisode], bool], list[tuple[tuple[int, ...], dict[str, Any]]]
+    ]
+    read: Callable[[str, Any, Sequence[ScoredEpisode]], list[Measured]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class RewardFunction:
         inner = getattr(self.function, "__call__", None)  # noqa: B004, of an object
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inner)
 
-    def calls(self, group: Sequence[Finished]) -> list[Call]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
         """Return a call for each episode, or one for the group."""
         parameters = inspect.signature(self.function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -76,9 +78,9 @@ class RewardFunction:
             calls.append(Call(members=members, make=make, read=read))
         return calls
 
-    def lacks(self, task: Task) -> list[str]:
+    def missing_fields(self, task: Task) -> list[str]:
         """Return the names of required arguments that a task does not have."""
-        blank = Finished(episode=Episode(task=task), reward=Reward(parts={}, final_answer=""))
+        blank = ScoredEpisode(episode=Episode(task=task), reward=Reward(parts={}, final_answer=""))
         [(_, offered)] = self.kind.arguments([blank], self.answer_is_text)
         known = {**offered, **self.settings}
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -88,7 +90,7 @@ class RewardFunction:
             if p.kind in kinds and p.default is p.empty and p.name not in known
         ]
 
-    def _read(self, episodes: Sequence[Finished], result: Any) -> list[Measured]:
+    def _read(self, episodes: Sequence[ScoredEpisode], result: Any) -> list[Measured]:
         return self.kind.read(self.name, result, episodes)
 
 
@@ -148,7 +150,7 @@ Arguments = list[tuple[tuple[int, ...], dict[str, Any]]]
 
 
 def _of_each(
-    group: Sequence[Finished], arguments: Callable[[Finished], dict[str, Any]]
+    group: Sequence[ScoredEpisode], arguments: Callable[[ScoredEpisode], dict[str, Any]]
 ) -> Arguments:
     return [((index,), arguments(one)) for index, one in enumerate(group)]
 
@@ -170,7 +172,7 @@ def _listed(name: str, result: Any, count: int, what: str) -> list[Any]:
     return values
 
 
-def _read_turns(name: str, result: Any, episodes: Sequence[Finished]) -> list[Measured]:
+def _read_turns(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> list[Measured]:
     [one] = episodes
     values = _listed(name, result, len(one.episode.turns), "turns")
     amounts = tuple(number(name, value) for value in values)
@@ -191,8 +193,8 @@ def ground_truth(task: Task, answer_is_text: bool) -> Any:
     return {"target": list(task.answers)}
 
 
-def _verl_arguments(group: Sequence[Finished], answer_is_text: bool) -> Arguments:
-    def arguments(one: Finished) -> dict[str, Any]:
+def _verl_arguments(group: Sequence[ScoredEpisode], answer_is_text: bool) -> Arguments:
+    def arguments(one: ScoredEpisode) -> dict[str, Any]:
         task = one.episode.task
         return {
             "data_source": task.data_source,
@@ -204,7 +206,7 @@ def _verl_arguments(group: Sequence[Finished], answer_is_text: bool) -> Argument
     return _of_each(group, arguments)
 
 
-def _read_verl(name: str, result: Any, _: Sequence[Finished]) -> list[Measured]:
+def _read_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[Measured]:
     if not isinstance(result, Mapping):
         return [Measured(score=number(name, result))]
     if "score" not in result:
@@ -221,7 +223,7 @@ def _read_verl(name: str, result: Any, _: Sequence[Finished]) -> list[Measured]:
     return [Measured(score=number(name, result["score"]), others=others)]
 
 
-def _trl_arguments(group: Sequence[Finished], _: bool) -> Arguments:
+def _trl_arguments(group: Sequence[ScoredEpisode], _: bool) -> Arguments:
     task = group[0].episode.task
     is_chat = task.messages is not None
     columns = {
@@ -242,7 +244,7 @@ def _trl_arguments(group: Sequence[Finished], _: bool) -> Arguments:
     return [(tuple(range(len(group))), offered)]
 
 
-def completion_messages(one: Finished) -> list[Message]:
+def completion_messages(one: ScoredEpisode) -> list[Message]:
     """Return the turns of an episode as messages of the assistant and of tools."""
     messages: list[Message] = []
     for index, turn in enumerate(one.episode.turns):
@@ -253,7 +255,7 @@ def completion_messages(one: Finished) -> list[Message]:
     return messages
 
 
-def _read_trl(name: str, result: Any, episodes: Sequence[Finished]) -> list[Measured]:
+def _read_trl(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> list[Measured]:
     values = _listed(name, result, len(episodes), "completions")
     return [Measured(score=None if one is None else number(name, one)) for one in values]
 

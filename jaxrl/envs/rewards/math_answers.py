@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
-from jaxrl.envs.rewards.rules import last_boxed, says_unknown
+from jaxrl.envs.rewards.rules import is_refusal, last_boxed
 
 _ANSWER_LINE = re.compile(r"\banswer[*_]*\s*:[*_]*\s*([^\n]*)", re.IGNORECASE)
 _COMMA = r"(?:\\!)*(?:\{,\}|,)(?:\s?\\!)*(?:(?<=[!}])\s)?"  # `, ` alone separates items of a list
@@ -55,7 +55,7 @@ def math_correctness(response: str, answers: str | Sequence[str]) -> float:
     """
     answer = math_answer(response)
     answers = (answers,) if isinstance(answers, str) else answers
-    if not answer or says_unknown(answer):
+    if not answer or is_refusal(answer):
         return -1.0
     return 1.0 if any(same_math(answer, truth) for truth in answers) else -1.0
 

@@ -100,7 +100,7 @@ def _squeeze(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-def says_unknown(answer: str) -> bool:
+def is_refusal(answer: str) -> bool:
     """Return True if an answer says "I don't know", with any apostrophe."""
     lowered = answer.lower().replace("’", "'")
     return any(words in lowered for words in _UNKNOWN)
@@ -109,7 +109,7 @@ def says_unknown(answer: str) -> bool:
 def is_abstention(response: str) -> bool:
     """Return True if the first closed answer of a response says "I don't know"."""
     span = _answer_span(response)
-    return span is not None and says_unknown(span)
+    return span is not None and is_refusal(span)
 
 
 def _answer_span(response: str) -> str | None:

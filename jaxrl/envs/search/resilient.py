@@ -51,7 +51,7 @@ _ENTRY_BYTES = 200  # overhead of a cache entry, about
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class RetryConfig:
     """Limits and deadlines: the keys of `config.search` with these names, in seconds and MiB."""
 
     cache_mib: float
@@ -67,7 +67,7 @@ class Policy:
     on_outage: str
 
 
-class Nobody(Tool):
+class ReplayOnly(Tool):
     """Stand-in for an engine that must not be asked."""
 
     name, blank = "nobody", ""
@@ -81,7 +81,9 @@ PROBE = "test"
 """Query that a server is asked before a run begins."""
 
 
-def ask_first(engine: Tool, policy: Policy, *, place: str, log: Callable[[str], None]) -> None:
+def health_check(
+    engine: Tool, policy: RetryConfig, *, place: str, log: Callable[[str], None]
+) -> None:
     """Send one query before any long work, so that a wrong address shows at once.
 
     With `on_outage="empty"` one try is made, and a failure is logged.
@@ -141,7 +143,7 @@ class ResilientSearch(SearchEngine):
     def __init__(
         self,
         engine: Tool,
-        policy: Policy,
+        policy: RetryConfig,
         *,
         recording: Recording | None = None,
         is_replay: bool = False,

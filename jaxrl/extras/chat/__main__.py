@@ -30,7 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxrl.builders.saved_run import line, open_run
+from jaxrl.builders.saved_run import line, load_saved_run
 from jaxrl.config.loading import read_keys
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
@@ -94,7 +94,9 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
     lines = typed(sys.stdin) if is_talk else separate
     num_refused = 0
     with contextlib.chdir(run_folder(run)):
-        components, config = open_run(run, model, display, step=step, keys=keys, is_talk=is_talk)
+        components, config = load_saved_run(
+            run, model, display, step=step, keys=keys, is_talk=is_talk
+        )
         # Weights may be read after the last line that was logged, which starts the spinner again.
         display.stop()
         for image in images:

@@ -28,8 +28,8 @@ class Conversation:
         """Start with an empty history.
 
         Args:
-            components: Components from `open_run`.
-            config: Configuration from `open_run`.
+            components: Components from `load_saved_run`.
+            config: Configuration from `load_saved_run`.
             temperature: Sampling temperature; 0 is greedy.
         """
         self._components, self._config = components, config

@@ -34,7 +34,7 @@ from jaxrl.models.hf_weights import (
     load_stored,
     open_tensors,
 )
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import LayerScan
 from jaxrl.models.registry import read_fields, read_model, suggest_model
 from jaxrl.types import Params
 from jaxrl.utils.json_io import parse_json, read_object
@@ -90,7 +90,7 @@ class EmbeddingModel:
         else:
             positions = jnp.broadcast_to(jnp.arange(T), token_ids.shape)
             attend = XLA.within(padding_mask.astype(jnp.int32), positions)
-            hidden = self.model.hidden_states(params, token_ids, positions, attend, Through())
+            hidden = self.model.hidden_states(params, token_ids, positions, attend, LayerScan())
         hidden = hidden.astype(jnp.float32)
         if self.pooling == "mean":
             summed = jnp.where(padding_mask[:, :, None], hidden, 0.0).sum(axis=1)

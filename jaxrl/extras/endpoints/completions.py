@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.recording import Recording
-from jaxrl.envs.search.resilient import Nobody, Policy, ResilientSearch
+from jaxrl.envs.search.resilient import ReplayOnly, ResilientSearch, RetryConfig
 from jaxrl.envs.tools.base import Tool
 from jaxrl.utils.http_client import Bounds, JsonClient, Request, key_of
 
@@ -102,7 +102,7 @@ def open_guard(
         ValueError: The key's environment variable is not set.
         FileNotFoundError: The recording alone is to answer, and there is none.
     """
-    policy = Policy(
+    policy = RetryConfig(
         cache_mib=settings.cache_mib,
         cache_ttl_s=0.0,
         queries_per_second=settings.queries_per_second,
@@ -124,5 +124,5 @@ def open_guard(
                 f"config.{key}.replay is 'only', but {recording.folder} has no replies with these "
                 f"settings; name the folder by config.{key}.replay_folder."
             )
-    engine = Nobody() if is_replay else endpoint(settings, key)
+    engine = ReplayOnly() if is_replay else endpoint(settings, key)
     return guard(engine, policy, recording=recording, is_replay=is_replay, log=log)

@@ -18,7 +18,7 @@ from typing import Any
 import regex
 
 from jaxrl.config.keys import REPLAY, Key, refuse
-from jaxrl.envs.base import CallRecord, Finished, Task, ToolError
+from jaxrl.envs.base import CallRecord, ScoredEpisode, Task, ToolError
 from jaxrl.envs.rewards.combiner import Call, Measured
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.envs.tools.base import Answer
@@ -219,7 +219,7 @@ class Judge:
             log=log_with_name,
         )
 
-    def calls(self, group: Sequence[Finished]) -> list[Call]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
         """Return a call for each episode."""
         judgements = [_Judgement(judge=self, prompt=self.prompt(episode)) for episode in group]
         return [
@@ -232,11 +232,11 @@ class Judge:
             for index, judgement in enumerate(judgements)
         ]
 
-    def lacks(self, task: Task) -> list[str]:
+    def missing_fields(self, task: Task) -> list[str]:
         """Return `answers` if the prompt has a place for them and the task has none."""
         return ["answers"] if "{answers}" in self.settings.prompt and not task.answers else []
 
-    def prompt(self, finished: Finished) -> str:
+    def prompt(self, finished: ScoredEpisode) -> str:
         """Return the prompt for an episode."""
         task = finished.episode.task
         questions = [m["content"] for m in task.messages or () if m["role"] == "user"]

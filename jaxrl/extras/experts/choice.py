@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.extras.experts.dispatch import Experts
 from jaxrl.extras.experts.products import grouped_product, grouped_product_of_known_length
-from jaxrl.models.kernel_check import Choice, Trial, excluded, first_sound, takes
+from jaxrl.models.kernel_check import Choice, Trial, excluded, select_kernel, takes
 from jaxrl.runtime.sharding import PIECES
 
 KERNELS = {
@@ -59,7 +59,7 @@ def choose(
         product=chosen.function,
         mesh=mesh,
         batch=PIECES,
-        verdicts=chosen.verdicts,
+        kernel_checks=chosen.kernel_checks,
     )
 
 
@@ -70,7 +70,7 @@ def _checked(name: str, device: jax.Device, width: int, expert_width: int, dtype
     line = {"auto": [one for one in kernels if takes(one, dtype)], "xla": []}.get(name, [name])
     # A GPU's host would wait for the devices to learn the length of a loop.
     on_gpu = device.platform == "gpu"
-    return first_sound(
+    return select_kernel(
         lambda _: [] if dtype is None else [trial_of(width, expert_width, dtype, device)],
         # Imported when asked: those of other platforms are of no use to a process.
         {one: partial(pkgutil.resolve_name, kernels[one]) for one in line},

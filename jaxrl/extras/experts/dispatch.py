@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxrl.extras.experts.products import Product, count_up_to, grouped_product
-from jaxrl.models.architecture import Verdict
+from jaxrl.models.architecture import KernelCheck
 
 Weights = Mapping[str, jax.Array]
 """Weights of a layer's experts: `gate` and `up` `[E, D, F]`, `down` `[E, F, D]`."""
@@ -137,7 +137,7 @@ class Experts:
         mesh: over which tokens are split, experts over `expert` and their inner width over
             `tensor`; None: of one device.
         batch: the axes of the mesh over which tokens are split.
-        verdicts: what was found about kernels before the run; see `models.kernel_check`.
+        kernel_checks: what was found about kernels before the run; see `models.kernel_check`.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Experts:
     product: Product
     mesh: Mesh | None = None
     batch: tuple[str, ...] = ()
-    verdicts: tuple[Verdict, ...] = ()
+    kernel_checks: tuple[KernelCheck, ...] = ()
 
     def __call__(
         self,

@@ -30,8 +30,8 @@ from jaxrl.extras.experts import routing
 from jaxrl.extras.experts.choice import choose, decide
 from jaxrl.extras.experts.dispatch import XLA, Experts
 from jaxrl.extras.experts.routing import ROUTED, Found
-from jaxrl.models.architecture import Fused, MemoryTerms, Verdict
-from jaxrl.models.aux_arrays import Beside, TokenArray
+from jaxrl.models.architecture import Fused, KernelCheck, MemoryTerms
+from jaxrl.models.aux_arrays import AuxArrays, TokenArray
 from jaxrl.models.decoder import (
     project,
     whole_number,
@@ -230,16 +230,16 @@ class QwenMoeConfig(QwenConfig):
         return f"experts: {self.experts.name}, {self.experts.reason}"
 
     @property
-    def verdicts(self) -> tuple[Verdict, ...]:
+    def kernel_checks(self) -> tuple[KernelCheck, ...]:
         """Findings about the experts' kernels."""
-        return self.experts.verdicts
+        return self.experts.kernel_checks
 
     @property
     def statistics(self) -> routing.RouterStatistics:
         """Reads how the routers use their experts."""
         return routing.RouterStatistics()
 
-    def begin_layers(self, beside: Beside, num_tokens: int) -> Carried:
+    def begin_layers(self, beside: AuxArrays, num_tokens: int) -> Carried:
         """Number of the first layer with experts, and empty findings."""
         noted = routing.begin(
             beside,
@@ -250,12 +250,12 @@ class QwenMoeConfig(QwenConfig):
         )
         return jnp.zeros((), jnp.int32), noted
 
-    def end_layers(self, beside: Beside, carried: Carried) -> None:
+    def end_layers(self, beside: AuxArrays, carried: Carried) -> None:
         """Experts chosen, and their use."""
         routing.end(beside, carried[1])
 
     def feed_forward_beside(
-        self, layer: Params, x: Float[Array, "M D"], carried: Carried, beside: Beside
+        self, layer: Params, x: Float[Array, "M D"], carried: Carried, beside: AuxArrays
     ) -> tuple[Float[Array, "M D"], Carried]:
         """Experts where the layer has some, else the MLP."""
         if "moe" not in layer:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Integer
 
-from jaxrl.models.aux_arrays import Beside
+from jaxrl.models.aux_arrays import AuxArrays
 
 ROUTED = "routed_experts"
 """Name of an array by token: the numbers of the experts chosen in each layer, `[layers, k]`."""
@@ -146,7 +146,7 @@ Found = tuple[jax.Array | None, Usage | None]
 
 
 def begin(
-    beside: Beside, *, num_layers: int, num_tokens: int, num_chosen: int, num_experts: int
+    beside: AuxArrays, *, num_layers: int, num_tokens: int, num_chosen: int, num_experts: int
 ) -> Found:
     """Findings before the first layer: what is asked of the pass, with nothing found yet."""
     chosen = usage = None
@@ -167,12 +167,12 @@ def begin(
     return chosen, usage
 
 
-def given_in(beside: Beside, number: Any) -> jax.Array | None:
+def given_in(beside: AuxArrays, number: Any) -> jax.Array | None:
     """Experts `[M, k]` to take in the layer of that number among those with experts."""
     return None if (given := beside.given.get(ROUTED)) is None else given[:, number]
 
 
-def note(beside: Beside, noted: Found, number: Any, choice: Choice) -> Found:
+def note(beside: AuxArrays, noted: Found, number: Any, choice: Choice) -> Found:
     """Adds the choice in that layer to those in earlier ones."""
     chosen, usage = noted
     if chosen is not None:
@@ -197,7 +197,7 @@ def note(beside: Beside, noted: Found, number: Any, choice: Choice) -> Found:
     return chosen, usage
 
 
-def end(beside: Beside, noted: Found) -> None:
+def end(beside: AuxArrays, noted: Found) -> None:
     """Keeps what is asked for, after the last layer."""
     chosen, beside.statistics = noted
     if chosen is not None:

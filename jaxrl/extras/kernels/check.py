@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.architecture import Verdict
+from jaxrl.models.architecture import KernelCheck
 from jaxrl.models.kernel_check import Choice, Trial
 from jaxrl.runtime import distributed
 from jaxrl.runtime.preemption import Interrupted
@@ -51,36 +51,36 @@ UNTUNED: dict[str, str | bool] = {
 """Options for XLA, which else compiles and times tens of tilings for each product on a GPU."""
 
 
-def first_sound(
+def select_kernel(
     make_trials: Callable[[str], Sequence[Trial]],
     line: Mapping[str, Callable[[], Callable[..., Any]]],
     reference: Callable[..., Any],
     *,
     named_by: str = "",
 ) -> Choice:
-    """Try the kernels of a line; see `models.kernel_check.first_sound`."""
-    verdicts: list[Verdict] = []
+    """Try the kernels of a line; see `models.kernel_check.select_kernel`."""
+    kernel_checks: list[KernelCheck] = []
     for name, load in line.items():
         for trial in make_trials(name):
             with _told_when_late(trial, name):
                 is_sound, finding = _examine(trial, load)
-            if distributed.anywhere(not is_sound) and is_sound:
+            if distributed.any_process(not is_sound) and is_sound:
                 is_sound, finding = False, "fails in another process of this run"
-            verdict = Verdict(
+            verdict = KernelCheck(
                 operation=trial.operation, kernel=name, is_sound=is_sound, finding=finding
             )
-            verdicts.append(verdict)
+            kernel_checks.append(verdict)
             if not is_sound:
                 break
-        if not verdicts or verdicts[-1].is_sound:
-            return Choice(name=name, function=load(), verdicts=tuple(verdicts))
+        if not kernel_checks or kernel_checks[-1].is_sound:
+            return Choice(name=name, function=load(), kernel_checks=tuple(kernel_checks))
         if named_by:
             raise ValueError(
                 f"{named_by} is {name!r}, which fails its check before the run: "
-                f"{verdicts[-1].operation}: {verdicts[-1].finding}. Set it to 'auto', which takes "
-                "the next kernel that passes, or to 'xla'."
+                f"{kernel_checks[-1].operation}: {kernel_checks[-1].finding}. Set it to 'auto', "
+                "which takes the next kernel that passes, or to 'xla'."
             )
-    return Choice(name="xla", function=reference, verdicts=tuple(verdicts))
+    return Choice(name="xla", function=reference, kernel_checks=tuple(kernel_checks))
 
 
 @contextlib.contextmanager

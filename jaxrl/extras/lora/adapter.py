@@ -33,8 +33,8 @@ from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import Progress
-from jaxrl.models.params import Declared, divide, join, only
-from jaxrl.models.wrapper import Around
+from jaxrl.models.params import ParamSpec, join, only, split_params
+from jaxrl.models.wrapper import WrappedArchitecture
 from jaxrl.runtime.sharding import param_shardings
 from jaxrl.types import Params
 
@@ -66,7 +66,7 @@ def rounded(kernel: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter(Around):
+class Adapter(WrappedArchitecture):
     """A model with an adapter.
 
     Attributes:
@@ -96,19 +96,19 @@ class Adapter(Around):
         """The factor s of the product of both matrices."""
         return self.alpha / (self.rank**0.5 if self.is_rank_stabilised else self.rank)
 
-    def parts(self, frozen: Sequence[str] = ()) -> tuple[Declared, Declared]:
+    def parts(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
         """The adapter's own parameters, and the base's, all of which are frozen."""
-        return divide(self, lambda path: path[-1] in TRAINED)
+        return split_params(self, lambda path: path[-1] in TRAINED)
 
     def on_mesh(self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None) -> Adapter:
-        """See `Around`."""
+        """See `WrappedArchitecture`."""
         return replace(
             self, model=self.model.on_mesh(mesh, experts=experts, check_dtype=check_dtype)
         )
 
     @property
     def plan(self) -> str:
-        """See `Around`."""
+        """See `WrappedArchitecture`."""
         return "jaxrl.extras.lora.memory"
 
     def check(self) -> None:

@@ -34,7 +34,7 @@ from jaxrl.models.hf_weights import (
 )
 from jaxrl.runtime import sharding
 from jaxrl.types import Params
-from jaxrl.utils.files import folder_taking_place
+from jaxrl.utils.files import atomic_folder
 from jaxrl.utils.json_io import read_object
 
 CONFIG_FILE = "adapter_config.json"
@@ -218,7 +218,7 @@ def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: 
     """
     host = {p: host_array(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     is_writer = jax.process_index() == 0
-    with folder_taking_place(Path(path), marker=CONFIG_FILE, is_writer=is_writer) as folder:
+    with atomic_folder(Path(path), marker=CONFIG_FILE, is_writer=is_writer) as folder:
         if is_writer:
             write_json(folder / CONFIG_FILE, peft_fields(adapter, source))
             tensors = {

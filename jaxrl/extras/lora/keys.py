@@ -6,22 +6,21 @@ TENSORS_FILE = "adapter_model.safetensors"
 
 # fmt: off
 KEYS = {
-    "model.lora.rank": Key(0, "Rank of an adapter, which alone is trained. 0: none; all weights "
-        "are.", at_least=0),
-    "model.lora.alpha": Key(32.0, "The adapter's output is multiplied with `alpha / rank`.",
+    "model.lora.rank": Key(0, "Rank of a LoRA adapter. 0: train all weights.", at_least=0),
+    "model.lora.alpha": Key(32.0, "Scale of the adapter's output: `alpha / rank`.",
         above=0),
-    "model.lora.rslora": Key(False, "Multiply with `alpha / sqrt(rank)` instead (rsLoRA)."),
-    "model.lora.targets": Key(("all-linear",), "Layers with an adapter: `all-linear`, or names as "
-        "`q`, `attention/q` or, as Hugging Face has them, `q_proj`.", is_valid=are_texts,
+    "model.lora.rslora": Key(False, "Scale by `alpha / sqrt(rank)` instead (rsLoRA)."),
+    "model.lora.targets": Key(("all-linear",), "Layers with an adapter: `all-linear`, or names "
+        "such as `q`, `attention/q` or `q_proj`.", is_valid=are_texts,
         expected="a tuple of texts, as ('all-linear',)", is_fixed=lambda c: c.model.lora.rank),
     "model.lora.base_dtype": Key("float32", "Dtype of the frozen weights: `float32`, `bfloat16`, "
-        "or `int8` with a scale for each output of a linear layer, all else in `model.dtype`.",
+        "or `int8` with one scale per output of a linear layer.",
         one_of=(*DTYPES, "int8")),
-    "model.lora.sampler": Key("separate", "Weights of the sampler. `separate`: base and adapter, "
-        "as the update has them; `merged`: their sum, a copy of the layers that have an adapter, "
-        "with fewer products a token.", one_of=("separate", "merged")),
-    "model.lora.path": Key("", "Folder of an adapter in PEFT's format to go on with, of the same "
-        "rank, alpha and targets. Empty: a new one, which changes nothing at first.",
+    "model.lora.sampler": Key("separate", "Weights of the sampler. `separate`: base and adapter; "
+        "`merged`: a merged copy of the adapted layers, with fewer products per token.",
+        one_of=("separate", "merged")),
+    "model.lora.path": Key("", "Folder of an adapter in PEFT format to continue from, with the "
+        "same rank, alpha and targets. Empty: a new adapter.",
         file=TENSORS_FILE, written_to="adapter"),
 }
 # fmt: on

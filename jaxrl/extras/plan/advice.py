@@ -163,7 +163,7 @@ def devices_needed(config: ResolvedConfig, model: Architecture, target: Target) 
         shards = num_batch_shards(mesh) * factor
         num_sampling = max(flat["mesh.rollout_devices"] * factor * target.num_processes, 1)
         unit = math.lcm(shards * sizes["context"], num_sampling)
-        keys = (*MICRO_ROWS.values(), "rollout.num_rows")
+        keys = (*MICRO_ROWS.values(), "rollout.max_num_seqs")
         grown = {
             **{key: -(-flat[key] // unit) * unit for key in keys},
             "mesh.data": sizes["data"],
@@ -192,8 +192,8 @@ def _options(
     if config.model.dtype == "float32":
         yield [{"model.dtype": "bfloat16"}]
     yield [{f"{optimizer}moments_dtype": "bfloat16" for optimizer in optimizers}]
-    if config.rollout.ahead and not config.mesh.rollout_devices:
-        yield [{"rollout.ahead": 0}]
+    if config.rollout.async_level and not config.mesh.rollout_devices:
+        yield [{"rollout.async_level": 0}]
     yield [
         {"mesh.data": groups // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": sizes["tensor"]}
         for fsdp in _doublings(sizes["fsdp"], groups)
@@ -210,8 +210,11 @@ def _options(
     if flat["rollout.cache_gib"]:
         yield [{"rollout.cache_gib": 0.0}]
     unit = shards * sizes["context"]
-    yield [{"rollout.num_rows": fewer} for fewer in _halvings(flat["rollout.num_rows"], unit=unit)]
-    if config.rollout.ahead and sizes["expert"] == 1:
+    yield [
+        {"rollout.max_num_seqs": fewer}
+        for fewer in _halvings(flat["rollout.max_num_seqs"], unit=unit)
+    ]
+    if config.rollout.async_level and sizes["expert"] == 1:
         yield _divisions(config, target, sizes)
     # As many rows on each device, of which several devices then share the tokens.
     yield [
@@ -258,12 +261,12 @@ def _divisions(
         shards = (target.num_devices - count * processes) // (tensor * context)
         sampling = processes * count // tensor or shards * context
         division = {
-            "rollout.ahead": int(count > 0),
+            "rollout.async_level": int(count > 0),
             "mesh.rollout_devices": count,
             "mesh.data": 1,
             "mesh.fsdp": shards,
             "mesh.tensor": tensor,
-            "rollout.num_rows": -(-flat["rollout.num_rows"] // sampling) * sampling,
+            "rollout.max_num_seqs": -(-flat["rollout.max_num_seqs"] // sampling) * sampling,
         }
         for stage, key in MICRO_ROWS.items():
             if stage in config.stages:

@@ -392,8 +392,8 @@ def cache_pages(config: ResolvedConfig, model: Architecture, target: Target) -> 
     """Count the pages of each shard's cache.
 
     As many as `rollout.cache_gib` holds. By default what the plan leaves of a device, at most twice
-    what `rollout.num_rows` trajectories of full length fill. What these fill on a CPU and where a
-    device samples while it updates.
+    what `rollout.max_num_seqs` trajectories of full length fill. What these fill on a CPU and
+    where a device samples while it updates.
 
     Raises:
         ValueError: `rollout.cache_gib` does not hold one trajectory.
@@ -519,7 +519,7 @@ def _weights_phase(config: ResolvedConfig, model: Architecture, target: Target) 
     }
     if config.mesh.rollout_devices:
         moment = {"decode weights": _decode_weights(config, model, target)}
-    elif config.stages != ("evaluate",) or policy_architecture(config, model).around is not None:
+    elif config.stages != ("evaluate",) or policy_architecture(config, model).wrapper is not None:
         moment = {"decode weights of one parameter": max(made.values())}
     else:
         # A CPU has it in the pages of its file, as it is read, and as an array.
@@ -672,12 +672,12 @@ def _decode_weights(config: ResolvedConfig, model: Architecture, target: Target)
     mesh, policy = target_mesh(config, model, target), policy_architecture(config, model)
     counts, dtype = _Counts.of(model, mesh), jnp.dtype(config.model.dtype)
     head = _head_bytes(config, model, target) * counts.table(model)
-    if policy.around is None:
+    if policy.wrapper is None:
         return dtype.itemsize * (counts.decode_layers + counts.tables) + head
     is_alone = target.num_processes == 1 and not config.mesh.rollout_devices
     # A CPU's sampler has its layers apart.
     may_share = is_alone and target.platform != "cpu" and not _frees_params(config)
-    plan = importlib.import_module(policy.around.plan)
+    plan = importlib.import_module(policy.wrapper.plan)
     size: int = plan.decode_bytes(policy, mesh, dtype, may_share=may_share)
     return size + head * model.tie_embeddings  # an untied output layer is among its parameters
 
@@ -710,7 +710,7 @@ def _shapes(config: ResolvedConfig, model: Architecture, target: Target) -> dict
     if {"train", "evaluate"} & set(config.stages):
         read = append_sizes(target.platform, config.context_tokens)[-1]
         shapes["rollout"] = (
-            f"decode {rollout.chunk_tokens} steps of up to {rollout.num_rows} rows over up to "
+            f"decode {rollout.chunk_tokens} steps of up to {rollout.max_num_seqs} rows over up to "
             f"{config.context_tokens} tokens; read up to {read} tokens on a device; cache "
             f"{cache_pages(config, model, target)} pages x {page_tokens(config, model, target)} "
             "tokens on a device"

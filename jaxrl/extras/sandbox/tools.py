@@ -260,7 +260,7 @@ def _root_namespace() -> int:
     )
     command = [sys.executable, "-I", "-S", "-c", program]
     with Child(command, what="what makes a user namespace", stderr=None) as child:
-        if failed := child.hear()["failed"]:
+        if failed := child.readline()["failed"]:
             raise OSError(f"root may not make a user namespace: {failed}")
         try:
             for name in ("uid_map", "gid_map"):

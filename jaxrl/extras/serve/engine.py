@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl.sampling import next_token
 from jaxrl.sampling.blocks import pages_for
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.scheduler import Prompt, Row, Shard
+from jaxrl.sampling.scheduler import BlockScheduler, Prompt, Row
 
 
 class SamplingParams(NamedTuple):
@@ -41,7 +41,7 @@ class ServedEngine(Engine):
         # The first kind has programs for the fewest rows, so it should be a common one.
         kinds = settings.pop("kinds", ())
         if self.draws_any:
-            kinds = dict.fromkeys([*kinds, next_token.PLAIN, *next_token.KINDS])
+            kinds = dict.fromkeys([*kinds, next_token.FULL, *next_token.KINDS])
         super().__init__(*arguments, **settings, kinds=tuple(kinds))
         self._params: dict[int, SamplingParams] = {}
 
@@ -139,7 +139,7 @@ class ServedEngine(Engine):
             num_free -= pages_for(longest, self.page_tokens) - num_shared
         return num_free < 0
 
-    def _is_short(self, shard: Shard) -> bool:
+    def _is_short(self, shard: BlockScheduler) -> bool:
         if sum(map(shard.missing, shard.to_decode)) > shard.pool.num_free:
             return True
         is_away = any(row.saved is not None and not row.is_waiting for row in shard.rows.values())

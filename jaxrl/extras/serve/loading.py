@@ -29,13 +29,13 @@ from jaxrl.extras.serve.engine import ServedEngine
 from jaxrl.logs.display import Display
 from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_model
-from jaxrl.models.wrapper import Around
+from jaxrl.models.wrapper import WrappedArchitecture
 from jaxrl.runtime.compilation_cache import use_compilation_cache
 from jaxrl.runtime.host_memory import give_back_after_compiling
 from jaxrl.runtime.resume import prompt_time
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.sampling.weights import given_up
+from jaxrl.sampling.weights import donate
 from jaxrl.utils.json_io import read_object
 
 
@@ -105,7 +105,7 @@ def load_model(
     fit_mesh(config)
     config.model.replay = False
     rollout.max_prompt_tokens = rollout.max_total_tokens - 1
-    rollout.num_rows *= -(-rows // rollout.num_rows)  # a multiple of what the mesh needs
+    rollout.max_num_seqs *= -(-rows // rollout.max_num_seqs)  # a multiple of what the mesh needs
     use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
     mesh = make_mesh(**config.mesh)
@@ -114,7 +114,7 @@ def load_model(
         resolved, mesh, is_local=True, now=now, log=display.log
     )
     policy = policy_architecture(resolved, architecture)
-    if isinstance(policy, Around):
+    if isinstance(policy, WrappedArchitecture):
         policy.check()
     # Each request has its own stop strings, which the host looks for.
     automaton = StopAutomaton(tokenizer.vocab_bytes, ())
@@ -133,7 +133,7 @@ def load_model(
     for note in template_notes(tokenizer):
         display.log(note)
     display.log(f"weights: {weights}")
-    engine.set_weights(given_up(loaded.model.whole(params)))
+    engine.set_weights(donate(loaded.model.whole(params)))
     return loaded
 
 

@@ -6,17 +6,18 @@ from jaxrl.config.keys import TRAINING, Key, Rule
 KEYS = {
     "loss.dppo.divergence": Key("tv", "`tv`: difference of probabilities; `kl`: nats.",
         one_of=("tv", "kl"), restart=TRAINING),
-    "loss.dppo.anchor": Key("old", "Divergence from the policy before the update, `old`, or from "
-        "the sampler, `rollout`.", one_of=("old", "rollout"), restart=TRAINING),
-    "loss.dppo.cap": Key(20.0, "Largest ratio by which a token's gradient is weighed.", at_least=1,
+    "loss.dppo.anchor": Key("old", "Divergence from the policy before the update (`old`) or from "
+        "the sampler (`rollout`).", one_of=("old", "rollout"), restart=TRAINING),
+    "loss.dppo.cap": Key(20.0, "Largest ratio that weighs a token's gradient.", at_least=1,
         restart=TRAINING),
-    "loss.term.llds.level": Key("action", "What has to have lost likelihood as a whole: an "
-        "`action`, which is a turn, or the `response`.", one_of=("action", "response"),
+    "loss.term.llds.level": Key("action", "Unit that must have lost likelihood: an `action` (a "
+        "turn) or the `response`.", one_of=("action", "response"),
         restart=TRAINING),
-    "loss.term.llds.margin": Key(1e-5, "Nats that a token, and the action, must have lost. "
-        "The default is for rounding in float32; bfloat16 rounds more.", at_least=0,
+    "loss.term.llds.margin": Key(1e-5, "Nats that a token, and its action, must have lost. The "
+        "default covers rounding in float32.", at_least=0,
         restart=TRAINING),
-    "loss.gate.off_policy.delta": Key(0.5, "Nats a token, sampler less policy, from which on.",
+    "loss.token_filter.off_policy.delta": Key(0.5, "Nats per token, sampler minus policy, above "
+        "which a trajectory is removed.",
         at_least=0, restart=TRAINING),
 }
 # fmt: on

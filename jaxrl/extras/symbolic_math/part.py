@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from jaxrl.envs.base import Finished, Task
+from jaxrl.envs.base import ScoredEpisode, Task
 from jaxrl.envs.rewards.combiner import Call, Measured
 from jaxrl.envs.rewards.math_answers import join_thousands, value_equal
 from jaxrl.envs.rewards.rules import last_boxed
@@ -64,18 +64,18 @@ class MathVerify:
         self._lock = threading.Lock()
         self._ask = lru_cache(maxsize=_CACHE_SIZE)(self._compare)
 
-    def calls(self, group: Sequence[Finished]) -> list[Call]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
         """Return one call per episode."""
         return [
             Call(members=(index,), make=partial(self.measure, one), read=lambda value: [value])
             for index, one in enumerate(group)
         ]
 
-    def lacks(self, task: Task) -> list[str]:
+    def missing_fields(self, task: Task) -> list[str]:
         """Return the fields that a task lacks."""
         return [] if task.answers else ["answers"]
 
-    def measure(self, one: Finished) -> Measured:
+    def measure(self, one: ScoredEpisode) -> Measured:
         """Score an episode."""
         answer = "" if one.reward.is_abstention else one.reward.final_answer.strip()
         equal = self.is_equal(answer, one.episode.task.answers) if answer else False

@@ -49,7 +49,7 @@ from jaxrl.extras.vision.tower import (
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.attachments import Arranged
 from jaxrl.models.decoder import layer_norm, linear, whole_number
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import LayerScan
 from jaxrl.types import Params
 
 _TOWER = "model.visual."
@@ -176,7 +176,7 @@ class Qwen3Vision(VisionTower):
         params: Params,
         patches: Float[Array, "S P C"],
         places: Int[Array, "S P W"],
-        through: Through,
+        through: LayerScan,
     ) -> Float[Array, "S U E"]:
         """The tower's output, of the units of `merge^2` patches, and behind it that of deep layers.
 

@@ -22,7 +22,7 @@ from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention import reference
 from jaxrl.models.decoder import whole_number
 from jaxrl.models.defaults import completed
-from jaxrl.models.layers import SamplerThrough, Through
+from jaxrl.models.layers import LayerScan, SamplerLayerScan
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.types import Params
 
@@ -183,7 +183,7 @@ class QwenVLConfig(QwenConfig):
         token_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
         attend: Attend,
-        through: Through,
+        through: LayerScan,
     ) -> Float[Array, "R T D"]:
         """Final normed hidden states of packed rows; `positions` are rotary without images."""
         given, images = through.beside.given, through.beside.attached
@@ -214,7 +214,7 @@ class QwenVLConfig(QwenConfig):
         weights: Params,
         token_ids: Int[Array, " M"],
         positions: Int[Array, " M"],
-        through: SamplerThrough,
+        through: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
         """Final normed hidden states; `positions` are rotary where no others are given."""
         x, added = weights["embed"]["embedding"][token_ids], None

@@ -45,7 +45,7 @@ from jaxrl.extras.vision.tower import (
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.attachments import Arranged
 from jaxrl.models.decoder import linear, rms_norm, whole_number
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import LayerScan
 from jaxrl.types import Params
 
 _LAYER = "visual.blocks.{}."
@@ -151,7 +151,7 @@ class QwenVision(VisionTower):
         params: Params,
         patches: Float[Array, "S P C"],
         places: Int[Array, "S P W"],
-        through: Through,
+        through: LayerScan,
     ) -> Float[Array, "S U D"]:
         """The tower's output, of the units of `merge^2` patches."""
         S, P, _ = patches.shape

@@ -7,16 +7,17 @@ from jaxrl.config.keys import FREE, Key, Rule
 # fmt: off
 KEYS = {
     "search.web.provider": Key("serper", "`serper`, `brave`, `tavily` or `searxng`."),
-    "search.web.url": Key("", "Address of a service of your own, as a SearXNG. Empty: the "
+    "search.web.url": Key("", "Address of your own service, such as SearXNG. Empty: the "
         "provider's.", restart=FREE),
-    "search.web.topk": Key(3, "Results that a query returns.", above=0),
-    "search.web.key_env": Key("", "Environment variable that holds the key. Empty: "
-        "`SERPER_API_KEY`, `BRAVE_API_KEY`, `TAVILY_API_KEY`, and none for `searxng`.",
+    "search.web.topk": Key(3, "Results per query.", above=0),
+    "search.web.key_env": Key("", "Environment variable that holds the API key. Empty: "
+        "`SERPER_API_KEY`, `BRAVE_API_KEY`, `TAVILY_API_KEY`; none for `searxng`.",
         restart=FREE),
-    "search.web.timeout_s": Key(30.0, "Seconds of a request, to the last byte of its answer.",
+    "search.web.timeout_s": Key(30.0, "Seconds per request.",
         above=0, restart=FREE),
     "search.web.connections": Key(8, "Requests in flight at most.", above=0, restart=FREE),
-    "search.web.max_response_mib": Key(16.0, "MiB of an answer at most; a larger one is a failure.",
+    "search.web.max_response_mib": Key(16.0, "MiB of a response at most; a larger one is a "
+        "failure.",
         above=0, restart=FREE),
 }
 # fmt: on

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, Train
 from jaxrl.models.attention.reference import XLA, moved_reads
-from jaxrl.models.kernel_check import Choice, Trial, excluded, first_sound, takes
+from jaxrl.models.kernel_check import Choice, Trial, excluded, select_kernel, takes
 from jaxrl.runtime.compilation import kept
 from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 
@@ -82,7 +82,7 @@ def choose(
         page_tokens=PAGE_TOKENS[of_sampler.name],
         shares_prompts=SHARES_PROMPTS[of_update.name],
         past=XLA.past if copies_past(of_sampler.name, device.platform) else None,
-        verdicts=of_update.verdicts + of_sampler.verdicts,
+        kernel_checks=of_update.kernel_checks + of_sampler.kernel_checks,
     )
 
 
@@ -112,7 +112,7 @@ def _checked(
     def chosen(table: Any, make_trials: Any, reference: Any) -> Choice:
         # Imported when asked: most processes use none, and JAX warns of one of them.
         kernels = {one: partial(pkgutil.resolve_name, table[device.platform][one]) for one in line}
-        return first_sound(make_trials, kernels, reference, named_by=named_by)
+        return select_kernel(make_trials, kernels, reference, named_by=named_by)
 
     return chosen(TRAIN, of_update, XLA.train), chosen(PAGES, of_sampler, XLA.attend_pages)
 

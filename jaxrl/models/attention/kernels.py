@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxrl.models.architecture import Attend, Verdict
+from jaxrl.models.architecture import Attend, KernelCheck
 
 Train = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """Queries of the last Q of T tokens `[R, Q, N, H]`, keys and values of all `[R, T, K, H]`, what
@@ -31,7 +31,7 @@ class Kernels:
         shares_prompts: `train` reads what segments share; else each segment must be whole.
         past: `open_past` and `attend_past` where a chunk of decoding steps reads a copy of the
             pages faster than `attend_pages` reads the pages; see `reference`.
-        verdicts: what was found about kernels before the run; see `models.kernel_check`.
+        kernel_checks: what was found about kernels before the run; see `models.kernel_check`.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Kernels:
     page_tokens: int
     shares_prompts: bool
     past: tuple[Callable[..., Any], Callable[..., jax.Array]] | None = None
-    verdicts: tuple[Verdict, ...] = ()
+    kernel_checks: tuple[KernelCheck, ...] = ()
 
     def within(
         self, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"], num_pieces: int = 1

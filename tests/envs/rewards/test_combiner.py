@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from jaxrl.envs.base import Episode, Finished, OutageError, Reward, Task, Turn
-from jaxrl.envs.rewards.combiner import Payment
+from jaxrl.envs.base import Episode, OutageError, Reward, ScoredEpisode, Task, Turn
+from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.rewards.functions import RewardFunction, kind_of
 from jaxrl.utils.concurrency import MAX_ERROR, LateError, failure_report
 
@@ -20,7 +20,7 @@ MEASURED = Reward(
 
 def finished(text, task=TASKS[0], reward=MEASURED):
     turns = [Turn(text=piece) for piece in text.split("|")]
-    return Finished(episode=Episode(task=task, turns=turns), reward=reward)
+    return ScoredEpisode(episode=Episode(task=task, turns=turns), reward=reward)
 
 
 def payment(weights, *functions, **settings):
@@ -29,7 +29,7 @@ def payment(weights, *functions, **settings):
         name: RewardFunction(name=name, function=function, kind=kind_of(function))
         for name, function in zip(names, functions, strict=True)
     }
-    return Payment(weights=weights, own_parts=parts, **settings)
+    return RewardCombiner(weights=weights, custom_parts=parts, **settings)
 
 
 def paid(pay, *groups):

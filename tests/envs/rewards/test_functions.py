@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl.envs.base import Episode, Finished, Reward, Task, Turn
+from jaxrl.envs.base import Episode, Reward, ScoredEpisode, Task, Turn
 from jaxrl.envs.rewards.combiner import Measured
 from jaxrl.envs.rewards.functions import KINDS, RewardFunction, kind_of
 
@@ -33,7 +33,7 @@ TURNS = [
 
 def finished(task=QUESTION, turns=TURNS, ids=(5, 6, 7), opener=""):
     episode = Episode(task=task, turns=list(turns), opener=opener)
-    return Finished(
+    return ScoredEpisode(
         episode=episode, reward=Reward(parts={}, final_answer=""), completion_ids=list(ids)
     )
 
@@ -206,7 +206,9 @@ def test_what_is_no_score_is_refused(function, told):
 
 
 def test_what_a_task_does_not_offer_is_known_beforehand():
-    assert part(lambda completions, solution, **kwargs: 0).lacks(QUESTION) == ["solution"]
-    assert part(lambda completions, solution, **kwargs: 0, solution=1).lacks(QUESTION) == []
-    assert part(lambda completions, hop, solution=None: 0).lacks(QUESTION) == []
-    assert part(lambda response, tone: 0).lacks(QUESTION) == ["tone"]
+    assert part(lambda completions, solution, **kwargs: 0).missing_fields(QUESTION) == ["solution"]
+    assert (
+        part(lambda completions, solution, **kwargs: 0, solution=1).missing_fields(QUESTION) == []
+    )
+    assert part(lambda completions, hop, solution=None: 0).missing_fields(QUESTION) == []
+    assert part(lambda response, tone: 0).missing_fields(QUESTION) == ["tone"]

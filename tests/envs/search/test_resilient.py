@@ -16,7 +16,13 @@ from jaxrl.envs.base import NO_INFORMATION, OutageError, ToolError
 from jaxrl.envs.search.base import SearchEngine
 from jaxrl.envs.search.http_retriever import HttpRetriever
 from jaxrl.envs.search.recording import Recording
-from jaxrl.envs.search.resilient import MAX_HANGING, PROBE, Policy, ResilientSearch, ask_first
+from jaxrl.envs.search.resilient import (
+    MAX_HANGING,
+    PROBE,
+    ResilientSearch,
+    RetryConfig,
+    health_check,
+)
 from jaxrl.utils.concurrency import in_thread, side_by_side
 from tests.envs.fault_server import MIX, FaultServer, wait_until
 
@@ -26,7 +32,9 @@ QUICK = {"backoff_s": 0.01, "breaker_rest_s": 0.02, "deadline_s": 5.0, "outage_d
 
 def policy(**changes):
     keys = default_config().search
-    return Policy(**{name: keys[name] for name in Policy.__dataclass_fields__} | QUICK | changes)
+    return RetryConfig(
+        **{name: keys[name] for name in RetryConfig.__dataclass_fields__} | QUICK | changes
+    )
 
 
 class Engine(SearchEngine):
@@ -434,7 +442,7 @@ PLACE = "config.search.http.url"
 def asked_first(engine, **changes):
     """What is told of a first query."""
     lines = []
-    ask_first(engine, policy(**changes), place=PLACE, log=lines.append)
+    health_check(engine, policy(**changes), place=PLACE, log=lines.append)
     return lines
 
 

@@ -106,7 +106,7 @@ def test_a_run_under_way_answers_with_its_newest_checkpoint(run, tiny_world):
     checkpointer.close()
     display = Display()
     display.console = Console(file=io.StringIO(), width=200)
-    parts, config = saved_run.open_run(run, None, display)
+    parts, config = saved_run.load_saved_run(run, None, display)
     assert "weights: checkpoint of step 61, in the middle" in display.console.file.getvalue()
     got, _ = saved_run.load_weights(parts.model, config, run, None, display)
     jax.tree.map(lambda one, other: (one == other).all() or pytest.fail("differs"), got, params)
@@ -130,7 +130,7 @@ def test_a_step_and_keys_are_chosen(run, tiny_world):
     given = ("eval.top_p=0.5", "env.search.tools=()", "search.local.topk=2", "seed=1e3")
     keys = read_keys([f"--config.{key}" for key in given])
     assert (keys["search.local.topk"], keys["seed"]) == (2, 1000)
-    parts, config = saved_run.open_run(run, None, display, step=20, keys=keys)
+    parts, config = saved_run.load_saved_run(run, None, display, step=20, keys=keys)
     assert (config.eval.top_p, config.env.search.tools) == (0.5, ())
     assert "weights: checkpoint of step 20" in display.console.file.getvalue()
     got, _ = saved_run.load_weights(parts.model, config, run, None, display, step=20)
@@ -279,7 +279,7 @@ def test_a_search_engine_that_is_not_there_is_told(monkeypatch, capsys):
 
     parts = types.SimpleNamespace(rollout=down)
     opened = lambda *_, **__: (parts, resolved(debug_tiny.get_config()))  # noqa: E731
-    monkeypatch.setattr(chat, "open_run", opened)
+    monkeypatch.setattr(chat, "load_saved_run", opened)
     with pytest.raises(SystemExit) as ended:
         chat.main(["run", "Who taught Ada?", "Who taught Ben?"])
     assert ended.value.code == 1

@@ -227,7 +227,7 @@ def test_fusion_by_hand():
     # c: 1/63 + 1/61; a: 1/61; b and d: 1/62 each, of which b comes first by its id.
     assert [hit.document.id for hit in fused] == ["c", "a", "b"]
     assert [hit.score for hit in fused] == [1 / 63 + 1 / 61, 1 / 61, 1 / 62]
-    # With a k of 0 the first places weigh so much that c, third and first, still beats a.
+    # With a k of 0 the first places loss_weights so much that c, third and first, still beats a.
     assert [hit.document.id for hit in fuse([hits("a", "b"), hits("b")], k=0, topk=1)] == ["b"]
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from jaxrl.envs.base import Episode, Finished, Reward, Task, ToolError, Turn
-from jaxrl.envs.rewards.combiner import MAX_THREADS, Payment
+from jaxrl.envs.base import Episode, Reward, ScoredEpisode, Task, ToolError, Turn
+from jaxrl.envs.rewards.combiner import MAX_THREADS, RewardCombiner
 from jaxrl.extras.endpoints.judges import Judge, JudgeEndpoint, JudgeSettings, read_number
-from jaxrl.training.usage import Ledger
+from jaxrl.training.usage import UsageStats
 from jaxrl.utils.concurrency import LateError
 from tests.episodes import ANSWER, make_trajectory
 from tests.servers import Reply, served
@@ -50,7 +50,7 @@ def judge(url, workdir=None, **settings):
 
 def finished(text):
     episode = Episode(task=TASK, turns=[Turn(text=text)])
-    return Finished(episode=episode, reward=Reward(parts={"f1": 0.5}, final_answer=""))
+    return ScoredEpisode(episode=episode, reward=Reward(parts={"f1": 0.5}, final_answer=""))
 
 
 def paid(part, *texts):
@@ -60,7 +60,9 @@ def paid(part, *texts):
 
 def counted(part, *texts, **settings):
     """What is paid for some responses, and what the judge's calls took."""
-    pay = Payment(weights={"f1": 1.0, "helpful": 2.0}, own_parts={"helpful": part}, **settings)
+    pay = RewardCombiner(
+        weights={"f1": 1.0, "helpful": 2.0}, custom_parts={"helpful": part}, **settings
+    )
     group = [finished(text) for text in texts]
     [rewards] = pay([group])
     records = [record for one in group for record in one.records]
@@ -71,7 +73,7 @@ def counted(part, *texts, **settings):
 
 def ledger_of(records):
     made = replace(make_trajectory(turns=(ANSWER,)), reward_records=tuple(records))
-    return Ledger.of([made], {"helpful": 0.25, "search": 9.0})
+    return UsageStats.of([made], {"helpful": 0.25, "search": 9.0})
 
 
 def test_a_judge_is_asked_with_the_filled_prompt_and_its_number_is_paid(server):

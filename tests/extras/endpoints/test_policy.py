@@ -32,7 +32,7 @@ from jaxrl.extras.vision.processor import BlankProcessor, Processor
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.episodes import Limits, Schedule
 from jaxrl.sampling.interfaces import Sampling, Seeds
-from jaxrl.training.usage import Ledger
+from jaxrl.training.usage import UsageStats
 from jaxrl.types import Draw, members
 from tests.images import drawn, encoded, looking_tokenizer, save_processor
 from tests.qwen import TEMPLATE
@@ -191,7 +191,7 @@ def test_every_turn_of_every_sample_is_asked_for_with_a_seed_of_its_own():
     assert len(seeds) == len(requests) == 24
     _, again = play(capital, num_tasks=3, group_size=4)
     assert {request.json["seed"] for request in again} == seeds
-    usage = Ledger.of(trajectories, {}).usage
+    usage = UsageStats.of(trajectories, {}).usage
     assert usage.policy["completion_tokens"] == 72
     assert usage.attempts == {"search": 12}  # the model is none of the tools
 

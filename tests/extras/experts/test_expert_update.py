@@ -18,7 +18,7 @@ from jaxrl.extras.experts.routing import (
     usage_metrics,
 )
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.aux_arrays import Beside
+from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state
@@ -87,7 +87,7 @@ def test_models_whose_experts_are_computed_otherwise_share_no_program():
 def test_balance_and_metrics_by_hand():
     # Two layers, four experts, three tokens that count and one that does not, two experts each.
     probabilities = np.array([[0.4, 0.3, 0.2, 0.1], [0.25] * 4], np.float32)
-    beside = Beside(counted=jnp.array([1.0, 1.0, 1.0, 0.0]), records=True)
+    beside = AuxArrays(counted=jnp.array([1.0, 1.0, 1.0, 0.0]), records=True)
     found = begin(beside, num_layers=2, num_tokens=4, num_chosen=2, num_experts=4)
     for number, row in enumerate(probabilities):
         logits = jnp.log(jnp.tile(row, (4, 1)))

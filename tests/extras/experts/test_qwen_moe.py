@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.extras.experts.routing import balance_loss
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.aux_arrays import Beside
+from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import LayerScan
 from jaxrl.models.registry import read_model
 from tests.helpers import full_pass, read_tokens, relative_distance
 from tests.toys import one_device_mesh
@@ -62,8 +62,8 @@ def loss_of(config, wanted, scan, params):
     """The mean loss of next tokens and the balance of the routers, as `make_golden.py` has it."""
     token_ids, mask = jnp.asarray(wanted["token_ids"]), jnp.asarray(wanted["mask"])
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    beside = Beside(counted=mask.reshape(-1).astype(jnp.float32))
-    through = Through(scan=scan, remat="full", beside=beside)
+    beside = AuxArrays(counted=mask.reshape(-1).astype(jnp.float32))
+    through = LayerScan(scan=scan, remat="full", beside=beside)
     attend = XLA.within(jnp.ones_like(token_ids), positions)
     hidden = config.hidden_states(params, token_ids, positions, attend, through)
     logits = config.unembed(params, hidden, num_tokens=config.vocab_size)

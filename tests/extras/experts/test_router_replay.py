@@ -15,10 +15,10 @@ from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.extras.experts.routing import ROUTED, recorded_dtype
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.aux_arrays import Beside
-from jaxrl.models.layers import Through
+from jaxrl.models.aux_arrays import AuxArrays
+from jaxrl.models.layers import LayerScan
 from jaxrl.models.policy import Model
-from jaxrl.training.minibatches import put_minibatches
+from jaxrl.training.minibatches import shard_minibatches
 from jaxrl.training.packing import BatchShape, make_items, pack
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state, put_batch
 from tests.helpers import (
@@ -102,9 +102,9 @@ def chosen_by_full_pass(trajectories, params):
 
     @jax.jit
     def choose(params, ids):
-        beside = Beside(records=True)
+        beside = AuxArrays(records=True)
         attend = XLA.within(jnp.ones_like(ids), positions)
-        MOE.hidden_states(params, ids, positions, attend, Through(scan=False, beside=beside))
+        MOE.hidden_states(params, ids, positions, attend, LayerScan(scan=False, beside=beside))
         return beside.recorded[ROUTED]
 
     chosen = np.asarray(choose(params, ids)).reshape(*ids.shape, 2, 2)
@@ -324,9 +324,9 @@ def test_prompts_of_other_experts_are_others(with_advantages):
 def test_the_old_policy_replays_and_the_reference_chooses_for_itself(sampled):
     model = Model(MOE, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, scan_layers=False)
     step = ScoreStep(model, temperature=1.0)
-    method = method_with(**{"kl.coef": 0.1, "kl.place": "loss", "optimizer.num_epochs": 2})
+    method = method_with(**{"kl.coef": 0.1, "kl.apply_to": "loss", "optimizer.num_epochs": 2})
     packed, plain = whole(sampled), whole(sampled, {})
-    [batch] = put_minibatches([packed], model.mesh, step, MOVED, MOVED, method)
+    [batch] = shard_minibatches([packed], model.mesh, step, MOVED, MOVED, method)
     by_own_choice = np.asarray(step(MOVED, put_batch(model.mesh, plain.batch), plain))
     np.testing.assert_array_equal(batch.ref_logprobs, by_own_choice)
     replayed = np.asarray(batch.old_logprobs)

@@ -85,7 +85,11 @@ def test_a_run_and_its_restart(tiny_world, source, tmp_path):
     instead="extras/experts/test_router_replay.py::test_recorded_experts_survive_json"
 )
 def test_recorded_experts_wait_in_checkpoints_for_the_next_step(tiny_world, source, tmp_path):
-    ahead = {"rollout.ahead": 1, "loss.correction.level": "sequence", "optimizer.num_epochs": 2}
+    ahead = {
+        "rollout.async_level": 1,
+        "loss.correction.level": "sequence",
+        "optimizer.num_epochs": 2,
+    }
     config = settings(tiny_world, source, **ahead)
     assert config.model.replay
     play(config, tmp_path / "whole")

@@ -14,7 +14,7 @@ from jaxrl.extras.experts.products import grouped_product, grouped_product_of_kn
 from jaxrl.extras.kernels import attention_gpu, attention_tpu, trials
 from jaxrl.extras.kernels import check as kernel_check
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.kernel_check import first_sound
+from jaxrl.models.kernel_check import select_kernel
 from tests.extras.kernels import broken
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -34,7 +34,7 @@ def trial(kind, dtype):
 def check(kind, dtype, line, **settings):
     made, reference = trial(kind, dtype)
     kernels = {name: partial(getattr, broken, f"{kind}_{name}") for name in line}
-    return first_sound(lambda _: [made], kernels, reference, **settings)
+    return select_kernel(lambda _: [made], kernels, reference, **settings)
 
 
 KINDS = ("train", "attend_pages", "product")
@@ -46,7 +46,7 @@ def test_each_broken_kernel_gives_way_to_the_sound_one_behind_it(kind):
               if kind != "attend_pages" or name != "gradient_is_off"}  # fmt: skip
     found = check(kind, jnp.bfloat16, [*breaks, "nothing_is_wrong"])
     assert found.name == "nothing_is_wrong"
-    *failed, passed = found.verdicts
+    *failed, passed = found.kernel_checks
     assert [one.kernel for one in failed] == list(breaks)
     for one, finding in zip(failed, breaks.values(), strict=True):
         assert not one.is_sound
@@ -58,14 +58,16 @@ def test_each_broken_kernel_gives_way_to_the_sound_one_behind_it(kind):
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_hundredth_is_no_rounding_of_float32(kind):
     found = check(kind, jnp.float32, ["off_by_a_hundredth", "nothing_is_wrong"])
-    assert [one.is_sound for one in found.verdicts] == [False, True]
-    assert re.search(r"outputs: off by 1\.00%, where at most 0\.10% is", found.verdicts[0].finding)
+    assert [one.is_sound for one in found.kernel_checks] == [False, True]
+    assert re.search(
+        r"outputs: off by 1\.00%, where at most 0\.10% is", found.kernel_checks[0].finding
+    )
 
 
 def test_behind_all_stands_xla():
     found = check("attend_pages", jnp.float32, ["off_by_a_hundredth"])
     assert (found.name, found.function) == ("xla", XLA.attend_pages)
-    assert [one.is_sound for one in found.verdicts] == [False]
+    assert [one.is_sound for one in found.kernel_checks] == [False]
 
 
 def test_a_kernel_that_the_user_named_has_to_pass():
@@ -78,7 +80,7 @@ def test_a_kernel_that_the_user_named_has_to_pass():
             "attend_pages", jnp.float32, ["off_by_a_hundredth"], named_by="config.model.attention"
         )
     found = check("attend_pages", jnp.float32, ["nothing_is_wrong"], named_by="key")
-    assert found.verdicts[0].is_sound
+    assert found.kernel_checks[0].is_sound
 
 
 def test_a_kernel_whose_library_is_not_installed_gives_way():
@@ -86,9 +88,9 @@ def test_a_kernel_whose_library_is_not_installed_gives_way():
         raise ImportError("tokamax is not installed; install jaxrl[cuda]")
 
     made, reference = trial("product", jnp.float32)
-    found = first_sound(lambda _: [made], {"tokamax": load}, reference)
+    found = select_kernel(lambda _: [made], {"tokamax": load}, reference)
     assert found.name == "xla"
-    assert found.verdicts[0].finding == (
+    assert found.kernel_checks[0].finding == (
         "ImportError: tokamax is not installed; install jaxrl[cuda]"
     )
 
@@ -100,8 +102,8 @@ def test_the_kernels_of_accelerators_pass_in_the_interpreter(dtype):
             "mosaic": lambda: partial(attention_tpu.attend_pages, interpret=True)}  # fmt: skip
     made, reference = trial("attend_pages", dtype)
     for name, load in line.items():
-        found = first_sound(lambda _: [made], {name: load}, reference)
-        assert found.name == name, found.verdicts
+        found = select_kernel(lambda _: [made], {name: load}, reference)
+        assert found.name == name, found.kernel_checks
 
 
 def test_a_kernel_that_hangs_is_reported(monkeypatch, capsys):
@@ -115,12 +117,12 @@ def test_a_kernel_that_hangs_is_reported(monkeypatch, capsys):
 
     monkeypatch.setattr(kernel_check, "LATE_S", 0.3)
     made, reference = trial("attend_pages", jnp.float32)
-    first_sound(lambda _: [made], {"slow": lambda: slow}, reference)
+    select_kernel(lambda _: [made], {"slow": lambda: slow}, reference)
     assert capsys.readouterr().err.startswith(
         "warning: attention of the sampler, reading: the check of slow still runs after 0 s."
     )
     monkeypatch.setattr(kernel_check, "LATE_S", 100.0)
-    first_sound(lambda _: [made], {"slow": lambda: slow}, reference)
+    select_kernel(lambda _: [made], {"slow": lambda: slow}, reference)
     assert not capsys.readouterr().err
 
 
@@ -130,9 +132,9 @@ def test_a_kernel_whose_outputs_have_another_shape_gives_way():
         return out[..., :1], lse
 
     made, reference = trial("attend_pages", jnp.float32)
-    found = first_sound(lambda _: [made], {"short": lambda: short}, reference)
+    found = select_kernel(lambda _: [made], {"short": lambda: short}, reference)
     assert found.name == "xla"
-    assert found.verdicts[0].finding == (
+    assert found.kernel_checks[0].finding == (
         "outputs: of shape (8, 16, 8, 1), where XLA's is (8, 16, 8, 32)"
     )
 
@@ -156,8 +158,8 @@ def test_what_is_wrong_with_some_queries_alone_is_found(name):
         made = trials.of_pages(
             8, 2, 32, jnp.bfloat16, DEVICE, page_tokens=16, num_queries=num_queries
         )
-        found = first_sound(lambda _, one=made: [one], {"bad": lambda: attend}, XLA.attend_pages)
-        assert [one.is_sound for one in found.verdicts] == [False], found.verdicts
+        found = select_kernel(lambda _, one=made: [one], {"bad": lambda: attend}, XLA.attend_pages)
+        assert [one.is_sound for one in found.kernel_checks] == [False], found.kernel_checks
 
 
 ONE_HEAD = (..., slice(3, 4), slice(None))
@@ -223,16 +225,16 @@ def test_what_is_wrong_with_a_part_alone_is_found(name):
         "train": partial(trials.of_train, *heads, shares_prompts=True),
         "product": lambda: trial("product", jnp.bfloat16)[0],
     }[kind]()
-    found = first_sound(lambda _: [made], {"bad": lambda: kernel}, made.reference)
-    assert found.name == "xla", found.verdicts
-    finding = found.verdicts[0].finding
+    found = select_kernel(lambda _: [made], {"bad": lambda: kernel}, made.reference)
+    assert found.name == "xla", found.kernel_checks
+    finding = found.kernel_checks[0].finding
     assert re.match(rf"{piece}: off by 1\.\d\d%, where at most", finding), finding
 
 
 def test_products_of_either_loop_pass():
     made, reference = trial("product", jnp.bfloat16)
-    found = first_sound(lambda _: [made], {"loop": lambda: grouped_product}, reference)
-    assert found.name == "loop", found.verdicts
+    found = select_kernel(lambda _: [made], {"loop": lambda: grouped_product}, reference)
+    assert found.name == "loop", found.kernel_checks
 
 
 def test_the_trial_has_what_kernels_go_wrong_at():

@@ -11,7 +11,7 @@ QWEN_7B = read_model(ROOT / "configs/models/qwen2.5-7b")
 QWEN_30B = read_model(ROOT / "configs/models/qwen3-30b-a3b")
 QWEN_32B = read_model(ROOT / "configs/models/qwen3-32b")
 NODE = memory.Target(platform="gpu", num_devices=8, memory_bytes=80 * GIB)
-AHEAD = {"rollout.ahead": 1, "loss.correction.level": "token", "rollout.cache_gib": 4.0}
+AHEAD = {"rollout.async_level": 1, "loss.correction.level": "token", "rollout.cache_gib": 4.0}
 
 
 def large_run(fsdp=8, tensor=1, **keys):

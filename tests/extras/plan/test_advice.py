@@ -84,9 +84,13 @@ class TestAdvice:
         assert {"optimizer.micro_rows": 32} in [one.settings for one in found]
 
     def test_decoded_rows_stay_multiples_too(self):
-        config = large_run(**{"rollout.num_rows": 72, "rollout.cache_gib": 100.0})
+        config = large_run(**{"rollout.max_num_seqs": 72, "rollout.cache_gib": 100.0})
         tried = all_tried(config)
-        assert [o["rollout.num_rows"] for o in tried if "rollout.num_rows" in o] == [32, 16, 8]
+        assert [o["rollout.max_num_seqs"] for o in tried if "rollout.max_num_seqs" in o] == [
+            32,
+            16,
+            8,
+        ]
         assert {"rollout.cache_gib": 0.0} in tried
 
     def test_advice_on_contexts_is_none_that_a_run_refuses(self):
@@ -118,7 +122,7 @@ class TestAdvice:
         # many rows would have two for each pair.
         keys = {"optimizer.micro_rows": 8, "rollout.max_total_tokens": 16384, "kl.coef": 0.01}
         config, node = (
-            large_run(**keys, **{"rollout.num_rows": 8}),
+            large_run(**keys, **{"rollout.max_num_seqs": 8}),
             replace(NODE, memory_bytes=34 * GIB),
         )
         assert not memory.make_plan(config, QWEN_7B, node).fits
@@ -152,14 +156,14 @@ class TestWhatElseThereIs:
         keys = {"model.remat": "none", "optimizer.micro_rows": 16}
         assert keys_tried(large_run(**AHEAD, **keys)) == [
             "optimizer.moments_dtype",
-            "rollout.ahead",
+            "rollout.async_level",
             "optimizer.micro_rows",
             "model.logits_chunk_tokens",
             "optimizer.offload",
             "model.remat",
             "rollout.cache_gib",
-            "rollout.num_rows",
-            "rollout.ahead",
+            "rollout.max_num_seqs",
+            "rollout.async_level",
             "mesh.data",  # with a larger context, a larger tensor, and that with fewer rows
             "mesh.data",
             "mesh.data",
@@ -182,20 +186,20 @@ class TestWhatElseThereIs:
             assert tuple(one in settings for one in wanted) == helps
 
     def test_a_run_ahead_may_wait_or_sample_on_devices_of_its_own(self):
-        config = large_run(**AHEAD, **{"rollout.num_rows": 72})
-        alone = memory.make_plan(config.with_values({"rollout.ahead": 0}), QWEN_7B, NODE)
+        config = large_run(**AHEAD, **{"rollout.max_num_seqs": 72})
+        alone = memory.make_plan(config.with_values({"rollout.async_level": 0}), QWEN_7B, NODE)
         assert memory.make_plan(config, QWEN_7B, NODE).peak > alone.peak
         found = advice.advise(config, QWEN_7B, target_of(alone.peak))
         settings = [one.settings for one in found]
-        assert settings[0] == {"rollout.ahead": 0}
+        assert settings[0] == {"rollout.async_level": 0}
         [own] = [one for one in settings if one.get("mesh.rollout_devices")]
         assert own == {
-            "rollout.ahead": 1,
+            "rollout.async_level": 1,
             "mesh.rollout_devices": 1,
             "mesh.data": 1,
             "mesh.fsdp": 7,  # which divides the width of 3584
             "mesh.tensor": 1,
-            "rollout.num_rows": 72,
+            "rollout.max_num_seqs": 72,
             "optimizer.micro_rows": 7,
         }
         for one in found:
@@ -203,8 +207,8 @@ class TestWhatElseThereIs:
 
     def test_devices_that_only_sample_may_be_fewer_or_none(self):
         own = {"mesh.data": 1, "mesh.rollout_devices": 4, "optimizer.micro_rows": 4}
-        config = large_run(fsdp=4, **AHEAD, **own, **{"rollout.num_rows": 8})
-        config.rollout.num_rows = 6  # of which four devices would not get as many each
+        config = large_run(fsdp=4, **AHEAD, **own, **{"rollout.max_num_seqs": 8})
+        config.rollout.max_num_seqs = 6  # of which four devices would not get as many each
         [divisions] = [
             tried
             for tried in advice._options(config, QWEN_7B, NODE)
@@ -214,8 +218,8 @@ class TestWhatElseThereIs:
         assert [one["mesh.fsdp"] for one in divisions] == [7, 6, 8]
         # As many rows on each device that trains; those sampled divide over the others.
         assert [one["optimizer.micro_rows"] for one in divisions] == [7, 6, 8]
-        assert [one["rollout.num_rows"] for one in divisions] == [6, 6, 8]
-        assert [one["rollout.ahead"] for one in divisions] == [1, 1, 0]
+        assert [one["rollout.max_num_seqs"] for one in divisions] == [6, 6, 8]
+        assert [one["rollout.async_level"] for one in divisions] == [1, 1, 0]
         for one in divisions:
             changed = config.with_values(one)
             validate(changed.config, needs_data=False)

@@ -13,7 +13,7 @@ SIZES = {
     "rollout.group_size": 4,
     "rollout.max_prompt_tokens": 128,
     "rollout.max_total_tokens": 256,
-    "rollout.num_rows": 4,
+    "rollout.max_num_seqs": 4,
     "optimizer.micro_rows": 2,
     "mesh.data": 1,
 }

@@ -58,13 +58,13 @@ class TestByHand:
         assert made.tokens_per_step == 16 * 8 * 2048
 
     def test_the_cache_takes_what_is_left(self):
-        config = large_run(**{"rollout.num_rows": 4096})
+        config = large_run(**{"rollout.max_num_seqs": 4096})
         phase = memory.rollout_phase(config, QWEN_7B, NODE)
         page = 28 * 2 * 4 * 128 * 2 * memory.PAGE_TOKENS["triton"]
         assert NODE.usable - page < phase.peak <= NODE.usable
         # A CPU has room for its rows, 128 of full length, whatever that takes.
         small = replace(NODE, platform="cpu")
-        config = large_run(**{"rollout.num_rows": 1024, "model.dtype": "float32"})
+        config = large_run(**{"rollout.max_num_seqs": 1024, "model.dtype": "float32"})
         kept = memory.rollout_phase(config, QWEN_7B, small).kept
         assert kept["KV cache"] == 128 * 28 * 2 * 4 * 128 * 2048 * 4
 
@@ -95,7 +95,7 @@ class TestByHand:
             memory.make_plan(large_run(), model, NODE)
 
     def test_only_the_rows_of_stages_that_run_are_checked(self):
-        config = large_run(fsdp=64, **{"optimizer.micro_rows": 64, "rollout.num_rows": 64})
+        config = large_run(fsdp=64, **{"optimizer.micro_rows": 64, "rollout.max_num_seqs": 64})
         assert config.sft.optimizer.micro_rows == 8
         memory.make_plan(config, QWEN_32B, replace(NODE, num_devices=64))
         config = config.with_values({"stages": ("sft", "train")})
@@ -212,7 +212,7 @@ class TestByHand:
     @pytest.mark.parametrize("num_rows", [8, 16])
     def test_a_cpu_that_multiplies_bfloat16_copies_for_one_row_alone(self, num_rows, monkeypatch):
         monkeypatch.setattr(memory, "MULTIPLIES_BFLOAT16", True)
-        config = large_run(**{"rollout.num_rows": num_rows})  # on eight devices
+        config = large_run(**{"rollout.max_num_seqs": num_rows})  # on eight devices
         phase = memory.rollout_phase(config, QWEN_7B, replace(NODE, platform="cpu"))
         copies = 4 * (28 * 233_057_792 + 152_064 * 3584) + 2 * phase.kept["KV cache"]
         wanted = pytest.approx(copies, rel=1e-6) if num_rows == 8 else 0
@@ -248,7 +248,7 @@ class TestByHand:
 
     def test_few_questions_are_asked_in_few_rows(self):
         one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
-        keys = {"model.dtype": "float32", "rollout.num_rows": 64, "eval.max_tasks": 3}
+        keys = {"model.dtype": "float32", "rollout.max_num_seqs": 64, "eval.max_tasks": 3}
         config = large_run(fsdp=1, **keys, **{"eval.samples": 2})
         kept = memory.rollout_phase(config, QWEN_7B, one).kept
         past = {}
@@ -452,7 +452,9 @@ def test_devices_that_only_sample_hold_the_sampler_alone():
     assert moved.moments == {"handing over": {"decode weights": sampler.kept["decode weights"]}}
     assert moved.kept["optimizer state"] == update.kept["optimizer state"]
     with pytest.raises(ValueError, match=r"num_rows is 63; .* rollout_devices / tensor, of all pr"):
-        memory.make_plan(large_run(fsdp=6, **AHEAD | own | {"rollout.num_rows": 63}), QWEN_7B, NODE)
+        memory.make_plan(
+            large_run(fsdp=6, **AHEAD | own | {"rollout.max_num_seqs": 63}), QWEN_7B, NODE
+        )
 
 
 ADAPTED = {"model.lora.rank": 8, "model.lora.targets": ("q", "down"), "kl.coef": 0.01}

@@ -18,7 +18,7 @@ from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, steps_in
 from jaxrl.runtime.preemption import Best
 from jaxrl.training.collect import Collected
 from jaxrl.training.run_state import Progress
-from jaxrl.training.usage import Ledger
+from jaxrl.training.usage import UsageStats
 from jaxrl.training.watch import RollBack, Sign, UnsoundError
 from tests.helpers import build, method_of, settings_of
 from tests.runs import (
@@ -82,7 +82,7 @@ def plain(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def gone_back(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
+def apply_rollback(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
     config = watching(tiny_world, cache_folder, "roll_back")
     return play(config, tmp_path_factory.mktemp("back") / "run")
 
@@ -109,21 +109,21 @@ def test_a_warning_changes_no_number(plain, tiny_world, cache_folder, tmp_path, 
     assert "warning: train 5: bad: The test says so." in capsys.readouterr().err
 
 
-def test_going_back_is_other_draws_of_the_same_tasks_at_half_the_rate(plain, gone_back):
-    [line] = [json.loads(line) for line in (gone_back / "roll_backs.jsonl").open()]
+def test_going_back_is_other_draws_of_the_same_tasks_at_half_the_rate(plain, apply_rollback):
+    [line] = [json.loads(line) for line in (apply_rollback / "roll_backs.jsonl").open()]
     decision = {"number": 1, "sign": "bad", "from_step": 5, "to_step": 2, "lr_scale": 0.5}
     assert {name: line[name] for name in decision} == decision
-    aside, before = gone_back / "rolled_back" / "1", numbers(plain)
+    aside, before = apply_rollback / "rolled_back" / "1", numbers(plain)
     assert numbers(aside) == {step: before[step] for step in range(6)}
-    assert [record["step"] for record in records(gone_back)] == list(range(7))
-    assert {step: numbers(gone_back)[step] for step in (0, 1, 2)} == {
+    assert [record["step"] for record in records(apply_rollback)] == list(range(7))
+    assert {step: numbers(apply_rollback)[step] for step in (0, 1, 2)} == {
         step: before[step] for step in (0, 1, 2)
     }
-    scales = [record.get("actor/lr_scale") for record in records(gone_back)]
+    scales = [record.get("actor/lr_scale") for record in records(apply_rollback)]
     assert scales == [None, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
     old, new, kept = (
         [without_usage(line) for line in trajectories(folder, 3)]
-        for folder in (plain, gone_back, aside)
+        for folder in (plain, apply_rollback, aside)
     )
     assert kept == old
     assert [line["question"] for line in old] == [line["question"] for line in new]
@@ -131,7 +131,7 @@ def test_going_back_is_other_draws_of_the_same_tasks_at_half_the_rate(plain, gon
 
 
 @pytest.mark.parametrize("place", ["before it is carried out", "before the next checkpoint"])
-def test_killed_on_the_way_it_repeats(place, gone_back, tiny_world, cache_folder, tmp_path):
+def test_killed_on_the_way_it_repeats(place, apply_rollback, tiny_world, cache_folder, tmp_path):
     config = watching(tiny_world, cache_folder, "roll_back")
     calls = []
 
@@ -147,25 +147,25 @@ def test_killed_on_the_way_it_repeats(place, gone_back, tiny_world, cache_folder
 
     with pytest.MonkeyPatch.context() as patch:
         if place == "before it is carried out":
-            original = runs.carry_out_roll_backs
-            patch.setattr(runs, "carry_out_roll_backs", kill("open", original))
+            original = runs.apply_rollbacks
+            patch.setattr(runs, "apply_rollbacks", kill("open", original))
         else:
             patch.setattr(train, "log_trajectories", kill("step", train.log_trajectories))
         with pytest.raises(KeyboardInterrupt):
             play(config, tmp_path / "run")
     workdir = play(config, tmp_path / "run")
-    assert numbers(workdir) == numbers(gone_back)
-    assert_same_weights(workdir / "export", gone_back / "export")
+    assert numbers(workdir) == numbers(apply_rollback)
+    assert_same_weights(workdir / "export", apply_rollback / "export")
     for name in ("roll_backs.jsonl", "sentinel.jsonl"):
-        assert (workdir / name).exists() == (gone_back / name).exists()
+        assert (workdir / name).exists() == (apply_rollback / name).exists()
     aside = workdir / "rolled_back" / "1"
-    assert numbers(aside) == numbers(gone_back / "rolled_back" / "1")
+    assert numbers(aside) == numbers(apply_rollback / "rolled_back" / "1")
     assert (aside / "sentinel.jsonl").read_text().count("\n") == 1
 
 
-def test_what_was_given_up_is_spent_all_the_same(plain, gone_back):
+def test_what_was_given_up_is_spent_all_the_same(plain, apply_rollback):
     name, size = "ledger/total/trajectories", 8  # two tasks of four samples
-    spent, back = ([r[name] for r in records(folder)] for folder in (plain, gone_back))
+    spent, back = ([r[name] for r in records(folder)] for folder in (plain, apply_rollback))
     assert back[:3] == spent[:3]
     assert back[3:] == [spent[5] + size * n for n in range(1, 5)]
 
@@ -173,9 +173,9 @@ def test_what_was_given_up_is_spent_all_the_same(plain, gone_back):
 def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
     ahead = Collected(
         **{"groups": [], "leftover": [], "num_tasks_taken": 0, "tried": [], "metrics": {}},
-        ledger=Ledger(num_trajectories=2, num_calls={"search": 3}),
+        ledger=UsageStats(num_trajectories=2, num_calls={"search": 3}),
     )
-    before = Ledger(num_trajectories=8, num_calls={"search": 4})
+    before = UsageStats(num_trajectories=8, num_calls={"search": 4})
     session = types.SimpleNamespace(
         progress=Progress(ledger=before, pending=ahead),
         workdir=tmp_path,
@@ -183,10 +183,10 @@ def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
         display=Display(),
     )
     runs.roll_back(session, RollBack(sign="bad", from_step=7, to_step=5, lr_scale=0.5))
-    progress = Progress(ledger=Ledger(num_trajectories=6), pending=ahead)  # of a checkpoint
+    progress = Progress(ledger=UsageStats(num_trajectories=6), pending=ahead)  # of a checkpoint
     [decision] = resume.read_rollbacks(tmp_path)
-    runs.gone_back(progress, decision, Values({5: 0.5}))
-    assert progress.ledger == Ledger(num_trajectories=10, num_calls={"search": 7})
+    runs.apply_rollback(progress, decision, Values({5: 0.5}))
+    assert progress.ledger == UsageStats(num_trajectories=10, num_calls={"search": 7})
     assert progress.pending is None
 
 
@@ -212,7 +212,7 @@ def decided(workdir, to_step):
 
 def carried_out(workdir):
     with contextlib.closing(Checkpointer(workdir / "checkpoints", keep=9)) as checkpointer:
-        lines = runs.carry_out_roll_backs(workdir, checkpointer)
+        lines = runs.apply_rollbacks(workdir, checkpointer)
     return lines, steps_in(workdir / "checkpoints")
 
 
@@ -235,16 +235,16 @@ def test_a_target_that_is_damaged_gives_way_to_an_older_one(plain, tmp_path):
     assert (len(lines), steps) == (1, [2, 4])
 
 
-def test_a_return_is_not_undone_by_damage_after_it(gone_back, tmp_path):
-    workdir = copy_of(gone_back, tmp_path, steps=(2, 4, 6))
+def test_a_return_is_not_undone_by_damage_after_it(apply_rollback, tmp_path):
+    workdir = copy_of(apply_rollback, tmp_path, steps=(2, 4, 6))
     for step in (4, 6):
         damage(workdir, step)
     [line], steps = carried_out(workdir)
     assert (line["number"], line["lr_scale"], steps) == (1, 0.5, [2])
 
 
-def test_decisions_go_with_the_checkpoints_of_their_run(gone_back, tmp_path):
-    workdir = copy_of(gone_back, tmp_path, steps=())
+def test_decisions_go_with_the_checkpoints_of_their_run(apply_rollback, tmp_path):
+    workdir = copy_of(apply_rollback, tmp_path, steps=())
     assert carried_out(workdir) == ([], [])
     assert not (workdir / "roll_backs.jsonl").exists()
 
@@ -262,9 +262,9 @@ class Values:
 )
 def test_the_best_is_a_checkpoint_that_is_left(values, value, step):
     progress = Progress(best=Best(value=0.5, step=2, mark=0.5, num_stale=1), pending=object())
-    spent = Ledger(num_trajectories=3)
+    spent = UsageStats(num_trajectories=3)
     decision = {"number": 2, "lr_scale": 0.25, "ledger": spent.to_json()}
-    runs.gone_back(progress, decision, Values(values))
+    runs.apply_rollback(progress, decision, Values(values))
     assert (progress.best.value, progress.best.step) == (value, step)
     assert (progress.pending, progress.ledger) == (None, spent)
     assert (progress.watched.lr_scale, progress.watched.num_roll_backs) == (0.25, 2)

@@ -22,7 +22,7 @@ from jaxrl.extras.sentinel.evidence import (
     verdicts,
 )
 from jaxrl.extras.sentinel.signs import History
-from jaxrl.training.watch import Watched, look
+from jaxrl.training.watch import WatchState, check_step
 from jaxrl.types import members, with_fields
 from tests.episodes import ANSWER, SEARCH, grouped, make_failure, make_trajectory
 from tests.extras.sentinel import faults
@@ -83,11 +83,11 @@ def with_advantages(groups):
 
 def play(steps, change=lambda step, groups: groups, record=lambda step: {}):
     """Names of the signs by step, from 1."""
-    watched, found = Watched(), {}
+    watched, found = WatchState(), {}
     for step in range(1, steps + 1):
         groups = change(step, step_groups(step))
         told = {**RECORD, **record(step)}
-        watched, metrics = look(METHOD, watched, told, groups, step)
+        watched, metrics = check_step(METHOD, watched, told, groups, step)
         names = {name.removeprefix("sentinel/") for name in metrics} - {"actor/lr_scale"}
         if names:
             found[step] = names
@@ -238,10 +238,10 @@ def test_advantages_that_do_not_add_up():
 
 def test_the_reward_fell_since_its_best():
     change = all_of(reward=0.0, is_correct=False)
-    watched, acting = Watched(), []
+    watched, acting = WatchState(), []
     for step in range(1, 13):
         groups = change(step_groups(step)) if step >= 10 else step_groups(step)
-        watched, _ = look(METHOD, watched, RECORD, groups, step)
+        watched, _ = check_step(METHOD, watched, RECORD, groups, step)
         acting += watched.acting
     [sign] = [one for one in acting if one["name"] == "reward_fell"]
     assert 5 <= sign["since"] <= 9
@@ -342,7 +342,7 @@ def test_numbers_of_a_step_by_hand():
 def test_a_step_without_any_score_has_no_sign():
     groups = grouped(make_failure(sample_index=i) for i in range(4))
     groups = with_fields(groups, advantage=[0.0] * 4)
-    watched, metrics = look(METHOD, Watched(), {}, groups, 1)
+    watched, metrics = check_step(METHOD, WatchState(), {}, groups, 1)
     assert metrics == {"actor/lr_scale": 1.0}
     assert watched.state["best"] == {}
 
@@ -350,10 +350,10 @@ def test_a_step_without_any_score_has_no_sign():
 def test_numbers_that_are_none_are_left_out():
     nan = np.full(22, np.nan, np.float32)
     groups = all_of(rollout_logprobs=nan, rollout_entropies=nan)(step_groups(1))
-    watched = Watched()
+    watched = WatchState()
     for step in range(1, 9):
         told = {name: math.inf for name in RECORD}
-        watched, metrics = look(METHOD, watched, told, groups, step)
+        watched, metrics = check_step(METHOD, watched, told, groups, step)
         assert metrics == {"actor/lr_scale": 1.0}
     assert watched.state["steps"][-1]["entropy"] is None
     assert watched.state["steps"][-1]["gradient"] is None

@@ -27,7 +27,7 @@ from jaxrl.extras.serve.worker import (
     Worker,
 )
 from jaxrl.sampling.engine import Request
-from jaxrl.sampling.next_token import GREEDY, KINDS, NUCLEUS, PLAIN, kind_of, sample
+from jaxrl.sampling.next_token import FULL, GREEDY, KINDS, TOP_P, kind_of, sample
 from tests.extras.serve.served import TOKENIZER, make_engine
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -68,8 +68,8 @@ def test_rows_are_drawn_as_alone(kind):
     uniforms = jnp.asarray(rng.random(6), jnp.float32)
     temperatures, shares = {
         GREEDY: ([0] * 6, [1] * 6),
-        PLAIN: ([0, 0.5, 1, 2, 0, 0.1], [1] * 6),
-        NUCLEUS: ([0, 0.5, 1, 2, 0.7, 1], [0.5, 0.5, 1, 0.9, 0.1, 1e-6]),
+        FULL: ([0, 0.5, 1, 2, 0, 0.1], [1] * 6),
+        TOP_P: ([0, 0.5, 1, 2, 0.7, 1], [0.5, 0.5, 1, 0.9, 0.1, 1e-6]),
     }[kind]
     got = DRAW(logits, uniforms, jnp.float32(temperatures), jnp.float32(shares), kind=kind)
     for row, (temperature, share) in enumerate(zip(temperatures, shares, strict=True)):

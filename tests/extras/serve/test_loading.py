@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.saved_run import open_run
+from jaxrl.builders.saved_run import load_saved_run
 from jaxrl.config.schema import to_json
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.serve import __main__ as command
@@ -55,7 +55,7 @@ def test_the_command_answers_as_ask_does(run, tiny_world, quick_compilation):
         assert [(one["id"], one["max_model_len"]) for one in json.loads(body)["data"]] == [
             ("ada", 96)
         ]
-        parts, config = open_run(run, None, Display())
+        parts, config = load_saved_run(run, None, Display())
         trajectory, _ = Conversation(parts, config).ask("Who taught Ada?")
         start = trajectory.prompt_length
         num_sampled = [*trajectory.loss_mask[start:], False].index(False)  # of the first turn
@@ -119,10 +119,10 @@ def test_a_run_with_an_adapter_is_asked_and_served_by_what_it_exported(run, tiny
     config.model.lora.rank, config.model.lora.path = 2, "adapter"
     (run / "config.json").write_text(to_json(config))
     served = load_model(run, Display(), rows=3, keys={"rollout.chunk_tokens": 4})
-    assert served.model.architecture.around is None
+    assert served.model.architecture.wrapper is None
     assert served.stops == ("</search>", "</answer>")  # which end a turn of the run
-    assembled, config = open_run(run, None, Display())
-    assert (assembled.model.architecture.around, config.model.lora.rank) == (None, 0)
+    assembled, config = load_saved_run(run, None, Display())
+    assert (assembled.model.architecture.wrapper, config.model.lora.rank) == (None, 0)
 
 
 def test_a_folder_is_served_within_its_positions(run, tiny_world):
@@ -150,7 +150,7 @@ def test_prompts_have_the_time_of_the_run(run):
     template = "{% for m in messages %}{{ strftime_now('%F ') ~ m.content }}{% endfor %}"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
     served = load_model(run, Display(), rows=3, keys={"rollout.chunk_tokens": 4})
-    assembled, _ = open_run(run, None, Display())
+    assembled, _ = load_saved_run(run, None, Display())
     for tokenizer in (served.tokenizer, assembled.tokenizer):
         prompt = tokenizer.render_prompt([{"role": "user", "content": "Where?"}])
         assert tokenizer.decode(prompt) == "2024-02-29 Where?"
@@ -177,7 +177,7 @@ def test_an_end_of_messages_at_which_nothing_stops_is_told(run):
     (run / "export" / "generation_config.json").unlink(missing_ok=True)
     for open_it in (
         lambda display: load_model(run / "export", display, rows=3),
-        lambda display: open_run(run, None, display),
+        lambda display: load_saved_run(run, None, display),
     ):
         said, display = [], Display()
         display.log = said.append

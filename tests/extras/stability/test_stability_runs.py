@@ -19,7 +19,8 @@ pytestmark = [
 FIRST = "jaxrl.extras.stability.first_occurrence.first_occurrence"
 REMEDIES = {
     **{"loss.name": "dppo", "loss.dppo.anchor": "rollout", "loss.clip_high": 1e-4},
-    **{"loss.term.name": "llds", "loss.gate.name": "off_policy", "loss.gate.off_policy.delta": 0.0},
+    **{"loss.term.name": "llds", "loss.token_filter.name": "off_policy"},
+    **{"loss.token_filter.off_policy.delta": 0.0},
     **{"loss.correction.level": "geometric", "loss.correction.mode": "reject"},
     **{"filter.trajectories": "void_turns", "optimizer.num_epochs": 2},
     **{"reward.weights": {"exact_match": 1.0, "format": 0.5, FIRST: 0.3}},

@@ -12,7 +12,7 @@ from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.hf_weights import load_hf, save_hf
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import LayerScan
 from jaxrl.models.registry import read_model
 from tests.vision import logits_of
 
@@ -157,7 +157,7 @@ def test_transformers_reads_our_export(tmp_path, family, seed):
             mm_token_type_ids=kinds,
         ).logits[0]
     arranged = config.tower.arrange(images)
-    see = partial(config.tower.embeddings, through=Through(scan=False))
+    see = partial(config.tower.embeddings, through=LayerScan(scan=False))
     rows = arranged.patches[None], arranged.places[None]
     params = load_hf(tmp_path / "hf")
     seen = jax.jit(see)(params["vision"], *rows)[0][np.concatenate(arranged.units)]

@@ -19,7 +19,7 @@ from jaxrl.extras.vision.tower import attend_within
 from jaxrl.extras.vision.vision import attend_windows
 from jaxrl.models.attention.reference import LOWEST, XLA
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import LayerScan
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.registry import read_model
 from tests.helpers import ROOT
@@ -37,7 +37,7 @@ def test_the_tower_sees_what_the_reference_sees(name):
     arranged = config.tower.arrange([images[i] for i in order])
     padding = [(0, 24), (0, 0)]
     rows = (np.pad(x, padding)[None] for x in (arranged.patches, arranged.places))
-    seen = jax.jit(config.tower.embeddings, static_argnums=3)(params["vision"], *rows, Through())
+    seen = jax.jit(config.tower.embeddings, static_argnums=3)(params["vision"], *rows, LayerScan())
     found = {i: seen[0][units] for i, units in zip(order, arranged.units, strict=True)}
     features = jnp.concatenate([found[i] for i in range(3)])
     np.testing.assert_allclose(features, wanted["features"], atol=1e-4, rtol=0)
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_reference(name):
     at = np.flatnonzero(ids[1:] != config.tower.token_id) + 1
 
     def loss(params):
-        logits = logits_of(config, params, [ids], [images], through=Through(remat="names"))[0]
+        logits = logits_of(config, params, [ids], [images], through=LayerScan(remat="names"))[0]
         return -jax.nn.log_softmax(logits)[at - 1, ids[at]].mean()
 
     found = flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
@@ -115,7 +115,7 @@ def test_text_alone_is_as_by_the_decoder(name):
     attend = XLA.within(jnp.ones_like(ids), positions)
     of_text = {name: entry for name, entry in params.items() if name != "vision"}
     found, wanted = (
-        jax.jit(one.hidden_states, static_argnums=(3, 4))(tree, ids, positions, attend, Through())
+        jax.jit(one.hidden_states, static_argnums=(3, 4))(tree, ids, positions, attend, LayerScan())
         for one, tree in ((config, params), (text, of_text))
     )
     np.testing.assert_array_equal(found, wanted)

@@ -43,7 +43,7 @@ def play(config, workdir):
 def under_way(parts, workdir, order):
     """Tasks that are under way where the newest checkpoint stands."""
     progress, _ = saved_progress(parts, workdir)
-    return [order[place] for place in progress.unfinished]
+    return [order[place] for place in progress.in_flight_tasks]
 
 
 def trained(workdir, steps):
