@@ -11,7 +11,7 @@ from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.images import Picture, Pictured, images_behind
 from jaxrl.envs.search.http_retriever import HttpRetriever
 from jaxrl.envs.search.recording import Recording
-from jaxrl.envs.search.resilient import Policy, ResilientSearch
+from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig
 from jaxrl.envs.tools.base import Tool, run_one, run_together
 from jaxrl.extras.endpoints.judges import JudgeEndpoint, JudgeSettings
 from jaxrl.utils import secrets
@@ -145,7 +145,7 @@ def echo(request):
 
 def test_a_server_that_echoes_the_key(monkeypatch, tmp_path, capfd, caplog):
     monkeypatch.setenv("A_KEY", KEY)
-    quick = Policy(
+    quick = RetryConfig(
         cache_mib=1.0, cache_ttl_s=0.0, queries_per_second=0.0, max_concurrent=2, deadline_s=5.0,
         retries=0, backoff_s=0.0, breaker_failures=0, breaker_rest_s=0.0, outage_deadline_s=0.1,
         on_outage="empty",

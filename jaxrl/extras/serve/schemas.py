@@ -1,4 +1,4 @@
-"""Request bodies of all dialects, as pydantic models that ignore unknown fields."""
+"""Request bodies of all dialects, as pydantic models."""
 
 from __future__ import annotations
 
@@ -184,11 +184,15 @@ class ReplyFields(SamplingFields):
     return_token_ids: bool = False
 
 
-class TextPart(Body):
-    """Text in the content of a message."""
+class TextPart(Body, extra="forbid"):
+    """Text in the content of a message. The other fields do not change what it says."""
 
     type: Literal["text", "input_text", "output_text"] = "text"
     text: str
+    cache_control: Any = None
+    annotations: Any = None
+    citations: Any = None
+    logprobs: Any = None
 
 
 TextParts = Annotated[list[TextPart], BeforeValidator(_as_text_parts)]
@@ -202,17 +206,19 @@ def join_text(parts: Sequence[Any] | None) -> str:
 # OpenAI's chat completions
 
 
-class FunctionCall(Body):
+class FunctionCall(Body, extra="forbid"):
     """Name and arguments of a tool call: a JSON text, or an object."""
 
     name: str
     arguments: Annotated[Any, BeforeValidator(parse_arguments)] = {}
 
 
-class ToolCallBody(Body):
+class ToolCallBody(Body, extra="forbid"):
     """Tool call of an assistant message."""
 
     id: str = ""
+    type: str = "function"
+    index: int = 0
     function: FunctionCall
 
     def to_call(self) -> ToolCall:
@@ -306,7 +312,7 @@ class ToolResultBlock(Body):
     content: TextParts = []
 
 
-class AnthropicMessage(Body):
+class AnthropicMessage(Body, extra="forbid"):
     """Message of the user or the model, in blocks."""
 
     role: Literal["user", "assistant"]

@@ -11,7 +11,7 @@ from jaxrl.config import default_config
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search.recording import Recording, recorded_engines
-from jaxrl.envs.search.resilient import Policy, ResilientSearch
+from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig
 
 ENGINE = {"engine": "http", "settings": {"url": "http://127.0.0.1:1/", "topk": 3}}
 
@@ -19,7 +19,9 @@ ENGINE = {"engine": "http", "settings": {"url": "http://127.0.0.1:1/", "topk": 3
 def policy(**changes):
     keys = default_config().search
     quick = {"backoff_s": 0.0, "outage_deadline_s": 0.1}
-    return Policy(**{name: keys[name] for name in Policy.__dataclass_fields__} | quick | changes)
+    return RetryConfig(
+        **{name: keys[name] for name in RetryConfig.__dataclass_fields__} | quick | changes
+    )
 
 
 def test_what_is_kept_is_found_again_and_can_be_read(tmp_path):

@@ -235,3 +235,33 @@ def test_a_prompt_that_leaves_no_room():
     # One less leaves room for a single token, whatever is asked for.
     request = read(read_ids, token_ids=[5] * (MAX_TOTAL - 1), sampling_params={"max_tokens": 100})
     assert request.max_tokens == 1
+
+
+PART = {"type": "text", "text": "Who?", "title": "lost"}
+"""Text with a field that no chat template would show."""
+
+
+@pytest.mark.parametrize(
+    ("reader", "messages", "where"),
+    [
+        (read_chat, [{"role": "user", "content": [PART]}], "messages[0].content[0].title"),
+        (
+            read_chat,
+            [*HELLO, {"role": "assistant", "tool_calls": [SENT_CALL | {"result": "x"}]}],
+            "messages[1].tool_calls[0].result",
+        ),
+        (read_messages, [{"role": "user", "content": [PART]}], "messages[0].content[0]"),
+        (read_messages, [{"role": "user", "content": "hello", "name": "Ada"}], "messages[0].name"),
+    ],
+)
+def test_fields_that_the_template_would_not_show_are_refused(reader, messages, where):
+    with pytest.raises(RequestError) as refused:
+        read(reader, messages=messages)
+    assert refused.value.status == 400
+    assert where in str(refused.value)
+
+
+def test_fields_of_texts_that_change_nothing_are_read():
+    part = {"type": "text", "text": "Who?", "cache_control": {"type": "ephemeral"}}
+    for reader in (read_chat, read_messages):
+        assert read(reader, messages=[{"role": "user", "content": [part]}])
