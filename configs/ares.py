@@ -1,26 +1,24 @@
-"""ARES (https://arxiv.org/abs/2510.08457): Qwen2.5-VL-7B on pictures and text.
+"""ARES (https://arxiv.org/abs/2510.08457): Qwen2.5-VL-7B on problems with and without images.
 
 python -m jaxrl.launch --config=configs/ares.py --workdir=runs/ares
 
-Bring the model as models/Qwen2.5-VL-7B-Instruct and verifiable problems, with images or without, as
-data/ares/train.jsonl and test.jsonl; docs/data.md has the formats. The tower is trained with the
-rest; --config.model.freeze_tower freezes it. The mesh is that of one host of eight devices of
-80 GiB, which has room for prompts that are nothing but image (docs/plan.md); theirs were eight.
-Problems whose prompts are too long once their images are counted are left out.
-configs/ares_small.py trains the same method on a laptop. Hyper-parameters are the published ones
-but for two: 500 steps (the paper: 50 epochs), and the pass before the first step, which goes over
-all tasks in the paper, over 512 here, since it holds all of their trajectories, and is not in the
-released code. What else differs:
+Needs models/Qwen2.5-VL-7B-Instruct, and verifiable problems as data/ares/train.jsonl and test.jsonl
+(docs/data.md). The mesh is one host of eight devices of 80 GiB (docs/plan.md); the paper used eight
+hosts. Prompts that are too long with their images are left out. configs/ares_small.py trains the
+same method on a laptop.
 
-- The paper trains a model after a cold start of its own; here it is the instructed one that is
-  public. A list of demonstrations in config.sft.source, and the stage sft, put one before it.
-- The KL budgets are the paper's, with token weights, on the configured coefficient; the released
-  code moves one coefficient for each difficulty, and compounds it.
-- The window entropy of a token is that of those after it, as in the code; the paper counts it too.
-- Every token may begin a window; the code asks for a list of trigger words, here an option.
-- The reward's coefficient follows the target of the batch before; the code moves the target first.
-- Groups are filtered by accuracy; the code filters by a reward that wrong groups pass.
-- Videos are not read. The prompt's words and the sizes of the sampler are ours.
+Hyper-parameters are published, except 500 steps (paper: 50 epochs) and a bootstrap pass over 512
+tasks (paper: all; released code: none). Other differences:
+
+- Training starts from the public instructed model, not from the paper's cold start.
+- KL budgets are the paper's, with token weights, on the configured coefficient. The released code
+  moves one coefficient per difficulty and compounds it.
+- The entropy window of a token starts after it, as in the code. The paper counts the token too.
+- Every token may begin a window. The code requires a trigger word, here an option.
+- The reward's coefficient follows the target of the previous batch. The code moves the target
+  first.
+- Groups are filtered by accuracy. The code filters by a reward that all-wrong groups pass.
+- Videos are not supported. The prompt's wording and the sampler's sizes are ours.
 """
 
 from ml_collections import ConfigDict
@@ -30,7 +28,7 @@ from jaxrl.config import default_config
 
 
 def set_method(config: ConfigDict) -> None:
-    """An entropy reward by difficulty, a looser KL term where the policy wavers, KL budgets."""
+    """Set an entropy reward by difficulty, a looser KL term at high entropy, and KL budgets."""
     config.rollout.temperature = 1.0
     config.rollout.top_p = 0.99
     config.filter.name = "accuracy_range"

@@ -3,7 +3,7 @@
 python -m examples.looking_world --out=data/looking
 python -m jaxrl.launch --config=configs/ares_looking.py --workdir=runs/ares_looking
 
-Another world's folder may follow the file's name: --config=configs/ares_looking.py:data/other
+Another world's folder may follow the file name: --config=configs/ares_looking.py:data/other
 """
 
 from ml_collections import ConfigDict
@@ -15,10 +15,10 @@ from configs.ares import set_method
 def get_config(world: str = "data/looking") -> ConfigDict:
     config = looking.get_config(world)
     set_method(config)
-    config.num_steps = 18  # soon after, hardly any group is left that is not all right
+    config.num_steps = 18  # later, hardly any group is left that is not all right
     config.shaping.bootstrap_tasks = 64
     config.advantage.grpo.normalize_std = True
-    config.loss.entropy_coef = 0.0  # the entropy reward stands in its place
+    config.loss.entropy_coef = 0.0  # replaced by the entropy reward
     config.optimizer.num_minibatches = 4
-    config.eval.temperature = 0.5  # of all tokens; configs/ares.py draws from the likeliest of 0.99
+    config.eval.temperature = 0.5  # top_p is 1 here; configs/ares.py uses 0.99
     return config

@@ -1,26 +1,25 @@
-"""BAPO (https://arxiv.org/abs/2601.11037): Qwen2.5-7B-Instruct searches, one 8-device host.
+"""BAPO (https://arxiv.org/abs/2601.11037): Qwen2.5-7B-Instruct searches, one host of 8 devices.
 
 python -m jaxrl.launch --config=configs/bapo.py --workdir=runs/bapo
 
-Bring the model as models/Qwen2.5-7B-Instruct, the encoder intfloat/e5-base-v2 as
-models/e5-base-v2, 5,000 multi-hop questions as data/bapo/train.jsonl, validation questions
-(HotpotQA, 2WikiMultiHopQA, MuSiQue, Bamboogle) as data/bapo/eval.jsonl and the 2018 dump of
-Wikipedia in passages of 100 words as data/wiki18/corpus.jsonl; docs/data.md has the formats. As
-published, E5 finds five passages (docs/dense.md). The Python tool is an extra:
+Needs models/Qwen2.5-7B-Instruct, models/e5-base-v2, 5,000 multi-hop questions as
+data/bapo/train.jsonl, validation questions (HotpotQA, 2WikiMultiHopQA, MuSiQue, Bamboogle) as
+data/bapo/eval.jsonl, and Wikipedia 2018 in passages of 100 words as data/wiki18/corpus.jsonl
+(docs/data.md). E5 finds five passages, as published. The Python tool is an extra:
 pip install -e '.[python-tool]'. configs/bapo_small.py trains the same method on a laptop.
 
-Hyper-parameters are the published ones, but for one: the rate of abstentions that closes the early
-stage is 0.1, where paper and released code have 0.05. What else differs:
+Hyper-parameters are published, except the rate of abstentions that closes the early stage: 0.1,
+where paper and code have 0.05. Other differences:
 
-- Groups are resampled twice, as the paper counts; the code's loop ends one earlier.
-- Low evaluations are cumulative, as in the code, whose comment has them consecutive; the best one
-  starts at minus infinity rather than 0.
-- The sample gate's "more than 3 of 8" distinct answers is at least n/2 distinct ones, for any n.
+- Groups are resampled twice, as the paper counts. The code's loop ends one earlier.
+- Evaluations below the best are counted over the run, as in the code. The best starts at minus
+  infinity, not 0.
+- The sample gate's "more than 3 of 8" distinct answers is at least n/2, for any n.
 - Groups are formed by task, not by eight consecutive places.
-- The code ends a response without calls left on an end-of-turn id, and trains on it; here it ends.
-- Python runs in a sandbox with no packages and a fixed clock.
-- After a failed search a trajectory counts for nothing, rather than for a score.
-- The tokens of a search result, the prompt's words and the sizes of the sampler are ours.
+- The code ends a response without calls left with an end-of-turn id and trains on it; here it ends.
+- Python runs in a sandbox without packages and with a fixed clock.
+- A failed search does not count as a score.
+- The tokens of a search result, the prompt's wording and the sampler's sizes are ours.
 """
 
 from ml_collections import ConfigDict
@@ -39,7 +38,7 @@ an honest search, you cannot find out what is asked, say so: \
 
 
 def set_environment(config: ConfigDict) -> None:
-    """BAPO's tags, its two tools and its reward."""
+    """Set BAPO's tags, its two tools and its reward."""
     config.env.search.protocol = "bapo"
     config.env.search.tools = ("python",)
     config.reward.weights = {"bapo": 1.0}  # F1, or -1 for a malformed response
@@ -47,7 +46,7 @@ def set_environment(config: ConfigDict) -> None:
 
 
 def set_method(config: ConfigDict) -> None:
-    """Pays for abstentions where nobody in a group knew, once accuracy has stopped rising."""
+    """Reward abstentions if no sample of a group is right, once accuracy stops rising."""
     config.shaping.boundary_aware = True
     config.shaping.stage_level = True
     config.shaping.sample_level = True
@@ -62,7 +61,7 @@ def set_method(config: ConfigDict) -> None:
     config.kl.coef = 0.001
     config.kl.estimator = "k3"
     config.kl.anchor = "ref"
-    config.eval.every_steps = 1  # a low accuracy counts towards the end of the early stage
+    config.eval.every_steps = 1  # a low accuracy counts toward the late stage
     config.eval.suites = ("greedy",)
     config.eval.best_metric = "val-core/all/exact_match/greedy"
 

@@ -1,11 +1,11 @@
 """BAPO as in configs/bapo.py, on questions of which some have no answer, on a laptop CPU.
 
-It searches by words (BM25), with two low evaluations rather than five to the late stage.
+Search is BM25. Two low evaluations, not five, start the late stage.
 
 python -m examples.bapo_world --out=data/bapo_small
 python -m jaxrl.launch --config=configs/bapo_small.py --workdir=runs/bapo_small
 
-Another world's folder may follow the file's name: --config=configs/bapo_small.py:data/other
+Another world's folder may follow the file name: --config=configs/bapo_small.py:data/other
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +18,7 @@ def get_config(world: str = "data/bapo_small") -> ConfigDict:
     config = small_world(world)
     set_environment(config)
     set_method(config)
-    config.shaping.stage_tolerance = 2  # so short a run sees few low evaluations
+    config.shaping.stage_tolerance = 2  # a short run has few low evaluations
     config.num_steps = 60
     config.search.local.topk = 1
     config.rollout.max_observation_tokens = 40
@@ -30,6 +30,6 @@ def get_config(world: str = "data/bapo_small") -> ConfigDict:
     config.rollout.max_total_tokens = 160
 
     config.optimizer.num_minibatches = 2
-    config.eval.suites = ("sampled", "greedy")  # the stage goes by the greedy one
+    config.eval.suites = ("sampled", "greedy")  # the stage gate uses the greedy suite
     config.checkpoint.every_steps = 300
     return config

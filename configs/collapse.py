@@ -1,14 +1,14 @@
-"""Plain GRPO that learns to search in 20 steps and has collapsed by step 100, on a CPU in minutes.
+"""Plain GRPO that learns to search in 20 steps and collapses by step 100, in minutes on a CPU.
 
 python -m examples.quickstart_world --out=data/collapse --max_hops=1
 python -m jaxrl.launch --config=configs/collapse.py --workdir=runs/collapse
 
-The quickstart's model and warm start, and questions of one hop. Four updates a batch, no KL term,
-small groups and a learning rate that rises to three times the quickstart's bring about, on purpose,
-what users of search training meet after some hundred steps. docs/results.md, Training that
-collapses, has what it shows and what was tried against it.
+The quickstart's model and warm start on one-hop questions. Four updates per batch, no KL term,
+small groups and a learning rate that rises to three times the quickstart's reproduce what users of
+search training see after some hundred steps. docs/research/results.md has the result and the
+remedies.
 
-Another world's folder may follow the file's name: --config=configs/collapse.py:data/other
+Another world's folder may follow the file name: --config=configs/collapse.py:data/other
 """
 
 from ml_collections import ConfigDict

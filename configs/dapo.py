@@ -2,20 +2,19 @@
 
 python -m jaxrl.launch --config=configs/dapo.py --workdir=runs/dapo
 
-Bring the model as models/Qwen2.5-32B, DAPO-Math-17k as data/dapo_math/train.jsonl and AIME 2024 as
-data/dapo_math/aime24.jsonl; docs/data.md has the formats. configs/dapo_small.py trains the same
-method on a laptop. Hyper-parameters are those of the published run, whose warm-up of 10 steps is
-its script's, not the paper's 20. What differs: answers are compared by value, not as normalised
-text; a trajectory without sampled tokens is in no mean, where the code divides by zero; the mesh
-has 64 devices, theirs 128 H20. The number of steps, the prompt's words and the sizes of the sampler
-are ours.
+Needs models/Qwen2.5-32B, DAPO-Math-17k as data/dapo_math/train.jsonl and AIME 2024 as
+data/dapo_math/aime24.jsonl (docs/data.md). configs/dapo_small.py trains the same method on a
+laptop. Hyper-parameters are those of the published run, including its warm-up of 10 rollouts
+(paper: 20). Differences: answers are compared by value, not as normalized text; a trajectory
+without sampled tokens is in no mean, where the code divides by zero; the mesh has 64 devices,
+theirs 128 H20. The number of steps, the prompt's wording and the sampler's sizes are ours.
 
-Three runs were published. The argument chooses among them, as in --config=configs/dapo.py:early;
-behind each what it scored on AIME 2024, the mean of 32 samples:
+Three runs were published. The argument selects one, such as --config=configs/dapo.py:early. Their
+published scores on AIME 2024 are means of 32 samples:
 
 full                 everything: 52%; the default
-no_dynamic_sampling  every group is trained on, also where all answers are right or wrong: 50%
-early                that, and tokens averaged within a response first, then over responses: 44%
+no_dynamic_sampling  also trains on groups that are all right or all wrong: 50%
+early                that, and tokens are averaged within a response first, then over responses: 44%
 """
 
 from typing import Any
@@ -37,18 +36,18 @@ SETUPS: dict[str, dict[str, Any]] = {
     "no_dynamic_sampling": EVERY_GROUP,
     "early": {**EVERY_GROUP, "loss.aggregation": "seq-mean-token-mean"},
 }
-"""What each of the published runs changes."""
+"""Changes of each published run."""
 
 
 def set_environment(config: ConfigDict) -> None:
-    """Problems whose last `Answer:` line earns 1 or -1."""
+    """Reward the last `Answer:` line with 1 or -1."""
     config.env.name = "math"
     config.reward.weights = {"math": 1.0}
     config.reward.correct = "math"
 
 
 def set_method(config: ConfigDict) -> None:
-    """Clip higher, dynamic sampling, token-level loss, overlong shaping; no KL term."""
+    """Set clip-higher, dynamic sampling, token-level loss, overlong shaping; no KL term."""
     config.rollout.temperature = 1.0
     config.filter.name = "varied"
     config.filter.varied.metric = "acc"

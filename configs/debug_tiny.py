@@ -1,13 +1,13 @@
-r"""Warm start, reinforcement learning and evaluation in about a minute, to see that it works.
+r"""Warm start, reinforcement learning and evaluation in about a minute, to see that all works.
 
 python -m examples.quickstart_world --out=data/debug --num_people=40 --num_held_out=8 \
     --num_demonstrations=400
 python -m jaxrl.launch --config=configs/debug_tiny.py --workdir=runs/debug
 
-Expect the loss of the warm start to fall from 7.3 to about 1.3, four steps of reinforcement
-learning with rewards around 0.2, and hardly a right answer: nothing is trained for long enough.
+The loss of the warm start falls from 7.3 to about 1.3, and rewards are around 0.2. Hardly any
+answer is right, because nothing is trained long enough.
 
-Another world's folder may follow the file's name: --config=configs/debug_tiny.py:data/other
+Another world's folder may follow the file name: --config=configs/debug_tiny.py:data/other
 """
 
 from ml_collections import ConfigDict
@@ -24,7 +24,7 @@ def get_config(world: str = "data/debug") -> ConfigDict:
     config.tasks.eval.source = f"{world}/questions_eval.jsonl"
     config.search.local.corpus = f"{world}/corpus.jsonl"
     config.rollout.max_observation_tokens = 72
-    # The format is paid too, so that there is something to learn from the start.
+    # The format is rewarded too, so that there is a signal from the start.
     config.reward.weights = {"exact_match": 1.0, "format": 0.5}
 
     config.sft.source = f"{world}/demonstrations.jsonl"

@@ -1,9 +1,9 @@
-"""A small Qwen2.5-VL learns to look, on a laptop CPU: `make looking`.
+"""Train a small Qwen2.5-VL to look, on a laptop CPU: `make looking`.
 
 python -m examples.looking_world --out=data/looking
 python -m jaxrl.launch --config=configs/looking.py --workdir=runs/looking
 
-Another world's folder may follow the file's name: --config=configs/looking.py:data/other
+Another world's folder may follow the file name: --config=configs/looking.py:data/other
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +16,7 @@ def get_config(world: str = "data/looking") -> ConfigDict:
     config.stages = ("sft", "train", "evaluate")
     config.num_steps = 150
     config.model.path = f"{world}/model"
-    config.model.remat = "none"  # a model this small need not spare memory
+    config.model.remat = "none"  # a small model has memory to spare
     config.env.name = "math"
     config.tasks.train.source = f"{world}/questions_train.jsonl"
     config.tasks.eval.source = f"{world}/questions_eval.jsonl"
@@ -42,9 +42,9 @@ def get_config(world: str = "data/looking") -> ConfigDict:
 
     config.advantage.grpo.normalize_std = False
     config.loss.entropy_coef = 0.01
-    config.optimizer.lr = 5e-4  # at 1e-3 it forgets to tell the shapes apart
+    config.optimizer.lr = 5e-4  # at 1e-3 it forgets the shapes
     config.optimizer.warmup_steps = 2
-    config.optimizer.schedule = "cosine"  # at a constant rate a late step may undo much
+    config.optimizer.schedule = "cosine"  # at a constant rate, late steps undo progress
     config.optimizer.final_lr_fraction = 0.1
     config.optimizer.beta2 = 0.98
     config.optimizer.micro_rows = 32

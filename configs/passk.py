@@ -2,14 +2,13 @@
 
 python -m jaxrl.launch --config=configs/passk.py --workdir=runs/passk
 
-Bring the model as models/Qwen2.5-7B-Instruct and the Enigmata puzzles as data/enigmata/train.jsonl
-and test.jsonl; docs/data.md has the formats. configs/passk_small.py trains the same method on a
-laptop. Hyper-parameters are the published ones. As in the paper, training goes on for pass@1 in the
-end, here within the run: k falls from 4 to 1, which makes the advantages GRPO's. What differs: an
-answer is correct or not, where the code compares rewards with 1 and 0 and lets others through; a
-group with fewer than k wrong answers teaches nothing, where the code meets a division by zero; of
-the puzzles only those whose solution is one line are trained on. The numbers of steps, the lengths
-of prompt and response, the prompt's words and the sizes of the sampler are ours.
+Needs models/Qwen2.5-7B-Instruct and the Enigmata puzzles as data/enigmata/train.jsonl and
+test.jsonl (docs/data.md). configs/passk_small.py trains the same method on a laptop.
+Hyper-parameters are published. As in the paper, training ends with pass@1, here within the run: k
+falls from 4 to 1, which makes the advantages GRPO's. Differences: correctness is a boolean, where
+the code compares rewards with 1 and 0; a group with fewer than k wrong answers teaches nothing,
+where the code divides by zero; only puzzles with one-line solutions are used. Numbers of steps,
+lengths, the prompt's wording and the sampler's sizes are ours.
 """
 
 from ml_collections import ConfigDict
@@ -19,7 +18,7 @@ from jaxrl.config import default_config
 
 
 def set_method(config: ConfigDict) -> None:
-    """Advantages of sets of k answers, in closed form."""
+    """Set the closed-form advantages of sets of k answers."""
     config.rollout.temperature = 1.0
     config.advantage.name = "pass_at_k"
     config.advantage.pass_at_k.k = 4

@@ -3,7 +3,7 @@
 python -m examples.puzzle_world --out=data/puzzles
 python -m jaxrl.launch --config=configs/passk_small.py --workdir=runs/passk_small
 
-Another world's folder may follow the file's name: --config=configs/passk_small.py:data/other
+Another world's folder may follow the file name: --config=configs/passk_small.py:data/other
 """
 
 from ml_collections import ConfigDict

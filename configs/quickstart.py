@@ -1,9 +1,9 @@
-"""A small Qwen3 learns to search, on a laptop CPU: `make quickstart`.
+"""Train a small Qwen3 to search, on a laptop CPU: `make quickstart`.
 
 python -m examples.quickstart_world --out=data/quickstart
 python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/quickstart
 
-Another world's folder may follow the file's name: --config=configs/quickstart.py:data/other
+Another world's folder may follow the file name: --config=configs/quickstart.py:data/other
 """
 
 from ml_collections import ConfigDict
@@ -39,7 +39,7 @@ def get_config(world: str = "data/quickstart") -> ConfigDict:
     config.rollout.max_turns = 2
     config.rollout.max_num_seqs = 128
     config.rollout.chunk_tokens = 8
-    config.rollout.observation_lag_chunks = 1  # on a CPU a quick search has nothing to hide behind
+    config.rollout.observation_lag_chunks = 1  # no overlap: host and device share the cores
 
     config.advantage.grpo.normalize_std = False
     config.loss.clip_high = 0.28
@@ -47,7 +47,7 @@ def get_config(world: str = "data/quickstart") -> ConfigDict:
     config.optimizer.warmup_steps = 2
     config.optimizer.beta2 = 0.98
     config.optimizer.micro_rows = 4
-    config.optimizer.skip_signal_free = False  # a little slower, but a program less to compile
+    config.optimizer.skip_signal_free = False  # slightly slower, but one program less to compile
 
     config.checkpoint.every_steps = 300
     return config

@@ -1,4 +1,4 @@
-"""The quickstart played by an agent of Pydantic AI, which asks the model over HTTP.
+r"""The quickstart played by an agent of Pydantic AI over HTTP.
 
 python3 -m venv agent && agent/bin/pip install "pydantic-ai-slim[openai]"
 python -m examples.calls_world --out=data/calls
@@ -6,10 +6,10 @@ python -m jaxrl.launch --config=configs/quickstart_calls.py --workdir=runs/calls
     --config.stages="('sft','evaluate')"
 python -m jaxrl.launch --config=configs/quickstart_agent.py --workdir=runs/agent
 
-The warm start is that of configs/quickstart_calls.py, on demonstrations in the run's own
-environment; from there on, examples/framework_agent.py plays all episodes, the held-out ones too.
+The warm start is that of configs/quickstart_calls.py. From there on, examples/framework_agent.py
+plays all episodes, held-out ones too.
 
-Another world's folder may follow the file's name: --config=configs/quickstart_agent.py:data/other
+Another world's folder may follow the file name: --config=configs/quickstart_agent.py:data/other
 """
 
 from ml_collections import ConfigDict
@@ -26,6 +26,6 @@ def get_config(world: str = "data/calls") -> ConfigDict:
     config.env.agents.python = "agent/bin/python"
     config.env.agents.settings = {"corpus": f"{world}/corpus.jsonl"}
     config.reward.weights = {"reward": 1.0}
-    config.rollout.max_turns = 4  # answers; the agent itself ends after three
+    config.rollout.max_turns = 4  # the agent itself stops after three
     config.eval.final_suites = ("sampled", "greedy")
     return config

@@ -1,9 +1,9 @@
-"""The quickstart with its searches as calls of a function, on a laptop CPU.
+"""The quickstart with Qwen tool calls, on a laptop CPU.
 
 python -m examples.calls_world --out=data/calls
 python -m jaxrl.launch --config=configs/quickstart_calls.py --workdir=runs/calls
 
-Another world's folder may follow the file's name: --config=configs/quickstart_calls.py:data/other
+Another world's folder may follow the file name: --config=configs/quickstart_calls.py:data/other
 """
 
 from ml_collections import ConfigDict

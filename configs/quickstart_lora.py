@@ -1,12 +1,12 @@
-"""The quickstart's reinforcement learning by an adapter, from a warm start of the whole model.
+r"""The quickstart's reinforcement learning with an adapter, after a warm start of the whole model.
 
     python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/warm \
       --config.stages="('sft',)"
     python -m jaxrl.launch --config=configs/quickstart_lora.py --workdir=runs/lora
 
-Exact match comes to that of the whole model, in 80 steps rather than 60; docs/lora.md has the
-table. All else, the learning rate too, is as in quickstart.py. The model is 64 wide, so this rank
-saves nothing: it shows that the method learns.
+Exact match equals that of the whole model, in 80 steps instead of 60 (docs/adapters.md). Everything
+else is as in quickstart.py. The model is 64 wide, so this rank saves no memory; it shows that the
+method learns.
 """
 
 from ml_collections import ConfigDict

@@ -1,12 +1,12 @@
-"""SmolLM2-135M-Instruct learns to search real documents, on a CPU of two cores: `make real`.
+"""Train SmolLM2-135M-Instruct to search real documents, on two CPU cores: `make real`.
 
 python -m examples.real_world --out=data/real
 python -m jaxrl.launch --config=configs/real.py --workdir=runs/real
 
-docs/real.md has what comes out, and where all of it comes from. Lengths are those of the world:
-prompts have up to 91 tokens, a demonstration's turns up to 40, 99% of the documents up to 108.
+docs/research/real.md has the result and the sources. Prompts have up to 91 tokens, turns of a
+demonstration up to 40, 99% of the documents up to 108.
 
-Another world's folder may follow the file's name: --config=configs/real.py:data/other
+Another world's folder may follow the file name: --config=configs/real.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,8 @@
-"""The same world as configs/real.py on one accelerator of 24 GB: a larger model, longer answers.
+"""The world of configs/real.py on one accelerator of 24 GB: a larger model, longer answers.
 
 JAX_PLATFORMS=cuda make real MODEL=models/Qwen2.5-0.5B-Instruct PRESET=real_24gb
 
-Planned, not run: docs/real.md has the plan, what to install, and flags for a larger model.
+Planned, not run: see docs/research/real.md.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +17,7 @@ def get_config(world: str = "data/real") -> ConfigDict:
 
 
 def set_sizes(config: ConfigDict) -> None:
-    """Settings of one device that has memory to spare and is fast at wide products."""
+    """Set sizes for one accelerator."""
     config.model.dtype = "bfloat16"
     config.model.remat = "full"
     config.search.local.topk = 3

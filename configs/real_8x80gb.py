@@ -1,8 +1,8 @@
-"""The same world as configs/real.py on one host of eight accelerators of 80 GB.
+"""The world of configs/real.py on one host of eight accelerators of 80 GB.
 
 JAX_PLATFORMS=cuda make real MODEL=models/Qwen2.5-7B-Instruct PRESET=real_8x80gb
 
-Planned, not run: docs/real.md has the plan, and what to install.
+Planned, not run: see docs/research/real.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,15 +1,14 @@
-"""Qwen2.5-Coder-1.5B-Instruct on questions of SQuAD, as published: no training.
+r"""Evaluate Qwen2.5-Coder-1.5B-Instruct on SQuAD questions, without training.
 
 python -m examples.real_world --out=data/real --with_coder
 python -m jaxrl.launch --config=configs/real_coder.py:qwen --workdir=runs/coder_qwen_local
 python -m jaxrl.launch --config=configs/real_coder.py:search_r1 --workdir=runs/coder_tags_dense \
     --config.search.engine=dense
 
-What follows the file's name is the protocol: `qwen`, the tool calls of the chat template, of which
-this model makes none, or `search_r1`, whose tags it reads of in the prompt; behind a comma the
-world's folder.
-`config.search.engine` is `local` (BM25), `dense` (all-MiniLM-L6-v2) or `hybrid`. The 50 questions
-are drawn from all 1,000, also from those whose answer BM25 does not find.
+The argument is the protocol: `qwen` (tool calls of the chat template, which this model never makes)
+or `search_r1` (tags, explained in the prompt), optionally followed by a comma and the world's
+folder. `config.search.engine` is `local` (BM25), `dense` (all-MiniLM-L6-v2) or `hybrid`. The 50
+questions are drawn from all 1,000, including those whose answer BM25 does not find.
 """
 
 from ml_collections import ConfigDict
@@ -37,7 +36,7 @@ def get_config(arguments: str = "qwen") -> ConfigDict:
         config.prompt.system = SYSTEM
     else:
         config.prompt.template = TEMPLATE
-    # Over the same documents; search.engine says which is asked.
+    # Both engines search the same documents.
     config.search.local.corpus = f"{world}/corpus.jsonl"
     config.search.local.topk = 3
     config.search.dense.corpus = f"{world}/corpus.jsonl"

@@ -1,10 +1,10 @@
-"""An adapter of Qwen2.5-Coder-1.5B-Instruct on an int8 base learns to search, on a CPU.
+"""Train an adapter of Qwen2.5-Coder-1.5B-Instruct on an int8 base to search, on a CPU.
 
 python -m examples.real_world --out=data/real --with_coder
 python -m jaxrl.launch --config=configs/real_coder_lora.py --workdir=runs/coder_lora
 
-No warm start: the model follows the prompt's tags as it is. Short observations and 16 trajectories
-a step, since a step takes minutes on two cores; the command goes on where it was stopped.
+There is no warm start: the model follows the prompt's tags. Observations are short and a step has
+16 trajectories, because a step takes minutes on two cores.
 """
 
 from ml_collections import ConfigDict

@@ -1,14 +1,12 @@
-"""Multi-turn search with a mixture of experts: Qwen3-30B-A3B on two 8-device hosts of 80 GiB.
+"""Multi-turn search with a mixture of experts: Qwen3-30B-A3B on two hosts of 8 devices of 80 GiB.
 
 python -m jaxrl.launch --config=configs/search_moe.py --workdir=runs/search_moe
 
-Bring the model as models/Qwen3-30B-A3B; questions and documents as configs/search_r1.py wants them.
-No publication is followed as a whole. The method is that of Search-R1 with what GSPO
-(https://arxiv.org/abs/2507.18071) changes: ratios of whole sequences, its narrow clip, no KL term
-and no entropy bonus; and with router replay (R3, https://arxiv.org/abs/2510.11370): a token's
-experts in the update are those that the sampler chose. The engine is BM25. The numbers are a start,
-not a tuned recipe: no run of this size was made. configs/search_moe_small.py trains the same on a
-laptop.
+Needs models/Qwen3-30B-A3B, and questions and documents as configs/search_r1.py. This follows no
+publication as a whole. It is Search-R1 with GSPO (https://arxiv.org/abs/2507.18071): sequence
+ratios, a narrow clip, no KL term and no entropy bonus; and router replay (R3,
+https://arxiv.org/abs/2510.11370). Search is BM25. The numbers are a starting point: no run of this
+size was made. configs/search_moe_small.py trains the same on a laptop.
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +16,7 @@ from jaxrl.config import default_config
 
 
 def set_method(config: ConfigDict) -> None:
-    """Search-R1 without its KL term, whose reference would take as much memory as the weights."""
+    """Set Search-R1 without a KL term, whose reference would double the memory of weights."""
     search_r1.set_method(config)
     config.kl.coef = 0.0
     config.loss.name = "gspo"

@@ -1,11 +1,11 @@
-"""The quickstart by the method of configs/search_moe.py, with a small mixture of experts.
+"""The quickstart with the method of configs/search_moe.py and a small mixture of experts.
 
-It searches by words (BM25), and clips ten times wider, since answers are short.
+Search is BM25. The clip is ten times wider, because answers are short.
 
 python -m examples.quickstart_world --out=data/quickstart_moe --num_experts=8
 python -m jaxrl.launch --config=configs/search_moe_small.py --workdir=runs/search_moe_small
 
-Another world's folder may follow the file's name: --config=configs/search_moe_small.py:data/other
+Another world's folder may follow the file name: --config=configs/search_moe_small.py:data/other
 """
 
 from ml_collections import ConfigDict

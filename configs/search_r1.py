@@ -2,23 +2,22 @@
 
 python -m jaxrl.launch --config=configs/search_r1.py --workdir=runs/search_r1
 
-Bring the model as models/Qwen2.5-7B, the encoder intfloat/e5-base-v2 as models/e5-base-v2, the
-questions as data/nq_hotpotqa/train.jsonl and test.jsonl, and the 2018 dump of Wikipedia in passages
-of 100 words (PeterJinGo/wiki-18-corpus) as data/wiki18/corpus.jsonl; docs/data.md has the formats.
-As published, the three passages with the largest inner products of E5's vectors are found;
-docs/dense.md tells of their index, which the first run makes. Lying on the devices in eight bits,
-they are the same passages. configs/search_r1_small.py trains the same method on a laptop.
+Needs models/Qwen2.5-7B, models/e5-base-v2 (intfloat/e5-base-v2), questions as
+data/nq_hotpotqa/train.jsonl and test.jsonl, and Wikipedia 2018 in passages of 100 words
+(PeterJinGo/wiki-18-corpus) as data/wiki18/corpus.jsonl (docs/data.md). As published, E5 finds three
+passages; the first run builds the index (docs/search.md). Passages in int8 on the devices give the
+same results. configs/search_r1_small.py trains the same method on a laptop.
 
-Hyper-parameters are those of the published script, train_grpo.sh. What differs:
+Hyper-parameters are those of the published script, train_grpo.sh. Differences:
 
-- GRPO alone: there is no critic for the paper's PPO.
-- There each turn may sample 500 tokens, here the three turns of a trajectory share 1,500.
-- After a turn with neither query nor answer the code inserts a retry hint; here the episode ends.
-- The advantage divides by the population's deviation, with an epsilon of 1e-8.
-- Results cannot forge tags: in documents the brackets of tags are replaced.
-- After a failed search a trajectory counts for nothing, rather than for a reward of 0.
-- Evaluations come every 100 steps, there every 50 steps.
-- The prompt's words and the sizes of the sampler are ours.
+- GRPO only: there is no critic for the paper's PPO.
+- Three turns share 1,500 sampled tokens, where the script allows 500 per turn.
+- A turn with neither query nor answer ends the episode. The code inserts a retry hint.
+- The advantage divides by the population's standard deviation, with an epsilon of 1e-8.
+- Documents cannot forge tags.
+- A failed search does not earn 0: the trajectory counts for nothing.
+- Evaluations come every 100 steps, not 50.
+- The prompt's wording and the sampler's sizes are ours.
 """
 
 from ml_collections import ConfigDict
@@ -35,7 +34,7 @@ Question: {question}"""
 
 
 def set_method(config: ConfigDict) -> None:
-    """GRPO with a KL term to the first policy, on observations that are masked out."""
+    """Set GRPO with a KL term to the first policy and masked observations."""
     config.reward.weights = {"exact_match": 1.0}
     config.rollout.temperature = 1.0
     config.advantage.name = "grpo"
@@ -51,7 +50,7 @@ def set_method(config: ConfigDict) -> None:
 
 
 def set_retriever(config: ConfigDict) -> None:
-    """E5 over Wikipedia of 2018, the passages split over the devices in eight bits."""
+    """Search Wikipedia 2018 with E5, passages in int8 split over the devices."""
     config.search.engine = "dense"
     config.search.dense.corpus = "data/wiki18/corpus.jsonl"
     config.search.dense.encoder = "models/e5-base-v2"

@@ -1,15 +1,13 @@
-"""Search-R1 after a shorter description: groups of two, four updates a batch, one device.
+"""Search-R1 after a shorter description: groups of two, four updates per batch, one device.
 
 python -m jaxrl.launch --config=configs/search_r1_brief.py --workdir=runs/search_r1_brief
 
-Other choices than those of the paper, in configs/search_r1.py: two answers to a question, four
-updates on every batch of one question, a KL term to the policy before them, and rewards for format
-and for answers that are close. Bring the model as models/Qwen2.5-0.5B-Instruct; questions and
-corpus are those of configs/search_r1.py, and docs/data.md has the formats. The description leaves
-the engine open; here it is BM25, where the paper has E5 (`set_retriever` of configs/search_r1.py
-has its keys). The bonus for the truth itself replaces what a close answer earns. There is no retry
-hint after a turn with neither query nor answer. The number of steps and the lengths besides the 500
-sampled tokens are ours.
+Differs from the paper (configs/search_r1.py): two answers per question, four updates on every batch
+of one question, a KL term to the policy before them, and rewards for format and for similar
+answers. Needs models/Qwen2.5-0.5B-Instruct, and questions and corpus as configs/search_r1.py
+(docs/data.md). The description leaves the engine open; this is BM25. The bonus for the truth
+replaces what similarity would earn. There is no retry hint. The number of steps and the lengths
+besides the 500 sampled tokens are ours.
 """
 
 from ml_collections import ConfigDict
@@ -37,7 +35,7 @@ EXAMPLES = (
 
 
 def set_method(config: ConfigDict) -> None:
-    """GRPO with four updates a batch, held near the policy before them."""
+    """Set GRPO with four updates per batch, held near the policy before them."""
     config.reward.weights = {"format": 1.0, "answer": 1.0}
     config.reward.correct = "answer"
     config.env.search.search_r1.format_reward = 0.5
@@ -77,7 +75,7 @@ def get_config() -> ConfigDict:
     config.rollout.max_prompt_tokens = 1024
     config.rollout.max_response_tokens = 500
     config.rollout.max_total_tokens = 4096
-    config.rollout.max_num_seqs = 32  # two while training; the evaluations fill them
+    config.rollout.max_num_seqs = 32  # training uses two; evaluations use all
 
     config.optimizer.lr = 1e-5
     config.optimizer.micro_rows = 0

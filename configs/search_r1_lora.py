@@ -1,16 +1,14 @@
-"""Search-R1 with an adapter: Qwen3-4B on one GPU of 24 GiB (https://arxiv.org/abs/2503.09516).
+r"""Search-R1 with an adapter: Qwen3-4B on one GPU of 24 GiB (https://arxiv.org/abs/2503.09516).
 
     python -m jaxrl.launch --config=configs/search_r1_lora.py --workdir=runs/search_r1_lora
 
-The method and the prompt are those of search_r1.py. Further differences from the publication: an
-adapter of rank 32 on all linear layers of Qwen3-4B is trained, beside weights in bfloat16, at a
-higher learning rate; a step has 32 questions of 8 trajectories, in one mini-batch, since a single
-device samples them; three searching turns rather than two, which share 2,000 tokens with the
-answer; 500 steps; BM25 rather than E5, whose vectors such a device has no room for.
-The memory, of which the frozen weights are the largest part:
+Method and prompt are those of search_r1.py. Differences: an adapter of rank 32 on all linear
+layers, on bfloat16 weights, with a higher learning rate; 32 questions of 8 trajectories in one
+mini-batch, since one device samples them; three searches instead of two, which share 2,000 tokens
+with the answer; 500 steps; BM25 instead of E5, whose vectors do not fit.
 
-    python -m jaxrl.launch --config=configs/search_r1_lora.py --plan --plan_devices=1 \
-      --plan_memory_gib=24 --config.model.path=configs/models/qwen3-4b
+    jaxrl plan --config=configs/search_r1_lora.py --plan_devices=1 --plan_memory_gib=24 \
+      --config.model.path=configs/models/qwen3-4b
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +18,7 @@ from jaxrl.config import default_config
 
 
 def set_adapter(config: ConfigDict) -> None:
-    """An adapter of all linear layers, and the learning rate that goes with it."""
+    """Train an adapter of all linear layers, with a matching learning rate."""
     config.model.lora.rank = 32
     config.model.lora.alpha = 64.0
     config.model.lora.base_dtype = config.model.dtype

@@ -1,16 +1,14 @@
-"""Search-R1 as in configs/search_r1.py, with what keeps training from collapsing.
+"""Search-R1 as in configs/search_r1.py, with protection against collapse.
 
 python -m jaxrl.launch --config=configs/search_r1_stable.py --workdir=runs/search_r1_stable
 
-Brings what configs/search_r1.py asks for. What differs from it:
+Needs what configs/search_r1.py needs. The sentinel checks every step (docs/watch.md). If the policy
+goes wrong, the run rolls back to the last good checkpoint, with other samples and half the learning
+rate. If ids, keys, rewards or results are wrong, it stops, since no rollback helps.
 
-- The sentinel judges every step (docs/sentinel.md). Where the policy goes wrong, the run goes back
-  to the last sound checkpoint, with other draws and half the learning rate; where ids, keys,
-  rewards or results are wrong, it stops, since training on would be for nothing.
-
-configs/collapse_stable.py is the same for a world that collapses on a laptop. There it was the
-one of seventeen changes that learned as quickly as without and ended above the best that plain
-GRPO reached (docs/results.md), so the others are left off. At this size it is untried.
+configs/collapse_stable.py does the same in a world that collapses on a laptop. There, of seventeen
+changes, this one alone learned as fast as without and ended above plain GRPO's best
+(docs/research/results.md), so the others are off. It is untested at this size.
 """
 
 from ml_collections import ConfigDict
@@ -21,11 +19,11 @@ NOT_THE_POLICY = (
     *("prompts_differ", "keys_repeat", "advantages_uneven", "ids_differ", "sampler_differs"),
     *("rewards_constant", "suddenly_right", "judge_says_yes", "search_changed"),
 )
-"""Signs of something for which no earlier checkpoint helps."""
+"""Signs of faults that no earlier checkpoint repairs."""
 
 
 def set_stability(config: ConfigDict) -> None:
-    """The sentinel goes back, or stops where that would not help."""
+    """Let the sentinel roll back, or stop if that would not help."""
     config.watch.name = "sentinel"
     config.watch.action = "roll_back"
     config.watch.actions = dict.fromkeys(NOT_THE_POLICY, "stop")

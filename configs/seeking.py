@@ -1,9 +1,9 @@
-"""The model of configs/looking.py learns to search what it sees, on a laptop CPU.
+"""Train the model of configs/looking.py to search for what it sees, on a laptop CPU.
 
 python -m examples.looking_world --out=data/seeking --kind=seeking
 python -m jaxrl.launch --config=configs/seeking.py --workdir=runs/seeking
 
-Another world's folder may follow the file's name: --config=configs/seeking.py:data/other
+Another world's folder may follow the file name: --config=configs/seeking.py:data/other
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +16,7 @@ def get_config(world: str = "data/seeking") -> ConfigDict:
     config.num_steps = 200
     config.env.name = "search"
     config.search.local.corpus = f"{world}/corpus.jsonl"
-    config.search.local.topk = 1  # so that the color or the shape alone finds one of four
+    config.search.local.topk = 1  # color or shape alone finds one of four
     config.sft.num_steps = 900
     config.loss.entropy_coef = 0.02
     config.optimizer.lr = 1e-3

@@ -1,6 +1,6 @@
-"""What the small siblings of the methods share: worlds for a model of two layers, on a laptop CPU.
+"""Settings shared by the small versions of the methods: two-layer models on a laptop CPU.
 
-A method's own settings come from the file of its paper; here are sizes, rates and paths.
+Each method's own settings are in the file of its paper. This file has sizes, rates and paths.
 """
 
 from ml_collections import ConfigDict
@@ -9,7 +9,7 @@ from jaxrl.config import default_config
 
 
 def small_world(world: str) -> ConfigDict:
-    """A short warm start and a few steps on a world of the quickstart's kind in that folder."""
+    """Return a short warm start and a few steps in a world like the quickstart's."""
     config = default_config().lock()
     config.stages = ("sft", "train", "evaluate")
     config.num_steps = 20

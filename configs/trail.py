@@ -1,13 +1,13 @@
-"""Episodes of four times the context, on a laptop CPU: searches along a trail of eight people.
+"""Episodes of four times the context, on a laptop CPU: follow a trail of eight people.
 
 python -m examples.trail_world --out=data/trail
 python -m jaxrl.launch --config=configs/trail.py --workdir=runs/trail
 
-A context has room for the prompt, a result and the next query. Before the second result the episode
-goes on in another one, with the prompt and the last turn (docs/environments.md, Episodes longer
-than the context). Set config.rollout.context.name to 'drop_observations' to keep all queries.
+A context has room for the prompt, a result and the next query. Before the second result, the
+episode continues in a new context with the prompt and the last turn (docs/environments.md). Set
+config.rollout.context.name to 'drop_observations' to keep all queries.
 
-Another world's folder may follow the file's name: --config=configs/trail.py:data/other
+Another world's folder may follow the file name: --config=configs/trail.py:data/other
 """
 
 from ml_collections import ConfigDict
