@@ -1,16 +1,19 @@
-"""The command `jaxrl`: the programs of this package, each by one word.
+"""The command `jaxrl`.
 
-    jaxrl quickstart                              a small world, and a model that learns to search
-    jaxrl train --config=FILE --workdir=RUN       as `python -m jaxrl.launch`
-    jaxrl plan --config=FILE                      the memory each device needs; runs nothing
-    jaxrl chat RUN [QUESTION ...]                 questions for a trained model
-    jaxrl view RUN [RUN ...]                      runs in a browser, live and token by token
-    jaxrl report RUN [RUN ...]                    the same page as one file, to keep and to send
-    jaxrl serve RUN_OR_FOLDER                     an endpoint as OpenAI's, over jaxrl's own engine
-    jaxrl tiny-model --texts=FILE --out=FOLDER    a model of random weights, to rehearse a run
+    jaxrl quickstart                              write a small world and train on it
+    jaxrl train --config=FILE --workdir=RUN       the same as `python -m jaxrl.launch`
+    jaxrl plan --config=FILE                      memory of each device; nothing is run
+    jaxrl evaluate RUN                            evaluate a run's model or a checkpoint
+    jaxrl export RUN                              write a checkpoint in Hugging Face format
+    jaxrl view RUN [RUN ...]                      watch runs in a browser
+    jaxrl report RUN [RUN ...]                    write the same page as one file
+    jaxrl chat RUN [QUESTION ...]                 talk to a trained model, with its search
+    jaxrl serve RUN_OR_MODEL                      OpenAI- and Anthropic-compatible endpoint
+    jaxrl tiny-model --texts=FILE --out=FOLDER    random model, to rehearse a run
+    jaxrl --version                               version of jaxrl
 
-Everything behind the word is the program's own; `jaxrl WORD --help` lists it. A file
-`configs/...` that the working folder does not have is the one that came with the package.
+`jaxrl COMMAND --help` describes a command. A file `configs/...` that is not in the working folder
+is the one that comes with the package.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import importlib
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,13 +31,15 @@ from jaxrl.utils.text import replace_unencodable
 PROGRAMS = {
     "train": ("jaxrl.launch",),
     "plan": ("jaxrl.launch", "--plan"),
+    "evaluate": ("jaxrl.extras.saved.evaluate",),
+    "export": ("jaxrl.extras.saved.export",),
     "chat": ("jaxrl.extras.chat",),
     "view": ("jaxrl.extras.view",),
     "report": ("jaxrl.extras.view", "--static"),
     "serve": ("jaxrl.extras.serve",),
     "tiny-model": ("examples.tiny_model",),
 }
-"""The module that runs for a word, and arguments before the user's."""
+"""Module of each command, and arguments before the user's."""
 
 QUICKSTART = ("--config=configs/quickstart.py", "--workdir=runs/quickstart")
 WORLD = Path("data/quickstart")
@@ -52,6 +58,9 @@ def main() -> None:
     word, *arguments = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help", "help"):
         print(__doc__.partition("\n\n")[2], end="")
+        return
+    if word == "--version":
+        print(f"jaxrl {version('jaxrl')}")
         return
     # Last, so that a user's own configs/ and modules come first.
     sys.path.append(str(bundle()))

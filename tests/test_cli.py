@@ -1,6 +1,7 @@
 """The command `jaxrl` of the built wheel, used in an empty folder."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -155,3 +156,9 @@ def test_only_missing_files_are_looked_for_in_the_bundle(tmp_path, monkeypatch):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.py").touch()
     assert cli.came_with_the_package("configs/quickstart.py") == "configs/quickstart.py"
+
+
+def test_version(site, tmp_path):
+    done = jaxrl(site, "--version", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"jaxrl \d+\.\d+\.\d+\n", done.stdout)

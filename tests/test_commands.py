@@ -123,6 +123,7 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
     takes_keys = {
         "jaxrl.extras.chat": "answer",
         "jaxrl.extras.serve": "serve",
+        "jaxrl.extras.saved.evaluate": "evaluate",
     }
     if module in takes_keys:  # of the configuration, beside its own flags
 

@@ -1,0 +1,12 @@
+"""Configuration file of a saved run: `--config=jaxrl/extras/saved/config.py:RUN`."""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxrl.builders.saved_run import read_config
+
+
+def get_config(run: str) -> ConfigDict:
+    """Return the configuration that a run began with."""
+    return read_config(Path(run))

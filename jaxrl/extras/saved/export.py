@@ -1,0 +1,92 @@
+"""Export a saved run: `jaxrl export RUN [--step=N] [--out=FOLDER]`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl.builders.components import build_model, export, read_model_and_tokenizer
+from jaxrl.builders.method import policy_architecture
+from jaxrl.builders.saved_run import (
+    fit_mesh,
+    line,
+    load_weights,
+    read_config,
+    resolve_saved,
+)
+from jaxrl.config.schema import OWN_MODEL
+from jaxrl.logs.display import Display
+from jaxrl.runtime.checkpoint import CheckpointError, steps_in
+from jaxrl.runtime.resume import check_step, run_folder
+from jaxrl.runtime.sharding import make_mesh
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the model of a checkpoint in Hugging Face format."""
+    parser = argparse.ArgumentParser(
+        prog="jaxrl export",
+        description="Write the model of a checkpoint in Hugging Face format, to FOLDER/export; "
+        "an adapter also in PEFT's format, to FOLDER/adapter. The run does not change.",
+        epilog="Example: jaxrl export runs/my_run --step=80 --out=models/my_model",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="workdir of the run")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint; default: the newest")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="default: RUN/steps/N, with the step N"
+    )
+    arguments = parser.parse_args(argv)
+    display = Display()
+    try:
+        folder = export_run(arguments.run, arguments.out, display, step=arguments.step)
+    except (OSError, ValueError, CheckpointError) as error:
+        sys.exit(line(error))
+    finally:
+        display.stop()
+    print(folder)
+
+
+def export_run(run: Path, out: Path | None, display: Display, *, step: int | None = None) -> Path:
+    """Export the model of a checkpoint of a run.
+
+    Args:
+        run: Workdir of the run.
+        out: Folder to write to; `steps/<step>` of the run by default.
+        display: Progress.
+        step: Step of the checkpoint; the newest by default.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError, ValueError: There is no such run or step.
+        CheckpointError: The checkpoint is damaged.
+    """
+    run = run.absolute()
+    config = read_config(run)
+    steps = steps_in(run / "checkpoints")
+    if step is not None:
+        check_step(run / "checkpoints", step)
+    elif not steps:
+        raise FileNotFoundError(f"{run} has no checkpoint to export; train for a step first.")
+    folder = (out or run / "steps" / str(step or steps[-1])).absolute()
+    with contextlib.chdir(run_folder(run)):
+        config.policy.name = OWN_MODEL
+        resolved = resolve_saved(config, is_changed=False)
+        fit_mesh(config)
+        mesh = make_mesh(**config.mesh)
+        architecture, tokenizer = read_model_and_tokenizer(
+            resolved, mesh, is_local=True, log=display.log
+        )
+        policy = policy_architecture(resolved, architecture)
+        model = build_model(resolved, mesh, policy, tokenizer)
+        params, source = load_weights(model, config, run, None, display, step=step)
+        display.log(f"weights: {source}")
+        export(model, config.model.path, params, folder)
+    return folder
+
+
+if __name__ == "__main__":
+    main()
