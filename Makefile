@@ -35,7 +35,7 @@ perfect-start: data/quickstart/questions_eval.jsonl
 	  --config.stages="('sft', 'evaluate')" \
 	  --config.sft.source=data/quickstart/demonstrations_perfect.jsonl
 
-# A small Qwen2.5-VL learns to look at pictures, and to search what it sees; see docs/vision.md.
+# A small Qwen2.5-VL learns to look at pictures, and to search what it sees; see docs/images.md.
 data/looking/questions_eval.jsonl: $(STAMP) examples/looking_world.py
 	$(BIN)/python -m examples.looking_world --out=data/looking --seed=0
 
@@ -48,7 +48,7 @@ data/seeking/questions_eval.jsonl: $(STAMP) examples/looking_world.py
 seeking: data/seeking/questions_eval.jsonl
 	$(BIN)/python -m jaxrl.launch --config=configs/seeking.py --workdir=runs/seeking
 
-# Published weights learn to search real documents; see docs/real.md. MODEL=FOLDER takes another model,
+# Published weights learn to search real documents; see docs/research/real.md. MODEL=FOLDER takes another model,
 # PRESET=real_24gb or real_8x80gb the sizes for accelerators, FLAGS="..." further flags, NAME=... another workdir.
 data/real/questions_eval.jsonl: $(STAMP) examples/real_world.py examples/convert_gguf.py
 	$(BIN)/python -m examples.real_world --out=data/real --seed=0

@@ -1,11 +1,11 @@
 """Least times of the parts of a step on a device, from bytes and operations by formula.
 
 A part is a line of stages. A stage takes as long as the resource that it needs longest, the stages
-come one after another; docs/performance.md has the formulas of one device. Added here are what
-devices send each other, mixtures of experts, what an update computes again, and what its products
-read and write. Counted are the products with weights, attention, logits and the optimizer; left
-out are norms, activations between products that one kernel could keep, towers that read images,
-the start of each program and of each collective, and waiting for tools.
+come one after another. docs/research/performance.md has the formulas of one device. Added are
+communication between devices, mixtures of experts, recomputation, and what products move.
+It counts products with weights, attention, logits and the optimizer. It leaves out norms,
+activations that one kernel could keep, vision towers, launches of programs and collectives, and
+waiting for tools.
 """
 
 from __future__ import annotations

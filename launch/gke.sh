@@ -20,7 +20,7 @@
 #
 # A pod that is stopped, killed or lost is replaced, up to 100 times and with growing pauses, and the
 # run goes on from its newest checkpoint; since the others end too when one is lost, they come together
-# again. An error of the run itself (1) and a search engine that is down (69), a sign of collapse (70) or a spent budget (78) end the job; docs/restarts.md
+# again. An error of the run itself (1) and a search engine that is down (69), a sign of collapse (70) or a spent budget (78) end the job; docs/resume.md
 # has the exit codes. Rules by exit code need Kubernetes 1.26. DRY_RUN=1 only shows the manifest.
 set -euo pipefail
 : "${IMAGE:?set IMAGE to the container image}" "${CLAIM:?set CLAIM to the volume claim}"

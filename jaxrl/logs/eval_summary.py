@@ -1,6 +1,6 @@
 """Measures of answers to held-out tasks, with intervals, as metrics and as text.
 
-`docs/evaluation.md` says what every number is. Trajectories may come from anywhere, as long as they
+`docs/evaluate.md` defines every number. Trajectories may come from anywhere, as long as they
 are in the order of the tasks.
 """
 

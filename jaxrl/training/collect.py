@@ -298,9 +298,10 @@ def _complaint(
         f"after {num_batches} batches (config.filter.max_batches) only {num_kept} of "
         f"{method.tasks_per_step} groups have passed config.filter.name={keep.name!r}; the "
         f"{len(sampled_stats)} groups sampled were: {_shares(sampled_stats)}. If most failed, fix "
-        "what the error names. If most are all right, the tasks are too easy for this policy; if most "
-        "are all wrong, too hard: raise config.filter.max_batches (0: no limit) or, with --accept_changes, "
-        "change config.tasks.train.source or config.rollout.group_size. What was finished is saved."
+        "what the error names. If most are all right, the tasks are too easy for this policy; if "
+        "most are all wrong, too hard: raise config.filter.max_batches (0: no limit) or, with "
+        "--accept_changes, change config.tasks.train.source or config.rollout.group_size. What was "
+        "finished is saved."
     )
 
 

@@ -5,7 +5,7 @@ from jaxrl.envs.search.base import SearchEngine
 
 
 class Engine(SearchEngine):
-    """Asks a server that answers `GET <url>?query=..` with text."""
+    """A server that answers `GET <url>?query=..` with text."""
 
     def __init__(self, *, url: str = "http://localhost:8000/search", timeout_s: float = 30.0):
         self._url, self._timeout_s = url, timeout_s

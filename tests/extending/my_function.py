@@ -2,12 +2,12 @@ import datetime
 
 
 def weekday(year: int, month: int, day: int) -> str:
-    """Tells the day of the week of a date.
+    """Return the day of the week of a date.
 
     Args:
-        year: From 1 on.
-        month: From 1 to 12.
-        day: Of the month.
+        year: Year from 1 on.
+        month: Month from 1 to 12.
+        day: Day of the month.
     """
     try:
         return f"{datetime.date(year, month, day):%A}"

@@ -6,7 +6,7 @@ from jaxrl.envs.rewards.qa import exact_match
 
 
 def last_line(response: str) -> str:
-    """The last line of the answer, "" where there is none."""
+    """Return the last line of the answer, "" if there is none."""
     answer = response.rpartition("<answer>")[2] if response.endswith("</answer>") else ""
     return answer.removesuffix("</answer>").strip().rpartition("\n")[2]
 
@@ -16,7 +16,7 @@ def is_right(response: str, answers: Sequence[str]) -> float:
 
 
 def facts(tools: Sequence[str] = ()) -> Protocol:
-    """Search-R1's, with results in <facts>; the answer may begin with its reasons."""
+    """Search-R1's protocol with results in <facts>; the answer may begin with reasons."""
     base = search_r1(tools)
     return dataclasses.replace(
         base,

@@ -1,15 +1,15 @@
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("shelves")
-COLOURS = ("red", "blue", "green", "black", "white", "brown", "pink", "grey")
+COLORS = ("red", "blue", "green", "black", "white", "brown", "pink", "gray")
 
 
 @server.tool()
 def look_up(number: int) -> str:
-    """Tells the colour of a shelf."""
+    """Return the color of a shelf."""
     if number < 0:
         return "error: there is no such shelf"
-    return COLOURS[number * number * 7 // 3 % len(COLOURS)]
+    return COLORS[number * number * 7 // 3 % len(COLORS)]
 
 
 if __name__ == "__main__":

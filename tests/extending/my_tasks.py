@@ -2,7 +2,7 @@ import random
 
 
 class Sums:
-    """Sums of two numbers, each made from its place when it is asked for."""
+    """Sums of two numbers, generated from their index."""
 
     def __init__(self, *, count: int = 1000, largest: int = 99, seed: int = 0):
         self._count, self._largest, self._seed = count, largest, seed

@@ -2,7 +2,7 @@ from jaxrl.envs.tools.base import Tool
 
 
 class Clock(Tool):
-    """Says when a train arrives that leaves at noon, after so many minutes."""
+    """Tells when a train that leaves at noon arrives, given its minutes of travel."""
 
     name = "clock"
     blank = "no minutes given"

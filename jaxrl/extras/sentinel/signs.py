@@ -351,7 +351,7 @@ def reward_fell(history: History, fall: float) -> Found:
         f"the mean reward of the last {RECENT} steps is {now:.3g}, its best was "
         f"{best['reward']:.3g} up to step {best['number']}. If no other sign says why, "
         "config.watch.action='roll_back' goes back to before it, with a lower rate; "
-        "docs/results.md, Training that collapses, has what else was tried."
+        "docs/research/results.md, Training that collapses, has what else was tried."
     )
 
 
