@@ -92,12 +92,12 @@ def check_choices() -> tuple[dict[str, Any], bool]:
             make = partial(_trials, table, sizes=sizes, dtype=jnp.dtype(dtype), device=device)
             # A line of its own for each kernel, so that the next one is tried as well.
             load = {name: partial(pkgutil.resolve_name, kernels_of(table)[name])}
-            for verdict in select_kernel(make, load, XLA.train).verdicts:
-                case = f"{verdict.operation}, {sizes}, {dtype}"
+            for check in select_kernel(make, load, XLA.train).kernel_checks:
+                case = f"{check.operation}, {sizes}, {dtype}"
                 label = f"{case}: {name}"
-                findings[label] = f"{'passes' if verdict.is_sound else 'FAILS'}: {verdict.finding}"
+                findings[label] = f"{'passes' if check.is_sound else 'FAILS'}: {check.finding}"
                 print(f"  {label} {findings[label]}", flush=True)
-                passed[case] = passed.get(case, False) or verdict.is_sound
+                passed[case] = passed.get(case, False) or check.is_sound
     if not passed:
         findings["nothing to check"] = f"{device.platform}s have XLA's attention and experts alone"
     return findings, all(passed.values())

@@ -76,7 +76,7 @@ def train(
     Raises:
         ValueError, KeyError, AttributeError, TypeError, OSError: The configuration, a file or the
             workdir is wrong.
-        KeyboardInterrupt: The user interrupted. ScoredEpisode steps are saved, and the same call
+        KeyboardInterrupt: The user interrupted. Finished steps are saved, and the same call
             resumes. A second interrupt ends at once.
         OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
             UserCodeError, UnreadableError, CheckpointError: See `jaxrl.run.run`.

@@ -67,10 +67,10 @@ def run(
             belongs to this configuration.
 
     Raises:
-        Interrupted: `should_stop` returned True. ScoredEpisode steps are saved, here and below.
+        Interrupted: `should_stop` returned True. Finished steps are saved, here and below.
         NothingWorksError: Every episode failed, several times in a row or in the last evaluation.
         OutageError: The environment's server has not answered for too long.
-        BudgetSpentError: The run has spent its budget. ScoredEpisode steps are saved.
+        BudgetSpentError: The run has spent its budget. Finished steps are saved.
         UnsoundError: A step had a sign of collapse that ends the run. That step is saved.
         NotEnoughGroupsError: The filter kept too few groups.
         UserCodeError: User code failed in a step. The steps before it are saved.

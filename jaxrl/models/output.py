@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.runtime.sharding import piece_sharding
 
 LOGIT_CAPACITIES = (1, 2, 3, 4)
-"""Room for wanted tokens, in logit_capacity of all: a program is compiled for each that is met."""
+"""Shares of the tokens that have room for logits, in quarters; each compiles a program."""
 
 Unembed = Callable[[Any, jax.Array], jax.Array]
 """Tables and hidden states `[..., D]` to float32 logits `[..., V]`."""

@@ -1,6 +1,6 @@
 """The sampling engine: programs, chunks and the order of work.
 
-It knows tokens. What is read, attachments too, `feed.py` lays out for the programs.
+It knows tokens. What is read, attachments too, `prefill.py` lays out for the programs.
 
 Requests wait in a queue and are admitted in order while there are rows to decode them in and pages
 for their caches. A running row is decoded in chunks until it stops, then waits until the caller

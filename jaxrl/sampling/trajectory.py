@@ -45,7 +45,7 @@ class Sample:
     recorded: list[list[Mapping[str, np.ndarray]]] = field(default_factory=lambda: [[]])
     contexts: list[tuple[int, int]] = field(default_factory=list)  # see `Trajectory.contexts`
     played: list[PlayedTurn] = field(default_factory=list)  # where there may be several contexts
-    key: np.ndarray | None = None  # uint32 [2], of the first context; see `engine.sample_keys`
+    key: np.ndarray | None = None  # uint32 [2], of the first context; see `sample_keys.py`
     turn_starts: list[int] = field(default_factory=list)  # of every turn and the one under way
     reward: Reward | None = None
     reward_records: tuple[CallRecord, ...] = ()

@@ -279,7 +279,7 @@ def _shares(sampled_stats: Sequence[GroupStats]) -> str:
 def some_failed(sampled_stats: Sequence[GroupStats], group_size: int) -> str | None:
     """Describe how many episodes of a step failed, and the first error; None if none or all did.
 
-    `Failures` reports batches of which all failed.
+    `FailureCounter` reports batches of which all failed.
     """
     total = len(sampled_stats) * group_size
     failed = total - sum(group.num_scored for group in sampled_stats)

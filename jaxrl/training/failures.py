@@ -93,7 +93,7 @@ def why_nothing(
 ) -> str | None:
     """Explain why a step had nothing to learn from; None if it had, or all answers are right.
 
-    `Failures` reports batches of which all episodes failed.
+    `FailureCounter` reports batches of which all episodes failed.
     """
     scored = [t for t in trajectories if t.is_scored]
     if not scored:

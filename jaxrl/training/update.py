@@ -224,7 +224,7 @@ class ScoreStep:
 
 @struct.dataclass
 class GradAccumulator:
-    """GradAccumulator over the micro-batches so far."""
+    """Gradients and metrics, summed over the micro-batches so far."""
 
     gradients: Params  # float32
     metrics: dict[str, Metric]  # unfinished

@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class UsageStats:
-    """Counters of some trajectories; two ledgers add up to that of all their trajectories.
+    """Usage of some trajectories. The sum of two is the usage of all their trajectories.
 
     What the policy asked for is a function of weights and seeds, so it repeats with the run. Its
     `usage` depends on caches, servers and clocks.

@@ -70,15 +70,15 @@ def failures(limit=0):
 
 
 def run(sample, **changes):
-    left = {"num_tasks_taken": 0, "buffered_groups": (), "unfinished": ()}
-    taken, groups, unfinished = (changes.pop(name, value) for name, value in left.items())
+    left = {"num_tasks_taken": 0, "buffered_groups": (), "in_flight_tasks": ()}
+    taken, groups, in_flight = (changes.pop(name, value) for name, value in left.items())
     defaults = {
         "controllers": Controllers(),
         "measure": list,
         "failures": failures()[0],
     }
     arguments = {key: changes.pop(key, default) for key, default in defaults.items()}
-    left = {"num_tasks_taken": taken, "buffered_groups": groups, "unfinished": unfinished}
+    left = {"num_tasks_taken": taken, "buffered_groups": groups, "in_flight_tasks": in_flight}
     sampler = StepSampler(rollout=lambda draws, _, **options: sample(draws), sampling=None)
     return collect(sampler, NumberedTasks(), method_with(**changes), **left, **arguments)
 
@@ -315,11 +315,11 @@ def test_unfinished_groups_are_given_again_and_only_the_missing_ones_drawn():
     first = run(slow, **changes)
     assert asked == [[0, 1, 2]]  # two are wanted, and one may be under way
     assert tasks_of(first.groups) == ["q1", "q1", "q2", "q2"]
-    assert (first.unfinished, first.num_tasks_taken, first.buffered_groups) == ([0], 3, [])
-    left = {"num_tasks_taken": 3, "unfinished": first.unfinished}
+    assert (first.in_flight_tasks, first.num_tasks_taken, first.buffered_groups) == ([0], 3, [])
+    left = {"num_tasks_taken": 3, "in_flight_tasks": first.in_flight_tasks}
     second = run(slow, **changes, **left)
     assert asked[1:] == [[0, 3, 4]]
     assert tasks_of(second.groups) == ["q0", "q0", "q4", "q4"]
-    assert (second.unfinished, second.num_tasks_taken) == ([3], 5)
+    assert (second.in_flight_tasks, second.num_tasks_taken) == ([3], 5)
     saved = json.loads(json.dumps(second.to_json()))
-    assert Collected.from_json(saved).unfinished == [3]
+    assert Collected.from_json(saved).in_flight_tasks == [3]

@@ -22,10 +22,10 @@ def test_messages_come_back_one_at_a_time():
     with child(ECHO) as echo:
         long = {"b": "\n" + "x" * 200_000}
         for said in ({"a": 1}, long, {"c": None}):
-            echo.tell(said)
+            echo.send(said)
             assert echo.readline(20) == said
-        echo.tell({"a": 1})
-        echo.tell({"a": 2})
+        echo.send({"a": 1})
+        echo.send({"a": 2})
         assert [echo.readline(20), echo.readline()] == [{"a": 1}, {"a": 2}]
 
 
@@ -35,7 +35,7 @@ def test_the_end_is_told_with_its_status():
         with pytest.raises(EndedError, match=r"^a child ended with 7$"):
             ended.readline()
         with pytest.raises(EndedError) as error:
-            ended.tell({"a": 1})
+            ended.send({"a": 1})
         assert error.value.status == 7
     with child(ECHO) as killed:
         killed.kill()
@@ -56,7 +56,7 @@ def test_what_gives_no_line_is_not_waited_for(program):
     assert time.monotonic() - started < 5
 
 
-@pytest.mark.parametrize("act", [lambda one: one.readline(), lambda one: one.tell({"a": 1})])
+@pytest.mark.parametrize("act", [lambda one: one.readline(), lambda one: one.send({"a": 1})])
 def test_a_child_that_goes_on_without_its_pipes_is_ended(act, monkeypatch):
     monkeypatch.setattr(child_process, "_ENDING_S", 0.2)
     program = "import os, time; os.close(0); os.close(1); time.sleep(60)"

@@ -47,7 +47,7 @@ def part(function, answer_is_text=False, **settings):
 
 def measured(function, group=None, **settings):
     """What the calls about a group give, and how many there are."""
-    calls = part(function, **settings).calls(group or [finished()])
+    calls = part(function, **settings).requests(group or [finished()])
     return [one for call in calls for one in call.read(call.make())], len(calls)
 
 
@@ -83,7 +83,7 @@ def test_a_ground_truth_of_mathematics_is_a_text():
     def compute_score(solution_str, ground_truth):
         return float(ground_truth == "Paris")
 
-    [call] = part(compute_score, answer_is_text=True).calls([finished()])
+    [call] = part(compute_score, answer_is_text=True).requests([finished()])
     assert call.make() == 1.0
 
 

@@ -187,7 +187,7 @@ def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
     [decision] = resume.read_rollbacks(tmp_path)
     runs.apply_rollback(progress, decision, Values({5: 0.5}))
     assert progress.ledger == UsageStats(num_trajectories=10, num_calls={"search": 7})
-    assert progress.pending is None
+    assert progress.prefetched is None
 
 
 def copy_of(run, tmp_path, *, steps):
@@ -266,7 +266,7 @@ def test_the_best_is_a_checkpoint_that_is_left(values, value, step):
     decision = {"number": 2, "lr_scale": 0.25, "ledger": spent.to_json()}
     runs.apply_rollback(progress, decision, Values(values))
     assert (progress.best.value, progress.best.step) == (value, step)
-    assert (progress.pending, progress.ledger) == (None, spent)
+    assert (progress.prefetched, progress.ledger) == (None, spent)
     assert (progress.watched.lr_scale, progress.watched.num_roll_backs) == (0.25, 2)
 
 

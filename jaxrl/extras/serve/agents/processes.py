@@ -111,12 +111,12 @@ class AgentProcess(Child):
         """Queue a line for the process."""
         self._lines.put(json.dumps(message).encode() + b"\n")
 
-    def hear(self, patience_s: float = math.inf) -> dict[str, Any]:
+    def readline(self, patience_s: float = math.inf) -> dict[str, Any]:
         """Return the next message; notice the end of a process whose pipes others hold."""
         ends = time.monotonic() + patience_s
         while True:
             try:
-                return super().hear(min(patience_s, _POLL_S))
+                return super().readline(min(patience_s, _POLL_S))
             except SilentError:
                 if self._process.poll() is not None:
                     raise EndedError(self._what, self.wait()) from None
@@ -233,7 +233,7 @@ class AgentProcesses:
             ) from error
         self._processes.append(process)
         try:
-            first = process.hear(START_S)
+            first = process.readline(START_S)
         except (EndedError, SilentError, ValueError) as error:
             first = {"failed": f"{error}. {process.output}"}
         if "failed" in first:
@@ -248,7 +248,7 @@ class AgentProcesses:
         """Report the ends of a process's episodes, up to its own end."""
         try:
             while True:
-                message = process.hear()
+                message = process.readline()
                 name = message["episode"]
                 with self._lock:
                     process.num_left = message["num_left"]
