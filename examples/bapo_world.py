@@ -1,19 +1,19 @@
-r"""Makes a world that has what BAPO is for: searches, sums, and questions that nothing answers.
+r"""Make a world for BAPO: searches, arithmetic, and questions that have no answer.
 
     python -m examples.bapo_world --out=data/bapo_small --seed=0
 
-The quickstart's people (`examples/quickstart_world.py`), of whom a document tells who taught them,
-where and when they were born and when they died. Questions are about a person or the person's
-mentor, whom a first search finds. A birthplace is read in a document. An age at death is told
-nowhere: two years have to be found, and one taken from the other with the Python tool. And many
-documents leave out the birthplace or the death, and some people have no document at all, so that a
-search shows somebody else. The accepted answer to a question about these occurs nowhere in the
-world, so that whatever is answered is wrong.
+The people are the quickstart's (`examples/quickstart_world.py`). A document gives a person's
+mentor, birthplace, and years of birth and death. Questions are about a person or the person's
+mentor, whom a first search finds. Documents state the birthplace but never the age at death: it
+is the difference of two years, computed with the Python tool. Many documents omit the birthplace
+or the death, and some people have no document, so a search for them returns somebody else. The
+accepted answer to a question about a missing fact occurs nowhere in the world, so every answer is
+wrong.
 
-Demonstrations are chats in BAPO's protocol, with its tags, its Python tool and answers in a
-`\boxed{..}`. They come from other worlds and are of mixed quality: they guess, search a part of the
-name, stop at the first person, do without the tool, and say that they do not know both where they
-should and where they should not. Nobody who is held out occurs in them.
+Demonstrations are chats in BAPO's protocol, with its tags, its Python tool and answers in
+`\boxed{..}`. They come from other worlds and are of mixed quality: they guess, search for part of
+the name, stop at the first person, skip the tool, and say "I don't know" both when they should
+and when they should not. They never name a held-out person.
 
 The same seed gives the same bytes.
 """
@@ -42,7 +42,7 @@ WORDS = frozenset((*quickstart.FIRST_NAMES, *quickstart.LAST_NAMES, *quickstart.
 BIRTHS = range(1900, 1930)
 AGES = range(30, 60)
 NUMBERS = (*AGES, *range(BIRTHS.start, BIRTHS.stop + AGES.stop - 1))
-"""Every number that the model reads or writes, those on the labels of documents apart."""
+"""Every number that the model reads or writes, except those in document labels."""
 
 QUESTIONS = {
     ("birthplace",): "Where was {name} born?",
@@ -50,18 +50,18 @@ QUESTIONS = {
     ("mentor", "birthplace"): "Where was the mentor of {name} born?",
     ("mentor", "age"): "At what age did the mentor of {name} die?",
 }
-"""Facts that are looked up, hop by hop, and the question that asks for them."""
+"""Question templates, keyed by the facts to look up, hop by hop."""
 
 VALUES: Mapping[str, Sequence[Any]] = {"birthplace": quickstart.CITIES, "age": AGES}
 UNTOLD = {"birthplace": UNTOLD_WORDS["birthplace"], "age": ["101", "102", "103", "104"]}
-"""Accepted answers to what no document tells; they occur nowhere else."""
+"""Accepted answers to questions about missing facts; they occur nowhere else."""
 
 UNANSWERABLE = ("untold", "unknown")
-"""Data sources of questions about a fact, and about people, of which no document tells."""
+"""Data sources of questions about missing facts and about people without a document."""
 
-I_DO_NOT_KNOW = "I don't know"  # as BAPO's prompt offers it
-# As the quickstart's, but a number stands by itself: in a text, in code and in a result it is the
-# same token.
+I_DO_NOT_KNOW = "I don't know"  # the wording of BAPO's prompt
+# Like the quickstart's, but a number is a piece of its own, so that it is the same token in text,
+# code and tool results.
 PIECES = r" ?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+\n?|\n+|\s+(?!\S)|\s+"
 
 Question = dict[str, Any]
@@ -69,10 +69,10 @@ Question = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Person(quickstart.Person):
-    """Facts about somebody, and what of them is told."""
+    """A person's facts, and which of them the document states."""
 
-    untold: str | None  # "birthplace" or "age": what the document leaves out
-    is_known: bool  # there is a document
+    untold: str | None  # "birthplace" or "age": the fact that the document omits
+    is_known: bool  # True if the person has a document
 
     @property
     def text(self) -> str:
@@ -88,11 +88,11 @@ People = Mapping[str, Person]  # by full name, in order of id
 
 @dataclass(frozen=True, kw_only=True)
 class Habits(quickstart.Habits):
-    """Chances of what a demonstration does, beside those of the quickstart's."""
+    """Probabilities of a demonstrator's choices, in addition to the quickstart's."""
 
-    compute: float  # works an age out in Python, otherwise guesses it
-    give_up_lost: float  # says it does not know where what is asked was not shown
-    give_up_found: float  # says so although it was shown
+    compute: float  # computes an age in Python; otherwise guesses it
+    give_up_lost: float  # says "I don't know" if no result showed the fact
+    give_up_found: float  # says "I don't know" although a result showed it
 
 
 HABITS = Habits(
@@ -112,9 +112,10 @@ def make_people(
     rng: random.Random,
     excluded: Collection[str] = (),
 ) -> People:
-    """The quickstart's people with years.
+    """Return the quickstart's people with years of birth and death.
 
-    Of their documents a share of `untold` leaves out a fact, and a share of `unknown` is missing.
+    `shares["untold"]` is the share of documents that omit a fact, and `shares["unknown"]` the share
+    of people without a document.
     """
     people = {}
     for person in quickstart.make_people(num_people, num_held_out, rng, excluded).values():
@@ -128,14 +129,14 @@ def make_people(
 
 
 def known(people: People) -> list[Person]:
-    """People who have a document."""
+    """Return the people who have a document."""
     return [person for person in people.values() if person.is_known]
 
 
 def make_question(
     person: Person, hops: tuple[str, ...], people: People, rng: random.Random
 ) -> Question:
-    """One question record; `metadata` says which documents answer it, if any does."""
+    """Return a question record; `metadata` names the documents that answer it, if any."""
     titles = [person.name, person.facts["mentor"]][: len(hops)]
     last, fact = people[titles[-1]], hops[-1]
     if not all(people[title].is_known for title in titles):
@@ -153,7 +154,7 @@ def make_question(
 
 
 def train_questions(people: People, rng: random.Random) -> list[Question]:
-    """Every kind of question about everybody who is not held out, shuffled."""
+    """Return every kind of question about everybody who is not held out, shuffled."""
     persons = [person for person in people.values() if not person.is_held_out]
     questions = [make_question(p, hops, people, rng) for p in persons for hops in QUESTIONS]
     rng.shuffle(questions)
@@ -161,14 +162,14 @@ def train_questions(people: People, rng: random.Random) -> list[Question]:
 
 
 def eval_questions(people: People, rng: random.Random) -> list[Question]:
-    """One question about everybody who is held out, the kinds in turn."""
+    """Return one question about each held-out person, cycling through the kinds."""
     persons = [person for person in people.values() if person.is_held_out]
     kinds = itertools.cycle(QUESTIONS)
     return [make_question(p, hops, people, rng) for p, hops in zip(persons, kinds, strict=False)]
 
 
 class Demonstrator(quickstart.Demonstrator):
-    """Answers questions with a search engine and Python, as well as its habits allow."""
+    """Imperfect player that answers questions with a search engine and Python."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class Demonstrator(quickstart.Demonstrator):
         self._python = python
 
     def demonstrate(self, question: Question) -> dict[str, Any]:
-        """One chat; its answer is the gold value only where search and sum went well."""
+        """Return one chat. The answer is correct only if search and arithmetic succeeded."""
         chat = super().demonstrate(question)
         chat["metadata"] |= {
             "num_python_calls": quickstart.num_calls(chat["messages"], "python"),
@@ -191,16 +192,17 @@ class Demonstrator(quickstart.Demonstrator):
         return chat
 
     def _final_turn(self, answer: str, messages: Sequence[Mapping[str, str]]) -> str:
-        thought = "" if len(messages) > 1 else "<think> guess </think>"  # the format asks for one
+        thought = "" if len(messages) > 1 else "<think> guess </think>"  # required by the format
         return rf"{thought}<answer> \boxed{{ {answer} }} </answer>"
 
     def _research(self, question: Question, messages: list[dict[str, str]]) -> str:
-        """Appends what is called; returns the value found, a guess, or that it is not known."""
+        """Append the tool calls; return the value, a guess, or "I don't know"."""
         hops, name = question["metadata"]["hops"], question["metadata"]["titles"][0]
         fact = hops[-1]
         guess = str(self._rng.choice(VALUES[fact]))
         if self._happens(self._habits.guess):
             return guess
+        # A lookup is lost if it returned somebody else: the answer will be wrong.
         read = self._look_up(name, hops[0], messages)
         is_lost = read is None or read.name != name
         if read is not None and len(hops) == 2:
@@ -220,7 +222,7 @@ class Demonstrator(quickstart.Demonstrator):
         return self._work_out(read, messages) if self._happens(self._habits.compute) else guess
 
     def _work_out(self, person: Person, messages: list[dict[str, str]]) -> str:
-        """Appends the sum; returns what Python printed."""
+        """Append the calculation; return what Python printed."""
         difference = f"{person.facts['died']} - {person.facts['born']}"
         code = f"print({difference})"
         turn = f"<think> {difference} </think><python> {code} </python>"
@@ -235,7 +237,7 @@ class Demonstrator(quickstart.Demonstrator):
 def demonstrations(
     people: People, num: int, *, topk: int, python: Tool, rng: random.Random
 ) -> list[dict[str, Any]]:
-    """Demonstrations about the people of one world."""
+    """Return demonstrations about the people of one world."""
     questions = train_questions(people, rng)
     with quickstart.opened_engine(known(people), topk=topk) as engine:
         demonstrator = Demonstrator(people, engine, python, HABITS, rng)
@@ -244,13 +246,13 @@ def demonstrations(
 
 
 def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Texts that merges are learnt from: the quickstart's, and every number."""
+    """Yield texts to train the tokenizer on: every number, and the quickstart's texts."""
     yield from map(str, NUMBERS)
     yield from quickstart.training_texts(chats, WORDS, BAPO)
 
 
 def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
-    """Texts that the model will see, by what they are; of demonstrations a sample."""
+    """Return texts that the model will see, by kind; of the demonstrations a sample."""
     texts = {"document": [render_documents([Document(**document)]) for document in files["corpus"]]}
     for name in ("questions_train", "questions_eval"):
         texts[name] = [quickstart.render_prompt(record["question"]) for record in files[name]]
@@ -261,13 +263,13 @@ def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[st
 
 
 def check_numbers_are_whole(tokenizer: tokenizers.Tokenizer) -> None:
-    """Every number is one token, and so wherever it stands, as no piece holds more than it."""
+    """Assert that every number is one token; no piece holds more than the number."""
     for number in map(str, NUMBERS):
         assert len(tokenizer.encode(number).ids) == 1, f"{number} is split"
 
 
 def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
-    """Prints by data source: share of demonstrations, and of them right ones and others' habits."""
+    """Print, by data source, the share of demonstrations and how many have each property."""
     heads = {"is_correct": "right", "is_abstention": "gives up", "num_python_calls": "computes"}
     print(f"\n{'demonstrations':24}{'share':>10}" + "".join(f"{h:>10}" for h in heads.values()))
     by_source = collections.defaultdict(list)
@@ -284,11 +286,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_people", type=int, default=1000)
-    parser.add_argument("--num_held_out", type=int, default=160, help="of them, for evaluation")
-    parser.add_argument("--untold", type=float, default=0.5, help="share that lacks a fact")
-    parser.add_argument("--unknown", type=float, default=0.1, help="share without a document")
+    parser.add_argument(
+        "--num_held_out", type=int, default=160, help="people held out for evaluation"
+    )
+    parser.add_argument(
+        "--untold", type=float, default=0.5, help="share of documents without a fact"
+    )
+    parser.add_argument(
+        "--unknown", type=float, default=0.1, help="share of people without a document"
+    )
     parser.add_argument("--num_demonstrations", type=int, default=16_000)
-    parser.add_argument("--num_worlds", type=int, default=16, help="that demonstrations come from")
+    parser.add_argument("--num_worlds", type=int, default=16, help="worlds for demonstrations")
     parser.add_argument("--topk", type=int, default=1, help="documents in a search result")
     args = parser.parse_args(argv)
     quickstart.check_sizes(parser, args)
@@ -297,12 +305,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
+    # Separate generators: changing the number of questions leaves the people as they are.
     parts = ("people", "questions", "demos")
     rngs = {part: random.Random(f"{args.seed} {part}") for part in parts}
     shares = {"untold": args.untold, "unknown": args.unknown}
     people = make_people(args.num_people, args.num_held_out, shares, rngs["people"])
     held_out = [person.name for person in people.values() if person.is_held_out]
     num_others, python = args.num_people - len(held_out), MontyTool(max_workers=1)
+    # Demonstrations come from other worlds, so that they teach no facts.
     files = {
         "corpus": list(quickstart.documents(known(people))),
         "questions_train": train_questions(people, rngs["questions"]),
@@ -319,6 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         ],
     }
+    # Check the texts before writing anything.
     tokenizer = quickstart.train_tokenizer(training_texts(files["demonstrations"]), BAPO, PIECES)
     texts = rendered(files)
     quickstart.check_nothing_leaks(people, files)

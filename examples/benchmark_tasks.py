@@ -1,13 +1,13 @@
-r"""Published questions as tasks: NQ, TriviaQA, PopQA, HotpotQA and others, from their own files.
+r"""Convert published question sets to tasks: NQ, TriviaQA, PopQA, HotpotQA and others.
 
 python -m examples.benchmark_tasks --name=hotpotqa --in=hotpot_train_v1.1.json \
     --out=data/hotpotqa.jsonl
 
-`BENCHMARKS` has the names. Files are read as they are published, and as FlashRAG and verl have
-them: JSON, JSONL, CSV, TSV or Parquet, also a folder or a pattern of several. Each task gets `id`
-(the benchmark's name and its own), `data_source` (the name) and `answers`. A question that is there
-more than once is written once, with the answers of all its copies. What cannot be a task is left
-out and counted; what is malformed ends the program with its file and row.
+`BENCHMARKS` lists the names. The input is a file as published, or FlashRAG's or verl's copy: JSON,
+JSONL, CSV, TSV or Parquet, or a folder or pattern of several. Each task gets `id` (the benchmark's
+name and the published id), `data_source` (the name) and `answers`. A repeated question is written
+once, with the answers of all its copies. Rows that cannot be tasks are skipped and counted. A
+malformed row ends the program with its file and row number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Fields = dict[str, Any]
 
 
 class LeftOutError(ValueError):
-    """A row that cannot be a task; the text says of what kind it is."""
+    """A row that cannot be a task; the message is the reason that is counted."""
 
 
 def open_questions(row: Row) -> Fields:
@@ -43,7 +43,7 @@ def open_questions(row: Row) -> Fields:
 def trivia_qa(row: Row) -> Fields:
     """TriviaQA: `Question`, `QuestionId`, `Answer` with `Value` and `Aliases`.
 
-    Of Hugging Face's copy the same in small letters, with `question_id`.
+    Hugging Face's copy: the same in lower case, with `question_id`.
     """
     row = {name.lower().replace("_", ""): value for name, value in row.items()}
     answer = row.get("answer")
@@ -97,9 +97,9 @@ def bamboogle(row: Row) -> Fields:
 
 
 def competition(row: Row) -> Fields:
-    """AIME and MATH-500: `problem` (or `question`) and `answer`, in whichever letters.
+    """AIME and MATH-500: `problem` (or `question`) and `answer`, in upper or lower case.
 
-    Ids stand in `id` or `unique_id`. verl's rows, as DAPO publishes AIME, are read as theirs are.
+    Optional `id` or `unique_id`. verl's rows, DAPO's copy of AIME for example, are supported too.
     """
     if "reward_model" in row:
         return verl_math(row)
@@ -125,7 +125,7 @@ def gsm8k(row: Row) -> Fields:
 
 
 def verl_math(row: Row) -> Fields:
-    """DAPO's set: verl's rows, whose chat asks for the line `Answer:` itself."""
+    """DAPO's set: verl's rows; the chat itself asks for the line `Answer:`."""
     fields = {name: row[name] for name in ("prompt", "reward_model")}
     id = (row.get("extra_info") or {}).get("index")
     return fields | ({"id": id} if id is not None else {})
@@ -140,7 +140,7 @@ def enigmata(row: Row) -> Fields:
     if not answer or "\n" in answer:
         raise LeftOutError("without a solution of one line")
     prompt = row.get("prompt") or row["question"]
-    # What the puzzles' own verifiers read is in `meta`.
+    # The puzzles' verifiers need `meta`.
     kept = {name: row[name] for name in ("task_name", "difficulty", "meta") if row.get(name)}
     key = "question" if isinstance(prompt, str) else "messages"
     return {key: prompt, "answers": [answer], "metadata": kept}
@@ -160,7 +160,7 @@ BENCHMARKS: Mapping[str, Callable[[Row], Fields]] = {
     "dapo": verl_math,
     "enigmata": enigmata,
 }
-"""From a row of the published file to the fields of a task, by the names of benchmarks."""
+"""Functions that convert a published row to task fields, by benchmark name."""
 
 
 def flash_rag(row: Row) -> Fields:
@@ -169,10 +169,11 @@ def flash_rag(row: Row) -> Fields:
 
 
 def rows_of(source: str) -> Iterator[tuple[Row, str]]:
-    """The rows of a published file, each with its place.
+    """Yield the rows of a published file, each with its location.
 
     Raises:
-        FileNotFoundError, ValueError: it cannot be read.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file cannot be read.
     """
     reader = _reader_of(source)
     for block in blocks(len(reader), 1000):
@@ -181,26 +182,28 @@ def rows_of(source: str) -> Iterator[tuple[Row, str]]:
 
 def _reader_of(source: str) -> Reader:
     if Path(source).suffix == ".json":
-        # One array, or an object whose `Data` is one, as TriviaQA's; small enough to be held.
+        # An array, or an object with the array in `Data` (TriviaQA); small enough for memory.
         with open(source, encoding="utf-8") as file:
             content = json.load(file)
         rows = content.get("Data", content.get("data")) if isinstance(content, dict) else content
         if not isinstance(rows, list):
-            raise ValueError(f"{source} holds no array of questions; expected one, or 'Data'.")
+            raise ValueError(
+                f"{source} holds no array; expected an array, or an object with 'Data'."
+            )
         return Listed(rows, source, "--in")
     return open_reader(TaskSource(key="--in", source=source))
 
 
 @dataclass(kw_only=True)
 class Collapsed:
-    """Each question once, where it comes first, with the answers of all its copies."""
+    """Deduplicated questions, in order of first occurrence, with the answers of all copies."""
 
-    tasks: dict[str, Fields] = field(default_factory=dict)  # by what they ask
-    left_out: Counter[str] = field(default_factory=Counter)  # rows, by why
+    tasks: dict[str, Fields] = field(default_factory=dict)  # by normalized question
+    left_out: Counter[str] = field(default_factory=Counter)  # number of skipped rows by reason
     ids: set[str] = field(default_factory=set)
 
     def add(self, task: Task, own: str, data_source: str) -> None:
-        """Takes a task, whose own id in its file is `own`."""
+        """Add a task; `own` is its published id."""
         chat = json.dumps(task.messages)
         asked = chat if task.question is None else normalized_question(task.question)
         if asked not in self.tasks:
@@ -228,15 +231,16 @@ class Collapsed:
 
 
 def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
-    """The tasks of a published file.
+    """Return the tasks of a published file.
 
     Args:
-        name: one of `BENCHMARKS`.
-        source: the file, a pattern, or a folder.
-        data_source: of the tasks, and before their ids; "": the name.
+        name: Name in `BENCHMARKS`.
+        source: File, pattern or folder.
+        data_source: Data source of the tasks and prefix of their ids; "" uses `name`.
 
     Raises:
-        FileNotFoundError, ValueError: it cannot be read, or a row is malformed; its place is named.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file cannot be read, or a row is malformed; the message gives its location.
     """
     collapsed = Collapsed()
     for number, (row, place) in enumerate(rows_of(source)):
@@ -260,15 +264,17 @@ def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Converts the file named on the command line."""
+    """Convert the file named on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--name", required=True, choices=BENCHMARKS, help="of the benchmark")
-    parser.add_argument("--in", required=True, dest="source", help="its published file")
+    parser.add_argument("--name", required=True, choices=BENCHMARKS, help="name of the benchmark")
+    parser.add_argument("--in", required=True, dest="source", help="published file")
     parser.add_argument("--out", required=True, help="JSONL of tasks to write")
-    parser.add_argument("--data_source", default="", help="of the tasks; the benchmark's name")
-    parser.add_argument("--limit", type=int, default=0, help="the first so many tasks; 0: all")
+    parser.add_argument(
+        "--data_source", default="", help="data source of the tasks (default: the name)"
+    )
+    parser.add_argument("--limit", type=int, default=0, help="number of tasks to write; 0: all")
     settings = parser.parse_args(argv)
     try:
         collapsed = tasks_of(settings.name, settings.source, settings.data_source)

@@ -1,15 +1,14 @@
-"""Makes the quickstart's world for a model that calls its search as Qwen's models call functions.
+"""Make the quickstart's world with search as a function call in Qwen's format.
 
     python -m examples.calls_world --out=data/calls --seed=0
 
-People, questions and the mixed quality of the demonstrations are those of
-`examples/quickstart_world.py`, with the same seed the same. A query stands in a `<tool_call>` as
-JSON, and the chat template describes the tool behind the system message, so that an agent of any
-framework that calls functions over an endpoint can play this world
+People, questions and demonstration quality are those of `examples/quickstart_world.py` with the
+same seed. A query is JSON in a `<tool_call>`, and the chat template describes the tool after the
+system message, so any agent framework that calls functions over an endpoint can play this world
 (`examples/framework_agent.py`).
 
-The template is short: name, parameters and description of a tool are a line, where Qwen's own
-writes the whole JSON schema. A model of two layers reads it in every prompt.
+The template is short: it writes a tool's name, parameters and description on one line instead of
+Qwen's JSON schema, because a two-layer model reads it in every prompt.
 """
 
 import argparse
@@ -52,20 +51,20 @@ TOOLS = (
     "Tools:\nsearch(query): " + SearchEngine.description + "\nA call is ",
     '\n{"name": name, "arguments": object}\n',
 )
-"""Texts that the template writes of the tool, for the tokenizer to learn."""
+"""Texts that the template writes about the tool, for training the tokenizer."""
 
 
 def call(query: str) -> str:
-    """A call of the search.
+    """Return a search call.
 
-    A blank begins the query: with it a name is the token that it is in a document.
+    The query starts with a space, so that a name is the same token as in a document.
     """
     asked = {"name": "search", "arguments": {"query": f" {query}"}}
     return f"<tool_call>\n{json.dumps(asked)}\n</tool_call>"
 
 
 def with_calls(demonstration: Mapping[str, Any]) -> dict[str, Any]:
-    """A demonstration of the quickstart's whose searches are calls, behind the system message."""
+    """Return a quickstart demonstration with a system message and its searches as calls."""
     messages = [{"role": "system", "content": SYSTEM}]
     for message in demonstration["messages"]:
         content = re.sub(
@@ -76,7 +75,7 @@ def with_calls(demonstration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Texts that merges are learnt from: what the template writes, words and messages."""
+    """Yield texts to train the tokenizer on: words, template texts and messages."""
     markers = quickstart.SPECIAL_TOKENS + quickstart.tag_tokens(CALLS)
     between = "|".join(map(re.escape, markers))
     yield from (f" {word}" for word in sorted(quickstart.POOL))
@@ -91,9 +90,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_people", type=int, default=1200)
-    parser.add_argument("--num_held_out", type=int, default=200, help="of them, for evaluation")
+    parser.add_argument(
+        "--num_held_out", type=int, default=200, help="people held out for evaluation"
+    )
     parser.add_argument("--num_demonstrations", type=int, default=20_000)
-    parser.add_argument("--num_worlds", type=int, default=20, help="that demonstrations come from")
+    parser.add_argument("--num_worlds", type=int, default=20, help="worlds for demonstrations")
     args = parser.parse_args(argv)
     quickstart.check_sizes(parser, args)
     return args
@@ -101,7 +102,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    # The quickstart's own world; a model and chats of other words take the place of its.
+    # Write the quickstart's world, then replace its model and demonstrations.
     quickstart.main([f"--{name}={value}" for name, value in vars(args).items()])
     chats = {}
     for name in ("demonstrations", "demonstrations_perfect"):

@@ -1,24 +1,23 @@
-"""Makes the worlds in which the claims of the algorithms can show.
+"""Make worlds that test the claims of the algorithms.
 
     python -m examples.claims_world --world=hops --out=data/claims/hops --seed=0
 
-They are built of the quickstart's people, words and search engine (`examples/quickstart_world.py`):
+They use the quickstart's people, words and search engine (`examples/quickstart_world.py`):
 
-- `hops`: chains of one to four mentors, each hop a search that needs what the one before it found.
-  Thoughts are short or long. What makes them long is idle musing, and how much to muse is left to
-  reinforcement learning. Training questions are mostly short chains, as many training sets are
-  mostly easy; held-out ones are of every length alike.
-- `ambiguous`: half of the questions ask for a pupil of somebody who has three of them. One search
-  shows all three, and nothing tells which of them is meant; in half of the cases it is the first.
-  The other half are plain one-hop questions.
-- `unanswerable`: a third of the questions is about people of whom no document tells, not even by a
-  part of their name, or about facts that a document leaves out. Some demonstrations say that they
-  do not know.
+- `hops`: chains of one to four mentors; each hop needs the result of the search before it.
+  Thoughts are short or long. Idle musing makes them long, and reinforcement learning decides how
+  much to muse. Training questions are mostly short chains, since many training sets are mostly
+  easy; held-out questions have all lengths equally often.
+- `ambiguous`: half of the questions ask for a pupil of somebody with three pupils. One search
+  shows all three, and nothing says which one is meant; it is the first in half of the cases. The
+  other half are plain one-hop questions.
+- `unanswerable`: a third of the questions are about people without a document, whose names share
+  no word with any document, or about facts that a document omits. Some demonstrations say that
+  they do not know.
 
-People are on one of three sides: those of training, those of development, on which settings may be
-chosen, and those of evaluation. Mentors are of the same side as their pupils. Demonstrations come
-from other worlds and name nobody of the two sides that are held out. The same seed gives the same
-bytes.
+People are on one of three sides: training, development (for choosing settings) and evaluation.
+Mentors are on the same side as their pupils. Demonstrations come from other worlds and name
+nobody on the two held-out sides. The same seed gives the same bytes.
 """
 
 import argparse
@@ -50,39 +49,39 @@ UNTOLD = {
     "birthplace": ["Quarrowmere", "Silvantide", "Umberfold", "Wrenhollow"],
     "job": ["falconer", "chandler", "cooper", "thatcher"],
 }
-"""Answers to questions that nothing in the corpus answers; they occur nowhere else."""
+"""Answers to questions that the corpus cannot answer; they occur nowhere else."""
 
 I_DO_NOT_KNOW = "I don't know"
 NAMES = (quickstart.FIRST_NAMES, quickstart.LAST_NAMES)
-UNKNOWN_WORDS = 14  # of the first names and of the last names, where there are unknown people
-PUPILS = 3  # of everybody who has any
+UNKNOWN_WORDS = 14  # first names, and last names, reserved for unknown people
+PUPILS = 3  # per mentor
 MEANT = (0.5, 0.3, 0.2)
-"""Chances that the pupil who is meant is the first, second, third that a search shows."""
+"""Probabilities that the pupil meant is the first, second, third in the search result."""
 
 Question = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Person:
-    """Facts about somebody, and what of them is told."""
+    """A person's facts, and which of them the document states."""
 
     id: str
     first: str
     last: str
     facts: Mapping[str, str]  # birthplace, job and mentor
     side: str
-    is_told: bool = True  # there is a document
-    is_master: bool = False  # known only as the mentor of three others; there is no document
-    untold_fact: str | None = None  # that the document leaves out
+    is_told: bool = True  # True if the person has a document
+    is_master: bool = False  # mentor of three others, without a document
+    untold_fact: str | None = None  # fact that the document omits
 
     @property
     def name(self) -> str:
-        """The full name, as documents are titled."""
+        """Full name, the title of the document."""
         return f"{self.first} {self.last}"
 
     @property
     def text(self) -> str:
-        """The body of the document."""
+        """Body of the document."""
         told = {name for name in self.facts if name != self.untold_fact}
         what = f"is a {self.facts['job']}" if "job" in told else "was"
         where = f"born in {self.facts['birthplace']} and " if "birthplace" in told else ""
@@ -94,28 +93,28 @@ People = Mapping[str, Person]  # by full name, in order of id
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Chances of what a demonstration does."""
+    """Probabilities of a demonstrator's choices."""
 
     guess: float  # answers without a search
-    good_query: float  # a full name, otherwise only a part of it
-    go_on: float  # searches on where the question asks for another hop
+    good_query: float  # searches for the full name; otherwise for part of it
+    go_on: float  # continues if the question needs another hop
     long_thought: float  # muses before it thinks
-    give_up_lost: float = 0.0  # says it does not know where what is asked was not shown
-    give_up_found: float = 0.0  # says so although it was shown
+    give_up_lost: float = 0.0  # says "I don't know" if no result showed it
+    give_up_found: float = 0.0  # says "I don't know" although a result showed it
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Questions of one world, and how its demonstrations go about them."""
+    """The questions and the demonstrator of one world."""
 
-    kinds: Mapping[tuple[str, ...], str]  # what is looked up hop by hop; the data source
+    kinds: Mapping[tuple[str, ...], str]  # facts to look up, hop by hop, to data source
     habits: Habits
     topk: int  # documents in a search result
-    # Of each data source, the share of its training questions that are kept; all where not named.
+    # Share of training questions to keep by data source; 1 for data sources not listed.
     train_shares: Mapping[str, float] = field(default_factory=dict)
-    has_masters: bool = False  # mentors have no mentor and no document of their own
+    has_masters: bool = False  # mentors have no mentor and no document
     unknown_people: float = 0.0  # share of people without a document
-    untold_facts: float = 0.0  # share of the others whose document leaves something out
+    untold_facts: float = 0.0  # share of the others whose document omits a fact
 
 
 def hop_kinds(num_hops: Collection[int]) -> dict[tuple[str, ...], str]:
@@ -160,9 +159,9 @@ WORLDS = {
 def make_people(
     world: World, sizes: Mapping[str, int], rng: random.Random, excluded: Collection[str] = ()
 ) -> People:
-    """People with distinct names, none of the `excluded`; everybody who teaches has three pupils.
+    """Return people with distinct names outside `excluded`; every mentor has three pupils.
 
-    The sides are spread over the ids, by which a search ranks equally good documents.
+    The sides are spread over the ids, because a search ranks equally good documents by id.
     """
     sides = [side for side, size in sizes.items() for _ in range(size)]
     rng.shuffle(sides)
@@ -195,7 +194,7 @@ def make_people(
 def draw_names(
     is_unknown: Sequence[bool], world: World, rng: random.Random, excluded: Collection[str]
 ) -> list[tuple[str, str]]:
-    """First and last names; those of unknown people are of words that no document has."""
+    """Return first and last names; unknown people get words that occur in no document."""
     num_words = UNKNOWN_WORDS if world.unknown_people else 0
     words = [(pool[num_words:], pool[:num_words]) for pool in NAMES]
     drawn = []
@@ -212,9 +211,9 @@ def assign_mentors(
     world: World,
     rng: random.Random,
 ) -> dict[int, int]:
-    """A mentor for each member, three pupils each, nobody their own.
+    """Return a mentor for each member, with three pupils per mentor and nobody as their own mentor.
 
-    Where the world has masters, they have no mentor and are left out.
+    If the world has masters, they get no mentor and are left out.
     """
     known = [i for i in members if not is_unknown[i]]
     num_teachers = -(-len(members) // (PUPILS + world.has_masters))
@@ -225,13 +224,13 @@ def assign_mentors(
     rng.shuffle(places)
 
     def is_good(pupil: int, teacher: int) -> bool:
-        """True unless they are one, or a search for another master would prefer the pupil."""
+        """Return False for a self-pair or a pupil that a search for another master would prefer."""
         (first, last), (teachers_first, teachers_last) = names[pupil], names[teacher]
         mixed = {(first, teachers_last), (teachers_first, last)}
         return pupil != teacher and not mixed & taken
 
     bad = [i for i, pupil in enumerate(pupils) if not is_good(pupil, places[i])]
-    while bad:  # trade with somebody, where that is good for both
+    while bad:  # swap with a random pupil if both pairs are then good
         i, j = rng.choice(bad), rng.randrange(len(pupils))
         if is_good(pupils[i], places[j]) and is_good(pupils[j], places[i]):
             places[i], places[j] = places[j], places[i]
@@ -240,14 +239,14 @@ def assign_mentors(
 
 
 def documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
-    """Lines of the corpus."""
+    """Yield the lines of the corpus."""
     for person in people:
         if person.is_told:
             yield {"id": person.id, "title": person.name, "text": person.text}
 
 
 class Examiner:
-    """Asks questions, and knows the answers."""
+    """Generator of questions with their answers."""
 
     def __init__(self, people: People, engine: LocalSearch, rng: random.Random):
         self._people = people
@@ -255,10 +254,10 @@ class Examiner:
         self._rng = rng
 
     def ask(self, person: Person, kind: tuple[str, ...], data_source: str) -> Question | None:
-        """One question record; None where it does not suit the person.
+        """Return a question record, or None if the kind does not fit the person.
 
-        A pupil is asked for of masters only, and of those alone whose three pupils are what a
-        search for their name shows. `metadata` has the people on the way to the answer.
+        Pupil questions are about masters only, and only if a search for the master shows all three
+        pupils. `metadata` lists the people on the path to the answer.
         """
         if person.is_master != (kind[0] == "pupil"):
             return None
@@ -270,7 +269,7 @@ class Examiner:
         else:
             titles = chain(person.name, len(kind), self._people)
         attribute, last = kind[-1], self._people[titles[-1]]
-        # Who has no document is nobody's mentor, so that only the first of a chain may lack one.
+        # People without a document mentor nobody, so only the first of a chain may lack one.
         is_unknown = not (person.is_told or person.is_master)
         is_told = not is_unknown and last.untold_fact != attribute
         if not is_told:
@@ -287,7 +286,7 @@ class Examiner:
         }
 
     def _meant_pupil(self, person: Person) -> Person | None:
-        """One of the three pupils, the first that the search shows most often."""
+        """Sample one of the three pupils with the probabilities of `MEANT`."""
         titles = quickstart.shown_titles(self._engine.run(person.name))
         shown = [title for title in titles if self._people[title].facts["mentor"] == person.name]
         if len(shown) < PUPILS:
@@ -297,7 +296,7 @@ class Examiner:
 
 
 def chain(name: str, length: int, people: People) -> list[str]:
-    """A name, then the mentor's, the mentor's mentor's and so on."""
+    """Return a name, the mentor's, the mentor's mentor's and so on."""
     names = [name]
     while len(names) < length:
         names.append(people[names[-1]].facts["mentor"])
@@ -305,7 +304,7 @@ def chain(name: str, length: int, people: People) -> list[str]:
 
 
 def question_text(name: str, kind: tuple[str, ...]) -> str:
-    """A question about the person at the end of the chain."""
+    """Return a question about the person at the end of the chain."""
     hops = len(kind) - 1
     if kind[0] == "pupil":
         of = f"a pupil of {name}"
@@ -323,7 +322,7 @@ def questions_about(
     rng: random.Random,
     most: int | None = None,
 ) -> list[Question]:
-    """Draws as many questions of each kind, each about somebody else; shuffled, at most `most`."""
+    """Return equally many questions of each kind, shuffled, at most `most`."""
     by_kind: list[list[Question]] = []
     for kind, source in world.kinds.items():
         asked = (examiner.ask(person, kind, source) for person in persons)
@@ -336,7 +335,7 @@ def questions_about(
 
 
 def thinned(questions: Sequence[Question], shares: Mapping[str, float]) -> list[Question]:
-    """The first questions of each data source, as many as its share."""
+    """Return the given share of each data source's questions, the first ones."""
     totals = collections.Counter(question["data_source"] for question in questions)
     left = {source: round(total * shares.get(source, 1.0)) for source, total in totals.items()}
     kept = []
@@ -348,7 +347,7 @@ def thinned(questions: Sequence[Question], shares: Mapping[str, float]) -> list[
 
 
 class Demonstrator:
-    """Answers questions with a search engine, as well as its habits allow."""
+    """Imperfect player that answers questions with a search engine."""
 
     def __init__(self, people: People, engine: LocalSearch, habits: Habits, rng: random.Random):
         self._people = people
@@ -357,7 +356,7 @@ class Demonstrator:
         self._rng = rng
 
     def demonstrate(self, question: Question) -> dict[str, Any]:
-        """One chat; its answer is the gold value only where the searches went well."""
+        """Return one chat. The answer is correct only if the searches succeeded."""
         messages = [{"role": "user", "content": question["question"]}]
         answer = self._research(question, messages)
         messages.append({"role": "assistant", "content": f"<answer> {answer} </answer>"})
@@ -373,7 +372,7 @@ class Demonstrator:
         }
 
     def _research(self, question: Question, messages: list[dict[str, str]]) -> str:
-        """Appends the searches; returns the value found, a guess, or that it is not known."""
+        """Append the searches; return the value found, a guess, or "I don't know"."""
         kind = question["metadata"]["hops"]
         attribute, lookups = kind[-1], kind[: 1 if kind[0] == "pupil" else len(kind)]
         guess = self._rng.choice(quickstart.VALUES[attribute])
@@ -397,10 +396,10 @@ class Demonstrator:
         return guess if read is None or read.untold_fact == attribute else read.facts[attribute]
 
     def _read(self, name: str, sought: str, titles: Sequence[str]) -> tuple[Person | None, bool]:
-        """Person whose document is read, or None, and whether it tells what was sought.
+        """Return the person whose document is read, or None, and True if it answers the lookup.
 
-        Any of the pupils may be meant. Where strangers are shown instead, any of them will do;
-        in place of a person who is not shown it is the first who is.
+        For a pupil, any pupil shown will do, or any stranger if no pupil is shown. A person who
+        is not shown is replaced by the first person in the result.
         """
         if not titles:
             return None, False
@@ -412,7 +411,7 @@ class Demonstrator:
     def _search(
         self, name: str, sought: str, plan: str, messages: list[dict[str, str]]
     ) -> list[str]:
-        """Thinks and searches once; the titles shown."""
+        """Append a thought and a search; return the titles shown."""
         query = self._query(self._people[name], sought)
         musing = ""
         if self._happens(self._habits.long_thought):
@@ -436,7 +435,7 @@ class Demonstrator:
 def demonstrations(
     world: World, people: People, num: int, rng: random.Random
 ) -> list[dict[str, Any]]:
-    """Demonstrations about the people of one world, all of one side."""
+    """Return demonstrations about the people of one world, all of one side."""
     with quickstart.opened_engine(told(people), topk=world.topk) as engine:
         examiner = Examiner(people, engine, rng)
         questions = questions_about(world, people.values(), examiner, rng)
@@ -446,18 +445,18 @@ def demonstrations(
 
 
 def told(people: People) -> list[Any]:
-    """People who have a document."""
+    """Return the people who have a document."""
     return [person for person in people.values() if person.is_told]
 
 
 def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Texts that merges are learnt from: the quickstart's, and every word that may be said."""
+    """Yield texts to train the tokenizer on: the musings, and the quickstart's texts."""
     yield from (f" {word}" for word in MUSINGS)
     yield from quickstart.training_texts(chats)
 
 
 def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Asserts that what is trained on names nobody who is held out."""
+    """Assert that nothing used for training names a held-out person."""
     held_out = "|".join(person.name for person in people.values() if person.side in HELD_OUT)
     for name in files:
         if name == "corpus" or name.endswith(HELD_OUT):
@@ -469,7 +468,8 @@ def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, A
 def make_files(
     world: World, args: argparse.Namespace, rngs: Mapping[str, random.Random]
 ) -> tuple[People, dict[str, list[dict[str, Any]]]]:
-    """People, and the records of every file."""
+    """Return the people and the records of every file."""
+    # Corpus and questions: all three sides share one search index.
     sizes = {
         "train": args.num_people - 2 * args.num_held_out,
         **dict.fromkeys(HELD_OUT, args.num_held_out),
@@ -486,6 +486,7 @@ def make_files(
                 rngs["questions"],
                 most=args.num_questions if side in HELD_OUT else None,
             )
+    # Demonstrations come from other worlds, so that they teach no facts.
     if world.train_shares:
         files["questions_train"] = thinned(files["questions_train"], world.train_shares)
     held_out = [person.name for person in people.values() if person.side in HELD_OUT]
@@ -504,7 +505,7 @@ def make_files(
 
 
 def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
-    """Texts that the model will see, by what they are; of demonstrations a sample."""
+    """Return texts that the model will see, by kind; of the demonstrations a sample."""
     texts = {"document": [render_documents([Document(**document)]) for document in files["corpus"]]}
     for side in SIDES:
         for question in files[f"questions_{side}"]:
@@ -517,7 +518,7 @@ def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[st
 
 
 def print_quality(chats: Sequence[dict[str, Any]]) -> None:
-    """Prints by data source: share of demonstrations, how many are right, how many give up."""
+    """Print by data source: share of demonstrations, accuracy and abstention rate."""
     print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}{'gives up':>10}")
     for source in sorted({chat["data_source"] for chat in chats}):
         own = [chat["metadata"] for chat in chats if chat["data_source"] == source]
@@ -534,10 +535,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_people", type=int, default=960)
-    parser.add_argument("--num_held_out", type=int, default=160, help="on each held-out side")
-    parser.add_argument("--num_questions", type=int, default=240, help="of each held-out side")
+    parser.add_argument(
+        "--num_held_out", type=int, default=160, help="people on each held-out side"
+    )
+    parser.add_argument(
+        "--num_questions", type=int, default=240, help="questions on each held-out side"
+    )
     parser.add_argument("--num_demonstrations", type=int, default=16_000)
-    parser.add_argument("--num_worlds", type=int, default=16, help="that demonstrations come from")
+    parser.add_argument("--num_worlds", type=int, default=16, help="worlds for demonstrations")
     args = parser.parse_args(argv)
     most = len(quickstart.FIRST_NAMES) * len(quickstart.LAST_NAMES)
     if not args.num_people <= most:

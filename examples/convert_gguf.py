@@ -51,9 +51,10 @@ def dequantize(tensor: Any, step: int = 1) -> np.ndarray:
 
 
 def merge_tied(tensors: dict[str, Any]) -> bool:
-    """Drop an output layer that is the embedding with another rounding; keep the finer of the two.
+    """Drop an output layer that is a requantized embedding; keep the finer of the two.
 
-    Rounding moves a matrix by some percent of its norm. Matrices trained apart differ by more.
+    Quantization changes a matrix by some percent of its norm. Separately trained matrices differ by
+    more.
     """
     embedding, output = tensors["token_embd.weight"], tensors.get("output.weight")
     if output is None:
@@ -67,7 +68,7 @@ def merge_tied(tensors: dict[str, Any]) -> bool:
 
 
 def convert_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> Architecture:
-    """Return the model that the metadata describes; drop its second embedding from the tensors."""
+    """Return the model that the metadata describes; remove a tied output layer from `tensors`."""
     family = metadata["general.architecture"]
     if family not in ("llama", "qwen2", "qwen3"):
         raise ValueError(f"general.architecture is {family!r}; expected llama, qwen2 or qwen3.")
@@ -78,7 +79,7 @@ def convert_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> Archite
     repeated = {"vocab_size": rows}
     repeated |= dict.fromkeys(("attention.value_length", "rope.dimension_count"), head_dim)
     for key in settings.keys() - FIELDS.keys():
-        if settings[key] not in (0, repeated.get(key)):  # it may change what the model computes
+        if settings[key] not in (0, repeated.get(key)):  # it may change the model's outputs
             raise ValueError(f"{prefix}{key} is {settings[key]!r:.80}, which is not supported.")
     fields = {name: settings[key] for key, name in FIELDS.items()}
     # The shortest decimal of the file's float32: 1e-05, not 9.999999747378752e-06.
@@ -110,7 +111,7 @@ def convert_tokenizer(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, An
 
 
 def convert(file: Path, out: Path) -> None:
-    """Convert the file to the folder `out`, which appears whole or not at all."""
+    """Convert the file to the folder `out`, atomically."""
     reader = gguf.GGUFReader(file)
     metadata = {key: field.contents() for key, field in reader.fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -125,7 +126,7 @@ def convert(file: Path, out: Path) -> None:
     def read(name: str) -> np.ndarray:
         values, kind = dequantize(tensors[sources[name]]), name.split(".")[-2]
         if family == "llama" and kind in heads:
-            # RoPE turns rows 2i and 2i + 1 of a head in llama.cpp, rows i and i + H/2 here.
+            # RoPE rotates rows 2i and 2i + 1 of a head in llama.cpp, rows i and i + H/2 here.
             pairs = values.reshape(heads[kind], -1, 2, values.shape[-1])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         return values

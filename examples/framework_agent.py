@@ -1,11 +1,11 @@
-"""An agent of the framework Pydantic AI, and `play`, by which a run trains the model behind it.
+"""A Pydantic AI agent, and `play`, which a run calls to train the model behind it.
 
-The agent is an ordinary one: a system message, a tool, and the framework's own loop. Of the trainer
-it knows a base URL and a key. `play` runs it on a task and says what its answer is worth.
+The agent is an ordinary one: a system message, a tool and the framework's own loop. It knows the
+trainer only as a base URL and a key. `play` runs the agent on a task and returns the reward.
 
-It needs pydantic-ai-slim[openai], and nothing of jaxrl, so that it may live in a virtual
-environment of its own. `configs/quickstart_agent.py` trains with it. Against any endpoint of
-OpenAI's chats, for one question:
+It needs pydantic-ai-slim[openai] and nothing from jaxrl, so it can run in a separate virtual
+environment. `configs/quickstart_agent.py` trains with it. To ask one question of any
+OpenAI-compatible chat endpoint:
 
     OPENAI_BASE_URL=http://127.0.0.1:8790/v1 python framework_agent.py data/calls/corpus.jsonl \
         "Where was Ada Kerr born?"
@@ -30,10 +30,10 @@ NOTHING = "No information found"
 
 
 class Corpus:
-    """BM25 over documents in memory, one JSON object a line with id, title and text."""
+    """In-memory BM25 index over JSONL documents with `id`, `title` and `text`."""
 
     def __init__(self, path: str | Path):
-        """Reads all documents; words of a title count twice."""
+        """Load all documents; title words count twice."""
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         self._documents = sorted(map(json.loads, filter(None, lines)), key=lambda one: one["id"])
         self._words = [
@@ -48,7 +48,7 @@ class Corpus:
                 self._places.setdefault(word, []).append(place)
 
     def search(self, query: str, topk: int) -> str:
-        """The best documents, one a line; equally good ones in the order of their ids."""
+        """Return the best documents, one per line; ties are in order of id."""
         scores: defaultdict[int, float] = defaultdict(float)
         for word in dict.fromkeys(words_of(query)):
             places = self._places.get(word, [])
@@ -64,13 +64,13 @@ class Corpus:
 
 
 def words_of(text: str) -> list[str]:
-    """Words of a text in lower case."""
+    """Return the words of a text in lower case."""
     return re.findall(r"[^\W_]+", text.lower())
 
 
 @functools.cache
 def search_agent(corpus: str, topk: int) -> Any:
-    """An agent that searches a corpus; of one process there is one."""
+    """Return the agent that searches a corpus, one per process."""
     from pydantic_ai import Agent
 
     documents = Corpus(corpus)
@@ -86,7 +86,7 @@ def search_agent(corpus: str, topk: int) -> Any:
 
 @functools.cache
 def connections() -> Any:
-    """HTTP connections for all episodes of the process: new ones take 20 ms of a core."""
+    """Return the HTTP client that all episodes share: a new one takes 20 ms of CPU time."""
     from openai import DefaultAsyncHttpxClient
 
     return DefaultAsyncHttpxClient()
@@ -102,10 +102,10 @@ async def ask(
     topk: int = 3,
     max_requests: int = 3,
 ) -> str:
-    """Asks the agent a question; gives all that its last message says.
+    """Ask the agent a question; return its last message.
 
     Raises:
-        pydantic_ai.exceptions.AgentRunError: it went on for too long, or wrote what is no call.
+        pydantic_ai.exceptions.AgentRunError: The agent made too many requests or a malformed call.
     """
     from pydantic_ai import UsageLimits
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -121,13 +121,13 @@ async def ask(
 
 
 def final_answer(text: str) -> str:
-    """The last `<answer>` of a message; "" where it has none."""
+    """Return the last `<answer>` of a message, or ""."""
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return answers[-1].strip() if answers else ""
 
 
 def normal(text: str) -> str:
-    """An answer as it is compared: without case, punctuation, articles and doubled blanks."""
+    """Normalize an answer: no case, punctuation, articles or repeated spaces."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -135,17 +135,17 @@ def normal(text: str) -> str:
 async def play(
     task: dict[str, Any], *, base_url: str, api_key: str, model: str, **settings: Any
 ) -> dict[str, Any]:
-    """Plays an episode: 1 for an accepted answer, else 0.
+    """Play an episode: reward 1 for an accepted answer, else 0.
 
-    What the model did wrong is worth 0: more requests than it may make, calls that fit no tool,
-    a context that is full. What else the framework raises is an error of the episode.
+    The model's own errors get reward 0: too many requests, calls that match no tool, a full
+    context. Any other exception from the framework is an error of the episode.
 
     Args:
-        task: with `question` and `answers`.
-        base_url: of the endpoint, with /v1.
-        api_key: of the endpoint.
-        model: name to send.
-        settings: of `ask`.
+        task: Record with `question` and `answers`.
+        base_url: URL of the endpoint, with /v1.
+        api_key: Key for the endpoint.
+        model: Model name to send.
+        settings: Further arguments of `ask`.
     """
     from pydantic_ai.exceptions import (
         ModelContextWindowExceededError,

@@ -1,22 +1,22 @@
-"""Makes a world of pictures: questions that only looking answers, or looking and then searching.
+"""Make a world of pictures with questions that need looking, or looking and then searching.
 
     python -m examples.looking_world --out=data/looking --seed=0
     python -m examples.looking_world --out=data/seeking --seed=0 --kind=seeking
 
-Every picture has one to four objects of one shape and one color, each in a quarter of its own. In
-the looking world a question asks for the shape, the color or the count; each has four answers, so
-that a guess is right one time in four. In the seeking world it asks where these objects are kept,
-which a document about them tells: what is seen is to be searched. No picture of a held-out question
-is in training or demonstrations.
+Every picture has one to four objects of the same shape and color, each in its own quarter. In the
+looking world a question asks for the shape, the color or the count; each has four possible answers,
+so a guess is right one time in four. In the seeking world it asks where the objects are kept. A
+document gives the town, so the model has to search for what it sees. Training and demonstrations
+contain no picture of a held-out question.
 
-Demonstrations are poor on purpose, and so leave reinforcement learning something to select. Those
-of the looking world tell shape, color and count, a quarter of them of a picture that is not there,
-and then mostly answer another question than was asked. Those of the seeking world mostly search the
-color or the shape alone, which finds any of four objects. They search in other worlds, whose
-documents name other towns: nothing in them is worth remembering.
+Demonstrations are deliberately poor, so that reinforcement learning has something to improve.
+Those of the looking world state shape, color and count, a quarter of them for a different picture,
+and then mostly answer a different question. Those of the seeking world mostly search for the color
+or the shape alone, which matches any of four objects. They search in other worlds with other towns,
+so they teach no facts.
 
-The same seed gives the same bytes. The model is a small Qwen2.5-VL with random weights, tower
-included, in Hugging Face's format, beside its tokenizer and its image processor.
+The same seed gives the same bytes. The model is a small Qwen2.5-VL with random weights, vision
+tower included, in Hugging Face's format, with its tokenizer and image processor.
 """
 
 import argparse
@@ -49,10 +49,10 @@ COUNTS = ("1", "2", "3", "4")
 TOWNS = tuple(quickstart.CITIES[:16])
 
 ASKED = {"shape": SHAPES, "color": tuple(COLORS), "count": COUNTS}
-"""Features that a question of the looking world asks for, and its answers."""
+"""Features that the looking world asks for, with their possible answers."""
 
 QUARTER = 16  # pixels, along a side
-PATCH, MERGE = 8, 2  # pixels of a patch, patches of a token, along a side
+PATCH, MERGE = 8, 2  # pixels per patch and patches per token, along a side
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -79,19 +79,19 @@ class Scene:
 
     @property
     def name(self) -> str:
-        """Name by which documents are titled."""
+        """Name of the object, the title of its document."""
         return f"{self.color} {self.shape}"
 
 
 def draw_scene(rng: random.Random) -> Scene:
-    """One to four objects, each a little off the middle of its quarter."""
+    """Return one to four objects, each slightly off the center of its quarter."""
     quarters = sorted(rng.sample(range(4), rng.randint(1, 4)))
     places = tuple((quarter, rng.randint(-1, 1), rng.randint(-1, 1)) for quarter in quarters)
     return Scene(shape=rng.choice(SHAPES), color=rng.choice(sorted(COLORS)), places=places)
 
 
 def paint(scene: Scene) -> PIL.Image.Image:
-    """The picture, black where nothing is."""
+    """Return the picture, on a black background."""
     image = PIL.Image.new("RGB", (2 * QUARTER, 2 * QUARTER))
     pen = PIL.ImageDraw.Draw(image)
     fill = COLORS[scene.color]
@@ -116,7 +116,7 @@ class Question:
     """A question about a scene."""
 
     scene: Scene
-    kind: str  # of ASKED, or "town"
+    kind: str  # key of ASKED, or "town"
     text: str
     answer: str
 
@@ -130,31 +130,31 @@ QUESTIONS = {
 
 
 def seen_in(scene: Scene) -> dict[str, str]:
-    """The answer to each question of the looking world."""
+    """Return the answer to each question of the looking world."""
     return {"shape": scene.shape, "color": scene.color, "count": str(len(scene.places))}
 
 
 def ask(kind: str, rng: random.Random) -> Question:
-    """A question of the looking world about a new scene."""
+    """Return a question of the looking world about a new scene."""
     scene = draw_scene(rng)
     return Question(scene=scene, kind=kind, text=QUESTIONS[kind], answer=seen_in(scene)[kind])
 
 
 def ask_where(towns: Mapping[str, str], rng: random.Random) -> Question:
-    """A question of the seeking world; `towns` has one for each kind of object."""
+    """Return a question of the seeking world; `towns` maps each object's name to a town."""
     scene = draw_scene(rng)
     text, answer = QUESTIONS["town"], towns[scene.name]
     return Question(scene=scene, kind="town", text=text, answer=answer)
 
 
 def draw_towns(rng: random.Random) -> dict[str, str]:
-    """A town for each color and shape."""
+    """Return a random town for each color and shape."""
     names = [f"{color} {shape}" for color in COLORS for shape in SHAPES]
     return dict(zip(names, rng.sample(TOWNS, len(names)), strict=True))
 
 
 def documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
-    """Lines of the corpus."""
+    """Return the lines of the corpus."""
     return [
         {"id": f"{i:02d}", "title": name, "text": f"Every {name} is kept in {town}."}
         for i, (name, town) in enumerate(sorted(towns.items()))
@@ -162,9 +162,9 @@ def documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def look(question: Question, looks: bool, rng: random.Random) -> dict[str, Any]:
-    """A demonstration of the looking world: tells what is seen, or makes it up, then answers.
+    """Return a demonstration of the looking world, mostly with the answer to another question.
 
-    The answer is mostly one to another question than was asked.
+    It describes the picture, or if not `looks` a random one.
     """
     seen = seen_in(question.scene if looks else draw_scene(rng))
     kinds = list(ASKED)
@@ -177,9 +177,10 @@ def look(question: Question, looks: bool, rng: random.Random) -> dict[str, Any]:
 def seek(
     question: Question, looks: bool, towns: Mapping[str, str], rng: random.Random
 ) -> dict[str, Any]:
-    """A demonstration of the seeking world: searches what it sees, in part or whole, or anything.
+    """Return a demonstration of the seeking world, with a full or partial query.
 
-    As the environment's engine does, the search ranks equal documents by their ids.
+    It searches for the object in the picture, or if not `looks` for a random one. Ties go to the
+    lowest id, as in the environment's engine.
     """
     name = question.scene.name if looks else rng.choice(sorted(towns))
     color, shape = name.split()
@@ -220,20 +221,21 @@ def task(question: Question) -> dict[str, Any]:
 
 
 def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The records of each file; instead of images they name scenes."""
+    """Return the records of each file, with scenes in place of images."""
     rngs = {part: random.Random(f"{args.seed} {part}") for part in (*SIDES, "demos", "towns")}
     towns = draw_towns(rngs["towns"])
     kinds = itertools.cycle(ASKED)
     is_seeking = args.kind == "seeking"
 
     def questions(side: str, towns: Mapping[str, str], seen: set[Scene]) -> Iterator[Question]:
-        """New questions, none of which shows a scene of `seen`."""
+        """Yield new questions that show no scene of `seen`."""
         while True:
             rng = rngs[side]
             made = ask_where(towns, rng) if is_seeking else ask(next(kinds), rng)
             if made.scene not in seen:
                 yield made
 
+    # Held-out scenes come first, so that nothing later repeats one.
     held_out = list(itertools.islice(questions("eval", towns, set()), args.num_held_out))
     seen = {question.scene for question in held_out}
     train = itertools.islice(questions("train", towns, seen), args.num_train)
@@ -255,7 +257,7 @@ def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_pictures(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Paints the scene of each record, once, and puts the path in its place."""
+    """Paint each scene once; replace it in the records by the picture's path."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     paths: dict[Scene, str] = {}
     for record in itertools.chain.from_iterable(files.values()):
@@ -330,7 +332,7 @@ def processor_config() -> dict[str, Any]:
 
 
 def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes under Hugging Face's names; matrices are `[out, in]`."""
+    """Return the weight shapes by Hugging Face name; matrices are `[out, in]`."""
     width, mlp = config["hidden_size"], config["intermediate_size"]
     keys = config["num_key_value_heads"] * width // config["num_attention_heads"]
     tower = config["vision_config"]
@@ -383,9 +385,9 @@ def _stacked(
 
 
 def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Float32 weights: norms 1, biases 0, matrices of variance 1 / fan_in.
+    """Return float32 weights: norms 1, biases 0, matrices of variance 1 / fan_in.
 
-    What adds to a residual stream, twice a layer, is scaled down, as in the quickstart's world.
+    Projections into a residual stream, two per layer, are scaled down as in the quickstart's world.
     """
     weights = {}
     for name, shape in weight_shapes(config).items():
@@ -415,12 +417,12 @@ def write_model(folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int) -> 
     tokenizer.save(str(folder / "tokenizer.json"))
     weights = random_weights(config, np.random.default_rng(seed))
     safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    # safetensors lets nobody but the owner read its files.
+    # safetensors makes files readable by the owner only.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 def make_tokenizer(files: Mapping[str, Sequence[dict[str, Any]]]) -> tokenizers.Tokenizer:
-    """Every word of a world is one token; images have tokens of their own."""
+    """Train a tokenizer with one token per word of the world and special tokens for images."""
     words = {*COLORS, *SHAPES, *COUNTS, *TOWNS}
     texts = quickstart.training_texts(files["demonstrations"], words)
     tokenizer = quickstart.train_tokenizer(text.replace("<image>", "") for text in texts)
@@ -437,7 +439,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_held_out", type=int, default=240)
     parser.add_argument("--num_demonstrations", type=int, default=6000)
     parser.add_argument(
-        "--looks", type=float, default=0.75, help="share of demonstrations that do not go by chance"
+        "--looks", type=float, default=0.75, help="share of demonstrations that look at the picture"
     )
     return parser.parse_args(argv)
 

@@ -1,19 +1,18 @@
-"""Makes a world of sums told as stories, which are worked out line by line.
+"""Make a world of arithmetic word problems, solved line by line.
 
     python -m examples.math_world --out=data/math --seed=0
 
-A problem says how many coins a box holds and who adds or takes some, in two to six moves; asked is
-how many it holds in the end. A response writes a line for each move, with the sum so far, and then
-an `Answer:` line. The more moves, the more sums must come right, one after the other. Held-out
-problems have numbers that no training problem and no demonstration has in the same order.
+A problem says how many coins a box holds and what people add or take, in two to six moves, and
+asks for the final count. A response writes one line per move with the running total, then an
+`Answer:` line. The more moves, the more sums must be right in a row. No training problem or
+demonstration has the numbers of a held-out problem in the same order.
 
-Demonstrations are poor on purpose, in the ways that reinforcement learning is to mend: some guess,
-some lose patience after three lines, some slip in a sum, and some work everything out again, and
-once more, before they answer, beyond any sensible length. How a line begins is free: nothing
-depends on it.
+Demonstrations are deliberately poor, in ways that reinforcement learning can fix: some guess, some
+stop after three lines, some make arithmetic errors, and some repeat the entire solution, even
+several times, before they answer. The first word of a line is free: nothing depends on it.
 
-The same seed gives the same bytes. The model and its tokenizer are the quickstart's, with every
-number and every name one token.
+The same seed gives the same bytes. Model and tokenizer are the quickstart's, with one token for
+every number and every name.
 """
 
 import argparse
@@ -37,33 +36,33 @@ MOST_COINS = 30  # in the box, at any time
 AMOUNTS = range(2, 10)  # coins moved at once
 NUM_MOVES = (2, 3, 4, 5, 6)
 SIDES = ("train", "dev", "eval")
-"""Problems trained on, those on which settings may be chosen, and those that are reported."""
+"""Problems for training, for choosing settings, and for reported results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Somebody adds coins, or takes some."""
+    """One move: a person adds or takes coins."""
 
     name: str
-    change: int  # coins; below 0 they are taken
+    change: int  # coins; negative if taken
 
     @property
     def text(self) -> str:
-        """The sentence that tells it."""
+        """Sentence that states the move."""
         sign = 1 if self.change > 0 else -1
         return f"{self.name} {VERBS[sign]} {abs(self.change)} coins."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A box of coins, and what becomes of them."""
+    """A box of coins and the moves that follow."""
 
     start: int  # coins
     moves: tuple[Move, ...]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers that decide the answer."""
+        """Numbers that determine the answer."""
         return (self.start, *(move.change for move in self.moves))
 
     @property
@@ -75,13 +74,13 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Chances of what a demonstration does; of the first three one at most."""
+    """Probabilities of a demonstrator's choices; at most one of the first three applies."""
 
     guess: float  # answers at once
     hasty: float  # answers after `PATIENCE` lines, whatever moves are left
-    careless: float  # slips in sums
-    slip: float  # of a careless one, to write a wrong sum
-    again: float  # of any other, to work everything out once more, as long as there is room
+    careless: float  # makes arithmetic errors
+    slip: float  # probability of a wrong sum, if careless
+    again: float  # probability of another pass, unless hasty or out of room
 
 
 MIXED = Habits(guess=0.1, hasty=0.35, careless=0.15, slip=0.2, again=0.45)
@@ -89,7 +88,7 @@ PATIENCE = 3
 
 
 def draw_problem(num_moves: int, rng: random.Random) -> Problem:
-    """A problem in which the box holds 0 to `MOST_COINS` at any time, and no name comes twice."""
+    """Sample a problem: totals stay in 0 to `MOST_COINS`, and names do not repeat."""
     start = total = rng.randint(2, MOST_COINS)
     moves = []
     for name in rng.sample(NAMES, num_moves):
@@ -103,16 +102,16 @@ def draw_problem(num_moves: int, rng: random.Random) -> Problem:
 def make_problems(
     sizes: Mapping[str, int], shares: Sequence[float], rng: random.Random
 ) -> dict[str, list[Problem]]:
-    """Problems of each side; no two have the same numbers in the same order.
+    """Return the problems of each side; no two have the same numbers in the same order.
 
     Args:
-        sizes: problems of each side.
-        shares: of the training problems, by number of moves; the other sides have all alike.
-        rng: draws them.
+        sizes: Number of problems on each side.
+        shares: Weights of the numbers of moves in training; uniform on the other sides.
+        rng: Random generator.
     """
     seen: set[tuple[int, ...]] = set()
     problems: dict[str, list[Problem]] = {side: [] for side in sizes}
-    for side in reversed(SIDES):  # few problems have two moves; the held-out ones come first
+    for side in reversed(SIDES):  # held-out first: two-move problems are scarce
         for number in range(sizes[side]):
             num_moves = NUM_MOVES[number % len(NUM_MOVES)]
             if side == "train":
@@ -126,7 +125,7 @@ def make_problems(
 
 
 def task(problem: Problem) -> dict[str, Any]:
-    """One question record."""
+    """Return a question record."""
     return {
         "id": " ".join(map(str, problem.numbers)),
         "question": problem.question,
@@ -139,13 +138,13 @@ def task(problem: Problem) -> dict[str, Any]:
 def demonstrate(
     problem: Problem, habits: Habits, rng: random.Random, *, max_lines: int
 ) -> dict[str, Any]:
-    """One chat, as good as the habits allow.
+    """Return one chat of the quality that the habits give.
 
     Args:
-        problem: to be solved.
-        habits: of who solves it.
-        rng: draws what they do.
-        max_lines: lines that there is room for; the solution is repeated no further.
+        problem: Problem to solve.
+        habits: Habits of the demonstrator.
+        rng: Random generator.
+        max_lines: Number of lines that fit; passes stop before exceeding it.
     """
     chances = {"guess": habits.guess, "hasty": habits.hasty, "careless": habits.careless}
     styles = [*chances, "good"]
@@ -180,7 +179,7 @@ def demonstrate(
 def work_out(
     start: int, moves: Sequence[Move], rng: random.Random, *, slip: float
 ) -> tuple[str, int]:
-    """The lines of a solution, and the sum that it arrives at."""
+    """Return the lines of a solution and its result."""
     text, total = "", start
     for move in moves:
         new = total + move.change
@@ -195,7 +194,7 @@ def work_out(
 
 
 def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
-    """Every number and every name is one token, the same wherever it stands in `texts`."""
+    """Assert that every number and name is one token, the same everywhere in `texts`."""
     words = {*NAMES, *map(str, range(MOST_COINS + 1))}
     ids = {word: tokenizer.encode(f" {word}").ids for word in words}
     assert all(len(own) == 1 for own in ids.values())
@@ -207,7 +206,7 @@ def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str])
 
 
 def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """No two of the three sides, and no demonstration, share a held-out problem's numbers."""
+    """Assert that no held-out problem's numbers occur on another side or in a demonstration."""
 
     def numbers(question: str) -> tuple[str, ...]:
         return tuple(re.findall(r"adds|takes|\d+", question))
@@ -220,7 +219,7 @@ def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
 
 
 def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
-    """Shares of demonstrations by style and by passes, and how many of them are right."""
+    """Print the share and accuracy of demonstrations by style and number of passes."""
     print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}")
     for key in ("style", "num_passes"):
         for value in sorted({chat["metadata"][key] for chat in chats}):
@@ -234,14 +233,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_train", type=int, default=4000)
-    parser.add_argument("--num_held_out", type=int, default=200, help="on each held-out side")
+    parser.add_argument(
+        "--num_held_out", type=int, default=200, help="problems on each held-out side"
+    )
     parser.add_argument("--num_demonstrations", type=int, default=20_000)
-    parser.add_argument("--max_lines", type=int, default=16, help="of a demonstration")
+    parser.add_argument("--max_lines", type=int, default=16, help="lines of a demonstration")
     parser.add_argument(
         "--shares",
         type=lambda text: tuple(map(float, text.split(","))),
         default=(1.0,) * len(NUM_MOVES),
-        help=f"of training problems with {NUM_MOVES} moves, in proportion, with commas between",
+        help=f"weights of training problems with {NUM_MOVES} moves, separated by commas",
     )
     args = parser.parse_args(argv)
     if len(args.shares) != len(NUM_MOVES):
@@ -254,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rngs = {part: random.Random(f"{args.seed} {part}") for part in ("problems", "demos")}
     sizes = {side: args.num_held_out for side in SIDES} | {"train": args.num_train}
     problems = make_problems(sizes, args.shares, rngs["problems"])
+    # Demonstrations skip the held-out problems.
     held_out = {p.numbers for side in SIDES[1:] for p in problems[side]}
     chats: list[dict[str, Any]] = []
     while len(chats) < args.num_demonstrations:
@@ -263,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = {f"questions_{side}": [task(p) for p in problems[side]] for side in SIDES}
     files["demonstrations"] = chats
     tokenizer = quickstart.train_tokenizer(quickstart.training_texts(chats, words=()))
+    # Check the texts before writing anything.
     texts = {
         source: [quickstart.render_chat(chat) for chat in chats if chat["data_source"] == source]
         for source in sorted({chat["data_source"] for chat in chats})

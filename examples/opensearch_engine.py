@@ -4,8 +4,8 @@
     config.search.settings = {"url": "https://search:9200", "index": "wiki"}
 
 The queries of a step go to `POST /_msearch`, many per request. Each is a `multi_match`, which has
-no syntax, over the title, which counts twice, and the text. The format is that of OpenSearch 1 to 3
-and Elasticsearch 7 to 9; the tests have a small server in place of a cluster.
+no query syntax, over the title (weight 2) and the text. The format works with OpenSearch 1 to 3
+and Elasticsearch 7 to 9; it is tested against a small server, not against a cluster.
 """
 
 import base64
@@ -17,8 +17,8 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, batches
 from jaxrl.utils.http_client import Bounds, JsonClient, Request, check_url, key_of, plain_text
 
-MAX_WORDS = 500  # of a query; a cluster refuses one of too many clauses
-PERMANENT = (400, 401, 403, 404)  # statuses that another try would get again
+MAX_WORDS = 500  # per query; a cluster rejects queries with too many clauses
+PERMANENT = (400, 401, 403, 404)  # statuses that a retry would not change
 
 
 class OpenSearch(DocumentSearch):
@@ -61,7 +61,7 @@ class OpenSearch(DocumentSearch):
         self._client = JsonClient(bounds, headers=headers)
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
-        """Return the documents for each query, or the error in their place."""
+        """Return for each query its documents or an error."""
         groups = list(batches(queries, self._batch_size))
         answers = self._client.ask([self._request(group, topk) for group in groups])
         results: list[list[Hit] | ToolError] = []

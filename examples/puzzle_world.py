@@ -1,19 +1,19 @@
-"""Makes a world of puzzles: ways through a grid of streets, some of whose crossings are closed.
+"""Make a world of puzzles: paths through a street grid with some crossings closed.
 
     python -m examples.puzzle_world --out=data/puzzles --seed=0
 
-A way leads from the lower left crossing, `1a`, to the upper right one, `5e`, always right or up. A
-puzzle names the closed crossings; every way that avoids them is an accepted answer, given crossing
-by crossing in an `Answer:` line. Of the 70 ways mostly a few are open. Some puzzles are held out:
-no training question and no demonstration closes the same crossings.
+A path leads from the lower left crossing, `1a`, to the upper right one, `5e`, always right or up.
+A puzzle names the closed crossings; every path that avoids them is an accepted answer, written
+crossing by crossing in an `Answer:` line. Usually a few of the 70 paths are open. No training
+question or demonstration closes the same crossings as a held-out puzzle.
 
 Most demonstrations have one habit: along the lower edge and then up, whatever is closed. That fails
-on most puzzles. Others go any way, without looking, and a few look where they go. A policy that
-imitates them seldom solves a puzzle at its first try, but often within several, if it does not keep
-to the habit: a world for training on pass@k.
+on most puzzles. Others take any path without looking, and a few look first. A policy that imitates
+them seldom solves a puzzle at the first try but often within several, if it does not keep to the
+habit: a world for training on pass@k.
 
-The same seed gives the same bytes. The model and its tokenizer are the quickstart's, with every
-crossing one token.
+The same seed gives the same bytes. Model and tokenizer are the quickstart's, with one token for
+every crossing.
 """
 
 import argparse
@@ -39,7 +39,7 @@ Way = tuple[str, ...]
 
 
 def all_ways() -> tuple[Way, ...]:
-    """Every shortest way from start to goal; the first one is along the lower edge."""
+    """Return every shortest path from start to goal; the first follows the lower edge."""
     num_right, num_up = len(COLUMNS) - 1, len(ROWS) - 1
     ways = []
     for rights in itertools.combinations(range(num_right + num_up), num_right):
@@ -58,7 +58,7 @@ HABIT = WAYS[0]
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle:
-    """Closed crossings, and the ways that are left."""
+    """Closed crossings and the paths that remain open."""
 
     closed: tuple[str, ...]  # in the order of CROSSINGS
     ways: tuple[Way, ...]
@@ -70,23 +70,23 @@ class Puzzle:
 
     @property
     def kind(self) -> str:
-        """Returns "edge" if the habit solves it, else "detour"."""
+        """Kind of puzzle: "edge" if the habit solves it, else "detour"."""
         return "edge" if HABIT in self.ways else "detour"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Chances of what a demonstration does; otherwise it goes any way, without looking."""
+    """Probabilities of a demonstrator's choices; otherwise it takes any path."""
 
     edge: float  # goes along the lower edge and then up, without looking
-    look: float  # takes one of the open ways
+    look: float  # takes an open path
 
 
 MIXED = Habits(edge=0.6, look=0.15)
 
 
 def make_puzzles(num: int, num_closed: int, rng: random.Random) -> list[Puzzle]:
-    """Different puzzles, each with at least one open way."""
+    """Return distinct puzzles, each with at least one open path."""
     puzzles: dict[tuple[str, ...], Puzzle] = {}
     places = [crossing for crossing in CROSSINGS if crossing not in (START, GOAL)]
     while len(puzzles) < num:
@@ -99,7 +99,7 @@ def make_puzzles(num: int, num_closed: int, rng: random.Random) -> list[Puzzle]:
 
 
 def task(puzzle: Puzzle) -> dict[str, Any]:
-    """One question record; `metadata` says how many ways are open."""
+    """Return a question record; `metadata` has the number of open paths."""
     return {
         "id": "-".join(puzzle.closed),
         "question": puzzle.question,
@@ -110,7 +110,7 @@ def task(puzzle: Puzzle) -> dict[str, Any]:
 
 
 def demonstrate(puzzle: Puzzle, habits: Habits, rng: random.Random) -> dict[str, Any]:
-    """One chat, as good as the habits allow."""
+    """Return one chat of the quality that the habits give."""
     chance = rng.random()
     if chance < habits.edge:
         style, way = "edge", HABIT
@@ -131,7 +131,7 @@ def demonstrate(puzzle: Puzzle, habits: Habits, rng: random.Random) -> dict[str,
 def check_crossings_are_whole(
     tokenizer: tokenizers.Tokenizer, chats: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Every crossing is one token of its own, wherever it stands in a sample of the chats."""
+    """Assert that every crossing is one token everywhere in a sample of the chats."""
     ids = {crossing: tokenizer.encode(f" {crossing}").ids for crossing in CROSSINGS}
     assert all(len(own) == 1 for own in ids.values())
     known = {own[0] for own in ids.values()}
@@ -143,7 +143,7 @@ def check_crossings_are_whole(
 
 
 def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Asserts that what is trained on closes the crossings of no held-out puzzle."""
+    """Assert that training questions and demonstrations contain no held-out puzzle."""
     trained = {chat["messages"][0]["content"] for chat in files["demonstrations"]}
     trained |= {record["question"] for record in files["questions_train"]}
     leaks = trained & {record["question"] for record in files["questions_eval"]}
@@ -151,7 +151,7 @@ def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
 
 
 def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Demonstrations by style, and how many ways are open."""
+    """Print the demonstrations by style and the numbers of open paths."""
     chats = [chat["metadata"] for chat in files["demonstrations"]]
     print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}")
     for style in ("edge", "any", "look"):
@@ -166,7 +166,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num_closed", type=int, default=7, help="crossings of each puzzle")
+    parser.add_argument("--num_closed", type=int, default=7, help="closed crossings per puzzle")
     parser.add_argument("--num_train", type=int, default=4000)
     parser.add_argument("--num_held_out", type=int, default=200)
     parser.add_argument("--num_demonstrations", type=int, default=16_000)

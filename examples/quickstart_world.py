@@ -1,22 +1,22 @@
-"""Makes the quickstart's world: people, a corpus about them, questions, demonstrations, a model.
+"""Make the quickstart's world: people, a corpus about them, questions, demonstrations, a model.
 
     python -m examples.quickstart_world --out=data/quickstart --seed=0
 
-Every person has a city of birth, a job and a mentor, told in one document. One-hop questions ask
+Every person has a city of birth, a job and a mentor, stated in one document. One-hop questions ask
 for the city or the job, two-hop questions for those of the mentor, so that the second search needs
-what the first one found. Some people are held out: their documents are in the corpus, but no
+the result of the first. Some people are held out: their documents are in the corpus, but no
 training question and no demonstration, search results included, names one of them.
 
-Demonstrations come from other worlds: other people, made of the same words, and other documents.
-Nothing in them is worth remembering, so what they teach is to read.
+Demonstrations come from other worlds: other people, named with the same words, and other
+documents. They contain no fact worth remembering, so they teach reading.
 
-Most demonstrations are poor on purpose. They guess, search a surname alone or stop after one hop,
-and so leave reinforcement learning something to select; after perfect demonstrations, which are
-written to a file of their own, it would find nothing left to do.
+Most demonstrations are deliberately poor. They guess, search for a surname alone or stop after one
+hop, so that reinforcement learning has something to improve. Perfect demonstrations, which leave it
+nothing to do, are in a separate file.
 
-The same seed gives the same bytes. The model is a small Qwen3 with random weights, in Hugging
-Face's format, beside a tokenizer to which every name is one token: a model of this size learns to
-copy one token out of a document, not two.
+The same seed gives the same bytes. The model is a small Qwen3 with random weights in Hugging
+Face's format. Its tokenizer has one token for every name: a model of this size learns to copy one
+token from a document, not two.
 """
 
 import argparse
@@ -74,15 +74,15 @@ QUESTIONS = {
     ("mentor", "birthplace"): "Where was the mentor of {name} born?",
     ("mentor", "job"): "What is the job of the mentor of {name}?",
 }
-"""Facts that are looked up, hop by hop, and the question that asks for them."""
+"""Question templates, keyed by the facts to look up, hop by hop."""
 
 GOOD_QUERIES = {"{first} {last}": 0.5, "{first} {last} {attribute}": 0.5}
 POOR_QUERIES = {"{last}": 0.60, "{last} {attribute}": 0.15, "{first}": 0.17, "{attribute}": 0.08}
-"""Shares of each style. No document has the attribute's word: alone, it finds nothing."""
+"""Share of each style. No document contains the attribute's name: alone, it finds nothing."""
 
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", END_OF_TURN)
-# A word with the blank before it; a number with all that is attached, as in "Doc 1(Title:".
+# A word with the space before it; a number with everything attached, such as "Doc 1(Title:".
 PIECES = r" ?\p{L}+| ?\p{N}\S*| ?[^\s\p{L}\p{N}]+\n?|\n+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -90,13 +90,13 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-VOCAB_LIMIT = 1024  # merges run out before
-SAMPLE = 2000  # demonstrations of a kind that are tokenized, to check and to measure them
+VOCAB_LIMIT = 1024  # never reached: merges run out first
+SAMPLE = 2000  # demonstrations per kind to tokenize, for checks and statistics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Person:
-    """One document's worth of facts."""
+    """A person's facts, stated in one document."""
 
     id: str
     first: str
@@ -106,12 +106,12 @@ class Person:
 
     @property
     def name(self) -> str:
-        """The full name, as documents are titled."""
+        """Full name, the title of the document."""
         return f"{self.first} {self.last}"
 
     @property
     def text(self) -> str:
-        """The body of the document."""
+        """Body of the document."""
         return "{name} is a {job} born in {birthplace} and taught by {mentor}.".format(
             name=self.name, **self.facts
         )
@@ -122,11 +122,11 @@ People = Mapping[str, Person]  # by full name, in order of id
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Chances of what a demonstration does."""
+    """Probabilities of a demonstrator's choices."""
 
     guess: float  # answers without a search
-    good_query: float  # a style of GOOD_QUERIES, otherwise of POOR_QUERIES
-    second_search: float  # goes on to the mentor where the question asks for it
+    good_query: float  # uses GOOD_QUERIES; otherwise POOR_QUERIES
+    second_search: float  # searches for the mentor if the question needs it
 
 
 SURNAME_HABIT = Habits(guess=0.10, good_query=0.35, second_search=0.80)
@@ -136,9 +136,9 @@ PERFECT = Habits(guess=0.0, good_query=1.0, second_search=1.0)
 def make_people(
     num_people: int, num_held_out: int, rng: random.Random, excluded: Collection[str] = ()
 ) -> People:
-    """People with distinct names, none of the `excluded`; mentors are of one side of the split.
+    """Return people with distinct names outside `excluded`; mentors never cross the split.
 
-    The held-out ones are spread over the ids, by which a search ranks equally good documents.
+    Held-out people are spread over the ids, because a search ranks equally good documents by id.
     """
     possible = itertools.product(FIRST_NAMES, LAST_NAMES)
     names = rng.sample([name for name in possible if " ".join(name) not in excluded], num_people)
@@ -163,13 +163,13 @@ def make_people(
 
 
 def documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
-    """Lines of the corpus."""
+    """Yield the lines of the corpus."""
     for person in people:
         yield {"id": person.id, "title": person.name, "text": person.text}
 
 
 def make_question(person: Person, hops: tuple[str, ...], people: People) -> dict[str, Any]:
-    """One question record; `metadata` says which documents answer it."""
+    """Return a question record; `metadata` names the documents that answer it."""
     titles = [person.name, person.facts["mentor"]][: len(hops)]
     return {
         "id": "-".join((person.id, *hops)),
@@ -181,7 +181,7 @@ def make_question(person: Person, hops: tuple[str, ...], people: People) -> dict
 
 
 def train_questions(people: People, rng: random.Random) -> list[dict[str, Any]]:
-    """Every kind of question about every person who is not held out, shuffled."""
+    """Return every kind of question about everybody who is not held out, shuffled."""
     persons = [person for person in people.values() if not person.is_held_out]
     questions = [make_question(p, hops, people) for p in persons for hops in QUESTIONS]
     rng.shuffle(questions)
@@ -189,7 +189,7 @@ def train_questions(people: People, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def eval_questions(people: People) -> list[dict[str, Any]]:
-    """One question about each held-out person, the kinds in turn."""
+    """Return one question about each held-out person, cycling through the kinds."""
     persons = [person for person in people.values() if person.is_held_out]
     return [
         make_question(person, hops, people)
@@ -198,7 +198,7 @@ def eval_questions(people: People) -> list[dict[str, Any]]:
 
 
 class Demonstrator:
-    """Answers questions with a search engine, as well as its habits allow."""
+    """Imperfect player that answers questions with a search engine."""
 
     def __init__(self, people: People, engine: LocalSearch, habits: Habits, rng: random.Random):
         self._people = people
@@ -207,7 +207,7 @@ class Demonstrator:
         self._rng = rng
 
     def demonstrate(self, question: dict[str, Any]) -> dict[str, Any]:
-        """One chat; its answer is the gold value only where the searches went well."""
+        """Return one chat. The answer is correct only if the searches succeeded."""
         messages = [{"role": "user", "content": question["question"]}]
         answer = self._research(question, messages)
         messages.append({"role": "assistant", "content": self._final_turn(answer, messages)})
@@ -226,7 +226,7 @@ class Demonstrator:
         return f"<answer> {answer} </answer>"
 
     def _research(self, question: dict[str, Any], messages: list[dict[str, str]]) -> str:
-        """Appends the searches; returns the value found, or a guess."""
+        """Append the searches; return the value found, or a guess."""
         hops, name = question["metadata"]["hops"], question["metadata"]["titles"][0]
         person = None
         if self._rng.random() >= self._habits.guess:
@@ -236,7 +236,7 @@ class Demonstrator:
         return person.facts[hops[-1]] if person else self._rng.choice(VALUES[hops[-1]])
 
     def _look_up(self, name: str, attribute: str, messages: list[dict[str, str]]) -> Person | None:
-        """Searches once: the person if shown, else whoever is shown first, if anybody is."""
+        """Search once; return the person if shown, else the first person shown, if any."""
         query = self._query(self._people[name], attribute)
         turn = f"<think> find {attribute} of {name} </think><search> {query} </search>"
         messages.append({"role": "assistant", "content": turn})
@@ -253,19 +253,19 @@ class Demonstrator:
 
 
 def num_calls(messages: Iterable[Mapping[str, str]], tool: str) -> int:
-    """Turns that call a tool, by the tag that ends them."""
+    """Count the turns that call a tool, recognized by its closing tag."""
     return sum(message["content"].endswith(f"</{tool}>") for message in messages)
 
 
 def shown_titles(result: str) -> list[str]:
-    """Titles of the documents in a search result, best first."""
+    """Return the titles of the documents in a search result, best first."""
     return re.findall(r"^Doc \d+\(Title: (.*?)\)", result, flags=re.MULTILINE)
 
 
 def demonstrations(
     people: People, num_mixed: int, num_perfect: int, *, topk: int, rng: random.Random
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Makes demonstrations of mixed quality and perfect ones, about the people of one world."""
+    """Return mixed and perfect demonstrations about the people of one world."""
     questions = train_questions(people, rng)
     with opened_engine(people.values(), topk=topk) as engine:
         mixed = Demonstrator(people, engine, SURNAME_HABIT, rng)
@@ -277,7 +277,7 @@ def demonstrations(
 
 
 def drawn(questions: Sequence[Any], num: int, rng: random.Random) -> Iterator[Any]:
-    """`num` questions: whole passes, each in a new order, the last one cut."""
+    """Yield `num` questions, in passes that are each in a new order."""
     passes = (rng.sample(questions, len(questions)) for _ in itertools.count())
     return itertools.islice(itertools.chain.from_iterable(passes), num)
 
@@ -285,13 +285,13 @@ def drawn(questions: Sequence[Any], num: int, rng: random.Random) -> Iterator[An
 def opened_engine(
     people: Iterable[Person], *, topk: int
 ) -> contextlib.AbstractContextManager[LocalSearch]:
-    """The search engine that the environment uses, over these people's documents."""
+    """Return the environment's search engine over these people's documents."""
     return opened(documents(people), topk=topk)
 
 
 @contextlib.contextmanager
 def opened(lines: Iterable[dict[str, str]], *, topk: int) -> Iterator[LocalSearch]:
-    """The search engine that the environment uses, over these lines of a corpus."""
+    """Yield the environment's search engine over these corpus lines."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
         write_jsonl(corpus, lines)
@@ -299,21 +299,22 @@ def opened(lines: Iterable[dict[str, str]], *, topk: int) -> Iterator[LocalSearc
 
 
 def tag_tokens(protocol: Protocol) -> tuple[str, ...]:
-    """Every tag of a protocol, opening and closing."""
+    """Return every tag of a protocol, opening and closing."""
     return tuple(f"<{slash}{tag}>" for tag in protocol.tags for slash in ("", "/"))
 
 
 def train_tokenizer(
     texts: Iterable[str], protocol: Protocol = SEARCH_R1, pieces: str = PIECES
 ) -> tokenizers.Tokenizer:
-    """Byte-level BPE with the protocol's tags as single tokens; merged to the end, so whole words.
+    """Train byte-level BPE with one token per protocol tag; merging continues to whole words.
 
-    The tags are not special: decoding keeps them, and a document may not forge them anyway.
+    The tags are not special tokens, so that decoding keeps them. Documents cannot forge them either
+    way.
 
     Args:
-        texts: what merges are learnt from.
-        protocol: whose tags.
-        pieces: a pattern; no merge crosses from one match to the next.
+        texts: Training texts.
+        protocol: Protocol with the tags.
+        pieces: Pattern that splits texts; no merge crosses a match boundary.
     """
     tags = tag_tokens(protocol)
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -340,7 +341,7 @@ def training_texts(
     words: Iterable[str] = POOL,
     protocol: Protocol = SEARCH_R1,
 ) -> Iterator[str]:
-    """Texts that merges are learnt from: words, and chats cut where an added token stands."""
+    """Yield texts to train the tokenizer on: words, and chats split at added tokens."""
     markers = "|".join(map(re.escape, SPECIAL_TOKENS + tag_tokens(protocol)))
     yield from (f" {word}" for word in sorted(words))
     for demonstration in demonstrations:
@@ -348,7 +349,7 @@ def training_texts(
 
 
 def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
-    """Texts that the model will see, by what they are; of demonstrations a sample."""
+    """Return texts that the model will see, by kind; of the demonstrations a sample."""
     texts = {
         "document": [render_documents([Document(**document)]) for document in files["corpus"]],
         "prompt": [
@@ -365,12 +366,12 @@ def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[st
 
 
 def render_prompt(question: str) -> str:
-    """Renders one user message as `CHAT_TEMPLATE` does."""
+    """Render one user message as `CHAT_TEMPLATE` does."""
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def render_chat(demonstration: Mapping[str, Any], protocol: Protocol = SEARCH_R1) -> str:
-    """The chat as one text, each result of a tool in its block, with the end of the last turn."""
+    """Render a chat as text, tool results in their blocks, with the end of the last turn."""
     question, *rest = demonstration["messages"]
     text = render_prompt(question["content"])
     for message in rest:
@@ -382,7 +383,7 @@ def render_chat(demonstration: Mapping[str, Any], protocol: Protocol = SEARCH_R1
 def check_words_are_whole(
     tokenizer: tokenizers.Tokenizer, texts: Iterable[str], pool: Collection[str] = POOL
 ) -> None:
-    """Every word of the pool is one token wherever it stands in `texts`."""
+    """Assert that every word of the pool is one token everywhere in `texts`."""
     texts = list(texts)
     encodings = tokenizer.encode_batch([f" {word}" for word in sorted(pool)])
     assert all(len(encoding.ids) == 1 for encoding in encodings)
@@ -393,7 +394,7 @@ def check_words_are_whole(
 
 
 def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Asserts that what is trained on names no held-out person."""
+    """Assert that nothing used for training names a held-out person."""
     held_out = "|".join(person.name for person in people.values() if person.is_held_out)
     for name in files.keys() - {"corpus", "questions_eval"}:
         leak = re.search(held_out, json.dumps(files[name]))
@@ -401,7 +402,7 @@ def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, A
 
 
 def tokenizer_config() -> dict[str, Any]:
-    # Not Qwen2Tokenizer: transformers would put that class's own splitting in place of ours.
+    # Not Qwen2Tokenizer: transformers would replace our pre-tokenizer by that class's.
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
@@ -414,7 +415,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def model_config(tokenizer: tokenizers.Tokenizer, num_experts: int = 0) -> dict[str, Any]:
-    """Configuration of a dense model or, with experts, of one in which each token reaches two."""
+    """Return the config of a dense model or, with experts, of a top-2 mixture of experts."""
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -463,7 +464,7 @@ def generation_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes under Hugging Face's names; matrices are `[out, in]`."""
+    """Return the weight shapes by Hugging Face name; matrices are `[out, in]`."""
     width, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     layer = {
@@ -489,7 +490,7 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of what follows the second norm of a layer: an MLP, or a router and its experts."""
+    """Return the shapes after a layer's second norm: an MLP, or a router and its experts."""
 
     def mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
         width = config["hidden_size"]
@@ -507,10 +508,10 @@ def feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
 
 
 def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Float32 weights: norms 1, matrices of variance 1 / fan_in.
+    """Return float32 weights: norms 1, matrices of variance 1 / fan_in.
 
-    What adds to the residual stream, twice a layer, is scaled down so that the sum stays of the
-    embedding's order, as in GPT-2.
+    Projections into the residual stream, two per layer, are scaled down so that the sum keeps the
+    scale of the embedding, as in GPT-2.
     """
     weights = {}
     for name, shape in weight_shapes(config).items():
@@ -520,7 +521,7 @@ def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[
         std = shape[1] ** -0.5
         if "o_proj" in name or "down_proj" in name:
             std /= (2 * config["num_hidden_layers"]) ** 0.5
-        # safetensors writes wrong values, without a word, for arrays in another memory order.
+        # safetensors silently writes wrong values for arrays that are not C-contiguous.
         weights[name] = np.ascontiguousarray(std * rng.standard_normal(shape, np.float32))
     return weights
 
@@ -534,13 +535,13 @@ def write_model(
     chat_template: str = CHAT_TEMPLATE,
     max_tokens: int = 1024,
 ) -> None:
-    """Write a model of random weights with its tokenizer.
+    """Write a model with random weights, and its tokenizer.
 
     Args:
-        folder: Folder to write to.
+        folder: Output folder.
         tokenizer: Tokenizer of the model.
         seed: Random seed of the weights.
-        num_experts: Number of experts in each layer; 0 writes a dense model.
+        num_experts: Number of experts per layer; 0 writes a dense model.
         chat_template: Chat template of the tokenizer.
         max_tokens: Length of the longest sequence.
     """
@@ -553,7 +554,7 @@ def write_model(
     tokenizer.save(str(folder / "tokenizer.json"))
     weights = random_weights(config, np.random.default_rng(seed))
     safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    # safetensors lets nobody but the owner read its files.
+    # safetensors makes files readable by the owner only.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
@@ -567,7 +568,7 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Writes each as JSONL. The held-out questions come last and whole: make looks for them."""
+    """Write each file as JSONL; the held-out questions last and atomically, as make's target."""
     last = folder / "questions_eval.jsonl"
     for name in files.keys() - {last.stem}:
         write_jsonl(folder / f"{name}.jsonl", files[name])
@@ -577,7 +578,7 @@ def write_files(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> 
 
 
 def print_lengths(tokenizer: tokenizers.Tokenizer, texts: Mapping[str, Sequence[str]]) -> None:
-    """Percentiles of lengths, in tokens."""
+    """Print percentiles of the lengths in tokens."""
     print(f"\n{'tokens':24}{'count':>8}{'p5':>6}{'p50':>6}{'p95':>6}{'max':>6}")
     for name, group in texts.items():
         if group:
@@ -587,7 +588,7 @@ def print_lengths(tokenizer: tokenizers.Tokenizer, texts: Mapping[str, Sequence[
 
 
 def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Shares of demonstrations by number of searches, and how many of them are right."""
+    """Print the share and accuracy of demonstrations by number of searches."""
     print(f"\n{'demonstrations':36}{'share':>8}{'right':>8}")
     for name in ("demonstrations", "demonstrations_perfect"):
         is_correct = collections.defaultdict(list)
@@ -601,7 +602,7 @@ def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
 
 
 def print_hit_rates(people: People, engine: LocalSearch) -> None:
-    """Prints how often each style of query shows the held-out person it is about."""
+    """Print how often each query style finds the held-out person it is about."""
     held_out = [person for person in people.values() if person.is_held_out]
     print(f"\n{'query (whole corpus, held out)':36}{'hits':>8}{'first':>8}")
     for style in (*GOOD_QUERIES, *POOR_QUERIES):
@@ -621,14 +622,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_people", type=int, default=1200)
-    parser.add_argument("--num_held_out", type=int, default=200, help="of them, for evaluation")
-    parser.add_argument("--num_demonstrations", type=int, default=20_000, help="of mixed quality")
-    parser.add_argument("--num_worlds", type=int, default=20, help="that demonstrations come from")
+    parser.add_argument(
+        "--num_held_out", type=int, default=200, help="people held out for evaluation"
+    )
+    parser.add_argument(
+        "--num_demonstrations", type=int, default=20_000, help="demonstrations of mixed quality"
+    )
+    parser.add_argument("--num_worlds", type=int, default=20, help="worlds for demonstrations")
     parser.add_argument("--topk", type=int, default=3, help="documents in a search result")
     parser.add_argument(
         "--max_hops", type=int, choices=(1, 2), default=2, help="documents that a question needs"
     )
-    parser.add_argument("--num_experts", type=int, default=0, help="of a layer; 0: a dense model")
+    parser.add_argument(
+        "--num_experts", type=int, default=0, help="experts per layer; 0: a dense model"
+    )
     args = parser.parse_args(argv)
     if args.num_experts not in (0, *range(2, 1000)):
         parser.error(f"--num_experts is {args.num_experts}; a token reaches 2 of them, 0 is none")
@@ -637,7 +644,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses more people than there are names, and sides that are too small."""
+    """Exit if there are more people than names, or a side is too small."""
     most = len(FIRST_NAMES) * len(LAST_NAMES)
     if not args.num_people <= most:
         parser.error(f"--num_people is {args.num_people}; the pools make {most} names at most")
@@ -651,6 +658,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     people = make_people(args.num_people, args.num_held_out, rngs["people"])
     train, evaluation = train_questions(people, rngs["order"]), eval_questions(people)
     held_out = [person.name for person in people.values() if person.is_held_out]
+    # Demonstrations come from other worlds, so that they teach no facts.
     pairs = [
         demonstrations(
             make_people(args.num_people - len(held_out), 0, rngs["demos"], excluded=held_out),
@@ -668,6 +676,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "demonstrations": [chat for mixed, _ in pairs for chat in mixed],
         "demonstrations_perfect": [chat for _, perfect in pairs for chat in perfect],
     }
+    # Check the texts before writing anything.
     tokenizer = train_tokenizer(training_texts(files["demonstrations"]))
     texts = rendered(files)
     check_nothing_leaks(people, files)

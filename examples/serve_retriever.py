@@ -4,8 +4,8 @@
     python -m examples.serve_retriever --corpus=corpus.jsonl --port=8000
 
 `POST /retrieve` is Search-R1's protocol (also verl's). `POST /batch_search` and `POST /search` are
-FlashRAG's (also ReCall's and BAPO's). docs/search.md has their bodies. To serve another engine that
-has documents, construct it in `main`.
+FlashRAG's (also ReCall's and BAPO's). docs/search.md describes their bodies. To serve another
+`DocumentSearch`, construct it in `main`.
 """
 
 import argparse
@@ -27,7 +27,12 @@ from jaxrl.utils.json_io import parse_json
 
 
 def search(engine: DocumentSearch, queries: Any, topk: Any) -> list[list[Hit]]:
-    """Return the hits of each query. A request that is malformed raises a ValueError."""
+    """Return the hits of each query.
+
+    Raises:
+        ValueError: The request is malformed.
+        ToolError: A search failed.
+    """
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise ValueError(f"the queries are {queries!r:.80}; expected a list of strings")
     topk = engine.topk if topk is None else topk
@@ -64,7 +69,7 @@ def flashrag(engine: DocumentSearch, body: dict[str, Any]) -> Any:
 
 
 def flashrag_single(engine: DocumentSearch, body: dict[str, Any]) -> Any:
-    """Answer the same with one query."""
+    """Answer the same request with a single query."""
     answer = flashrag(engine, body | {"query": [body.get("query")]})
     return [part[0] for part in answer] if body.get("return_score") else answer[0]
 
@@ -73,7 +78,7 @@ PROTOCOLS = {"/retrieve": search_r1, "/batch_search": flashrag, "/search": flash
 
 
 def make_app(engine: DocumentSearch) -> Starlette:
-    """Return the server. Requests run side by side in threads."""
+    """Return the server; requests run concurrently in threads."""
 
     def route(path: str, protocol: Callable[[DocumentSearch, dict[str, Any]], Any]) -> Route:
         async def answer(request: Request) -> JSONResponse:
@@ -97,7 +102,9 @@ def make_app(engine: DocumentSearch) -> Starlette:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--corpus", required=True, help="JSONL of documents")
-    parser.add_argument("--index", default="", help="folder of the index (default: by the corpus)")
+    parser.add_argument(
+        "--index", default="", help="folder of the index (default: next to the corpus)"
+    )
     parser.add_argument("--topk", type=int, default=3, help="documents if a request does not say")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for other machines")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")

@@ -1,4 +1,4 @@
-r"""Tasks from JSONL files as a TFDS data set, which a run reads by its folder.
+r"""Convert JSONL tasks to a TFDS data set, which a run reads by its folder.
 
 python -m examples.tfds_tasks --out=data/tfds --name=bridges --version=1.0.0 \
     train=my_data/train.jsonl test=my_data/test.jsonl
@@ -6,8 +6,8 @@ python -m jaxrl.launch --config=my_run.py --workdir=runs/my_run \
     --config.tasks.train.source=data/tfds/bridges/1.0.0 \
     --config.tasks.eval.source=data/tfds/bridges/1.0.0
 
-Each `split=file` is checked as a run would check it, then written as array_record, the format that
-TFDS can read without TensorFlow. The order of a file is kept. `metadata` is stored as JSON.
+Each `split=file` is validated like a run's tasks and written as array_record, the format that TFDS
+reads without TensorFlow. The order of a file is kept. `metadata` is stored as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxrl.envs.base import Task
 
 
 def features() -> dict[str, Any]:
-    """Features of a task. An empty text or list stands for a field that is not there."""
+    """Return the features of a task. An empty text or list means that a field is absent."""
     text = tfds.features.Text
     return {
         "id": text(),
@@ -38,7 +38,7 @@ def features() -> dict[str, Any]:
 
 
 def example(task: Task) -> dict[str, Any]:
-    """A task in these features."""
+    """Convert a task to these features."""
     return {
         "id": task.id,
         "question": task.question or "",
@@ -56,13 +56,13 @@ def prepare(
     info: Mapping[str, Any],
     splits: Mapping[str, Iterable[dict[str, Any]]],
 ) -> Path:
-    """Writes a data set; returns its folder, `out/name/version`."""
+    """Write a data set and return its folder, `out/name/version`."""
 
     class TaskBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        # Its own name is no `Builder`, for which TFDS asks the package, which a script has not.
+        # Not named `Builder`: TFDS would take the name from the package, and a script has none.
         VERSION = tfds.core.Version(version)
-        # Where to look for checksums of downloads: nowhere. In a package TFDS would look for it by
-        # a module that it does not ask for, importlib_resources.
+        # No checksums of downloads: to find them TFDS needs importlib_resources, which it does not
+        # declare as a dependency.
         code_path = None
 
         def _info(self) -> tfds.core.DatasetInfo:
@@ -76,24 +76,26 @@ def prepare(
             yield from enumerate(rows)
 
     TaskBuilder.name = name
-    # Without TensorFlow, array_record is the one format that is written and read whole.
+    # Without TensorFlow, only array_record supports both writing and reading.
     builder = TaskBuilder(data_dir=str(out), file_format="array_record")
     builder.download_and_prepare()
     return Path(str(builder.data_path))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Converts the files named on the command line."""
+    """Convert the files named on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, help="folder of all data sets")
-    parser.add_argument("--name", required=True, help="of the data set, in lower case with _")
-    parser.add_argument("--version", default="1.0.0", help="of the data set; 1.0.0")
+    parser.add_argument("--name", required=True, help="name of the data set, in snake case")
+    parser.add_argument(
+        "--version", default="1.0.0", help="version of the data set (default: 1.0.0)"
+    )
     parser.add_argument("files", nargs="+", metavar="split=file.jsonl")
     settings = parser.parse_args(argv)
     if not all("=" in file for file in settings.files):
-        parser.error("files are named as split=file.jsonl, such as train=my_data/train.jsonl")
+        parser.error("expected files as split=file.jsonl, such as train=my_data/train.jsonl")
     files = dict(file.split("=", maxsplit=1) for file in settings.files)
     try:
         splits = {

@@ -1,11 +1,11 @@
-"""A small Qwen3 with random weights, and a tokenizer whose merges are those of your own texts.
+"""Make a small Qwen3 with random weights and a tokenizer trained on your texts.
 
     python -m examples.tiny_model --texts=corpus.jsonl,questions.jsonl --out=models/tiny
 
-Of a JSONL file every text in every record is read, of any other file every line. The folder is in
-Hugging Face's format, for tests of a data set, an environment or a reward before a real model is
-there. Its chat template describes tools, as Qwen's does, and its sequences may be as long as
-Qwen3's. No torch is needed.
+A JSONL file contributes every text in every record, any other file every line. The folder is in
+Hugging Face's format. Use it to test a data set, an environment or a reward before you have a real
+model. Its chat template describes tools, as Qwen's does, and its sequences may be as long as
+Qwen3's. torch is not needed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from examples.calls_world import CHAT_TEMPLATE, TOOLS
 from examples.quickstart_world import train_tokenizer, write_model
 
 MAX_TOKENS = 40_960
-"""Length of the longest sequence, as of Qwen3."""
+"""Length of the longest sequence: Qwen3's."""
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
+    """Yield all texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -33,7 +33,7 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The texts of a file, see the module."""
+    """Yield the texts of a file; see the module's docstring."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if path.suffix != ".jsonl":
             yield line
@@ -46,9 +46,9 @@ def read_texts(path: Path) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="jaxrl tiny-model")
-    parser.add_argument("--texts", required=True, help="files, with commas between them")
+    parser.add_argument("--texts", required=True, help="files, separated by commas")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the weights")
     options = parser.parse_args(argv)
     try:
         texts = [text for name in options.texts.split(",") for text in read_texts(Path(name))]

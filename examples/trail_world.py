@@ -1,14 +1,14 @@
-"""Makes a world of trails, whose episodes are longer than the context that its model has room for.
+"""Make a world of trails, whose episodes are longer than the model's context.
 
     python -m examples.trail_world --out=data/trail --seed=0
 
-Each person's document names the one to see next, and the last of a trail tells a word. A question
+Each person's document names the next person, and the last one of a trail states a word. A question
 asks for the word at the end of a trail of `--length` people, so it takes as many searches, and each
-needs only what the one before it found. Documents are long: with eight people an episode has four
-times the tokens of `rollout.context.max_tokens` in configs/trail.py.
+search needs only the result of the one before. Documents are long: with eight people, an episode
+has four times the tokens of `rollout.context.max_tokens` in configs/trail.py.
 
-People, words and model are of the quickstart's kind (examples/quickstart_world.py). Demonstrations
-come from other worlds; at each person some search by the surname alone or give up and guess. The
+People, words and model are like the quickstart's (examples/quickstart_world.py). Demonstrations
+come from other worlds; at each person some search for the surname alone or give up and guess. The
 same seed gives the same bytes.
 """
 
@@ -23,27 +23,27 @@ from typing import Any
 from examples import quickstart_world as quickstart
 from jaxrl.envs.search.bm25 import LocalSearch
 
-OMITTED = "…"  # stands for results that were left out, and is one token
+OMITTED = "…"  # one token, in place of omitted results
 QUESTION = "Which word ends the trail of {name}?"
 TALE = "rain road mill river bridge market winter harvest lantern orchard".split()  # noqa: SIM905
-"""Words that people use before they come to the point, `TALE_LENGTH` of them."""
+"""Filler words; each document starts with `TALE_LENGTH` of them."""
 TALE_LENGTH = 30
 POOR_QUERY = 0.05
-"""Chance that a demonstration searches by the surname alone; most often that shows others."""
+"""Probability of a search for the surname alone, which usually returns other people."""
 GIVES_UP = 0.05
-"""Chance at each person that a demonstration guesses a word."""
+"""Probability, at each person, that a demonstration guesses a word."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trail:
-    """People one after another, each a first and a last name, and the word at the end."""
+    """A chain of people, each a first and a last name, and the word at its end."""
 
     names: Sequence[tuple[str, str]]
     word: str
     is_held_out: bool
 
     def documents(self) -> Iterator[dict[str, str]]:
-        """One of each person."""
+        """Yield one document per person."""
         for name, following in itertools.zip_longest(self.names, self.names[1:]):
             title = " ".join(name)
             tells = f"the word {self.word}" if following is None else f"see {' '.join(following)}"
@@ -52,7 +52,7 @@ class Trail:
             yield {"id": title, "title": title, "text": f"{tale}. {title} says {tells}."}
 
     def question(self) -> dict[str, Any]:
-        """The question about the first of them."""
+        """Return the question about the first person."""
         first = " ".join(self.names[0])
         return {
             "id": first,
@@ -65,7 +65,7 @@ class Trail:
 def make_trails(
     count: int, num_held_out: int, length: int, rng: random.Random, excluded: Collection[Any] = ()
 ) -> list[Trail]:
-    """Trails of people with distinct names, none of the `excluded`; the first are held out."""
+    """Return trails of distinct people outside `excluded`; the first trails are held out."""
     possible = itertools.product(quickstart.FIRST_NAMES, quickstart.LAST_NAMES)
     names = rng.sample([name for name in possible if name not in excluded], count * length)
     return [
@@ -79,14 +79,14 @@ def make_trails(
 
 
 def documents(trails: Sequence[Trail], rng: random.Random) -> list[dict[str, str]]:
-    """All documents in random order, by which a search ranks equally good ones."""
+    """Return all documents with ids in random order, by which a search breaks ties."""
     made = [document for trail in trails for document in trail.documents()]
     rng.shuffle(made)
     return [{**document, "id": f"{i:05d}"} for i, document in enumerate(made)]
 
 
 def demonstrate(trail: Trail, engine: LocalSearch, rng: random.Random) -> dict[str, Any]:
-    """One chat along a trail; its answer is right only where it goes to the end."""
+    """Return one chat along a trail; its answer is right only if it reaches the end."""
     question = trail.question()
     messages = [{"role": "user", "content": question["question"]}]
     answer = rng.choice(quickstart.CITIES)
@@ -105,7 +105,7 @@ def demonstrate(trail: Trail, engine: LocalSearch, rng: random.Random) -> dict[s
 
 
 def demonstrations(args: argparse.Namespace, rng: random.Random, excluded: Collection[Any]) -> Any:
-    """Demonstrations from `args.num_worlds` worlds of other people."""
+    """Return demonstrations from `args.num_worlds` worlds of other people."""
     made = []
     for _ in range(args.num_worlds):
         trails = make_trails(args.num_trails // 2, 0, args.length, rng, excluded)
@@ -119,17 +119,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--length", type=int, default=8, help="people of a trail")
+    parser.add_argument("--length", type=int, default=8, help="people per trail")
     parser.add_argument("--num_trails", type=int, default=240)
-    parser.add_argument("--num_held_out", type=int, default=100, help="of them, for evaluation")
+    parser.add_argument(
+        "--num_held_out", type=int, default=100, help="trails held out for evaluation"
+    )
     parser.add_argument("--num_demonstrations", type=int, default=4000)
-    parser.add_argument("--num_worlds", type=int, default=10, help="that demonstrations come from")
+    parser.add_argument("--num_worlds", type=int, default=10, help="worlds for demonstrations")
     parser.add_argument("--topk", type=int, default=2, help="documents in a search result")
     args = parser.parse_args(argv)
     most = len(quickstart.FIRST_NAMES) * len(quickstart.LAST_NAMES)
     if not 1 <= args.num_trails * args.length <= most:
         parser.error(f"--num_trails times --length must be from 1 to {most}, as there are names")
-    others = args.num_held_out + args.num_trails // 2  # of demonstrations, whose people are others
+    others = args.num_held_out + args.num_trails // 2  # with those of the demonstrations
     if not 1 <= args.num_held_out < args.num_trails or others * args.length > most:
         parser.error(
             "--num_held_out must be at least 1, less than --num_trails, and leave names to "

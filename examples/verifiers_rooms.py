@@ -1,6 +1,6 @@
-"""A taskset of verifiers 0.4 with a tool: a key lies in a room, in which a note says where.
+"""A verifiers 0.4 taskset with a tool: find a key that a note in one room locates.
 
-The tool runs in a process of its own, one for all episodes. In a Python with verifiers,
+The tool runs in its own process, one for all episodes. In a Python with verifiers,
 
     python jaxrl/extras/serve/agents/verifiers.py examples/verifiers_rooms.py > rooms.jsonl
 
@@ -23,7 +23,7 @@ SYSTEM = (
 
 
 def house(seed: int) -> dict[str, str]:
-    """Text seen in each room: one tells of the key, all others of that room."""
+    """Return the text in each room: one locates the key, the others name that room."""
     random_state = random.Random(seed)
     room, place = random_state.choice(ROOMS), random_state.choice(PLACES)
     return {
@@ -33,18 +33,18 @@ def house(seed: int) -> dict[str, str]:
 
 
 class RoomsData(vf.TaskData):
-    """A house, and where its key is."""
+    """A house's seed and the place of its key."""
 
     seed: int
     answer: str
 
 
 class RoomsToolsConfig(vf.SharedToolsetConfig):
-    """Place where the tool runs."""
+    """Settings of the tool's process."""
 
 
 class RoomsTools(vf.Toolset[RoomsToolsConfig]):
-    """The tool."""
+    """Toolset with the one tool, `look`."""
 
     TOOL_PREFIX = None
 
@@ -55,28 +55,28 @@ class RoomsTools(vf.Toolset[RoomsToolsConfig]):
 
 
 class RoomsTask(vf.Task[RoomsData]):
-    """A search for a key."""
+    """Task of finding a key."""
 
     @vf.reward
     async def found(self, task: RoomsData, trace: vf.Trace) -> float:
-        """1 for the place, and 0.2 for each look in a room, up to two."""
+        """Return 1 for the right place, else 0.2 for each tool result, at most 0.4."""
         if trace.last_reply == task.answer:
             return 1.0
         return min(0.4, 0.2 * len(trace.tool_messages))
 
 
 class RoomsConfig(vf.TasksetConfig):
-    """Number of houses, and their tool."""
+    """Number of houses and settings of the tool."""
 
     num_tasks: int = 100
     tools: RoomsToolsConfig = RoomsToolsConfig()
 
 
 class RoomsTaskset(vf.Taskset[RoomsTask, RoomsConfig]):
-    """Houses."""
+    """Taskset of `num_tasks` houses."""
 
     def load(self) -> Iterator[RoomsTask]:
-        """Yields a task for each."""
+        """Yield a task for each house."""
         for seed in range(self.config.num_tasks):
             seen = next(text for text in house(seed).values() if "key" in text)
             yield RoomsTask(
@@ -91,7 +91,7 @@ class RoomsTaskset(vf.Taskset[RoomsTask, RoomsConfig]):
 
     @classmethod
     def toolsets(cls, config: RoomsConfig) -> list[vf.Toolset]:
-        """The one tool, which all episodes share."""
+        """Return the toolset that all episodes share."""
         return [RoomsTools(config.tools)]
 
 
