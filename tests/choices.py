@@ -1,4 +1,4 @@
-"""Losses, KL terms, corrections and estimators in all their choices, for properties of updates."""
+"""All choices of losses, KL terms, corrections and estimators, for property tests of updates."""
 
 import dataclasses
 import itertools
@@ -48,7 +48,7 @@ CORRECTIONS = {
     },
 }
 EVERY = list(itertools.product(LOSSES, KL_TERMS, CORRECTIONS))
-# On the whole update, which compiles for seconds: each choice in some company.
+# For the complete update, which compiles for seconds: each choice at least once.
 WHOLE = [
     ("clip", "k3 to ref", "token truncate"),
     ("gspo", "weighed k3", "sequence truncate"),
@@ -76,14 +76,14 @@ def mode_of(loss):
 
 
 def sequences():
-    """Trajectories that the policies before and beside disagree about, some beyond every range."""
+    """Return trajectories with differing rollout, old and reference logprobs, some out of range."""
     rng = np.random.default_rng(5)
     made = []
     for one in random_sequences(LENGTHS):
         length = len(one.token_ids)
         old = -5 + 0.4 * rng.standard_normal(length).astype(np.float32)
         ref = old + 0.6 * rng.standard_normal(length).astype(np.float32)
-        # Small enough on average that the products over trajectories differ from one another.
+        # Small enough on average that the products over trajectories differ.
         rollout = old - 0.2 * rng.standard_normal(length).astype(np.float32)
         rollout = np.where(one.loss_mask, rollout, 0).astype(np.float32)
         made.append(
@@ -93,12 +93,12 @@ def sequences():
 
 
 def flat(batch):
-    """One micro-batch of all rows, `[R, T]`."""
+    """Merge all rows into one micro-batch `[R, T]`."""
     return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
 
 
 def loss_gradient(token_loss):
-    """By log-probability of every token, and by entropy; compiled."""
+    """Return the compiled gradient by each token's log-probability and entropy."""
 
     def total(logprobs, entropies, batch):
         values, _ = token_loss(logprobs, entropies, batch)
@@ -115,7 +115,7 @@ def whole_gradient(mesh, loss, kl, correction):
     return gradient_of(model, token_loss)
 
 
-SLOTS = 12  # trajectories in every batch, so that each estimator compiles once
+SLOTS = 12  # trajectories per batch; fixed, so that each estimator compiles once
 
 
 @cache
@@ -127,7 +127,7 @@ def estimator(name, baseline=False):
     estimate = Estimator(method.advantage, method.seed)
 
     def advantages(trajectories, step):
-        """Of each its own, by its index in the sample rather than its place; float32 [SLOTS]."""
+        """Return the advantages float32 [SLOTS] by sample index, not by position."""
         made = members(estimate(grouped(trajectories), step, 0))
         by_index = {t.sample_index: t.advantage for t in made}
         return np.array([by_index[index] for index in range(SLOTS)], np.float32)

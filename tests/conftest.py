@@ -1,4 +1,4 @@
-"""Checks array annotations in every test run, and what tests share."""
+"""Shared fixtures, and array annotation checks in every test run."""
 
 import gc
 import os
@@ -11,40 +11,40 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxtyping import install_import_hook
 
-# Before the first array: the programs of tests are small, and are compiled in half the time in one
-# piece and by the older emitters. jaxlib ends the process at a flag that it does not know, and only
-# 0.10 knows the second one. With XLA_FLAGS set, be it to nothing, they are compiled as that says.
+# Set before the first array. Tests have small programs, which compile in half the time in one piece
+# and with the older emitters. jaxlib aborts on unknown flags, and only 0.10 knows the second one.
+# An XLA_FLAGS from outside, even an empty one, takes precedence.
 QUICK_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if version("jaxlib").startswith("0.10."):
     QUICK_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_FLAGS))
 
-# No test asks where in the source an operation comes from, which takes a thirtieth of their time.
+# No test needs the source locations of operations, which take a thirtieth of the time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
-# What a compilation frees is taken again by the next one. The C library reads this at its start, so
-# it is for processes that this one starts, pytest's others among them.
+# Keep freed memory for the next compilation. The C library reads these at startup, so they affect
+# only processes that this one starts, such as pytest's workers.
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 << 30))
 os.environ.setdefault("MALLOC_TOP_PAD_", str(64 << 20))
 
-# OpenBLAS's threads turn in wait for the next product. This process has numpy already, but those
-# that it starts, pytest's others among them, have one thread each.
+# OpenBLAS's threads spin while they wait. This process has loaded numpy already, but those that it
+# starts, such as pytest's workers, get one thread each.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Each process that tests start would compile jaxrl's modules anew, a sixth of its start.
+# Otherwise each process that tests start recompiles jaxrl's modules, a sixth of its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Programs of tests do not stay with those of the user. Other processes of pytest take this one's.
+# Keep the tests' compiled programs out of the user's cache. pytest's workers share this folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     CACHES = tempfile.TemporaryDirectory(prefix="jaxrl-caches-")
     os.environ["XDG_CACHE_HOME"] = CACHES.name
 
-# What is imported stays: until all is, the collector would go through it again and again in vain.
+# Imported modules are never freed: no garbage collection until all are loaded.
 gc.disable()
 
-# Before anything imports these: the hook rewrites modules as they load. The tower lets an int pass
-# for a float, as it does for mypy.
+# Before anything imports these: the hook rewrites modules as they load. The numeric tower accepts
+# an int for a float, as mypy does.
 install_import_hook(
     [
         *("jaxrl.objectives", "jaxrl.models", "jaxrl.extras.experts", "jaxrl.extras.kernels"),
@@ -55,9 +55,9 @@ install_import_hook(
 
 
 def pytest_collection_modifyitems(items):
-    """Files with tests of minutes begin first, so that no process is left with one at the end.
+    """Run files with long tests first, so that no process is left with one at the end.
 
-    Of those, the last ones first: neighbours, which share a warm start, would begin at once.
+    They run in reverse order: adjacent files share a warm start and would all make it at once.
     """
     files = list(dict.fromkeys(item.path for item in items))
     long = {item.path for item in items if item.get_closest_marker("minutes")}
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Nor need the collector go through it for what tracing makes."""
+    """Freeze what is loaded and collect rarely: tracing makes many long-lived objects."""
     gc.freeze()
     gc.set_threshold(200_000, 20, 20)
     gc.enable()
@@ -74,9 +74,9 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def keeps_freed_memory():
-    """No run gives memory back to the system, which takes longer the more tests a process has run.
+    """Keep freed memory: returning it to the system takes longer with every test.
 
-    Processes that tests start do give it back.
+    Processes that tests start still return it.
     """
     from jaxrl.runtime import host_memory
     from jaxrl.sampling import weights
@@ -90,8 +90,8 @@ def keeps_freed_memory():
 
 @pytest.fixture(scope="session")
 def tiny_world(tmp_path_factory):
-    """The folder of a quickstart world of forty people; not to be written to."""
-    from examples import quickstart_world  # after the hook: it imports parts of jaxrl
+    """Return the read-only folder of a quickstart world with forty people."""
+    from examples import quickstart_world  # imports parts of jaxrl, so after the hook
 
     folder = tmp_path_factory.mktemp("world")
     sizes = ["--num_people=40", "--num_held_out=8", "--num_demonstrations=400"]
@@ -101,7 +101,7 @@ def tiny_world(tmp_path_factory):
 
 @pytest.fixture
 def open_folder():
-    """An empty folder that every user may enter; pytest's own are one user's."""
+    """Yield an empty folder that every user may enter, unlike pytest's own."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -109,7 +109,7 @@ def open_folder():
 
 @pytest.fixture(scope="session")
 def cache_folder(tmp_path_factory, worker_id):
-    """For compiled programs, which all whole runs share, those of the other processes too."""
+    """Return the compilation cache folder that complete runs of all processes share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "compiled"
     folder.mkdir(exist_ok=True)
@@ -118,10 +118,9 @@ def cache_folder(tmp_path_factory, worker_id):
 
 @pytest.fixture(scope="module")
 def quick_compilation(cache_folder):
-    """Less optimised machine code, of the same programs, kept for all who compile the same.
+    """Compile with fewer optimizations and a shared cache, for tests that mostly compile.
 
-    For tests that compile for longer than they compute. Yields what sets it in the environment
-    of another process.
+    Yields the environment that does the same in another process.
     """
     settings = {
         "jax_compilation_cache_dir": str(cache_folder),
@@ -133,7 +132,7 @@ def quick_compilation(cache_folder):
     for name, value in settings.items():
         jax.config.update(name, value)
     reset_cache()
-    less = "jax_disable_most_optimizations"  # which cannot be read
+    less = "jax_disable_most_optimizations"  # write-only
     jax.config.update(less, True)
     yield {name.upper(): str(value) for name, value in (settings | {less: True}).items()}
     jax.config.update(less, False)
@@ -144,10 +143,10 @@ def quick_compilation(cache_folder):
 
 @pytest.fixture(scope="module")
 def one_size():
-    """Sampler and update have their largest shapes alone: each compiles for longer than a tiny run.
+    """Restrict sampler and update to their largest shapes, since each compiles for long.
 
-    For runs in this process that are about something else; `test_runs.py` has all shapes. Another
-    process has them by `python -m tests.one_size` in place of `jaxrl.launch`.
+    For runs in this process that test something else; `test_runs.py` has all shapes. In another
+    process, use `python -m tests.one_size` instead of `jaxrl.launch`.
     """
     from tests.one_size import take_the_largest
 
@@ -158,9 +157,9 @@ def one_size():
 
 @pytest.fixture(scope="module")
 def no_pictures():
-    """Nobody draws pictures of a run: it takes as long as a tiny one, and has its own tests.
+    """Disable the plots of a run, which take as long as a tiny run and have their own tests.
 
-    Yields what would draw them.
+    Yields the function that draws them.
     """
     from jaxrl.extras.view import report  # after the hook
 

@@ -1,4 +1,4 @@
-"""Trajectories made by hand, and the tasks and measurements that go with them."""
+"""Hand-made trajectories, with tasks and measurements."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def make_trajectory(
     turns=(SEARCH, ANSWER),
     data_source="nq",
 ):
-    """Two prompt tokens, then sampled ones."""
+    """Return a trajectory of two prompt tokens followed by sampled tokens."""
     rng = np.random.default_rng([task_number, sample_index])
     mask = np.arange(length) >= 2
     return Trajectory(
@@ -51,7 +51,7 @@ def make_trajectory(
 
 
 def in_turns(turn_rewards, rest, *, lengths, task=0, index=0):
-    """A trajectory whose turns have so many sampled tokens, with an observation after each."""
+    """Return a trajectory with turns of these lengths, each followed by an observation."""
     starts, mask = [], [False, False]
     for length in lengths:
         starts.append(len(mask))
@@ -69,14 +69,14 @@ def in_turns(turn_rewards, rest, *, lengths, task=0, index=0):
 
 
 def make_failure(**fields):
-    """An environment error, which has no reward."""
+    """Return a trajectory that ended in an environment error, without a reward."""
     return make_trajectory(outcome=Outcome.ENVIRONMENT_ERROR, turns=(FAILED,), **fields)
 
 
 def thinking(entropies, *, right=False, task_number=0, sample_index=0, tool=(), failed=False):
-    """A trajectory whose sampled tokens have these entropies, but those of a tool have none.
+    """Return a trajectory with these entropies after a prompt of two tokens.
 
-    Two tokens of the prompt come first.
+    Positions in `tool` are tool tokens, with entropy 0 and no loss.
     """
     length = 2 + len(entropies)
     make = make_failure if failed else make_trajectory
@@ -90,7 +90,7 @@ def thinking(entropies, *, right=False, task_number=0, sample_index=0, tool=(), 
 
 
 def grouped(trajectories):
-    """Groups of those that share a task, in order of the first of each."""
+    """Group trajectories by task, in order of first occurrence."""
     by_task = {}
     for trajectory in trajectories:
         by_task.setdefault(trajectory.task_id, []).append(trajectory)
@@ -98,7 +98,7 @@ def grouped(trajectories):
 
 
 class NumberedTasks:
-    """A stream of the tasks q0, q1, …, in this order again and again."""
+    """Stream of the tasks q0, q1, …, repeated in this order."""
 
     def __init__(self, num_items=1000):
         self.num_items = num_items
@@ -109,7 +109,7 @@ class NumberedTasks:
 
 
 def strayed(*values):
-    """A divergence of so much at each token, the two of the prompt first."""
+    """Return a divergence with these values per token, after two prompt tokens."""
     per_token = np.array([0, 0, *values], np.float32)
     return Divergence(
         old_logprobs=np.zeros_like(per_token),
@@ -120,7 +120,7 @@ def strayed(*values):
 
 
 def wavering(count, *, length=40, percentile=1.5, excess=0.0):
-    """Windows of which the first `count` are high."""
+    """Return windows with the first `count` high."""
     return Windows(
         values=np.zeros(length, np.float32),
         valid=np.ones(length, bool),
@@ -131,7 +131,7 @@ def wavering(count, *, length=40, percentile=1.5, excess=0.0):
 
 
 def is_same(one, other):
-    """Return True if two records are equal in each field; arrays and NaN are compared by value."""
+    """Return True if two records have equal fields; arrays and NaN are compared by value."""
     if one is other:
         return True
     if dataclasses.is_dataclass(one):

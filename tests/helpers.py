@@ -1,4 +1,4 @@
-"""A tiny model, random sequences and plain arithmetic to compare with."""
+"""A tiny model, random sequences, and reference implementations to compare with."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ ROOT = Path(__file__).parents[1]
 
 
 def build(config, *arguments, **options):
-    """Build the components of a configuration, which is checked or need not be."""
+    """Build the components of a configuration, validated or not."""
     return components.build(resolve_names(config), *arguments, **options)
 
 
 def settings_of(config):
-    """Return what the stages read of a configuration, without sources of tasks."""
+    """Return the run settings of a configuration, without task sources."""
     return components.run_settings(resolved(config))
 
 
 def resolved(config):
-    """Return a configuration with its names resolved, without sources of tasks."""
+    """Return a configuration with its names resolved, without task sources."""
     return resolve_names(config, needs_data=False)
 
 
@@ -61,8 +61,8 @@ def method_of(config):
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# 127 is prime and divides no other dimension: an array runs over the vocabulary exactly when 127
-# divides its number of elements, also where the vocabulary is halved or merged with other axes.
+# 127 is prime and divides no other dimension. So an array has a vocabulary axis exactly if 127
+# divides its size, even if the vocabulary is split in two or merged with other axes.
 TINY = QwenConfig(
     vocab_size=254,
     width=64,
@@ -79,7 +79,7 @@ TINY = QwenConfig(
     qk_norm=True,
     max_positions=512,
 )
-# Two layers with experts around a dense one.
+# A dense layer between two layers with experts.
 TINY_MOE = QwenMoeConfig(
     **{**vars(TINY), "num_layers": 3, "qkv_bias": False},
     expert_width=26,
@@ -89,19 +89,19 @@ TINY_MOE = QwenMoeConfig(
     expert_layers=(0, 2),
 )
 UPDATE_PROGRAMS = 2 + 2 * len(LOGIT_CAPACITIES)
-"""At most: start, optimizer; for each room in the output one that learns and one that measures."""
+"""Most programs of an update: start, optimizer, and two per capacity of the output layer."""
 
-NUM_TOKENS = 250  # ids the tokenizer knows; the last four pad the vocabulary
+NUM_TOKENS = 250  # real tokens; the last four ids pad the vocabulary
 
 
 def with_devices(count):
-    """What gives another process so many virtual devices, in its environment."""
+    """Return the environment that gives another process `count` virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "")
     return {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={count}"}
 
 
 def tiny_params(config=TINY, seed=0):
-    """Random numpy parameters whose distributions are far from uniform; no program makes them."""
+    """Return numpy parameters with distributions far from uniform, without compiling anything."""
     rng = np.random.default_rng(seed)
 
     def rough(path, leaf):
@@ -118,7 +118,7 @@ def tiny_params(config=TINY, seed=0):
 
 @dataclass(frozen=True)
 class Sequence:
-    """A trajectory, as packing and the losses see it."""
+    """A trajectory with the fields that packing and losses need."""
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
@@ -132,7 +132,7 @@ class Sequence:
 
 
 def random_sequences(lengths, *, seed=0, num_tokens=NUM_TOKENS):
-    """A prompt, then sampled tokens and observations in turn."""
+    """Return sequences of a prompt, then alternating sampled tokens and observations."""
     rng = np.random.default_rng(seed)
     sequences = []
     for length in lengths:
@@ -153,9 +153,9 @@ def random_sequences(lengths, *, seed=0, num_tokens=NUM_TOKENS):
 
 
 def sharing_prompts(sequences, prompt_lengths):
-    """The sequences in groups of equal size, each group with a prompt of the length that is named.
+    """Regroup sequences equally, each group with a shared prompt of the given length.
 
-    A sequence that is no longer than its prompt has no token with loss.
+    A sequence not longer than its prompt has no token with loss.
     """
     size = len(sequences) // len(prompt_lengths)
     out = []
@@ -173,7 +173,7 @@ def sharing_prompts(sequences, prompt_lengths):
 
 
 def loss_weights(sequences, aggregation, scale=None):
-    """The weights of every sequence's tokens, where these are the whole mini-batch."""
+    """Return the token weights of sequences that form a complete mini-batch."""
     function = AGGREGATIONS[aggregation]
     if "max_response_tokens" in inspect.signature(function).parameters:
         function = partial(function, max_response_tokens=scale)
@@ -181,7 +181,7 @@ def loss_weights(sequences, aggregation, scale=None):
 
 
 def weights_in_rows(mask, ids, aggregation, scale=None):
-    """The weights of packed rows, of trajectories that are told apart by ids above 0."""
+    """Return the token weights of packed rows, with trajectories identified by ids above 0."""
     names = np.unique(ids[ids > 0])
     each = [
         Sequence(token_ids=None, loss_mask=mask[ids == n], rollout_logprobs=None) for n in names
@@ -193,15 +193,15 @@ def weights_in_rows(mask, ids, aggregation, scale=None):
 
 
 def pack_all(sequences, shape, *, aggregation="token-mean", scale=None, counted=None, num_shards=1):
-    """Packs sequences with their weights and the old and reference logprobs that they carry.
+    """Pack sequences with their weights and their old and reference logprobs.
 
     Args:
-        sequences: what is trained on.
-        shape: of the batch.
-        aggregation: a name of `AGGREGATIONS`.
-        scale: `max_response_tokens` of the one that takes it.
-        counted: the whole mini-batch, `sequences` among them; by default nothing else.
-        num_shards: as of `pack`.
+        sequences: Sequences to train on.
+        shape: Shape of the batch.
+        aggregation: Name in `AGGREGATIONS`.
+        scale: `max_response_tokens` of the aggregation, if it takes one.
+        counted: Complete mini-batch, including `sequences`; `sequences` by default.
+        num_shards: Same as in `pack`.
     """
     advantages = np.array([sequence.advantage for sequence in sequences], np.float32)
     counted = sequences if counted is None else counted
@@ -215,7 +215,7 @@ def pack_all(sequences, shape, *, aggregation="token-mean", scale=None, counted=
 
 
 def scatter(batch, values):
-    """One array a sequence to `[A, b, T]`, where packing put what it put of the sequence."""
+    """Place one array per sequence into `[A, b, T]`, in the positions chosen by packing."""
     out = np.zeros(batch.token_ids.shape, np.float32)
     for index, value in enumerate(values):
         places = batch.segment_ids == index + 1
@@ -224,12 +224,12 @@ def scatter(batch, values):
 
 
 def gather(batch, values, index):
-    """The values `[A, b, T]` of the tokens of sequence number `index`, in order."""
+    """Return the values, from `[A, b, T]`, of the tokens of sequence `index`, in order."""
     return np.asarray(values)[np.asarray(batch.segment_ids) == index + 1]
 
 
 def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none", scan=True):
-    """Final hidden states of packed rows, with the attention that every platform has."""
+    """Return the final hidden states of packed rows, with XLA's attention."""
     attend = XLA.within(segment_ids, positions)
     return config.hidden_states(
         params, token_ids, positions, attend, LayerScan(remat=remat, scan=scan)
@@ -237,16 +237,16 @@ def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none"
 
 
 def read_tokens(config, weights, cache, tables, start, counts, token_ids):
-    """The sampler's pass over C tokens of each row behind `start` of them, and the cache then.
+    """Append C tokens to each row as the sampler does.
 
     Args:
-        config: of the model.
-        weights: of `decode_weights`.
-        cache: of `kv_cache.allocate`.
-        tables: `[B, M]`, the rows' pages.
-        start: `[B]`, tokens in the cache.
-        counts: `[B]`, how many of the C count.
-        token_ids: `[B, C]`.
+        config: Architecture of the model.
+        weights: Result of `decode_weights`.
+        cache: Result of `kv_cache.allocate`.
+        tables: Block tables `[B, M]`.
+        start: Numbers of cached tokens `[B]`.
+        counts: Numbers of valid tokens among the C `[B]`.
+        token_ids: New tokens `[B, C]`.
 
     Returns:
         Hidden states `[B, C, D]` and the cache with these tokens.
@@ -271,7 +271,7 @@ def read_tokens(config, weights, cache, tables, start, counts, token_ids):
 
 
 def dense_table(params, config, token_ids, *, num_tokens=NUM_TOKENS, temperature=1.0):
-    """The log-softmax of all logits of one sequence `[L, V]`; row t is about token t + 1."""
+    """Return all log-probabilities of one sequence `[L, V]`; row t predicts token t + 1."""
     token_ids = jnp.asarray(token_ids)
     positions = jnp.arange(len(token_ids))
     row = (token_ids[None], positions[None], jnp.ones((1, len(token_ids)), jnp.int32))
@@ -281,7 +281,7 @@ def dense_table(params, config, token_ids, *, num_tokens=NUM_TOKENS, temperature
 
 
 def dense_logprobs(params, config, token_ids, **settings):
-    """Logprobs and entropies of one sequence `[L]`, from all its logits; 0 for its first."""
+    """Return dense logprobs and entropies `[L]` of one sequence; 0 for its first token."""
     table = dense_table(params, config, token_ids, **settings)[:-1]
     logprobs = table[jnp.arange(len(table)), jnp.asarray(token_ids)[1:]]
     entropies = -(jnp.exp(table) * table).sum(axis=-1)
@@ -289,25 +289,25 @@ def dense_logprobs(params, config, token_ids, **settings):
 
 
 def settings(**changes):
-    """The default configuration with some keys changed."""
+    """Return the default configuration with changed keys."""
     config = default_config()
     config.update_from_flattened_dict(changes)
     return config
 
 
 def method_with(**changes):
-    """The method of the default configuration with some keys changed."""
+    """Return the method of the default configuration with changed keys."""
     return method_of(settings(**changes))
 
 
 def estimator(**changes):
-    """The advantage estimator of the default configuration with some keys changed."""
+    """Return the advantage estimator of the default configuration with changed keys."""
     method = method_with(**changes)
     return Estimator(method.advantage, method.seed)
 
 
 def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
-    """`gradient(params, batch, num_micro) -> (gradients, metrics)` of all its micro-batches."""
+    """Return `gradient(params, batch, num_micro) -> (gradients, metrics)` of all micro-batches."""
     gradient = Gradient(
         model, token_loss, temperature=temperature, entropy_gradient=entropy_gradient
     )
@@ -334,7 +334,7 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
 
 
 def policy_loss(*, loss=None, kl=None):
-    """The loss of the train stage with some settings changed."""
+    """Return the loss of the train stage with changed settings."""
     config = default_config()
     config.loss.update(loss or {})
     config.kl.update(kl or {})
@@ -342,7 +342,7 @@ def policy_loss(*, loss=None, kl=None):
 
 
 def relative_distance(got, wanted):
-    """Norm of the difference of two trees over the norm of the second."""
+    """Return the norm of the difference of two trees over the norm of the second."""
     got, wanted = (
         np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
         for tree in (got, wanted)
@@ -352,7 +352,7 @@ def relative_distance(got, wanted):
 
 @contextmanager
 def compilations():
-    """Collects an entry for every program that XLA compiles meanwhile, traced anew or not."""
+    """Collect an entry for every program that XLA compiles in the block, retraced or not."""
     seen = []
 
     def listen(event, duration_s, **_):
@@ -367,22 +367,22 @@ def compilations():
 
 
 def program_text(function, *args):
-    """XLA's text of the program that a `CompiledFunction` runs for these arguments.
+    """Return XLA's text of the program that a `CompiledFunction` runs for these arguments.
 
-    After a call with the same shapes this compiles nothing.
+    Compiles nothing after a call with the same shapes.
     """
     return function._jitted.lower(*args).compile().as_text()
 
 
 def shapes_in(text):
-    """All array shapes in a program's text."""
+    """Return all array shapes in a program's text."""
     found = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]*)\]", text)
     return {tuple(int(size) for size in sizes.split(",") if size) for sizes in found}
 
 
 @contextmanager
 def no_file_beyond(size):
-    """A disk as good as full: no file grows beyond so many bytes meanwhile."""
+    """Simulate a full disk: limit the size of files to `size` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -393,7 +393,7 @@ def no_file_beyond(size):
 
 @contextmanager
 def as_nobody():
-    """Rights count, also for tests that run as root; what a test reads lies in a folder for all."""
+    """Drop root privileges, so that file permissions apply; files must be readable by everyone."""
     is_root = os.geteuid() == 0
     if is_root:
         os.seteuid(65534)
@@ -406,7 +406,7 @@ def as_nobody():
 
 @contextmanager
 def without_keys_of(folder):
-    """As if `jaxrl/extras/<folder>` had been removed; then all keys are back, in order."""
+    """Remove the keys of `jaxrl/extras/<folder>`, then restore all keys in order."""
     keys, brought = dict(KEYS), EXTRA_KEYS[folder]
     for key in brought.keys:
         del KEYS[key]
@@ -420,17 +420,17 @@ def without_keys_of(folder):
 
 
 def text(page):
-    """Of a document."""
+    """Return the text of a document."""
     return page.read_text(encoding="utf-8")
 
 
 def blocks(page, language):
-    """The code in a document that is marked as of a language."""
+    """Return the code blocks of a document in a language."""
     return [code for found, code in BLOCK.findall(text(page)) if found == language]
 
 
 def shown_config(page):
-    """The module of the configuration that a document shows, with its text as `code`."""
+    """Execute a document's configuration; return its namespace, with the text as `code`."""
     [code] = [code for code in blocks(page, "python") if "def get_config" in code]
     names = {"code": code}
     exec(code, names)
@@ -438,22 +438,22 @@ def shown_config(page):
 
 
 def readme_config():
-    """The configuration that README shows."""
+    """Return the configuration that README shows."""
     return shown_config(ROOT / "README.md").get_config()
 
 
 def per_token_of(policy_loss):
-    """The function that gives the values of a policy loss alone."""
+    """Return a function that returns only the per-token values of a policy loss."""
     return lambda *arrays, **settings: policy_loss(*arrays, **settings).per_token
 
 
 def metrics_of(policy_loss):
-    """The function that gives the metrics of a policy loss alone."""
+    """Return a function that returns only the metrics of a policy loss."""
     return lambda *arrays, **settings: policy_loss(*arrays, **settings).metrics
 
 
 def cancelled(coroutine, turns, times):
-    """Cancels a coroutine some turns of its event loop after its start; True if it has ended so."""
+    """Cancel a coroutine after some turns of its event loop; return True if it ended cancelled."""
 
     async def run():
         task = asyncio.ensure_future(coroutine)
@@ -469,10 +469,10 @@ def cancelled(coroutine, turns, times):
 
 
 def processes_with(text):
-    """The processes whose environment holds a text."""
+    """Return the ids of the processes with a text in their environment."""
     pids = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if str(text).encode() in environment.read_bytes():
                 pids.append(int(environment.parent.name))
     return pids

@@ -1,4 +1,4 @@
-"""The device programs of a tiny model, with abstract arguments."""
+"""Device programs of a tiny model, with abstract arguments."""
 
 import os
 import sys
@@ -47,21 +47,21 @@ CUSTOM_CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(name)
     for name in ("triton_kernel_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 ]
-"""What `jax.export` has to be told to let pass."""
+"""Custom calls that `jax.export` must accept."""
 
 GPU = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
-"""A device that need not be there, for kernels of Triton: JAX asks since 0.12 what they run on."""
+"""Abstract device for Triton kernels: since 0.12, JAX needs to know what they run on."""
 
 
 def for_gpu(kernel):
-    """The kernel, to be lowered for `GPU`."""
+    """Wrap a kernel so that it can be lowered for `GPU`."""
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.sharding.AbstractMesh((1,), ("gpu",), auto, abstract_device=GPU)
     return jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
 
 class Hopper:
-    """The device as kernels of tokamax ask for it, where JAX has no such one."""
+    """Fake device with the attributes that tokamax kernels query."""
 
     platform = "gpu"
     device_kind = "NVIDIA H100 80GB HBM3"
@@ -70,7 +70,7 @@ class Hopper:
 
 
 def pretend_hopper(monkeypatch):
-    """Has JAX's default device be an H100, for kernels that choose by it how they are lowered."""
+    """Replace JAX's devices by an H100, for kernels that choose their lowering by device."""
     from jax.extend import backend
 
     monkeypatch.setattr(backend, "get_default_device", Hopper)
@@ -78,7 +78,7 @@ def pretend_hopper(monkeypatch):
 
 
 def lowered_for_gpu(function, *arguments):
-    """The text of a function's program for GPUs; its kernels have to be told by `for_gpu`."""
+    """Lower a function for GPUs to text; its kernels must be wrapped by `for_gpu`."""
     lower = jax.export.export(function, platforms=["cuda"], disabled_checks=CUSTOM_CALLS)
     return lower(*arguments).mlir_module()
 
@@ -88,7 +88,7 @@ def shape(dimensions, dtype=jnp.int32):
 
 
 def kernels_on(mesh, name):
-    """The kernels of that name as an accelerator has them."""
+    """Return the kernels of that name as on an accelerator."""
     if name == "xla":
         return replace(XLA, past=None)
     module, attend_pages = tpu, tpu.attend_pages
@@ -109,7 +109,7 @@ def sampler_programs(
     config=CONFIG, *, device=None, kernels="xla", kind=FULL, num_pages=32, dtype=jnp.bfloat16,
     scan_layers=False,
 ):  # fmt: skip
-    """Decoding and reading, each with abstract arguments, of which the second is donated."""
+    """Return decode and append with abstract arguments; the second argument is donated."""
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, devices=[device or jax.devices()[0]])
     kernels = kernels_on(mesh, kernels) if isinstance(kernels, str) else kernels
     sampler = Programs(
@@ -143,7 +143,7 @@ def trainer_programs(
     config=CONFIG, *, device=None, kernels="xla", rows=4, row_tokens=16, dtype=jnp.bfloat16,
     **settings,
 ):  # fmt: skip
-    """A micro-batch's gradient and the optimizer, each with abstract arguments."""
+    """Return a micro-batch's gradient and the optimizer step, with abstract arguments."""
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, devices=[device or jax.devices()[0]])
     model = update.Model(
         config, mesh, num_tokens=config.vocab_size - 4, dtype=dtype,
@@ -175,7 +175,7 @@ def trainer_programs(
 
 
 def equations(jaxpr, *, in_kernels=True):
-    """All equations of a program, those of its loops, inner functions and kernels included."""
+    """Yield all equations of a program, including loops, inner functions and kernels."""
     for equation in jaxpr.eqns:
         yield equation
         if equation.primitive.name == "pallas_call" and not in_kernels:
@@ -187,12 +187,12 @@ def equations(jaxpr, *, in_kernels=True):
 
 
 def products(jaxpr, **settings):
-    """All products of a program."""
+    """Return all matrix products of a program."""
     return [one for one in equations(jaxpr, **settings) if one.primitive.name == "dot_general"]
 
 
 def topology(name):
-    """Devices that need not exist, by libtpu where it is installed; see `libtpu_environment`."""
+    """Return absent TPU devices, if libtpu is installed; see `libtpu_environment`."""
     os.environ.update(libtpu_environment())
     if folder := os.environ.get("LIBTPU_DIR"):
         sys.path.insert(0, folder)
@@ -202,12 +202,12 @@ def topology(name):
 
 
 def v6e_chip():
-    """A device to compile for; see `topology`."""
+    """Return a v6e device to compile for; see `topology`."""
     return topology("v6e:2x2")[0]
 
 
 def lower_for(device, function, arguments, **settings):
-    """A program lowered for a device that need not exist."""
+    """Lower a function for a device that need not exist."""
     place = jax.sharding.SingleDeviceSharding(device)
     there = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments

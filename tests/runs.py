@@ -1,4 +1,4 @@
-"""What tests of whole runs share: small configurations, jobs of processes, and what runs leave."""
+"""Shared code for tests of complete runs: small configurations, multi-process jobs, results."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.run_state import Progress
 from tests.helpers import build, method_of, resolved, settings_of
 
-# As small as they can be and still search: the sampler compiles a program for each of its shapes.
+# The smallest sizes that still search: the sampler compiles a program for each of its shapes.
 SIZES = {
     "rollout.max_num_seqs": 4,
     "rollout.max_response_tokens": 40,
@@ -42,7 +42,7 @@ SIZES = {
 METHOD_SIZES = {
     "stages": ("train",),
     "num_steps": 2,
-    "model.remat": "none",  # which compiles quicker
+    "model.remat": "none",  # compiles faster
     "rollout.tasks_per_step": 4,
     "rollout.group_size": 4,
     "advantage.pass_at_k.k": 2,
@@ -51,31 +51,31 @@ METHOD_SIZES = {
     "rollout.max_observation_tokens": 24,
     "eval.max_tasks": 4,
     "eval.suites": (),
-    "optimizer.weight_decay": 0.0,  # so that without a gradient nothing moves
+    "optimizer.weight_decay": 0.0,  # so that a zero gradient changes nothing
     "checkpoint.every_steps": 2,
     "log.trajectories": 2,
 }
 JOB_SETTINGS = {
     **{"sft.num_steps": 10, "num_steps": 5, "checkpoint.every_steps": 2, "eval.every_steps": 2},
-    # Adam's first step turns rounding of a gradient near zero into a difference of the rate's size,
-    # unless epsilon is larger; and then a draw that is as close falls otherwise.
+    # With a small epsilon, Adam's first step turns rounding errors of gradients near zero into
+    # changes as large as the learning rate, which can flip a close sample.
     **{"optimizer.lr": 1e-4, "optimizer.epsilon": 1e-3, "sft.optimizer.epsilon": 1e-3},
 }
 CLOCKS = ("timing_s/", "perf/", "rollout/row_occupancy", "rollout/cache_use")
 CLOCKS += ("rollout/imbalance", "rollout/preemptions", "rollout/swapped_tokens")
 CLOCKS += ("rollout/shared_tokens", "rollout/padding", "sft/padding")
-"""Times, rates, and what depends on how many rows, pages and devices there are."""
+"""Prefixes of times, rates, and metrics that depend on the number of rows, pages and devices."""
 
 
 def run_settings(tiny_world, **changes):
-    """A run of all stages in a tiny world."""
+    """Return the configuration of a run of all stages in a tiny world."""
     config = debug_tiny.get_config(str(tiny_world))
     config.update_from_flattened_dict({**SIZES, "log.trajectories": -1, **changes})
     return config
 
 
 def base_config(world, source=""):
-    """Two steps of reinforcement learning, for methods of all kinds."""
+    """Return a configuration of two RL steps, for methods of all kinds."""
     config = debug_tiny.get_config(str(world))
     config.update_from_flattened_dict(METHOD_SIZES | {"model.path": source or config.model.path})
     return config
@@ -87,7 +87,7 @@ def records(workdir):
 
 
 def lasting(workdir):
-    """Records without what depends on the clock or on what this process compiled."""
+    """Return the records without what depends on the clock or on this process's compilations."""
     clocks = ("timing_s/", "perf/")
     return [
         {name: value for name, value in record.items() if not name.startswith(clocks)}
@@ -101,7 +101,7 @@ def trajectories(workdir, step):
 
 
 def without_usage(trajectory):
-    """A written trajectory without what caches, servers and the clock decided."""
+    """Remove from a logged trajectory what depends on caches, servers or the clock."""
     turns = [
         {name: value for name, value in turn.items() if name not in ("latency_s", "records")}
         for turn in trajectory["turns"]
@@ -110,7 +110,7 @@ def without_usage(trajectory):
 
 
 def evaluation(workdir, name):
-    """What `eval/<name>.json` or `.txt` holds, without what the clock decided."""
+    """Load `eval/<name>` without what depends on the clock."""
     content = (workdir / "eval" / name).read_text()
     if name.endswith(".txt"):
         return content
@@ -124,7 +124,7 @@ def assert_same_weights(folder, other):
 
 
 def killed(workdir, copy, *, after):
-    """A copy of a run as it stood when it was killed some time after a checkpoint."""
+    """Copy a run as if it had been killed some time after checkpoint `after`."""
     shutil.copytree(workdir, copy)
     shutil.rmtree(copy / "export")
     for checkpoint in (copy / "checkpoints").iterdir():
@@ -134,7 +134,7 @@ def killed(workdir, copy, *, after):
 
 
 def warm_start(world, folder):
-    """The weights of a short warm start, which search and answer; made once for all tests."""
+    """Return the weights of a short warm start that can search and answer; made once."""
     made = folder / "warm_start"
     if not made.is_dir():
         workdir = folder / f"warm_start_{os.getpid()}"
@@ -150,7 +150,7 @@ def warm_start(world, folder):
 
 
 class Unreliable(SearchEngine):
-    """Fails for some queries, always the same ones."""
+    """Search engine that fails for some queries, always the same ones."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -162,7 +162,7 @@ class Unreliable(SearchEngine):
 
 
 class Chance(SearchEnv):
-    """Searches in earnest, but its verdicts are a hash of the response.
+    """Search environment with scores from a hash of the response.
 
     So every filter, gate and bucket finds groups of all kinds among a tiny model's answers.
     """
@@ -183,7 +183,7 @@ class Chance(SearchEnv):
 
 
 class Sampler:
-    """Engines by what they compile, since assembling one for every combination would take long."""
+    """Cache of engines by what they compile, because building one per combination is slow."""
 
     def __init__(self, config):
         self._config = config
@@ -192,14 +192,14 @@ class Sampler:
     def _parts(self, nucleus):
         config = self._config.copy_and_resolve_references()
         config.rollout.top_p = 0.9 if nucleus else 1.0
-        config.eval.suites = ("sampled", "greedy")  # whatever a combination evaluates
+        config.eval.suites = ("sampled", "greedy")  # enough for every combination
         parts = build(config)
         engine = parts.engine
-        engine.row_sizes = engine.row_sizes[-1:]  # one will do: a compilation is seconds
+        engine.row_sizes = engine.row_sizes[-1:]  # a single size: each compiles for seconds
         return parts
 
     def for_config(self, config, make_env=None):
-        """The parts of a run, with an environment whose verdicts are chance unless told."""
+        """Return the components of a run, with the environment `Chance` by default."""
         parts = self.parts(config.rollout.top_p < 1)
         protocol = PROTOCOLS[config.env.search.protocol]
         env = (make_env or Chance)(
@@ -221,14 +221,14 @@ class Sampler:
 
 
 def made_for(config, parts):
-    """The parts with the method and the stages of another configuration."""
+    """Return the components with the method and stages of another configuration."""
     method = method_of(config)
     stages = build_stages(resolved(config), parts.model, method)
     return dataclasses.replace(parts, method=method, stages=stages)
 
 
 def saved_progress(parts, workdir):
-    """Where the newest checkpoint stands, and its weights."""
+    """Return the progress and weights of the latest checkpoint."""
     checkpointer = Checkpointer(workdir / "checkpoints", keep=2)
     saved, restored = checkpointer.restore(lambda saved: restore_targets(parts, saved))
     checkpointer.close()
@@ -271,13 +271,13 @@ class Processes:
         ]
 
     def wait(self, timeout_s=240):
-        """Exit codes and standard errors."""
+        """Wait for all processes; return exit codes and standard errors."""
         outputs = [process.communicate(timeout=timeout_s) for process in self.all]
         return [process.returncode for process in self.all], [error for _, error in outputs]
 
 
 def lasting_anywhere(record):
-    """A record without what depends on the clock or on the number of devices."""
+    """Return a record without what depends on the clock or on the number of devices."""
     return {name: value for name, value in record.items() if not name.startswith(CLOCKS)}
 
 

@@ -1,4 +1,4 @@
-"""Servers and a search engine for tests: real ones, in threads of this process."""
+"""Real servers, in threads of this process, and a search engine for tests."""
 
 import collections
 import contextlib
@@ -17,7 +17,7 @@ from jaxrl.envs.search.base import SearchEngine
 
 @dataclasses.dataclass
 class Request:
-    """What arrived."""
+    """A received request."""
 
     method: str
     path: str
@@ -32,7 +32,7 @@ class Request:
 
 @dataclasses.dataclass
 class Reply:
-    """What is sent: bytes as they are, text in UTF-8, all else as JSON."""
+    """A reply to send: bytes unchanged, text as UTF-8, everything else as JSON."""
 
     body: object = b""
     status: int = 200
@@ -45,12 +45,12 @@ class Reply:
 
 
 class Server:
-    """Answers each request by a function of it, which may return a Reply, or what is its body.
+    """HTTP server that answers with a function of the request, which returns a Reply or its body.
 
     Attributes:
-        requests: that arrived, in their order.
-        most_at_once: requests that were answered side by side, at most.
-        num_connections: that were opened.
+        requests: Received requests, in order.
+        most_at_once: Largest number of concurrent requests.
+        num_connections: Number of connections opened.
     """
 
     def __init__(self, answer):
@@ -128,7 +128,7 @@ def served(answer):
 
 
 class KeywordSearch(SearchEngine):
-    """Mock engine: the text of the first keyword, in order, that the query contains."""
+    """Mock engine that returns the text of the first keyword, in order, that the query contains."""
 
     def __init__(self, mapping):
         self._texts = {keyword.lower(): text for keyword, text in mapping.items()}
@@ -144,10 +144,10 @@ def words(text):
 
 
 class Retriever:
-    """Search-R1's and FlashRAG's servers, as they are published: documents by words in common.
+    """Search-R1's and FlashRAG's published server protocols, with ranking by common words.
 
     Args:
-        documents: `{"id", "contents"}` each.
+        documents: Dicts with `id` and `contents`.
     """
 
     def __init__(self, documents):
@@ -185,7 +185,7 @@ class Retriever:
 
 @contextlib.contextmanager
 def retriever_command(corpus, *arguments):
-    """examples/serve_retriever.py as a process, and its address."""
+    """Run examples/serve_retriever.py as a process; yield the process and its URL."""
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "examples.serve_retriever", f"--corpus={corpus}"),

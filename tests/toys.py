@@ -1,4 +1,4 @@
-"""Tokenizers, policies and environments small enough to know everything about."""
+"""Tokenizers, policies and environments small enough to predict by hand."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
-# Writes a system message of its own where none is given, as Qwen2.5's template does.
+# Adds a default system message if there is none, as Qwen2.5's template does.
 OWN_SYSTEM = (
     "{% if messages[0].role != 'system' %}"
     "{{ '<|im_start|>system\nYou were made by nobody.<|im_end|>\n' }}{% endif %}"
@@ -39,13 +39,13 @@ ROOMY = Limits(
 
 
 def showing(max_observation_tokens, context=None):
-    """Limits of demonstrations: of an observation, and how they go through contexts."""
+    """Return limits for demonstrations, with a maximum observation and context settings."""
     return dataclasses.replace(
         ROOMY, max_observation_tokens=max_observation_tokens, context=context
     )
 
 
-# More ids than any toy tokenizer knows, as in padded checkpoints.
+# The vocabulary is larger than any toy tokenizer's, as in padded checkpoints.
 SMALL = QwenConfig(
     vocab_size=320,
     width=32,
@@ -65,7 +65,7 @@ SMALL = QwenConfig(
 
 
 def chain(text):
-    """The merges that make one token of `text`, from left to right."""
+    """Return the merges that make `text` one token, from left to right."""
     return [(text[:end], text[end]) for end in range(1, len(text))]
 
 
@@ -78,7 +78,7 @@ def toy_tokenizer(
     bos_token=None,
     **settings,
 ):
-    """Byte-level BPE of all bytes and these merges, with ChatML's special tokens and others."""
+    """Return byte-level BPE with these merges and ChatML's special tokens."""
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spell = lambda text: by_bytes.pre_tokenize_str(text)[0][0]  # noqa: E731
     merges = list(dict.fromkeys((spell(left), spell(right)) for left, right in merges))
@@ -101,7 +101,7 @@ def toy_tokenizer(
 
 
 class ScriptedEnv(Env):
-    """Asks each task's question, replies by a function of the turn's number, keeps what it saw."""
+    """Environment that replies by a function of the turn's number and records what it receives."""
 
     def __init__(self, stop_strings, reply):
         self.stop_strings = tuple(stop_strings)
@@ -120,7 +120,7 @@ class ScriptedEnv(Env):
 
 
 def script(*replies):
-    """A reply for each turn; the last one again for all that follow."""
+    """Return a function that gives a reply per turn, repeating the last one."""
     return lambda turn: replies[min(turn, len(replies) - 1)]
 
 
@@ -129,7 +129,7 @@ def one_device_mesh():
 
 
 class Player:
-    """An engine with its tokenizer; plays tasks in any environment with the same stop strings."""
+    """An engine and tokenizer that play any environment with the same stop strings."""
 
     def __init__(self, config, tokenizer, stop_strings, **settings):
         self.tokenizer = tokenizer
@@ -153,7 +153,7 @@ class Player:
         temperature=1.0, top_p=1.0, answers=("Paris",), schedule=None, pay=None,
         keeps_arrays=False, **settings,
     ):  # fmt: skip
-        """Trajectories of questions drawn one after another."""
+        """Play questions and return their trajectories."""
         places = range(len(questions)) if stream_indices is None else stream_indices
         draws = [
             Draw(task=Task(id=f"task {p}", question=q, answers=answers), stream_index=p)
@@ -172,10 +172,10 @@ class Player:
 
 
 def taught(params, config, token_ids, *, start):
-    """Parameters under which the policy goes on after `token_ids[:start]` as `token_ids` does.
+    """Return parameters with which the policy continues `token_ids[:start]` as in `token_ids`.
 
-    The blocks stay random and tell each place of the sequence from every other; the output layer
-    is solved for, so that the next token's logit is 30 above all others.
+    The random blocks give every position a distinct hidden state. The output layer is solved for,
+    so that the next token's logit is 30 above all others.
     """
     token_ids = np.asarray(token_ids)
     padded = np.zeros((1, -(-len(token_ids) // 160) * 160), np.int32)
@@ -205,7 +205,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @contextlib.contextmanager
 def count_compilations():
-    """A list that grows by one with every program XLA compiles, traced anew or not."""
+    """Yield a list that grows by one with every program XLA compiles, retraced or not."""
     count = []
     _active_counts.append(count)
     try:
