@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# With 3.11 the newest JAX cannot be had; another Python has it in a second environment.
+# Python 3.11 cannot install the newest JAX; a newer Python does, in a second environment.
 NEWEST_PYTHON = $(shell .ci/newest_python $(PYTHON))
 NEWEST := .venv-newest
-# Processes that share the test files.
+# Number of test processes.
 JOBS ?= 2
 export JAX_PLATFORMS ?= cpu
 
@@ -29,7 +29,7 @@ data/quickstart/questions_eval.jsonl: $(STAMP) examples/quickstart_world.py
 quickstart: data/quickstart/questions_eval.jsonl
 	$(BIN)/jaxrl quickstart
 
-# What a warm start on perfect demonstrations alone would score; see docs/quickstart.md.
+# The score of a warm start on perfect demonstrations alone; see docs/quickstart.md.
 perfect-start: data/quickstart/questions_eval.jsonl
 	$(BIN)/python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/perfect_start \
 	  --config.stages="('sft', 'evaluate')" \
@@ -48,8 +48,8 @@ data/seeking/questions_eval.jsonl: $(STAMP) examples/looking_world.py
 seeking: data/seeking/questions_eval.jsonl
 	$(BIN)/python -m jaxrl.launch --config=configs/seeking.py --workdir=runs/seeking
 
-# Published weights learn to search real documents; see docs/research/real.md. MODEL=FOLDER takes another model,
-# PRESET=real_24gb or real_8x80gb the sizes for accelerators, FLAGS="..." further flags, NAME=... another workdir.
+# Published weights learn to search real documents; see docs/research/real.md. MODEL=FOLDER sets the model,
+# PRESET=real_24gb or real_8x80gb sizes for accelerators, FLAGS="..." further flags, NAME=... the workdir.
 data/real/questions_eval.jsonl: $(STAMP) examples/real_world.py examples/convert_gguf.py
 	$(BIN)/python -m examples.real_world --out=data/real --seed=0
 
@@ -63,18 +63,18 @@ real: data/real/questions_eval.jsonl
 	$(REAL) --workdir="$(REAL_RUN)"
 	$(BIN)/python -m benchmarks.real --run="$(REAL_RUN)"
 
-# Published tokenizers and chat templates, kept for all checkouts; see tests/vocabularies.py.
+# Published tokenizers and chat templates, cached for all checkouts; see tests/vocabularies.py.
 vocabularies: $(STAMP)
 	$(BIN)/python -m tests.vocabularies
 
-# Without a network the tests that need them are skipped.
+# Without a network, tests that need them are skipped.
 try-vocabularies: $(STAMP)
 	-@$(BIN)/python -m tests.vocabularies
 
 test: $(STAMP) try-vocabularies
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch"
 
-# What depends on the version of JAX: kernels, lowering, export, sharding, and whole runs.
+# Tests that depend on the version of JAX: kernels, lowering, export, sharding and complete runs.
 test-newest:
 ifeq ($(NEWEST_PYTHON),)
 	@echo "no Python newer than $$($(PYTHON) --version) was found: the newest JAX is not tested"
@@ -92,8 +92,8 @@ else
 	  tests/test_runs.py::test_training_works tests/test_runs.py::test_a_restart_changes_nothing
 endif
 
-# What TPUs' own compiler says to their kernels and programs; it needs no TPU. It lies in a folder of
-# its own, where only these tests find it.
+# Compile kernels and programs with the TPU compiler, which needs no TPU. It is installed in a separate
+# folder, so that only these tests find it.
 test-tpu: $(STAMP)
 	@wanted="$$($(BIN)/python -c 'from importlib.metadata import requires; print(next(one.split(";")[0] for one in requires("jax") if one.startswith("libtpu")))')"; \
 	folder="data/libtpu/$(notdir $(VENV))-$$(echo "$$wanted" | tr -dc 0-9.)"; \
@@ -108,11 +108,11 @@ ifneq ($(NEWEST_PYTHON),)
 	$(MAKE) --no-print-directory PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST) NEWEST_PYTHON= test-tpu
 endif
 
-# Slow tests and the comparison with torch run what users run, without the flags of tests/conftest.py.
+# Slow tests and the comparison with torch compile as users do, without tests/conftest.py's flags.
 test-slow: $(STAMP)
 	XLA_FLAGS= $(BIN)/python -m pytest -m slow
 
-# Live comparison with transformers on torch; installs torch, which nothing else here needs.
+# Comparison with transformers on torch; installs torch.
 parity: $(STAMP)
 	$(BIN)/python -c 'import torch, peft' 2>/dev/null || \
 	  $(BIN)/python -m pip install --quiet torch==2.13.0 peft==0.21.2

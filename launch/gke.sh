@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
-# Starts a job on a TPU slice of Google Kubernetes Engine, one pod a host.
+# Starts a job on a TPU slice of Google Kubernetes Engine, with one pod per host.
 #
 #   IMAGE=… CLAIM=… launch/gke.sh --config=configs/my.py --workdir=/shared/runs/my
 #
-#   IMAGE           container image with this repository in /jaxrl and its packages installed:
-#                   launch/Dockerfile makes it
+#   IMAGE           container image with this repository in /jaxrl and its packages installed;
+#                   launch/Dockerfile builds it
 #   CLAIM           persistent volume claim, mounted at /shared in every pod (ReadWriteMany)
-#   NAME            of the job (jaxrl)
+#   NAME            name of the job (jaxrl)
 #   ACCELERATOR     node label cloud.google.com/gke-tpu-accelerator (tpu-v5-lite-podslice)
 #   TOPOLOGY        node label cloud.google.com/gke-tpu-topology (4x4)
-#   NUM_HOSTS       hosts of the slice (4)
-#   CHIPS_PER_HOST  (4)
-#   ENVIRONMENT     names of variables of this shell whose values the pods get, as "SEARCH_URL TZ";
-#                   they stand in the manifest, so keys of providers belong into SECRETS
-#   SECRETS         variables from secrets of the cluster, as "SERPER_API_KEY=search" (secret search,
-#                   its key SERPER_API_KEY) or "WANDB_API_KEY=logs:wandb-key"
-#   CACHE           folder on the claim for what is kept between jobs, as compiled programs
+#   NUM_HOSTS       number of hosts in the slice (4)
+#   CHIPS_PER_HOST  number of chips per host (4)
+#   ENVIRONMENT     names of shell variables to pass to the pods, such as "SEARCH_URL TZ"; their
+#                   values appear in the manifest, so put API keys in SECRETS
+#   SECRETS         variables from the cluster's secrets, such as "SERPER_API_KEY=search" (key
+#                   SERPER_API_KEY of the secret search) or "WANDB_API_KEY=logs:wandb-key"
+#   CACHE           folder on the claim for files shared between jobs, such as compiled programs
 #                   (/shared/cache)
 #
-# A pod that is stopped, killed or lost is replaced, up to 100 times and with growing pauses, and the
-# run goes on from its newest checkpoint; since the others end too when one is lost, they come together
-# again. An error of the run itself (1) and a search engine that is down (69), a sign of collapse (70) or a spent budget (78) end the job; docs/resume.md
-# has the exit codes. Rules by exit code need Kubernetes 1.26. DRY_RUN=1 only shows the manifest.
+# A pod that is stopped, killed or lost is replaced, up to 100 times with growing pauses, and the run
+# resumes from its latest checkpoint. The other pods end when one is lost, so all restart together. An
+# error of the run (1), a search engine that is down (69), a sign of collapse (70) and a spent budget
+# (78) end the job; docs/resume.md lists the exit codes. Rules by exit code need Kubernetes 1.26.
+# DRY_RUN=1 only prints the manifest.
 set -euo pipefail
 : "${IMAGE:?set IMAGE to the container image}" "${CLAIM:?set CLAIM to the volume claim}"
 NAME=${NAME:-jaxrl}
@@ -37,7 +38,7 @@ refuse() {
   exit 1
 }
 
-# A text as YAML reads it back, whatever it holds.
+# Prints a text as a YAML string, with escapes.
 quoted() {
   local text=${1//\\/\\\\}
   text=${text//\"/\\\"}
@@ -51,7 +52,7 @@ variable='[A-Za-z_][A-Za-z0-9_]*'
 environment="            - {name: XDG_CACHE_HOME, value: $(quoted "$CACHE")}"
 for name in ${ENVIRONMENT:-}; do
   [[ $name =~ ^$variable$ ]] ||
-    refuse "ENVIRONMENT has '$name'; expected names of variables, as \"SEARCH_URL TZ\"."
+    refuse "ENVIRONMENT has '$name'; expected names of variables, such as \"SEARCH_URL TZ\"."
   [[ -n ${!name+set} ]] || refuse "ENVIRONMENT names $name, which is not set; export it, or leave it out."
   environment+=$'\n'"            - {name: \"$name\", value: $(quoted "${!name}")}"
 done
@@ -85,7 +86,7 @@ spec:
   backoffLimit: 100
   podFailurePolicy:
     rules:
-      # These would come again: an error, every episode failed, somebody ended it.
+      # A restart would not help: an error, all episodes failed, collapse, a spent budget, Ctrl-C.
       - action: FailJob
         onExitCodes:
           containerName: jaxrl
@@ -94,8 +95,8 @@ spec:
   template:
     spec:
       subdomain: $NAME
-      restartPolicy: Never  # the job makes another pod, unless the rules above end it
-      # On SIGTERM the run saves; a kill follows after this time.
+      restartPolicy: Never  # the job creates a new pod unless the rules above end it
+      # On SIGTERM the run saves; after this time it is killed.
       terminationGracePeriodSeconds: 300
       nodeSelector:
         cloud.google.com/gke-tpu-accelerator: $ACCELERATOR

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains on a TPU pod slice. Runs on every host of it at once, from the same folder:
+# Trains on a TPU pod slice. Start it on all hosts at once, from the same folder:
 #
 #   gcloud compute tpus tpu-vm ssh "$NAME" --zone="$ZONE" --worker=all --command='
 #     cd jaxrl && launch/tpu_pod.sh --config=configs/my.py --workdir=/mnt/shared/runs/my'
 #
-# The hosts find one another through the TPU's own environment. The workdir must be one that all of
-# them see. launch/gke.sh starts this script in the pods of a GKE job. DRY_RUN=1 only shows the command.
+# The hosts find one another through the TPU environment. All hosts must see the workdir. launch/gke.sh
+# starts this script in the pods of a GKE job. DRY_RUN=1 only prints the command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=launch/common.sh
