@@ -358,11 +358,13 @@ def read_flags(
             parser.add_argument(f"--{name}", type=_flag_types[kind])
     flags = parser.parse_args(argv)
 
+    # A flag that is not given leaves the preset's value.
     def with_flags(sizes: Any) -> Any:
         names = [field.name for field in dataclasses.fields(sizes)]
         given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
         return dataclasses.replace(sizes, **given)
 
+    # Unless flags say otherwise, a GPU is taken for an H200; other devices have no floors.
     known = H200 if jax.default_backend() == "gpu" else _UNKNOWN
     figures = {name: getattr(flags, name) for name in dataclasses.asdict(known)}
     given = {name: value for name, value in figures.items() if value is not None}

@@ -238,6 +238,7 @@ def measure(
         for i in range(work.num_questions)
     ]
     prompts = [tokenizer.render_prompt(env.start([draw.task])[0]) for draw in draws]
+    # Sizes that fit every episode, with room for turns longer than the mean.
     observed = sum(len(tokenizer.encode(text)) + 10 for text in env.observations)
     prompt_tokens = max(map(len, prompts))
     sampled = work.num_turns * work.turn_tokens
@@ -276,6 +277,7 @@ def measure(
     played: list[Trajectory] = []
     seen: dict[str, list[dict[str, float]]] = {}
 
+    # Work beyond `needed` was computed twice.
     def note(name: str, engine: Engine, before: Any, needed: int, **figures: float) -> None:
         counts = engine.counts
         read = counts.prefilled_prompt + counts.prefilled_resume

@@ -407,11 +407,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if unknown := set(flags.cases.split(",")) - set(CASES):
         parser.error(f"--cases names {', '.join(sorted(unknown))}; expected some of {list(CASES)}")
     flags.out.mkdir(parents=True, exist_ok=True)
+    # Results are saved after every part, so an interrupted benchmark can continue.
     file = flags.out / "results.json"
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for name in flags.cases.split(","):
         case = case_of(name, flags.keys)
         config, model = case.made(flags.num_layers)
+        # What identifies a part: an earlier result with the same values is reused.
         compiled = {
             "case": name,
             "keys": flags.keys,

@@ -281,9 +281,11 @@ def measure_search(
             engine.clear()  # two caches may not fit side by side
             return trajectories
 
+        # Records its trajectories in `played`, which `sample_at_once` replays.
         def search(number: int) -> None:
             before, searches = dataclasses.replace(engine.counts), env.num_searches
             played[:] = play(number, work.latency_ms / 1e3)
+            # Without evictions, each distinct prompt and each observation is prefilled once.
             read = engine.counts.prefilled_prompt - before.prefilled_prompt
             read += engine.counts.prefilled_resume - before.prefilled_resume
             prompts = {tuple(t.token_ids[: t.prompt_length]) for t in played}
@@ -303,6 +305,7 @@ def measure_search(
             "search_without_latency": (lambda number: play(number, 0.0), engine.counts),
             "at_once": (sample_at_once, at_once.counts),
         }
+        # The variants take turns in each repetition, because speed drifts.
         measured = common.take_turns(ways, warm_up=flags.warm_up, repetitions=flags.repetitions)
     return {
         **{name: common.medians(repetitions) for name, repetitions in measured.items()},

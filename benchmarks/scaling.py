@@ -60,6 +60,7 @@ def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int
     """Tokens a second of sampling and of the update, on all devices there are."""
     mesh = make_mesh(data=-1, fsdp=1, tensor=1)
     num_devices, num_local = len(jax.devices()), len(jax.local_devices())
+    # Sampling: each process draws its own samples on its own devices.
     sampling = rollout.Even(
         num_prompts=work.num_prompts * num_local,
         group_size=work.group_size,
@@ -81,6 +82,7 @@ def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int
     sampled = num_devices * work.num_prompts * work.group_size * work.new_tokens
     figures = {"rollout": sampled / together(sample, warm_up, repetitions)}
     engine.release()
+    # Update: one batch over the devices of all processes.
     training = dataclasses.replace(
         update.WORK["cpu"],
         num_groups=work.num_prompts * num_devices,

@@ -461,6 +461,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     (out / "steps.json").write_text(json.dumps({"steps": steps, "trl": told}))
     copy_side_files(Path(model), out / "trl_model")
 
+    # Report speed first, then compare losses and gradients on the same completions.
     lines = [common.table(["", *TRAINERS, "ratio"], speed_rows(steps)), ""]
     print(lines[0], flush=True)
     if work.num_replayed:

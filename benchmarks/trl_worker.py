@@ -107,6 +107,7 @@ def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
+    # Hooks for measuring sampling and for taking turns.
     class Timed(GRPOTrainer):
         """Tells what it sampled, and how long that took."""
 
@@ -128,12 +129,14 @@ def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
             del args, state, control
             turns.next_step()
 
+    # A replay takes its completions from a file instead of sampling.
     torch.set_num_threads(1)
     settings = json.loads((out / "settings.json").read_text())
     tasks = read_jsonl(out / "tasks_in_order.jsonl")
     given = iter(read_jsonl(out / "replay.jsonl")) if is_replay else iter(())
     num_completions = settings["tasks_per_step"] * settings["group_size"]
     num_steps = settings["num_replayed"] if is_replay else settings["num_updates"]
+    # The same method as in `benchmarks.trl.get_config`.
     trainer = (GRPOTrainer if is_replay else Timed)(
         model=transformers.AutoModelForCausalLM.from_pretrained(
             settings["model"], dtype=torch.float32

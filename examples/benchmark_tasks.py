@@ -253,7 +253,7 @@ def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
             continue
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{place} is no row of {name}: {error!r}; it has {', '.join(row)}, and expected is "
+                f"{place} is not a row of {name}: {error!r}; it has {', '.join(row)}; expected "
                 f"{' '.join((convert.__doc__ or '').split())}"
             ) from error
         except ValueError as error:

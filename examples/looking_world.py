@@ -338,6 +338,7 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     tower = config["vision_config"]
     size, inner = tower["hidden_size"], tower["intermediate_size"]
     unit = size * tower["spatial_merge_size"] ** 2
+    # One layer of the language model and one block of the vision tower.
     layer = {
         "input_layernorm.weight": (width,),
         "self_attn.q_proj.weight": (width, width),
@@ -361,6 +362,7 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         **_linear("mlp.up_proj", inner, size),
         **_linear("mlp.down_proj", size, inner),
     }
+    # Patches are embedded by a 3D convolution over time, height and width.
     patch = (3, tower["temporal_patch_size"], tower["patch_size"], tower["patch_size"])
     return {
         "visual.patch_embed.proj.weight": (size, *patch),

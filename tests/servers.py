@@ -59,6 +59,7 @@ class Server:
         lock = threading.Lock()
         owner = self
 
+        # Requests are handled in threads, so the counts are changed under the lock.
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"  # connections are kept
 
@@ -102,6 +103,7 @@ class Server:
             def log_message(self, *_):
                 pass
 
+        # Tests close connections early; do not print these errors.
         class Quiet(http.server.ThreadingHTTPServer):
             daemon_threads = True
             request_queue_size = 128
