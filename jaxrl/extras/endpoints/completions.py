@@ -18,16 +18,16 @@ _MAX_SHOWN = 200  # characters of a reply that an error shows
 
 
 class Endpoint(Tool):
-    """Endpoint for chat completions. Each call is one request."""
+    """Client of a chat-completions endpoint. Each call is one request."""
 
     name, blank = "endpoint", ""
 
     def __init__(self, settings: Any, key: str) -> None:
-        """Open no connection yet.
+        """Read the API key without connecting.
 
         Args:
             settings: `JudgeSettings`, or the keys of `policy.openai`.
-            key: Key of the settings, for messages.
+            key: Config key of the settings, for messages.
 
         Raises:
             ValueError: The key's environment variable is not set.
@@ -49,7 +49,7 @@ class Endpoint(Tool):
         """Send a request and return the JSON of its answer.
 
         Raises:
-            ToolError: There is no answer.
+            ToolError: The request failed.
         """
         [answer] = self._client.ask([Request(url=self._url, body=dict(body))])
         if isinstance(answer, ToolError):
@@ -61,7 +61,7 @@ def first_choice(answer: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the first choice of an answer, and its message.
 
     Raises:
-        ToolError: The answer has none.
+        ToolError: The answer has no choice with a message.
     """
     try:
         choice = answer["choices"][0]
@@ -85,29 +85,29 @@ def open_guard(
     process: int,
     log: Callable[[str], None],
 ) -> ResilientSearch:
-    """Put an endpoint behind retries, limits and a recording of its answers.
+    """Wrap an endpoint with retries, limits and a recording of its answers.
 
     Args:
         guard: Class of the guard.
-        endpoint: Class of the endpoint. None is made if the recording alone answers.
-        settings: As of `Endpoint`.
-        key: Key of the settings, for messages.
-        identity: Settings on which an answer depends. A recording belongs to them.
+        endpoint: Class of the endpoint, not instantiated if only a recording is replayed.
+        settings: Settings of the endpoint; see `Endpoint`.
+        key: Config key of the settings, for messages.
+        identity: Settings that determine an answer. A recording is valid for equal ones only.
         folder: Name of the recording's folder in the workdir.
         workdir: Folder of the run, or None.
-        process: Number of this process.
-        log: Function that reports outages.
+        process: Index of this process.
+        log: Function that logs outages.
 
     Raises:
         ValueError: The key's environment variable is not set.
-        FileNotFoundError: The recording alone is to answer, and there is none.
+        FileNotFoundError: `replay` is "only", but there is no recording.
     """
     policy = RetryConfig(
         cache_mib=settings.cache_mib,
         cache_ttl_s=0.0,
         queries_per_second=settings.queries_per_second,
         max_concurrent=settings.max_concurrent,
-        deadline_s=2 * settings.deadline_s,  # only if the client does not keep its own
+        deadline_s=2 * settings.deadline_s,  # reached only if the client misses its own
         retries=settings.retries,
         backoff_s=settings.backoff_s,
         breaker_failures=8,

@@ -1,8 +1,8 @@
-"""Judges: language models that grade responses, behind an OpenAI-compatible endpoint.
+"""LLM judges: models behind an OpenAI-compatible endpoint that grade responses.
 
-A judge is a reward part. Like a search engine it is guarded (`resilient`): replies are kept in
-memory and beside the run, calls have a deadline and are retried, and they pause during an outage. A
-judge that gives no number is an error of the environment, never a score.
+A judge is a reward part. Like a search engine, it is guarded by `resilient`: replies are cached in
+memory and recorded in the workdir, calls have a deadline and are retried, and calls pause during an
+outage. A judge that gives no number is an environment error, never a score.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ SCORE = (
     r"(?im)score\W{0,3}(?:\([^)\n]{0,100}\)\W{0,3})?[:=]\W{0,5}?"
     r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\W*$"
 )
-"""A number that ends a line after `score:`, as in `**Score (0-10): 7/10**` or `{"score": 7}`."""
+"""A number that ends a line after `score:`, such as `**Score (0-10): 7/10**` or `{"score": 7}`."""
 
 _MAX_SHOWN = 200  # characters of a reply that an error shows
-_MAX_READ = 4096  # characters at a reply's end that a user's own pattern reads
-_SEARCH_S = 1.0  # which a search may otherwise exceed by hours
+_MAX_READ = 4096  # characters at a reply's end that a custom pattern searches
+_SEARCH_S = 1.0  # limit on a custom pattern, which could otherwise search for hours
 
 
 def _setting(meaning: str, default: Any = None, **bounds: Any) -> Any:
-    """Declare a setting with the bounds that `Key` knows; without a default it is a text."""
+    """Declare a setting with the bounds of `Key`; without a default it is a required string."""
     metadata = {"key": Key("" if default is None else default, meaning, **bounds)}
     if default is None:
         return field(metadata=metadata)
@@ -90,7 +90,7 @@ class JudgeSettings:
     replay_folder: str = _setting("Folder of the replies; empty: judgements/ in the workdir.", "")
 
     def __post_init__(self) -> None:
-        """Check each setting, then what no bound can say.
+        """Check each setting, then what bounds cannot express.
 
         Raises:
             ValueError: A setting is wrong.
@@ -111,18 +111,18 @@ class JudgeSettings:
 
     @property
     def max_concurrent(self) -> int:
-        """Calls in flight, by the name that `Endpoint` reads."""
+        """Return `concurrency` under the name that `Endpoint` reads."""
         return self.concurrency
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings on which a reply depends, apart from the prompt and the address."""
+        """Return the settings that determine a reply, without prompt and address."""
         names = ("model", "system", "temperature", "max_tokens", "pattern", "low", "high")
         return {**{name: getattr(self, name) for name in names}, "options": dict(self.options)}
 
 
 class JudgeEndpoint(Endpoint):
-    """Model that replies to a prompt."""
+    """Endpoint of a judge."""
 
     name = "judge"
 
@@ -130,7 +130,7 @@ class JudgeEndpoint(Endpoint):
         """Return the reply to a prompt.
 
         Raises:
-            ToolError: There is none, or no number can be read from it.
+            ToolError: The request failed, or the reply has no valid number.
         """
         settings = self.settings
         system = [{"role": "system", "content": settings.system}] if settings.system else []
@@ -158,10 +158,10 @@ def read_number(reply: str, settings: JudgeSettings) -> float:
     """Return the score in a reply, from 0 to 1.
 
     Raises:
-        ToolError: The reply has no number within the bounds, or the pattern took too long.
+        ToolError: The reply has no number within the bounds, or the pattern takes too long.
     """
     pattern = settings.pattern
-    if pattern == SCORE:  # linear in the length of the text
+    if pattern == SCORE:  # takes linear time
         matches = re.findall(pattern, reply)
     else:
         try:
@@ -189,7 +189,7 @@ class Judge:
     is_async = False
 
     def __init__(self, name: str, settings: JudgeSettings) -> None:
-        """Ask nothing and need no key before `open`."""
+        """Store the settings; `open` reads the API key."""
         self.name, self.settings = name, settings
         self._guard: ResilientSearch | None = None
 
@@ -200,10 +200,10 @@ class Judge:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Open the endpoint and the recording; arguments and errors as of `open_guard`."""
+        """Open the endpoint and the recording; arguments and errors are those of `open_guard`."""
 
         def log_with_name(text: str) -> None:
-            # A warning is recognized by how it begins.
+            # The log recognizes a warning by its first word.
             mark = "warning: " if text.startswith("warning: ") else ""
             log(f"{mark}reward part {self.name!r}: {text.removeprefix(mark)}")
 
@@ -233,7 +233,7 @@ class Judge:
         ]
 
     def missing_fields(self, task: Task) -> list[str]:
-        """Return `answers` if the prompt has a place for them and the task has none."""
+        """Return `answers` if the prompt contains them and the task has none."""
         return ["answers"] if "{answers}" in self.settings.prompt and not task.answers else []
 
     def prompt(self, finished: ScoredEpisode) -> str:
@@ -248,7 +248,7 @@ class Judge:
         return _PLACE.sub(lambda place: texts[place[1]], self.settings.prompt)
 
     def ask(self, prompt: str) -> Answer:
-        """Return the reply to a prompt or the reason for none, and its record."""
+        """Return the reply to a prompt, or its error, with the call's record."""
         assert self._guard is not None, "open comes first"
         [answer] = self._guard.answer_all([prompt])
         return replace(answer, record=replace(answer.record, tool=self.name))
@@ -256,7 +256,7 @@ class Judge:
 
 @dataclass(eq=False, kw_only=True)
 class _Judgement:
-    """Call of a judge about one episode."""
+    """A judge's call for one episode."""
 
     judge: Judge
     prompt: str
@@ -267,7 +267,7 @@ class _Judgement:
         """Return the judge's score, from 0 to 1.
 
         Raises:
-            ToolError: There is none.
+            ToolError: The judge gave no score.
         """
         self.began = time.monotonic()
         self.answer = self.judge.ask(self.prompt)
@@ -276,7 +276,7 @@ class _Judgement:
         return read_number(self.answer.found, self.judge.settings)
 
     def records(self) -> list[CallRecord]:
-        """Return the call's record; a call that was abandoned counts one attempt if it began."""
+        """Return the call's record; an abandoned call counts as one attempt if it began."""
         if self.answer is not None:
             return [self.answer.record]
         return [

@@ -1,4 +1,4 @@
-"""Keys of a model behind an endpoint that plays."""
+"""Config keys of a policy behind an endpoint."""
 
 from jaxrl.config.keys import REPLAY, Key
 
@@ -6,7 +6,7 @@ from jaxrl.config.keys import REPLAY, Key
 KEYS = {
     "policy.openai.url": Key("", "Address up to `/chat/completions`, such as "
         "`http://localhost:8000/v1`.",
-        required="the address of an endpoint, as http://127.0.0.1:8000/v1"),
+        required="the address of an endpoint, such as http://127.0.0.1:8000/v1"),
     "policy.openai.model": Key("", "Name of the model at the endpoint.",
         required="the name of a model there"),
     "policy.openai.key_env": Key("", "Environment variable that holds the API key. Empty: no key."),

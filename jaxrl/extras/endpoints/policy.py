@@ -1,13 +1,12 @@
-"""Turns from a model behind an OpenAI-compatible endpoint, in place of the run's own model.
+"""Rollouts with a model behind an OpenAI-compatible endpoint instead of the run's model.
 
-Environment and budgets are the same: the run's tokenizer counts and cuts texts. The ids of a
-trajectory are those of its texts. What the endpoint sampled, and with which probabilities, is
-unknown, so there is nothing to train on. Images are sent as they are, and counted as the run's own
-processor cuts them.
+The environment and the budgets are the same: the run's tokenizer counts and cuts texts. The ids of
+a trajectory come from tokenizing its texts. The endpoint's ids and their probabilities are unknown,
+so these trajectories cannot be trained on. Images are sent whole, but counted as the run's
+processor would cut them.
 
-An endpoint leaves out the stop string at which it stopped. If it reports which one that was (vLLM,
-SGLang), that is put back. If not, a tag that was opened and not closed is closed: `<search>` by
-`</search>`.
+An endpoint omits the stop string at which it stopped. If it reports the string (vLLM, SGLang), the
+string is appended. If not, an open tag is closed: `<search>` by `</search>`.
 """
 
 from __future__ import annotations
@@ -42,33 +41,33 @@ from jaxrl.utils.http_client import check_url, plain_text, shown_url
 from jaxrl.utils.text import writable
 
 GO_ON = "Continue."
-"""Message of the user if the environment says nothing and the model is to go on."""
+"""User message if the environment returns no observation and the model must continue."""
 
 REFUSALS = {
     401: "key_env names the environment variable with the key",
     403: "key_env names the environment variable with the key",
     404: "url and model say what is asked",
 }
-"""Statuses that every request would get, and the keys to look at."""
+"""HTTP statuses that every request would get, and the keys to check."""
 
 MAX_COUNT = 10**9
 """Largest number of tokens that a reply may report, more than any model reads or writes."""
 
 Content = str | Sequence[str | Picture]
-"""Content of a message that is sent: a text, or texts and images in their order."""
+"""Content of a message: a text, or texts and images in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Turn that a model wrote."""
+    """Turn written by a model."""
 
-    text: str  # up to the stop string, which is included
-    is_cut: bool  # the model had no tokens left
-    usage: Mapping[str, float]  # calls, attempts, counted tokens, and cost if they have a price
+    text: str  # up to and including the stop string
+    is_cut: bool  # the model ran out of tokens
+    usage: Mapping[str, float]  # calls, attempts, counted tokens, and cost if prices are set
 
 
 class ChatModel:
-    """Model behind an endpoint. Several threads may call it at once."""
+    """Model behind an endpoint. Thread-safe."""
 
     def __init__(
         self,
@@ -78,10 +77,10 @@ class ChatModel:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Send no request yet.
+        """Open the endpoint without sending a request.
 
-        `keys` are those of `policy.openai` that do not have their defaults. Further arguments and
-        errors are as of `open_guard`.
+        `keys` are the keys of `policy.openai` that differ from their defaults. Other arguments and
+        errors are those of `open_guard`.
         """
         defaults = {name.removeprefix("policy.openai."): key.default for name, key in KEYS.items()}
         limits = {"cache_mib": 0.0, "queries_per_second": 0.0}
@@ -101,11 +100,11 @@ class ChatModel:
 
     @property
     def shown(self) -> str:
-        """Name and address, for people."""
+        """Return the model's name and address for messages."""
         return f"{self.settings.model} at {shown_url(self.settings.url)}"
 
     def rollout(self, *arguments: Any) -> ChatRollout:
-        """Return a rollout with this model; further arguments as of `ChatRollout`."""
+        """Return a rollout with this model; other arguments are those of `ChatRollout`."""
         return ChatRollout(self, *arguments)
 
     def write(
@@ -120,11 +119,11 @@ class ChatModel:
         Args:
             messages: Role, `Content` and other fields of each message; images in PNG or JPEG.
             stops: Strings at which the turn ends.
-            sampling: Further fields of the request, with a seed that keeps equal chats apart.
+            sampling: Other fields of the request, including a seed that distinguishes equal chats.
 
         Raises:
-            OutageError: The endpoint refuses every request, as with a wrong key.
-            ToolError: There is no turn.
+            OutageError: The endpoint refuses every request, for example because of a wrong key.
+            ToolError: The request failed.
         """
         chat: list[Mapping[str, Any]] = []
         images: list[Picture] = []
@@ -145,7 +144,7 @@ class ChatModel:
             raise ToolError(f"the model behind config.policy.openai: {answer.found}")
         reply = json.loads(answer.found)
         usage: dict[str, float] = {"calls": 1, "attempts": 0, "replayed": 1}
-        if answer.record.source != "replay":  # which costs nothing
+        if answer.record.source != "replay":  # a replay costs nothing
             tokens, settings = _count_tokens(reply), self.settings
             usage = {"calls": 1, "attempts": answer.record.attempts, **tokens}
             if settings.prompt_price or settings.completion_price:
@@ -157,14 +156,14 @@ class ChatModel:
 
 
 def _content_part(part: str | Picture) -> dict[str, Any]:
-    """Return a part of a message; an image by its digest, so that a recording holds no images."""
+    """Return a message part, with images as digests, so that a recording holds no images."""
     if isinstance(part, str):
         return {"type": "text", "text": plain_text(part)}
     return {"type": "image_url", "image_url": {"url": part.digest}}
 
 
 def _tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tool calls of a message as endpoints take them: with arguments as JSON text."""
+    """Return a message's tool calls in OpenAI's format, with arguments as JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         function = dict(call["function"])
@@ -175,7 +174,7 @@ def _tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Endpoint(Endpoint):
-    """Endpoint that takes the body of a request and its images, and answers with JSON."""
+    """Endpoint that takes the body of a request with its images and returns JSON."""
 
     name = "policy"
     refusal = ""
@@ -198,7 +197,7 @@ class _Endpoint(Endpoint):
             if error.status in REFUSALS:
                 self.refusal = f"{error}; config.policy.openai.{REFUSALS[error.status]}."
             raise
-        # An answer that cannot be read is asked for again.
+        # Raise for an unreadable answer, so that it is requested again.
         read_turn(answer, ())
         _count_tokens(answer)
         return json.dumps(answer)
@@ -211,14 +210,14 @@ class _Guard(ResilientSearch):
 
 
 def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return the text of an answer up to its stop string, and whether its tokens ran out.
+    """Return the text of an answer up to its stop string, and True if its tokens ran out.
 
     Args:
         answer: JSON from the endpoint.
         stops: Strings at which the turn ends.
 
     Raises:
-        ToolError: The answer has no text, or ended for a reason that is not the model's.
+        ToolError: The answer has no text, or its finish reason is neither "stop" nor "length".
     """
     choice, message = first_choice(answer)
     reason = choice.get("finish_reason")
@@ -226,7 +225,7 @@ def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
         raise ToolError(
             f"the reply ended with finish_reason {reason!r:.100}; expected 'stop' or 'length'"
         )
-    # Refusals have no content, nor do models that spent their tokens on hidden reasoning.
+    # Content is missing in refusals, and if hidden reasoning used up all tokens.
     text = message.get("content") or message.get("refusal") or ""
     if not isinstance(text, str):
         raise ToolError(f"the reply's content is {text!r:.100}; expected text")
@@ -235,7 +234,7 @@ def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
         return text[: min(ends)], False
     if reason == "length":
         return text, True
-    # The endpoint left the stop string out, unless the model ended its turn by itself.
+    # The endpoint omitted the stop string, unless the model ended its turn by itself.
     for name in ("stop_reason", "matched_stop"):  # vLLM, SGLang
         if name in choice:
             return (text + choice[name] if choice[name] in stops else text), False
@@ -248,10 +247,10 @@ def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
 
 
 def _count_tokens(answer: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens that the endpoint counted, 0 if it counted none.
+    """Return the endpoint's token counts, 0 if missing.
 
     Raises:
-        ToolError: It reports something else.
+        ToolError: A count is not a number of tokens.
     """
     usage = {} if answer.get("usage") is None else answer["usage"]
     counts = {}
@@ -266,7 +265,7 @@ def _count_tokens(answer: Mapping[str, Any]) -> dict[str, int]:
 
 
 class ChatRollout(EpisodePlayer):
-    """Player of groups of episodes with a model behind an endpoint."""
+    """Rollout of groups of episodes with a model behind an endpoint."""
 
     def __init__(
         self,
@@ -281,17 +280,17 @@ class ChatRollout(EpisodePlayer):
         """Add the model to an `EpisodePlayer`; a blank processor sends blank images.
 
         Raises:
-            ValueError: The environment reads calls as the model's own chat template writes them.
+            ValueError: The environment describes its tools through the chat template.
         """
         super().__init__(env, tokenizer, limits, schedule, pay, processor)
         if self._tools:
             raise ValueError(
-                "config.policy.name is 'openai', and the environment describes its tools by the "
-                "chat template, which an endpoint keeps to itself; expected a protocol with tags, "
-                "as config.env.search.protocol='search_r1'."
+                "config.policy.name is 'openai', and the environment describes its tools through "
+                "the chat template, which an endpoint does not share; expected a protocol with "
+                "tags, such as config.env.search.protocol='search_r1'."
             )
         self._model = model
-        self._opener = ""  # the endpoint has a template of its own
+        self._opener = ""  # the endpoint applies its own template
 
     def __call__(
         self,
@@ -301,7 +300,7 @@ class ChatRollout(EpisodePlayer):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Group]:
-        """Return a group of scored trajectories for every task, as `Rollout.__call__`.
+        """Return a group of scored trajectories for every task, like `Rollout.__call__`.
 
         Raises:
             Interrupted: `should_stop` returned True.
@@ -336,7 +335,7 @@ class ChatRollout(EpisodePlayer):
     def _play(
         self, sample: Sample, draw: Draw, sampling: Sampling, is_over: threading.Event
     ) -> None:
-        """Play an episode to its end, or until all are abandoned."""
+        """Play an episode to its end, or until `is_over` is set."""
         prompt: list[Mapping[str, Any]] = []
         while sample.episode.outcome is None and not is_over.is_set():
             try:
@@ -357,7 +356,7 @@ class ChatRollout(EpisodePlayer):
                 self._take(sample, text, self._answer(sample, text))
 
     def _opening_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
-        """Return the messages that open an episode, with the task's images at their marks."""
+        """Return the first messages of an episode, with the task's images at their marks."""
         opening, images = self._start(draw.task), self._sent(draw.task.images)
         prompt: list[Mapping[str, Any]] = []
         for message in opening:
@@ -399,9 +398,9 @@ class ChatRollout(EpisodePlayer):
         return self._model.write(messages, stops=self._env.stop_strings, sampling=fields)
 
     def _observation(self, turn: Turn) -> Content:
-        """Return what the environment said after a turn, with its images.
+        """Return the observation after a turn, with its images.
 
-        The run's template has written all images together; only the protocol's text follows them.
+        The run's template writes all images together, followed only by the protocol's text.
         """
         if not turn.images:
             return turn.observation or GO_ON
@@ -429,7 +428,7 @@ class ChatRollout(EpisodePlayer):
 
 
 def _seed(sampling: Sampling, draw: Draw, sample: Sample) -> int:
-    """Return the seed of this turn, different from all others of the run; 31 bits."""
+    """Return a 31-bit seed, hashed from the turn's position so that turns differ."""
     seeds = sampling.seeds
     parts = (
         *(seeds.seed, seeds.stage, seeds.step, draw.stream_index, sample.sample_index),

@@ -1,4 +1,4 @@
-"""Images as endpoints for chat completions take them: PNG or JPEG, upright, in `data:` URLs."""
+"""Images for chat-completions endpoints: upright PNG or JPEG in `data:` URLs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _GREY = (128, 128, 128)
 
 
 def sent_image(picture: Picture, *, is_blank: bool = False) -> Picture:
-    """The image to send: its file or a PNG, upright; a grey one of its size if `is_blank`.
+    """Return the upright image to send: the original file, or a PNG.
 
     Args:
-        picture: as it is given.
-        is_blank: a grey image of its size is sent in its place.
+        picture: Original image.
+        is_blank: True to send a gray image of the same size instead.
 
     Raises:
-        UnreadableError: it is no image, or damaged.
+        UnreadableError: The file is damaged or not an image.
     """
     with reading(picture), opened(picture) as image:
         if not is_blank and image.format in _TAKEN and orientation(image) in (None, 1):
@@ -34,7 +34,7 @@ def sent_image(picture: Picture, *, is_blank: bool = False) -> Picture:
 
 
 def url_of(picture: Picture) -> str:
-    """The `data:` URL of an image that is sent."""
+    """Return the `data:` URL of a PNG or JPEG image."""
     data = picture.read()
     kind = "jpeg" if data.startswith(b"\xff\xd8") else "png"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
