@@ -1,4 +1,4 @@
-"""Keys of MCP servers."""
+"""Config keys of MCP servers."""
 
 from jaxrl.config.keys import Key
 

@@ -1,4 +1,4 @@
-"""Tools of servers that speak the Model Context Protocol (https://modelcontextprotocol.io)."""
+"""Tools of Model Context Protocol servers (https://modelcontextprotocol.io)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _INVALID_PARAMS = -32602
 """JSON-RPC error code for wrong arguments."""
 
 _CLOSE_S = 5.0
-"""Seconds that the end of the process waits for connections to close."""
+"""Seconds to wait at exit for connections to close."""
 
 _STDERR_BYTES = 2**16
 _STDERR_SHOWN = 500
-"""Bytes of a server's standard error that are read, and characters that an error shows."""
+"""Bytes to read from the end of a server's standard error, and characters to show in an error."""
 
 
 def check_servers(specs: Sequence[Any]) -> None:
-    """Refuse servers in `config.env.search.mcp` that cannot be reached as described.
+    """Check the format of `config.env.search.mcp`.
 
     Raises:
-        ValueError: The message says what is expected.
+        ValueError: An entry is not a valid server.
     """
     for spec in specs:
         if not _is_server(spec):
@@ -69,12 +69,12 @@ def _is_server(spec: Any) -> bool:
 def offered_tools(
     specs: Sequence[Mapping[str, Any]], deadline_s: float, log: Callable[[str], None]
 ) -> list[Tool]:
-    """Ask servers for their tools.
+    """Connect to servers and return their tools.
 
     Args:
         specs: One entry per server, checked by `check_servers`.
-        deadline_s: Seconds that a call or a connection may take.
-        log: Function that shows a line, called with the names of each server's tools.
+        deadline_s: Time limit per call and per connection.
+        log: Function that logs a line; called with the names of each server's tools.
 
     Raises:
         ValueError: A server cannot be reached, or the package mcp is not installed.
@@ -93,20 +93,20 @@ def offered_tools(
 
 
 class McpServer:
-    """A connection to a server, opened when it is needed and again after the server died.
+    """A connection to a server, opened on first use and reopened if the server dies.
 
-    It lives in `event_loop`. `tools` and `call` may be called from any thread.
+    It runs on `event_loop`. `tools` and `call` may be called from any thread.
     """
 
     def __init__(self, spec: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
-        """Connect to nothing yet.
+        """Read the settings and secrets without connecting.
 
         Args:
             spec: Either `command`, the words of a command that serves on its standard streams, and
-                `env`, names of environment variables that it gets beside PATH, HOME and the like;
+                `env`, names of environment variables to pass in addition to PATH, HOME and others;
                 or `url`, the address of a streamable HTTP server, and `headers`, which maps HTTP
                 headers to names of environment variables with their values.
-            deadline_s: Seconds that a call or a connection may take.
+            deadline_s: Time limit per call and per connection.
 
         Raises:
             ImportError: The package mcp is not installed.
@@ -116,7 +116,7 @@ class McpServer:
             import mcp  # noqa: F401
         except ImportError as error:
             raise ImportError("MCP servers need mcp; pip install 'jaxrl[mcp]'.") from error
-        # It logs what servers send, which may contain secrets.
+        # The package logs servers' messages, which may contain secrets.
         logging.getLogger("mcp").setLevel(logging.CRITICAL)
         self._spec, self._deadline_s = spec, deadline_s
         self.name = " ".join(spec["command"]) if "command" in spec else str(spec["url"])
@@ -139,7 +139,7 @@ class McpServer:
         return [McpTool(self, tool) for tool in listed]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool and return its text. An error that the tool reports is a text too.
+        """Call a tool and return its text, which may be an error that the tool reports.
 
         Raises:
             CallError: The server does not accept these arguments.
@@ -193,7 +193,7 @@ class McpServer:
             connection.close()
 
     def _read_stderr(self) -> str:
-        """Return the end of what a server that could not be opened wrote, for a message."""
+        """Return the end of the standard error of a server that failed to open, for a message."""
         connection = self._connection
         if connection is not None and connection.is_open:
             return ""
@@ -214,7 +214,7 @@ async def _open_client(
     stderr: TextIO,
     deadline_s: float,
 ) -> AsyncIterator[Any]:
-    """Open a client by the transport that `spec` names."""
+    """Open a client with the transport in `spec`."""
     import httpx2
     import mcp
     from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -236,7 +236,7 @@ class _Connection:
     """An open client. One task opens and closes it, as anyio requires."""
 
     def __init__(self, opened: contextlib.AbstractAsyncContextManager[Any]) -> None:
-        """Start to open the client, in the event loop that runs."""
+        """Start opening the client on the running event loop."""
         self.client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
         self.task = asyncio.create_task(self._hold(opened))
@@ -244,7 +244,7 @@ class _Connection:
 
     @property
     def is_open(self) -> bool:
-        """True once the client is connected."""
+        """Return True once the client is connected."""
         return self.client.done() and self.client.exception() is None
 
     async def _hold(self, opened: contextlib.AbstractAsyncContextManager[Any]) -> None:
@@ -262,7 +262,7 @@ class _Connection:
             self.client.exception()  # mark as retrieved: nobody may be waiting
 
     def close(self) -> None:
-        """Close the connection soon, even while it is being opened. Any thread may call this."""
+        """Schedule closing the connection, even while it is opening. Thread-safe."""
         event_loop().call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
@@ -276,7 +276,7 @@ _CONNECTIONS: weakref.WeakSet[_Connection] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all connections before the process ends, so that no server is left."""
+    """Close all connections at exit, so that no server keeps running."""
     tasks = [connection.task for connection in _CONNECTIONS if not connection.task.done()]
     for connection in _CONNECTIONS:
         connection.close()
@@ -303,7 +303,7 @@ def _secret(name: str) -> str:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Return the exceptions in an error, without the groups around them."""
+    """Yield the exceptions in an error, without the groups around them."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _leaves(inner)
@@ -312,7 +312,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _text(result: Any) -> str:
-    """Return the text of a result, or its JSON if it has no text, with images behind it.
+    """Return the text of a result, or its JSON if it has no text, followed by its images.
 
     Raises:
         ToolError: An image is not valid base64.
@@ -337,13 +337,13 @@ def _text(result: Any) -> str:
 
 
 class McpTool(JsonTool):
-    """A tool of a server. Arguments are checked against the schema that the server gave."""
+    """A tool of a server. Arguments are checked against the server's schema."""
 
     def __init__(self, server: McpServer, listed: Any) -> None:
-        """Read the tool as the server lists it.
+        """Read the server's description of the tool.
 
         Raises:
-            ToolError: Its schema is not valid.
+            ToolError: The schema is not valid.
         """
         import jsonschema
         import referencing
@@ -352,7 +352,7 @@ class McpTool(JsonTool):
         self._server = server
         self._description = redact(str(listed.description or listed.title or self.name))
         self._schema = {"properties": {}, "required": [], **redact(listed.input_schema)}
-        # Patterns may be of another dialect; the server checks them.
+        # Patterns may use another regex dialect; the server checks them.
         kind = jsonschema.validators.extend(
             jsonschema.Draft202012Validator,
             dict.fromkeys(("pattern", "patternProperties"), lambda *_: None),
@@ -369,19 +369,19 @@ class McpTool(JsonTool):
 
     @property
     def description(self) -> str:
-        """The server's description."""
+        """Return the server's description."""
         return self._description
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of the arguments."""
+        """Return the JSON schema of the arguments."""
         return self._schema
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Refuse arguments that the schema does not allow.
 
         Raises:
-            CallError: The message says which.
+            CallError: The arguments do not match the schema.
             ToolError: The schema cannot be used.
         """
         if not self._schema.get("additionalProperties"):  # most servers leave it out
