@@ -1,4 +1,4 @@
-"""The web, through a provider of searches: Serper, Brave, Tavily, or a SearXNG of one's own."""
+"""Web search through Serper, Brave, Tavily or a self-hosted SearXNG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxrl.utils.http_client import (
 from jaxrl.utils.json_io import number_of
 
 MAX_TEXT = 10_000
-"""Characters of a result that are kept."""
+"""Characters to keep of each field of a result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,15 @@ class Provider:
     """A provider's requests, limits and answers.
 
     Attributes:
-        url: of its service; "" where everyone has their own.
-        key_env: the environment variable that commonly holds its key; "" where it needs none.
-        max_chars: of a query; what is beyond is left out, since the provider refuses more.
-        max_words: of a query, likewise.
-        max_topk: results that it gives at most.
-        headers: of a request, by the key.
-        request: by the address, the query and the number of results.
-        results: the results in an answer, as they arrived; raises ValueError where it is none.
-        read_one: reads one of them; raises ValueError where that cannot be read.
+        url: Address of the service; "" if it is self-hosted.
+        key_env: Environment variable that usually holds the API key; "" if none is needed.
+        max_chars: Limit on a query's characters. Longer queries are cut, or they would be refused.
+        max_words: Limit on a query's words, applied before `max_chars`.
+        max_topk: Limit on the number of results.
+        headers: Function from the API key to request headers.
+        request: Function from address, query and number of results to a request.
+        results: Function from an answer to its raw results. Raises ValueError if there are none.
+        read_one: Function that parses a raw result. Raises ValueError if it is invalid.
     """
 
     url: str
@@ -52,10 +52,10 @@ class Provider:
     read_one: Callable[[Any], Hit]
 
     def read(self, answer: Any, skipped: SkippedHits) -> list[Hit]:
-        """Read an answer.
+        """Parse an answer.
 
         Raises:
-            ValueError: it is none, or none of its results can be read.
+            ValueError: The answer is invalid, or all of its results are.
         """
         if not isinstance(answer, dict):
             raise ValueError(f"a {type(answer).__name__}; expected an object")
@@ -63,12 +63,12 @@ class Provider:
 
 
 class WebSearch(DocumentSearch):
-    """Searches the web by way of a provider, each query a request, several in flight.
+    """Web search through a provider: one request per query, several in flight.
 
-    A result is a document: its address the id, its snippet the text. What a provider understands
-    as an operator (quotes, `site:`) is left to it. The web changes, so a run repeats only by its
-    record. The key is read from the environment when the engine is made and is nowhere else:
-    neither in a configuration nor in a message.
+    A result is a document: its URL is the id, its snippet the text. Operators in a query (quotes,
+    `site:`) are passed to the provider. The web changes, so a run is repeatable only from its
+    recording. The API key is read from the environment at construction, and appears neither in a
+    configuration nor in a message.
     """
 
     def __init__(
@@ -83,20 +83,20 @@ class WebSearch(DocumentSearch):
         max_response_mib: float = 16.0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Asks nothing yet; arguments are the keys of `config.search.web`.
+        """Check the keys of `config.search.web` without sending a request.
 
         Args:
-            provider: an entry of `PROVIDERS`.
-            url: of a service of one's own; needed for `searxng` only.
-            topk: results of an answer.
-            key_env: the environment variable that holds the key; "" for the provider's usual one.
-            timeout_s: of a request.
-            connections: requests in flight at most.
-            max_response_mib: MiB of an answer at most.
-            log: Callback for warnings about results that are skipped.
+            provider: Key of `PROVIDERS`.
+            url: Address of a self-hosted service; required for `searxng` only.
+            topk: Number of results per query.
+            key_env: Environment variable with the API key; "" for the provider's usual one.
+            timeout_s: Time limit per request.
+            connections: Limit on requests in flight.
+            max_response_mib: Limit on the size of an answer.
+            log: Callback for warnings about skipped results.
 
         Raises:
-            ValueError: a setting is none of these, or the variable is not set.
+            ValueError: A setting is invalid, or the environment variable is not set.
         """
         if provider not in PROVIDERS:
             names = ", ".join(PROVIDERS)
@@ -119,7 +119,7 @@ class WebSearch(DocumentSearch):
         self._client = JsonClient(bounds, headers=self._provider.headers(key))
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
-        """The provider's results for each query."""
+        """Return the provider's results for each query."""
         count, most = min(topk, self._provider.max_topk), self._provider.max_words
         words = [plain_text(query).replace("\0", " ").split()[:most] for query in queries]
         asked = [" ".join(one)[: self._provider.max_chars] for one in words]
@@ -127,7 +127,7 @@ class WebSearch(DocumentSearch):
         answers = self._client.ask(
             [self._provider.request(self._url, asked[i], count) for i in numbers]
         )
-        hits: list[list[Hit] | ToolError] = [[] for _ in queries]  # of a blank query nothing
+        hits: list[list[Hit] | ToolError] = [[] for _ in queries]  # none for a blank query
         for i, answer in zip(numbers, answers, strict=True):
             hits[i] = self._hits(answer, topk)
         return hits
@@ -142,10 +142,10 @@ class WebSearch(DocumentSearch):
 
 
 def _serper_results(answer: Mapping[str, Any]) -> list[Any]:
-    """Serper's Google search, `POST https://google.serper.dev/search` (2025).
+    """Return results of Serper's Google search, `POST https://google.serper.dev/search` (2025).
 
-    An answer without `organic` found nothing, unless it is a `message`. An answer box, where Google
-    shows one, comes first.
+    An answer without `organic` is empty, unless it has a `message`, which is an error. Google's
+    answer box, if any, comes first.
     """
     found_nothing = answer.get("organic") is None and "message" not in answer
     results = [] if found_nothing else _results(answer, "organic")
@@ -162,9 +162,9 @@ _TAG = re.compile(r"</?\w[^<>]*>")
 
 
 def _brave_results(answer: Mapping[str, Any]) -> list[Any]:
-    """Brave's web search, `GET https://api.search.brave.com/res/v1/web/search` (v1).
+    """Return results of Brave, `GET https://api.search.brave.com/res/v1/web/search` (v1).
 
-    An answer without `web` found nothing.
+    A search without `web` has no results.
     """
     web = answer.get("web")
     if web is None and answer.get("type") == "search":
@@ -175,7 +175,7 @@ def _brave_results(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def _brave_hit(result: Any) -> Hit:
-    """Read one of Brave's results, whose title and description are HTML."""
+    """Parse a Brave result. Its title and description are HTML."""
     if isinstance(result, dict):
         marked = {name: result.get(name) for name in ("title", "description")}
         texts = {n: html.unescape(_TAG.sub("", x)) for n, x in marked.items() if isinstance(x, str)}
@@ -183,7 +183,7 @@ def _brave_hit(result: Any) -> Hit:
     return _hit(result, "url", "description")
 
 
-# What SearXNG would read at the beginning of a word: engines, languages, time limits.
+# Prefixes of a word that SearXNG would interpret: engines, languages, time limits.
 _SEARXNG_SYNTAX = re.compile(r"(?<!\S)[!?:<]+")
 
 
@@ -194,9 +194,10 @@ def _searxng_request(url: str, query: str, topk: int) -> Request:
 
 
 def _searxng_results(answer: Mapping[str, Any]) -> list[Any]:
-    """SearXNG's search API, `GET /search?format=json` (2025), which `settings.yml` must allow.
+    """Return results of SearXNG, `GET /search?format=json` (2025).
 
-    Where it found nothing since the engines behind it gave no answer, it failed.
+    SearXNG's `settings.yml` must allow JSON. An empty answer is an error if engines did not
+    respond.
     """
     results = _results(answer, "results")
     silent = answer.get("unresponsive_engines")
@@ -206,10 +207,10 @@ def _searxng_results(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def _results(fields: Mapping[str, Any], name: str) -> list[Any]:
-    """The list of results.
+    """Return the list of results.
 
     Raises:
-        ValueError: there is none.
+        ValueError: The field is not a list.
     """
     results = fields.get(name)
     if not isinstance(results, list):
@@ -218,10 +219,10 @@ def _results(fields: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _hit(result: Any, address: str, text: str) -> Hit:
-    """Reads one result; a field that is missing is empty.
+    """Parse a result; a missing field is empty.
 
     Raises:
-        ValueError: it is no object, a field is no text, or there is neither title nor text.
+        ValueError: The result is not an object, a field is not text, or title and text are empty.
     """
     if not isinstance(result, dict):
         raise ValueError(f"a {type(result).__name__} as a result; expected an object")
@@ -272,7 +273,7 @@ PROVIDERS: Mapping[str, Provider] = {
         request=lambda url, query, topk: Request(
             url=url, body={"query": query, "max_results": topk, "search_depth": "basic"}
         ),
-        # `POST https://api.tavily.com/search` with a bearer's key (2025).
+        # `POST https://api.tavily.com/search` with a bearer token (2025).
         results=lambda answer: _results(answer, "results"),
         read_one=lambda result: _hit(result, "url", "content"),
     ),
@@ -288,4 +289,4 @@ PROVIDERS: Mapping[str, Provider] = {
         read_one=lambda result: _hit(result, "url", "content"),
     ),
 }
-"""Providers that a configuration can name."""
+"""Providers for `config.search.web.provider`."""

@@ -1,4 +1,4 @@
-"""Keys of web search."""
+"""Config keys of web search."""
 
 from typing import Any
 
@@ -29,5 +29,7 @@ def _lacks_url(config: Any) -> bool:
     return bool(is_self_hosted and not web.url and config.searches)
 
 
-RULES = (Rule("search.web.url", _lacks_url, "the address of a server, as http://127.0.0.1:8000"),)
-"""Combinations of keys that are refused."""
+RULES = (
+    Rule("search.web.url", _lacks_url, "the address of a server, such as http://127.0.0.1:8000"),
+)
+"""Invalid combinations of keys."""
