@@ -1,4 +1,4 @@
-"""Keys of the tool `python`."""
+"""Config keys of the tool `python`."""
 
 from jaxrl.config.keys import Key
 

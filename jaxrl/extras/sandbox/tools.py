@@ -1,4 +1,4 @@
-"""Full Python for a model's code, in a sandboxed process for each snippet."""
+"""Tool that runs Python code, with a sandboxed process for each snippet."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _CRASH = "SystemError: the interpreter crashed"
 
 _ENVIRONMENT = {
     **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MPLBACKEND": "agg"},
-    # Libraries of matrices would begin as many threads as there are cores.
+    # Linear algebra libraries would start one thread per core.
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
-"""All of the environment that code sees."""
+"""Complete environment of the code."""
 
 NOBODY = 65534
-"""The user and group that code has in bubblewrap."""
+"""User and group of the code in bubblewrap."""
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 _CLONE_NEWUSER = 0x10000000
 
 _ENDING_S = 5.0
-"""Seconds until a killed process is gone."""
+"""Seconds for a killed process to end."""
 
 _REMEDY = (
     "bubblewrap needs its program bwrap and user namespaces (a container may forbid them, and so "
@@ -57,14 +57,14 @@ _REMEDY_OF_ROOT = (
 class BubblewrapTool(Tool):
     """Python inside bubblewrap (https://github.com/containers/bubblewrap), for untrusted code.
 
-    Each snippet runs in a new process, under limits of time, memory and output. The code sees the
-    system's programs and libraries and this interpreter with its packages, all of them read-only,
-    and a scratch folder in memory that ends with it. It has no network, no other processes, and no
-    rights. Its environment, open files and standard input are empty. A filter of system calls, set
-    before the code is read, refuses further processes and threads, sockets, and signals to others.
+    Each snippet runs in a new process with limits on time, memory and output. The code sees the
+    system's programs and libraries, this interpreter with its packages, all read-only, and a
+    temporary folder in memory. It has no network, no other processes, no capabilities, no open
+    files, no standard input, and only the environment `_ENVIRONMENT`. A seccomp filter, installed
+    before the code runs, denies new processes and threads, sockets, and signals to others.
 
-    Root's code runs as `NOBODY`, outside as well as inside: root sets the sandbox up, makes its
-    devices read-only, and is given up before the code is read.
+    If the run is root, the code is `NOBODY`, outside as well as inside the sandbox: root sets it
+    up, makes its devices read-only, and switches the user before the code runs.
     """
 
     name = "python"
@@ -73,7 +73,7 @@ class BubblewrapTool(Tool):
     description = PYTHON_DESCRIPTION
     max_threads = 8
     child = "/sandbox_child.py"
-    """The path of `CHILD` inside."""
+    """Path of `CHILD` in the sandbox."""
 
     def __init__(
         self,
@@ -82,15 +82,15 @@ class BubblewrapTool(Tool):
         max_memory: int = 64 * 2**20,
         max_output: int = 100_000,
     ) -> None:
-        """Run a snippet, to find out whether the sandbox works on this machine.
+        """Run a snippet to check that the sandbox works on this machine.
 
         Args:
-            timeout_s: Seconds of one snippet.
-            max_memory: Bytes of address space of a snippet, and of the files it writes.
-            max_output: Bytes that a snippet may print.
+            timeout_s: Time limit per snippet.
+            max_memory: Limit on a snippet's address space, and on its files, in bytes.
+            max_output: Limit on a snippet's output, in bytes.
 
         Raises:
-            ValueError: The sandbox does not work here, and why.
+            ValueError: The sandbox does not work here.
         """
         self._timeout_s, self._max_memory, self._max_output = timeout_s, max_memory, max_output
         try:
@@ -102,18 +102,18 @@ class BubblewrapTool(Tool):
 
     @property
     def remedy(self) -> str:
-        """Advice for a machine on which the sandbox does not work."""
+        """Return advice for a machine on which the sandbox does not work."""
         return _REMEDY + _REMEDY_OF_ROOT * _owns_devices()
 
     def files(self) -> tuple[int, ...]:
-        """Return the open files that the command refers to by number."""
+        """Return the file descriptors that the command refers to."""
         return (_root_namespace(),) if _owns_devices() else ()
 
     def command(self, program: list[str]) -> list[str]:
-        """Return the command that runs a program of Python in the sandbox.
+        """Return the command that runs a Python program in the sandbox.
 
         Args:
-            program: Arguments of the interpreter, with the path of `CHILD` inside.
+            program: Arguments of the interpreter, with the path of `CHILD` in the sandbox.
         """
         bwrap = shutil.which("bwrap")
         if bwrap is None:
@@ -126,14 +126,14 @@ class BubblewrapTool(Tool):
                 places += ["--ro-bind", path, path]
         for path in dict.fromkeys((sys.base_prefix, sys.prefix)):
             if not path.startswith("/usr"):
-                # Folders on the way to a bind would be open to root alone.
+                # Without `--dir`, only root could enter the parent folders of a bind.
                 places += ["--dir", os.path.dirname(path), "--ro-bind", path, path]
         places += ["--dir", "/dev"]
         for path in _DEVICES:
             places += ["--dev-bind", path, path]
         if _owns_devices():
-            # The child makes the devices read-only, since bwrap's own read-only binds hold none
-            # that can be opened, and becomes another user.
+            # The child makes the devices read-only, since devices in bwrap's read-only binds
+            # cannot be opened. Then it switches to another user.
             user = ["--userns", str(_root_namespace())]
             for right in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):
                 user += ["--cap-add", right]
@@ -156,8 +156,8 @@ class BubblewrapTool(Tool):
     def run(self, code: str, /) -> str:
         """Run code and return its output, or the type and text of its error.
 
-        A killed process may have been killed from outside, such as by the system when memory runs
-        out. So its code runs again in the rest of its time; if it is killed again, the code did it.
+        A process may be killed from outside, for example by the system when memory runs out. So a
+        killed process is run again in the remaining time. A second kill counts as a crash.
         """
         ends = time.monotonic() + self._timeout_s
         try:
@@ -193,9 +193,9 @@ class BubblewrapTool(Tool):
     def _answer(self, child: Child, ends: float, is_second: bool) -> str | None:
         ended = self._await_end(child, ends)
         status = child.wait(_ENDING_S)
-        if ended == "late" and is_second:  # maybe before it began: little time was left
+        if ended == "late" and is_second:  # possibly before it started
             return TIMEOUT
-        # Text before `READY` is a failure of the sandbox, text after it one of the code.
+        # Text before `READY` is an error of the sandbox, text after it an error of the code.
         before, _, error = child.reported.partition(READY)
         if before or not child.reported.startswith(READY):
             if ended == "late":
@@ -218,7 +218,8 @@ class BubblewrapTool(Tool):
     def _await_end(self, child: Child, ends: float) -> str:
         """Wait until the process ends, and kill it at `ends` or if it prints too much.
 
-        Returns "late" or "much" if it was killed, else "".
+        Returns:
+            "late" or "much" if it was killed, else "".
         """
         ended = "much"
         try:
@@ -243,13 +244,13 @@ def _owns_devices() -> bool:
 
 @functools.cache
 def _root_namespace() -> int:
-    """Make a user namespace that holds root and `NOBODY`; return it as an open file.
+    """Create a user namespace with root and `NOBODY`, and return its file descriptor.
 
-    bwrap alone maps one user into its namespace. For root this would be root, who owns the host's
-    devices and programs whatever the user is called inside.
+    bwrap itself maps only one user into its namespace. If root starts it, this user is root, which
+    owns the host's devices and programs whatever the user is called inside.
 
     Raises:
-        OSError: Root has no right to do so here.
+        OSError: Root may not create such a namespace here.
     """
     program = (
         "import ctypes, json, os\n"
