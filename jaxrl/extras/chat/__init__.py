@@ -1,1 +1,1 @@
-"""The model of a run in use, with the run's tools: `jaxrl chat RUN`."""
+"""Chat with a run's model and tools: `jaxrl chat RUN`."""

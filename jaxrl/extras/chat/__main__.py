@@ -1,11 +1,11 @@
 """Chat with a run's model: `jaxrl chat RUN ["question" ...] [--step=N] [--config.key=value]`.
 
 Each question is played through the run's environment, as in training: the same prompt, tags, tools
-and search engine. The output is what the model wrote, what it was shown, and its answer. Questions
-on the command line are separate. Without any, each line of the terminal or of piped input is a
-question of one conversation, and an empty line starts another. Nothing of the run changes. Relative
-paths in its configuration and in keys that are set here start at the folder in which the run was
-started; those of RUN, --model and --image at the current folder.
+and search engine. The output shows the model's text, the observations and the answer. Questions on
+the command line are independent. Without any, each line from the terminal or a pipe is a question
+of one conversation, and an empty line starts another. The run itself is not changed. Relative paths
+in its configuration and in `--config.` keys are relative to the folder in which the run was
+started; RUN, --model and --image are relative to the current folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxrl.runtime.preemption import end_on_signals
 from jaxrl.utils.text import printable, replace_unencodable
 
 if __name__ == "__main__":
-    end_on_signals("ended", code=None)  # a moment passes until all below is imported
+    end_on_signals("ended", code=None)  # the imports below take a moment
     replace_unencodable()
 
 import argparse
@@ -42,9 +42,9 @@ from jaxrl.types import Trajectory
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Answer the questions of the command line, or those that are typed."""
+    """Answer the questions of the command line or of standard input."""
     parser = argparse.ArgumentParser(
-        prog="jaxrl chat", description="Chats with the trained model of a run."
+        prog="jaxrl chat", description="Chat with the trained model of a run."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's workdir")
     parser.add_argument(
@@ -62,9 +62,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: what RUN trained")
-    parser.add_argument("--step", type=int, metavar="N", help="whose checkpoint; default: the end")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="checkpoint of RUN; default: the last"
+    )
     parser.epilog = "--config.key=value sets a key of the run's configuration."
-    # Options before questions, too.
+    # Options may also come before the questions.
     arguments, others = parser.parse_known_intermixed_args(argv)
     for name in ("absl", "jax._src.xla_bridge", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Display) -> int:
-    """Answer all questions and return how many were refused."""
+    """Answer all questions and return the number of refused ones."""
     step, model = arguments.step, arguments.model
     if not arguments.temperature >= 0:
         raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
@@ -97,7 +99,7 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
         components, config = load_saved_run(
             run, model, display, step=step, keys=keys, is_talk=is_talk
         )
-        # Weights may be read after the last line that was logged, which starts the spinner again.
+        # Loading weights after the last log line starts the spinner again.
         display.stop()
         for image in images:
             if components.processor is None:
@@ -110,26 +112,28 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
                 continue
             try:
                 trajectory, num_forgotten = conversation.ask(question, images)
-            except (ValueError, OutageError) as error:  # of this question alone
+            except (ValueError, OutageError) as error:  # does not affect others
                 print(line(error), file=sys.stderr)
                 num_refused += 1
                 continue
             if num_forgotten:
                 display.log(
-                    f"the first {num_forgotten} of the questions before have no room any more "
-                    "(config.rollout.max_total_tokens), and are left out"
+                    f"the first {num_forgotten} of the earlier questions no longer fit "
+                    "(config.rollout.max_total_tokens) and are left out"
                 )
             show(trajectory, display.console)
     return num_refused
 
 
 def typed(lines: Iterable[str]) -> Iterator[str]:
-    """Yield each line as it is typed, without space around it."""
+    """Yield each line as it is typed, stripped of whitespace."""
     is_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # one bad byte is no reason to end
     if is_terminal:
-        print("One question a line; an empty one begins anew, Ctrl-D ends.\n> ", end="", flush=True)
+        print(
+            "One question per line. An empty line starts over, Ctrl-D ends.\n> ", end="", flush=True
+        )
     for text in lines:
         yield text.strip()
         if is_terminal:
@@ -137,7 +141,7 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
 
 
 def show(trajectory: Trajectory, console: Console) -> None:
-    """Print the turns of an episode, with observations dimmed, and the answer."""
+    """Print an episode's turns, its observations (dimmed) and its answer."""
 
     def write(text: str, style: str = "") -> None:
         console.print(Text(printable(text), style=style), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Chat history of questions, each of which is played as an episode."""
+"""Conversation in which each question is played as an episode."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxrl.utils.text import writable
 
 
 class Conversation:
-    """Model, tools and chat history.
+    """A run's model and tools with a chat history.
 
-    The first question has the prompt of training (`config.prompt`). Further questions are the
-    user's next messages, after what the model wrote. With a protocol of tags this includes what
-    tools returned; with one of the chat template it is the last turn of each answer.
+    The first question uses the training prompt (`config.prompt`). Later questions are user messages
+    after the model's earlier text. With a tag protocol, this text includes tool results; with a
+    chat-template protocol, it is the last turn of each answer.
     """
 
     def __init__(self, components: RunComponents, config: ResolvedConfig, temperature: float = 0.0):
@@ -39,25 +39,25 @@ class Conversation:
         )
         self._shows_tools = not config.protocol(()).in_template
         self._exchanges: list[tuple[str, str]] = []  # question and answer
-        self._num_questions = 0  # with those that were refused
+        self._num_questions = 0  # including refused ones
 
     def begin_anew(self) -> None:
-        """Empty the history."""
+        """Clear the history."""
         self._exchanges = []
 
     def ask(self, question: str, images: Sequence[str] = ()) -> tuple[Trajectory, int]:
-        """Play the episode of a question, with as much of the latest history as has room.
+        """Play the episode of a question, with as much of the latest history as fits.
 
         Args:
-            question: Message of the user.
-            images: Files for the marks in the question, or before it.
+            question: User message.
+            images: Image files for the marks in the question, or before it.
 
         Returns:
-            The episode, and the number of questions that were left out before it.
+            The episode, and the number of earlier questions that were left out.
 
         Raises:
             ValueError: The question leaves no room for an answer, or its marks do not match the
-                images. The history stays.
+                images. The history is unchanged.
             OutageError: A server that the environment needs is down.
         """
         number, self._num_questions = self._num_questions, self._num_questions + 1
@@ -76,7 +76,7 @@ class Conversation:
         return trajectory, num_forgotten
 
     def _messages(self, question: str) -> list[Message]:
-        """Return the chat up to a question; its first question has the template of training."""
+        """Return the chat up to a question; the first one uses the training template."""
         system = self._prompt.system
         begin = [{"role": "system", "content": system}] if system else []
         chat: list[Message] = [*begin, *self._prompt.examples]
@@ -89,7 +89,7 @@ class Conversation:
         return chat
 
     def _play(self, question: str, images: Sequence[str], number: int) -> Trajectory:
-        # Environments score every episode; nobody reads this score.
+        # Environments score every episode, so give it an answer; the score is not used.
         fields: dict[str, Any] = {"answers": ["?"], "images": list(images)}
         if self._exchanges:
             fields |= {"messages": self._messages(question)}
