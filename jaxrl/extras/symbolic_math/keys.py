@@ -1,4 +1,4 @@
-"""Keys of the reward part `math_verify`."""
+"""Config keys of the reward part `math_verify`."""
 
 from jaxrl.config.keys import FREE, Key
 

@@ -1,7 +1,7 @@
 """Symbolic comparison of answers with math-verify, in worker processes with limits.
 
-Comparison by value (`math_answers`) comes first. Only what it cannot decide, such as roots, sets,
-intervals, matrices and formulas, goes to a worker.
+Comparison by value (`math_answers`) comes first. Workers compare only answers that it cannot
+decide, such as roots, sets, intervals, matrices and formulas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxrl.envs.rewards.rules import last_boxed
 from jaxrl.extras.symbolic_math.worker import equals_any
 
 MAX_CHARACTERS = 2000
-"""Longest answer that is sent to a worker."""
+"""Longest answer to send to a worker, in characters."""
 
 _CACHE_SIZE = 20_000
 _BUSY_S = 60.0
@@ -30,27 +30,27 @@ _BUSY_FACTOR = 20.0
 
 
 class WorkerLostError(RuntimeError):
-    """No worker process could be started."""
+    """Failure to start a worker process."""
 
 
 class MathVerify:
     """Reward part `math_verify`: 1 if the final answer equals an accepted one, else 0.
 
-    It compares the final answer that the environment read. An abstention is 0. So is an answer that
-    exceeds the limits of time or memory, or ends its worker; these are counted as `undecided`. They
-    are no environment errors, because a policy could leave the statistics of its group by writing
-    what hangs. A worker that cannot start is an environment error.
+    It compares the final answer that the environment read. An abstention scores 0. So does an
+    answer that exceeds the time or memory limit or crashes its worker; these count as `undecided`.
+    They are not environment errors; otherwise a policy could drop out of its group's statistics by
+    writing an answer that hangs. A worker that cannot start is an environment error.
     """
 
     is_async = False
 
     def __init__(self, *, deadline_s: float, memory_mib: int, workers: int) -> None:
-        """Start no process yet.
+        """Store the limits; workers start with the first comparison.
 
         Args:
-            deadline_s: Seconds of computing that a comparison may take.
-            memory_mib: Memory limit of each worker, in MiB.
-            workers: Largest number of processes.
+            deadline_s: Limit on a comparison's processor time.
+            memory_mib: Memory limit of each worker.
+            workers: Maximum number of processes.
 
         Raises:
             ImportError: math-verify is not installed.
@@ -82,7 +82,7 @@ class MathVerify:
         return Measured(score=float(equal is True), others={"undecided": float(equal is None)})
 
     def is_equal(self, answer: str, truths: Sequence[str]) -> bool | None:
-        """Return True if an answer equals an accepted one, or None if limits end the comparison.
+        """Return True if an answer equals an accepted one, None if a limit ends the comparison.
 
         Raises:
             WorkerLostError: No worker answers.
@@ -98,7 +98,7 @@ class MathVerify:
     def _compare(self, answer: str, truths: Sequence[str]) -> bool | None:
         from pebble import ProcessExpired
 
-        for _ in range(2):  # the system may have ended the first worker
+        for _ in range(2):  # the system may have killed the first worker
             pool = self._active_pool()
             try:
                 call = pool.schedule(
@@ -118,7 +118,7 @@ class MathVerify:
         return None
 
     def _active_pool(self) -> Any:
-        """Return the pool. A worker that is killed between two calls breaks it for good."""
+        """Return the pool. Replace it if a worker killed between calls has broken it."""
         from pebble import ProcessPool
 
         with self._lock:
@@ -129,7 +129,7 @@ class MathVerify:
             return self._pool
 
     def close(self) -> None:
-        """End the workers. The end of the process does so too."""
+        """End the workers. This also happens at exit."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()

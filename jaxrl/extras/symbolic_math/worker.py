@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 def equals_any(answer: str, truths: Sequence[str], *, deadline_s: float, memory_mib: int) -> bool:
     """Return True if an answer equals one of the accepted ones. All are LaTeX.
 
-    SIGPROF ends the process after `deadline_s` seconds of computing. No exception could interrupt
-    what hangs: often one operation on large integers.
+    SIGPROF kills the process after `deadline_s` seconds of processor time. An exception could not
+    interrupt a hang, which is often a single operation on large integers.
     """
     _prepare(memory_mib)
     signal.setitimer(signal.ITIMER_PROF, deadline_s)
@@ -28,7 +28,7 @@ def equals_any(answer: str, truths: Sequence[str], *, deadline_s: float, memory_
 
 @functools.cache
 def _prepare(memory_mib: int) -> None:
-    """Load math-verify, bound the memory of this process, and end it with its parent."""
+    """Load math-verify, limit this process's memory, and end it with its parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -38,7 +38,7 @@ def _prepare(memory_mib: int) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _comparison()("x", "x")  # loads everything that the first call loads
+    _comparison()("x", "x")  # load everything before memory is limited
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
 
 
@@ -46,9 +46,9 @@ def _prepare(memory_mib: int) -> None:
 def _comparison() -> Callable[[str, str], bool]:
     """Return a function that compares two expressions by value.
 
-    Only an expression that is read whole counts. By default math-verify also looks for a number
-    anywhere in the text, which would accept an answer with several numbers. Its time limits need
-    signal handlers, which do not run inside of one operation; they are off.
+    Only an expression that parses completely counts. By default math-verify also looks for a number
+    anywhere in the text, which would accept an answer with several numbers. Its time limits are
+    off: they need signal handlers, which do not run during a single operation.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 
