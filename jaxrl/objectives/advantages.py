@@ -1,4 +1,4 @@
-"""Advantage estimators: from one reward a trajectory to one advantage a trajectory, or a turn."""
+"""Advantage estimators: one reward per trajectory in, one advantage per trajectory or turn out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,29 +19,30 @@ def grpo(
     ddof: int,
     epsilon: float,
 ) -> Float[Array, " N"]:
-    """Group-relative advantages: `(reward - mean) / (std + epsilon)` within each group.
+    """Compute group-relative advantages: `(reward - mean) / (std + epsilon)` within each group.
 
-    DeepSeekMath section 4.1 (https://arxiv.org/abs/2402.03300); without the division it is
-    Dr. GRPO (https://arxiv.org/abs/2503.20783). A group whose rewards are all equal gets exact
-    zeros, where a rounded mean over a small `epsilon` would make advantages out of nothing. So
-    does a group of one, whose raw reward other implementations keep.
+    DeepSeekMath section 4.1 (https://arxiv.org/abs/2402.03300). Without the division it is Dr. GRPO
+    (https://arxiv.org/abs/2503.20783). A group with equal rewards gets exact zeros; otherwise a
+    rounding error in the mean, divided by a small `epsilon`, would become an advantage. A group of
+    one also gets zero; other implementations keep its raw reward.
 
     Args:
-        rewards: one a trajectory.
-        group_ids: trajectories with the same id are compared, wherever they stand. Those with a
-            negative id count for nothing and get 0.
-        normalize_std: divide by the group's standard deviation.
-        ddof: 0 for the population's standard deviation, 1 for the sample's.
-        epsilon: added to the standard deviation, in units of reward.
+        rewards: One reward per trajectory.
+        group_ids: Trajectories with the same id form a group, in any order. A negative id excludes
+            the trajectory, and its advantage is 0.
+        normalize_std: True to divide by the standard deviation of the group.
+        ddof: 0 for the population standard deviation, 1 for the sample standard deviation.
+        epsilon: Constant added to the standard deviation, in units of reward.
     """
-    # N x N rather than segment sums: N is some thousands, and a GPU scatters in any order.
+    # N x N comparisons instead of segment sums: N is only a few thousand, and the order of a GPU
+    # scatter is not deterministic.
     same = (group_ids[:, None] == group_ids[None, :]) & (group_ids >= 0)
     count = jnp.maximum(same.sum(axis=1), 1)
     table = jnp.broadcast_to(rewards, same.shape)
     lowest = jnp.min(table, axis=1, where=same, initial=jnp.inf)
     highest = jnp.max(table, axis=1, where=same, initial=-jnp.inf)
 
-    # Measured from the group's lowest, so that a large common offset costs no precision.
+    # Subtract the group minimum first, so that a large common offset costs no precision.
     gaps = jnp.where(same, table - lowest[:, None], 0.0)
     mean = gaps.sum(axis=1) / count
     advantages = rewards - lowest - mean
@@ -53,15 +54,15 @@ def grpo(
 
 
 def rloo(rewards: Float[Array, " N"], group_ids: Int[Array, " N"]) -> Float[Array, " N"]:
-    """Leave-one-out advantages: `reward - mean of the group's other rewards`.
+    """Compute leave-one-out advantages: `reward - mean of the other rewards in the group`.
 
-    https://arxiv.org/abs/2402.14740. The baseline knows nothing of the trajectory it judges, so
-    the expected gradient is that of the expected reward. A group of one and a group whose
-    rewards are all equal get exact zeros.
+    https://arxiv.org/abs/2402.14740. The baseline does not depend on the trajectory it is
+    subtracted from, so the expected gradient equals that of the expected reward. A group of one and
+    a group with equal rewards get exact zeros.
 
     Args:
-        rewards: one a trajectory.
-        group_ids: as in `grpo`.
+        rewards: One reward per trajectory.
+        group_ids: See `grpo`.
     """
     count = _in_group(group_ids).sum(axis=1)
     from_mean = grpo(rewards, group_ids, normalize_std=False, ddof=0, epsilon=0.0)
@@ -75,18 +76,18 @@ def reinforce_plus_plus(
     *,
     baseline: bool,
 ) -> Float[jax.Array, " N"]:
-    """Advantages normalised over the batch: `(x - mean) / sqrt(var + 1e-8)`.
+    """Compute advantages normalized over the batch: `(x - mean) / sqrt(var + 1e-8)`.
 
-    REINFORCE++ (https://arxiv.org/abs/2501.03262). `x` is the reward, or with `baseline` the
-    reward less its group's mean. The mean and the sample variance are the sampled tokens': a
-    trajectory counts as often as it has tokens. Where all `x` are equal, exact zeros.
+    REINFORCE++ (https://arxiv.org/abs/2501.03262). `x` is the reward, minus the group mean if
+    `baseline` is set. The mean and the sample variance are over sampled tokens, so each trajectory
+    is weighted by its token count. If all `x` are equal, the result is exactly zero.
 
     Args:
-        rewards: one a trajectory.
-        group_ids: as in `grpo`. Without `baseline`, only their signs are read.
-        token_counts: sampled tokens of each trajectory.
-        baseline: take off the group's mean first. A trajectory of a group without differences is
-            then at 0, and its advantage at `-mean / std`.
+        rewards: One reward per trajectory.
+        group_ids: See `grpo`. Without `baseline`, only the signs matter.
+        token_counts: Number of sampled tokens in each trajectory.
+        baseline: True to subtract the group mean first. In a group with equal rewards `x` is then
+            0, and the advantage is `-mean / std`.
     """
     if baseline:
         rewards = grpo(rewards, group_ids, normalize_std=False, ddof=0, epsilon=0.0)
@@ -96,7 +97,7 @@ def reinforce_plus_plus(
     lowest = jnp.min(rewards, where=counted, initial=jnp.inf)
     highest = jnp.max(rewards, where=counted, initial=-jnp.inf)
 
-    # Measured from the lowest, so that a large common offset costs no precision.
+    # Subtract the minimum first, so that a large common offset costs no precision.
     gaps = jnp.where(valid, rewards - jnp.where(lowest < jnp.inf, lowest, 0.0), 0.0)
     num_tokens = weights.sum()
     mean = (weights * gaps).sum() / jnp.maximum(num_tokens, 1)
@@ -108,25 +109,26 @@ def reinforce_plus_plus(
 def pass_at_k(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
 ) -> Float[jax.Array, " N"]:
-    """Advantages for the chance that at least one of k trajectories is correct.
+    """Compute advantages for the probability that at least one of k trajectories is correct.
 
-    Pass@k training, analytical form (https://arxiv.org/abs/2508.10751). All k-subsets of a group
-    of n, c of them correct, are rewarded with 1 if any member is correct, and normalised by the
-    mean and population standard deviation of these rewards; a trajectory's advantage is the mean
-    over the subsets that it is in. With F the share of subsets that fail:
+    Pass@k training, analytical form (https://arxiv.org/abs/2508.10751). In a group of n
+    trajectories, c of them correct, every k-subset gets reward 1 if any member is correct. The
+    subset rewards are normalized by their mean and population standard deviation. The advantage of
+    a trajectory is the mean over the subsets that contain it. With F the fraction of subsets that
+    fail:
 
         F = C(n - c, k) / C(n, k)
         correct:  sqrt(F / (1 - F))
         wrong:    -c / (n - c) * sqrt(F / (1 - F))
 
-    This equals the paper's form without its cancellations. Groups where no subset or every
-    subset fails get exact zeros, and so do groups of fewer than k. With k = 1 it is `grpo` with
-    the population's standard deviation.
+    This equals the paper's formula without its cancellation errors. Groups in which all subsets or
+    no subsets fail get exact zeros, as do groups smaller than k. With k = 1 it equals `grpo` with
+    the population standard deviation.
 
     Args:
-        is_correct: the verifier's word, one a trajectory.
-        group_ids: as in `grpo`. Groups may be of different sizes.
-        k: trajectories in a subset, at least 1 and at most the group size.
+        is_correct: Verdict of the verifier on each trajectory.
+        group_ids: See `grpo`. Group sizes may differ.
+        k: Subset size, from 1 to the group size.
     """
     count, num_correct = _group_counts(is_correct, group_ids)
     return _pass_at_k(is_correct, count, num_correct, k)
@@ -135,10 +137,10 @@ def pass_at_k(
 def pass_at_k_combination(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
 ) -> Float[jax.Array, " N"]:
-    """Interpolates between pass@k and pass@1: `c/n * A_k + (1 - c/n) * A_1`.
+    """Interpolate between pass@k and pass@1 advantages: `c/n * A_k + (1 - c/n) * A_1`.
 
-    Section 4.4 of https://arxiv.org/abs/2508.10751: the more of a group's n trajectories are
-    correct, the more pass@k counts. Groups of fewer than k get 0. Arguments as in `pass_at_k`.
+    Section 4.4 of https://arxiv.org/abs/2508.10751. The weight of pass@k is the fraction of the
+    group that is correct. Groups smaller than k get 0. The arguments are those of `pass_at_k`.
     """
     count, num_correct = _group_counts(is_correct, group_ids)
     share = num_correct / jnp.maximum(count, 1)
@@ -150,13 +152,14 @@ def pass_at_k_combination(
 def pass_at_k_exceeding(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
 ) -> Float[jax.Array, " N"]:
-    """Pass@k with more weight on hard groups: `A_k * 4 / (10 * ln(c + 0.5))`.
+    """Compute pass@k advantages, weighted towards hard groups: `A_k * 4 / (10 * ln(c + 0.5))`.
 
-    From https://arxiv.org/abs/2508.10751; c is the group's number of correct trajectories. The
-    factor is 0.99 for one, 0.44 for two, and falls from there. Arguments as in `pass_at_k`.
+    From https://arxiv.org/abs/2508.10751; c is the number of correct trajectories in the group. The
+    factor is 0.99 for c = 1, 0.44 for c = 2, and decreases from there. The arguments are those of
+    `pass_at_k`.
     """
     count, num_correct = _group_counts(is_correct, group_ids)
-    # Without a correct one the advantages are zero, and the logarithm is negative.
+    # With c = 0 the logarithm is negative, but the advantages are zero anyway.
     factor = 4.0 / (10.0 * jnp.log(jnp.maximum(num_correct, 1) + 0.5))
     return _pass_at_k(is_correct, count, num_correct, k) * factor
 
@@ -164,24 +167,24 @@ def pass_at_k_exceeding(
 def pass_at_k_full_sampling(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
 ) -> Float[jax.Array, " N"]:
-    """Pass@k from disjoint subsets: each group of n is cut into `n // k` of k trajectories.
+    """Compute pass@k advantages from disjoint subsets: `n // k` subsets of k per group of n.
 
-    From https://arxiv.org/abs/2508.10751: a subset is rewarded with 1 if any member is correct,
-    its advantage is `grpo` with the population's standard deviation over the group's subsets,
-    and every member gets it. The cut follows the order in the batch; what is left over gets 0.
+    From https://arxiv.org/abs/2508.10751. A subset gets reward 1 if any member is correct. Its
+    advantage is `grpo` over the subsets of the group, with the population standard deviation, and
+    every member gets it. Subsets are consecutive in batch order; leftover trajectories get 0.
 
     Args:
-        is_correct: as in `pass_at_k`.
-        group_ids: as in `grpo`. Groups may be of different sizes.
-        k: trajectories in a subset, at least 1 and at most half the group size: a single subset
+        is_correct: See `pass_at_k`.
+        group_ids: See `grpo`. Group sizes may differ.
+        k: Subset size, from 1 to half the group size. A larger k leaves at most one subset, which
             has nothing to be compared with and gets 0.
     """
     same = _in_group(group_ids)
-    place = jnp.tril(same, -1).sum(axis=1)  # in its group
+    place = jnp.tril(same, -1).sum(axis=1)  # position within the group
     subset, num_subsets = place // k, same.sum(axis=1) // k
     in_subset = same & (subset[:, None] == subset[None, :])
     is_hit = (in_subset & is_correct).any(axis=1)
-    # Each hit was counted by k members, and what is left over is fewer than k.
+    # Each hit is counted by its k members; there are fewer than k leftovers.
     num_hits = (same & is_hit).sum(axis=1) // k
     advantages = _pass_at_k(is_hit, num_subsets, num_hits, 1)
     return jnp.where(subset < num_subsets, advantages, 0.0)
@@ -190,21 +193,21 @@ def pass_at_k_full_sampling(
 def pass_at_k_bootstrap(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], key: jax.Array, *, k: int
 ) -> Float[jax.Array, " N"]:
-    """Pass@k from random subsets: as many as the group has trajectories.
+    """Compute pass@k advantages from random subsets, as many as the group has trajectories.
 
-    From https://arxiv.org/abs/2508.10751: each subset holds k different trajectories of one
-    group. Subsets are rewarded and compared as in `pass_at_k_full_sampling`; a trajectory gets
-    the sum over the subsets that it is in, on average k of them. Groups of fewer than k get 0.
+    From https://arxiv.org/abs/2508.10751. Each subset holds k distinct trajectories of one group.
+    Rewards and advantages of subsets are those of `pass_at_k_full_sampling`. A trajectory gets the
+    sum over the subsets that contain it, k of them on average. Groups smaller than k get 0.
 
     Args:
-        is_correct: as in `pass_at_k`.
-        group_ids: as in `grpo`. Groups may be of different sizes.
-        key: a new one for every call.
-        k: trajectories in a subset, at least 1 and at most the group size.
+        is_correct: See `pass_at_k`.
+        group_ids: See `grpo`. Group sizes may differ.
+        key: Random key, a new one for each call.
+        k: Subset size, from 1 to the group size.
     """
     if k > len(group_ids):
         return jnp.zeros(len(group_ids))
-    # Row i draws a subset of its own group: the k trajectories with the highest random scores.
+    # Row i samples a subset of its own group: the k trajectories with the highest random scores.
     same = _in_group(group_ids)
     scores = jnp.where(same, jax.random.uniform(key, same.shape), -1.0)
     _, subsets = jax.lax.top_k(scores, k)
@@ -214,13 +217,13 @@ def pass_at_k_bootstrap(
 def advantages_of_subsets(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], subsets: Int[Array, "N k"]
 ) -> Float[jax.Array, " N"]:
-    """`pass_at_k_bootstrap` for given subsets.
+    """Compute `pass_at_k_bootstrap` for given subsets.
 
     Args:
-        is_correct: as in `pass_at_k`.
-        group_ids: as in `grpo`.
-        subsets: row i holds k different indices of trajectories in the group of trajectory i.
-            Not read where that group has fewer than k.
+        is_correct: See `pass_at_k`.
+        group_ids: See `grpo`.
+        subsets: Row i holds k distinct trajectory indices from the group of trajectory i. Ignored
+            if that group is smaller than k.
     """
     same = _in_group(group_ids)
     count = same.sum(axis=1)
@@ -239,22 +242,23 @@ def entropy_guided(
     *,
     k: int,
 ) -> Float[jax.Array, " N"]:
-    """Pass@1 for the half of the groups with the highest entropy, pass@k for the others.
+    """Use pass@1 for the half of the groups with the highest entropy and pass@k for the others.
 
-    From https://arxiv.org/abs/2508.10751: where the policy is undecided it may exploit, where it
-    is sure it should explore. Of an odd number of groups, the middle one explores; so do groups
-    that tie across the middle.
+    From https://arxiv.org/abs/2508.10751: the policy exploits if it is uncertain and explores if it
+    is certain. With an odd number of groups, the middle one explores. Groups that tie across the
+    middle explore too.
 
     Args:
-        is_correct: as in `pass_at_k`.
-        group_ids: as in `grpo`. Groups may be of different sizes.
-        mean_entropies: nats, the mean over each trajectory's sampled tokens. A group's entropy is
-            the mean over its trajectories.
-        k: as in `pass_at_k`; for the groups that explore.
+        is_correct: See `pass_at_k`.
+        group_ids: See `grpo`. Group sizes may differ.
+        mean_entropies: Mean entropy of the sampled tokens of each trajectory, in nats. The entropy
+            of a group is the mean over its trajectories.
+        k: Subset size of the groups that explore; see `pass_at_k`.
     """
     same = _in_group(group_ids)
     count, num_correct = _group_counts(is_correct, group_ids)
-    # A group's first trajectory stands for all, so that rounding cannot part a group.
+    # All members use the entropy of the group's first trajectory, so that rounding cannot split a
+    # group.
     first = jnp.argmax(same, axis=1)
     is_first = (first == jnp.arange(len(group_ids))) & (group_ids >= 0)
     entropy = jnp.where(same, mean_entropies, 0.0).sum(axis=1) / jnp.maximum(count, 1)
@@ -266,7 +270,7 @@ def entropy_guided(
 
 
 def _in_group(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
-    """True where two trajectories are of one group; never for negative ids."""
+    """Return True for each pair of trajectories in the same group; never for negative ids."""
     group_ids = jnp.asarray(group_ids)
     return (group_ids[:, None] == group_ids[None, :]) & (group_ids >= 0)
 
@@ -274,7 +278,7 @@ def _in_group(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
 def _group_counts(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> tuple[Int[jax.Array, " N"], Int[jax.Array, " N"]]:
-    """Trajectories and correct trajectories in each one's group; zeros for negative ids."""
+    """Count each trajectory's group and its correct members; zeros for negative ids."""
     same = _in_group(group_ids)
     return same.sum(axis=1), (same & is_correct).sum(axis=1)
 
@@ -282,7 +286,7 @@ def _group_counts(
 def _pass_at_k(
     is_correct: Bool[Array, " N"], count: Int[Array, " N"], num_correct: Int[Array, " N"], k: int
 ) -> Float[jax.Array, " N"]:
-    """`pass_at_k` from the counts of each trajectory's group."""
+    """Compute `pass_at_k` from the counts of each trajectory's group."""
     num_wrong = count - num_correct
 
     def draw(i: jax.Array, shares: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -291,9 +295,9 @@ def _pass_at_k(
         passed = passed + failed * (num_correct / left)
         return failed * ((num_wrong - i) / left), passed
 
-    # A subset is drawn one by one and passes with its first correct member. Every term of 1 - F is
-    # then positive: nothing cancels, and no binomial coefficient overflows. With fewer than k wrong
-    # ones, which is so in groups of fewer than k, F has passed through zero and stays there.
+    # Sample the subset one member at a time; it passes at its first correct member. Every term of
+    # `1 - F` is positive, so nothing cancels, and no binomial coefficient overflows. With fewer
+    # than k wrong trajectories, as in every group smaller than k, F reaches zero and stays there.
     start = (jnp.ones(count.shape), jnp.zeros(count.shape))
     failed, passed = jax.lax.fori_loop(0, k, draw, start)
     has_signal = (num_correct > 0) & (failed > 0)
@@ -313,10 +317,10 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "pass_at_k_bootstrap": pass_at_k_bootstrap,
     "pass_at_k_entropy_guided": entropy_guided,
 }
-"""Estimators by `advantage.name`. Arrays are bound by the names of their parameters."""
+"""Estimators by `advantage.name`. Arrays are bound by parameter name."""
 
 COLUMNS = (
     *("rewards", "is_correct", "group_ids", "token_counts"),
     *("mean_entropies", "is_abstention", "is_well_formed", "key"),
 )
-"""Arrays an estimator may ask for: `types.Columns` has all but `key`, a random key of the step."""
+"""Arrays that an estimator may request: `types.Columns`, and `key`, the random key of the step."""

@@ -1,4 +1,4 @@
-"""Aggregation of token losses to one number: a weighted sum, fixed before the batch is cut up."""
+"""Aggregation of per-token losses: a weighted sum, with weights fixed per mini-batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,26 +14,28 @@ def token_weights(
     loss_masks: Sequence[Bool[np.ndarray, " _"]],
     aggregation: Callable[[Int[np.ndarray, " N"]], Float[Array, " N"] | ScalarLike],
 ) -> list[Float[np.ndarray, " _"]]:
-    """The weight of every token of a mini-batch; its loss is `(weights * values).sum()`.
+    """Compute the weight of every token in a mini-batch; the loss is `(weights * values).sum()`.
 
-    Because the counts are the whole mini-batch's, the sums over its micro-batches add up to the
-    same loss however it is cut, packed or sharded.
+    Token counts are those of the complete mini-batch. The sums over micro-batches therefore add up
+    to the same loss, however the mini-batch is split, packed or sharded.
 
     Args:
-        loss_masks: of each trajectory, True where it is trained on.
-        aggregation: one of those below: from the tokens counted in each trajectory to the weight
-            of one of them.
+        loss_masks: Mask of each trajectory, True for tokens that are trained on.
+        aggregation: Function from the token count of each trajectory to the weight of each of its
+            tokens, such as `token_mean`.
 
     Raises:
-        ValueError: an aggregation of one's own returned something else.
+        ValueError: A user-supplied aggregation returned a wrong shape or an invalid weight.
     """
     token_counts = np.array([mask.sum() for mask in loss_masks], np.int64)
     weights = np.asarray(aggregation(token_counts))
-    is_weight = np.isfinite(weights) & (weights >= 0)  # below 0 the policy would learn the opposite
+    # a negative weight would reverse the gradient
+    is_weight = np.isfinite(weights) & (weights >= 0)
     if weights.shape not in ((), token_counts.shape) or not is_weight.all():
         raise ValueError(
             f"config.loss.aggregation returned {list(weights.shape)} with {is_weight.sum()} "
-            f"weights; expected finite [{len(token_counts)}] from 0, one a trajectory."
+            f"weights; expected [{len(token_counts)}] finite weights of at least 0, one per "
+            "trajectory."
         )
     weights = np.broadcast_to(weights, token_counts.shape)
     return [
@@ -43,28 +45,28 @@ def token_weights(
 
 
 def token_mean(token_counts: Int[Array, " N"]) -> ScalarLike:
-    """Mean over all tokens: a trajectory counts as often as it has tokens.
+    """Average over all tokens, so that a trajectory is weighted by its length.
 
     Args:
-        token_counts: tokens of each trajectory that are trained on, 0 in some.
+        token_counts: Number of trained tokens in each trajectory; may be 0.
     """
     return 1.0 / token_counts.sum().clip(1)
 
 
 def seq_mean_token_mean(token_counts: Int[Array, " N"]) -> Float[Array, " N"]:
-    """Means over each trajectory, averaged over the trajectories that have tokens."""
+    """Average over the tokens of each trajectory, then over the trajectories that have tokens."""
     return 1.0 / (token_counts.clip(1) * _num_trajectories(token_counts))
 
 
 def seq_mean_token_sum(token_counts: Int[Array, " N"]) -> ScalarLike:
-    """Sums over each trajectory, averaged over the trajectories that have tokens."""
+    """Sum over the tokens of each trajectory; average over the trajectories that have tokens."""
     return 1.0 / _num_trajectories(token_counts)
 
 
 def seq_mean_token_sum_norm(
     token_counts: Int[Array, " N"], *, max_response_tokens: int
 ) -> ScalarLike:
-    """`seq_mean_token_sum` divided by a length that is the same in every mini-batch."""
+    """Divide `seq_mean_token_sum` by a length that is the same in every mini-batch."""
     return 1.0 / (_num_trajectories(token_counts) * max_response_tokens)
 
 
@@ -78,8 +80,11 @@ AGGREGATIONS: dict[str, Callable[..., Any]] = {
     "seq-mean-token-sum": seq_mean_token_sum,
     "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
 }
-"""Aggregations by `loss.aggregation`; the names are verl's."""
+"""Aggregations by `loss.aggregation`, with verl's names."""
 
 ARRAYS = ("token_counts",)
-"""Arrays that an aggregation may ask for: int [N], tokens trained on of each trajectory of a
-mini-batch, also of those that the update leaves out since they have no signal."""
+"""Arrays that an aggregation may request.
+
+`token_counts` is int [N]: trained tokens per trajectory of a mini-batch. It includes trajectories
+that the update skips because they have no signal.
+"""

@@ -1,4 +1,4 @@
-"""Spreading work of different sizes evenly: the largest differencing method."""
+"""Balanced partitioning of items of different sizes: the largest differencing method."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Sequence
 def largest_differencing(
     sizes: Sequence[int], num_parts: int, *, equal_size: bool
 ) -> list[list[int]]:
-    """Splits items into parts whose sums of sizes are close to each other.
+    """Split items into parts with nearly equal total sizes.
 
     Karmarkar and Karp, "The differencing method of set partitioning" (1982). It keeps partial
-    solutions, each of `num_parts` bundles, and joins the two whose bundles differ most, the
-    heaviest bundle of one with the lightest of the other, until one solution is left. Good, not
-    optimal; the same input always gives the same result.
+    solutions of `num_parts` bundles each. At each step it joins the two with the largest spread,
+    matching the heaviest bundle of one with the lightest of the other, until one solution remains.
+    The result is good but not optimal, and deterministic.
 
     Args:
-        sizes: of the items, 0 or more, as tokens of sequences.
-        num_parts: how many parts, 1 or more.
-        equal_size: every part gets the same number of items. The partial solutions then start
-            from `num_parts` items of similar size rather than from one item.
+        sizes: Size of each item, 0 or more, such as the tokens of a sequence.
+        num_parts: Number of parts, 1 or more.
+        equal_size: True to give every part the same number of items. Each partial solution then
+            starts from `num_parts` items of similar size instead of one item.
 
     Returns:
-        The indices of each part's items in ascending order; parts by their first item, empty ones
+        The item indices of each part in ascending order. Parts are sorted by first item, empty ones
         last.
     """
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i], i))
@@ -32,7 +32,7 @@ def largest_differencing(
         _Solution([(int(sizes[i]), [i]) for i in order[at : at + step]], num_parts)
         for at in range(0, len(order), step)
     ]
-    # The serial number decides between equal spreads and so makes the result repeatable.
+    # The serial number breaks ties between equal spreads, so the result is deterministic.
     heap = [(-solution.spread, serial, solution) for serial, solution in enumerate(starts)]
     heapq.heapify(heap)
     serial = len(heap)
@@ -47,7 +47,7 @@ def largest_differencing(
 
 
 class _Solution:
-    """A partial solution: some of the items, split into bundles, the heaviest first."""
+    """A partial solution: some of the items, split into bundles, heaviest first."""
 
     def __init__(self, bundles: list[tuple[int, list[int]]], num_parts: int) -> None:
         empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - len(bundles))]
@@ -55,7 +55,7 @@ class _Solution:
 
     @property
     def spread(self) -> int:
-        """The heaviest bundle less the lightest: what is still to be evened out."""
+        """Return the size difference between the heaviest and the lightest bundle."""
         return self.bundles[0][0] - self.bundles[-1][0]
 
     def join(self, other: _Solution) -> _Solution:

@@ -22,25 +22,26 @@ def importance_weights(
     low: float = 0.5,
     high: float = 5.0,
 ) -> Float[jax.Array, "R T"]:
-    """Weights of the policy loss, from `q = exp(old_logprobs - rollout_logprobs)`.
+    """Compute policy loss weights from `q = exp(old_logprobs - rollout_logprobs)`.
 
-    Truncated, `min(q, cap)`: TIS, https://fengyao.notion.site/off-policy-rl. Masked, `q` within
-    `[low, high]` and 0 beyond: IcePop, https://arxiv.org/abs/2510.18855. Rejected, 1 within and 0
-    beyond: verl's rejection sampling, which changes no weight. The log-ratio, its sum or mean, is
-    kept within 20 nats. Weights are constants without gradient, and 0 outside `loss_mask`.
+    - `truncate`: `min(q, cap)`; TIS, https://fengyao.notion.site/off-policy-rl.
+    - `mask`: `q` if it is within `[low, high]`, else 0; IcePop, https://arxiv.org/abs/2510.18855.
+    - `reject`: 1 if `q` is within `[low, high]`, else 0; verl's rejection sampling.
+
+    The log-ratio, its sum or its mean is clipped to [-20, 20] nats. Weights carry no gradient and
+    are 0 outside `loss_mask`.
 
     Args:
-        old_logprobs: nats, under the trainer's parameters before the update.
-        rollout_logprobs: nats, as the sampler reported them.
-        loss_mask: True where the policy sampled the token.
-        segment_ids: which trajectory a token belongs to; contiguous, 0 on padding. Read by the
-            levels of trajectories only.
-        level: `token`; `sequence`, where `q` is the product over the trajectory's tokens; or
+        old_logprobs: Log-probabilities in nats under the trainer's parameters before the update.
+        rollout_logprobs: Log-probabilities in nats reported by the sampler.
+        loss_mask: True for tokens that the policy sampled.
+        segment_ids: Trajectory of each token; contiguous, 0 on padding. Unused at level `token`.
+        level: `token`; `sequence`, where `q` is the product over the tokens of the trajectory; or
             `geometric`, where it is their geometric mean, which does not shrink with length.
         mode: `truncate`, `mask` or `reject`.
-        cap: the largest weight; read by `truncate` only.
-        low: the smallest ratio that counts; not read by `truncate`.
-        high: the largest ratio that counts; likewise.
+        cap: Largest weight; used by `truncate` only.
+        low: Smallest accepted ratio; unused by `truncate`.
+        high: Largest accepted ratio; unused by `truncate`.
     """
     log_ratio = jnp.where(loss_mask, jnp.asarray(old_logprobs) - rollout_logprobs, 0.0)
     if level != "token":

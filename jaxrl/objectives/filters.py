@@ -1,4 +1,4 @@
-"""Filters of groups: worth training on, or to be sampled again. On the host, in numpy."""
+"""Group filters: which groups to train on and which to sample again. On the host, in numpy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ Array = jax.Array | np.ndarray
 
 
 def group_members(group_ids: Int[Array, " N"]) -> list[np.ndarray]:
-    """The indices of each group's trajectories, groups by ascending id.
+    """Return the trajectory indices of each group, groups in ascending order of id.
 
     Args:
-        group_ids: one a trajectory; those with a negative id belong to no group.
+        group_ids: Group of each trajectory; a negative id means no group.
     """
     ids = np.asarray(group_ids)
     order = np.argsort(ids, kind="stable")
@@ -27,16 +27,16 @@ def group_members(group_ids: Int[Array, " N"]) -> list[np.ndarray]:
 def keep_informative(
     metric: Real[Array, " N"] | Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """Dynamic sampling: True in groups whose members differ, and in groups of one.
+    """Keep groups with different metric values, and groups of one (dynamic sampling).
 
-    DAPO section 3.2 (https://arxiv.org/abs/2503.14476). A group that agrees has no advantages to
-    learn from; a group of one never could.
+    DAPO section 3.2 (https://arxiv.org/abs/2503.14476). If all values of a group are equal, its
+    advantages are zero. A group of one has nothing to compare and is always kept.
 
     Args:
-        metric: what the members are compared by. DAPO takes correctness: by a reward that is
-            shaped by length, a group that is wrong throughout would differ.
-        group_ids: trajectories with the same id are compared, wherever they stand. Those with a
-            negative id are not kept.
+        metric: Value to compare within groups. DAPO uses correctness: if length shapes the reward,
+            rewards differ even in a group where every answer is wrong.
+        group_ids: Trajectories with the same id form a group, in any order. Those with a negative
+            id are not kept.
     """
     metric = np.asarray(metric)
     kept = np.zeros(len(metric), bool)
@@ -53,16 +53,16 @@ def within_accuracy(
     low: float,
     high: float,
 ) -> Bool[np.ndarray, " N"]:
-    """Online filtering: True in groups with `low < mean accuracy < high`, both strict.
+    """Keep groups with `low < mean accuracy < high` (online filtering).
 
-    ARES (https://arxiv.org/abs/2510.08457). The released code filters by the overall reward, which
-    all-wrong groups pass; this reads correctness alone. A group of one never passes.
+    ARES (https://arxiv.org/abs/2510.08457). Its released code filters by total reward, which lets
+    all-wrong groups pass; this function uses correctness alone. A group of one never passes.
 
     Args:
-        is_correct: the verdict on each trajectory.
-        group_ids: as for `keep_informative`.
-        low: the accuracy at or below which a group is too hard.
-        high: the accuracy at or above which a group is too easy.
+        is_correct: Verdict on each trajectory.
+        group_ids: See `keep_informative`.
+        low: Accuracy at or below which a group is too hard.
+        high: Accuracy at or above which a group is too easy.
     """
     is_correct = np.asarray(is_correct)
     kept = np.zeros(len(is_correct), bool)
@@ -74,16 +74,16 @@ def within_accuracy(
 def needs_resampling(
     scores: Float[Array, " N"], is_abstention: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """True in groups to sample again, whole: nobody scored and nobody said so.
+    """Return True in groups to resample completely: no positive score and no abstention.
 
-    BAPO (https://arxiv.org/abs/2601.11037): such a group may hold an answer, or an admission that
-    there is none, that this draw missed.
+    BAPO (https://arxiv.org/abs/2601.11037): another sample of such a group may contain a correct
+    answer or an abstention.
 
     Args:
-        scores: correctness, at most 0 where there is none; before any boundary-aware bonus.
-        is_abstention: the answer says that the model does not know, well formed or not.
-        group_ids: trajectories with the same id belong together. Those with a negative id are
-            not sampled again.
+        scores: Correctness, at most 0 if there is none, before any boundary-aware bonus.
+        is_abstention: True if the answer says that the model does not know, well-formed or not.
+        group_ids: Trajectories with the same id form a group. Those with a negative id are not
+            resampled.
     """
     scores, is_abstention = np.asarray(scores), np.asarray(is_abstention)
     again = np.zeros(len(scores), bool)
@@ -96,13 +96,15 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "varied": keep_informative,
     "accuracy_range": within_accuracy,
 }
-"""Filters by `filter.name`, beside `none`. Arrays are bound by the names of their parameters."""
+"""Filters by `filter.name`, in addition to `none`. Arrays are bound by parameter name."""
 
 TRAJECTORIES: dict[str, str] = {
     "void_turns": "jaxrl.extras.stability.masks:has_no_void_turn",
 }
-"""By name in `filter.trajectories`, beside `none`: True of a trajectory that has a loss."""
+"""Trajectory filters by `filter.trajectories`, in addition to `none`: True to train on it."""
 
 COLUMNS = ("metric", "scores", "rewards", "is_correct", "is_abstention", "group_ids")
-"""Arrays that a filter may ask for: `metric` is what `filter.varied.metric` names, `scores` are
-rewards before they were shaped."""
+"""Arrays that a filter may request.
+
+`metric` is the column named by `filter.varied.metric`; `scores` are rewards before shaping.
+"""

@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence to an anchor policy, token by token."""
+"""Per-token estimators of the KL divergence to an anchor policy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,31 +12,31 @@ Array = jax.Array | np.ndarray
 
 
 def k1(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Unbiased estimate, of either sign.
+    """Estimate the KL divergence without bias; the estimate may be negative.
 
     Args:
-        log_ratios: nats, `anchor_logprobs - logprobs`; 0 where nothing is estimated.
+        log_ratios: `anchor_logprobs - logprobs` in nats; 0 at masked tokens.
     """
     return -log_ratios
 
 
 def k2(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Biased estimate; its gradient is in expectation that of the KL divergence."""
+    """Estimate the KL divergence with bias; the expected gradient is that of the KL divergence."""
     return log_ratios**2 / 2
 
 
 def k3(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Unbiased estimate that is never negative: `exp(d) - d - 1`; verl's `low_var_kl`.
+    """Compute `exp(d) - d - 1`, an unbiased, non-negative estimate; verl's `low_var_kl`.
 
-    As there, `d` is kept within 20 and the estimate within 10: the gradient is zero beyond.
+    Like verl, clips `d` to [-20, 20] and the estimate to 10; the gradient is zero beyond.
     """
     d = jnp.clip(log_ratios, -20.0, 20.0)
     return jnp.clip(jnp.expm1(d) - d, -10.0, 10.0)
 
 
 def absolute(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """The size of the log-ratio."""
-    # The gradient of jnp.abs is 1 at 0, where every first update starts.
+    """Return the absolute log-ratio."""
+    # jnp.abs has gradient 1 at 0, the value of every log-ratio at the first update.
     return jnp.sign(log_ratios) * log_ratios
 
 
@@ -47,21 +47,21 @@ def kl_estimate(
     *,
     estimator: Callable[..., Any] = k3,
 ) -> Float[jax.Array, "R T"]:
-    """Per-token estimate of KL(current || anchor) on tokens the current policy sampled.
+    """Estimate KL(current || anchor) at each token sampled by the current policy.
 
     http://joschu.net/blog/kl-approx.html.
 
     Args:
-        logprobs: nats, under the parameters being trained.
-        anchor_logprobs: nats, under the policy to stay close to.
-        loss_mask: where False, the estimate and both gradients are exactly zero, whatever the
-            inputs hold. None where every entry is finite and the result is masked by the caller.
-        estimator: one of those above, of the log-ratios.
+        logprobs: Log-probabilities in nats under the parameters being trained.
+        anchor_logprobs: Log-probabilities in nats under the policy to stay close to.
+        loss_mask: The estimate and both gradients are exactly zero where it is False, for any
+            input. None if every entry is finite and the caller masks the result.
+        estimator: Function of the log-ratios, such as `k3`.
 
     Raises:
-        ValueError: an estimator of one's own returned something else.
+        ValueError: A user-supplied estimator returned a wrong shape.
     """
-    # Masking the result alone would leave 0 * inf in the gradient.
+    # Masking only the result would leave 0 * inf in the gradient.
     d = jnp.asarray(anchor_logprobs - logprobs)
     if loss_mask is not None:
         d = jnp.where(loss_mask, d, 0.0)
@@ -69,13 +69,13 @@ def kl_estimate(
     if jnp.shape(value) != d.shape:
         raise ValueError(
             f"config.kl.estimator returned the shape {list(jnp.shape(value))}; expected "
-            f"{list(d.shape)}, a number a token."
+            f"{list(d.shape)}, one number per token."
         )
     return value if loss_mask is None else jnp.where(loss_mask, value, 0.0)
 
 
 def with_gradient_of_k2(estimator: Callable[..., Any]) -> Callable[..., Any]:
-    """The estimator's value, with the gradient of `k2`."""
+    """Return an estimator with the same value and the gradient of `k2`."""
 
     def estimate(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
         value, straight = estimator(log_ratios), k2(log_ratios)
@@ -97,4 +97,4 @@ KL_ESTIMATORS: dict[str, Callable[..., Any]] = {
 """Estimators by `kl.estimator`."""
 
 ARRAYS = ("log_ratios",)
-"""Arrays that an estimator may ask for."""
+"""Arrays that an estimator may request."""

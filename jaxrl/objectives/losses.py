@@ -1,4 +1,4 @@
-"""Per-token losses; `aggregation.token_weights` says how they add up."""
+"""Per-token losses. `aggregation.token_weights` defines how they are summed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ Array = jax.Array | np.ndarray
 
 
 class PolicyLoss(NamedTuple):
-    """Result of a policy loss; both are zero outside `loss_mask`.
+    """Result of a policy loss; loss and metrics are zero outside `loss_mask`.
 
-    Metrics are averaged over the sampled tokens; none has a part in the gradient.
+    Metrics are averaged over the sampled tokens and carry no gradient.
     """
 
     per_token: Float[jax.Array, "R T"]
@@ -33,26 +33,26 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> PolicyLoss:
-    """Per-token clipped surrogate loss; zero outside `loss_mask`.
+    """Compute the per-token clipped surrogate loss; zero outside `loss_mask`.
 
-    PPO equation 7 (https://arxiv.org/abs/1707.06347) with the asymmetric range of
-    DAPO (https://arxiv.org/abs/2503.14476) and, if asked for, the dual clip of
-    https://arxiv.org/abs/1912.09729. The log-ratio is kept within 20 nats.
+    PPO equation 7 (https://arxiv.org/abs/1707.06347) with DAPO's asymmetric clip range
+    (https://arxiv.org/abs/2503.14476) and, optionally, dual clip
+    (https://arxiv.org/abs/1912.09729). The log-ratio is clipped to [-20, 20] nats.
 
     Args:
-        logprobs: nats, under the parameters being trained.
-        old_logprobs: nats, under the parameters before the update.
-        advantages: constant over a trajectory for group-relative estimators.
-        loss_mask: True where the policy sampled the token.
-        clip_low: the ratio's floor is `1 - clip_low`.
-        clip_high: the ratio's ceiling is `1 + clip_high`.
-        dual_clip: above 1; where the advantage is negative, the loss is at most this many times
-            its size. 0 for no such limit.
+        logprobs: Log-probabilities in nats under the parameters being trained.
+        old_logprobs: Log-probabilities in nats under the parameters before the update.
+        advantages: One value per token, constant within a trajectory for group-relative estimators.
+        loss_mask: True for tokens that the policy sampled.
+        clip_low: The lower bound on the ratio is `1 - clip_low`.
+        clip_high: The upper bound on the ratio is `1 + clip_high`.
+        dual_clip: Bound above 1: with a negative advantage, the loss is at most
+            `dual_clip * |advantage|`. 0 disables it.
 
     Returns:
-        The loss; the means of its metrics are verl's of these names. `pg_clipfrac`: 1 where the
-        clipped ratio set the surrogate. `pg_clipfrac_lower`: 1 where the dual clip then set the
-        loss. `ppo_kl`: `old_logprobs - logprobs` in nats, within 20, which estimates
+        The loss, and metrics named and averaged as in verl. `pg_clipfrac`: 1 where the clipped
+        ratio determined the surrogate. `pg_clipfrac_lower`: 1 where the dual clip then determined
+        the loss. `ppo_kl`: `old_logprobs - logprobs` in nats, clipped to [-20, 20], which estimates
         KL(old || current).
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
@@ -80,34 +80,34 @@ def gspo_policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """Clipped surrogate of whole trajectories, at each of their tokens; zero outside `loss_mask`.
+    """Compute the trajectory-level clipped surrogate per token; zero outside `loss_mask`.
 
-    GSPO (https://arxiv.org/abs/2507.18071) compares trajectories by the geometric mean of their
-    tokens' ratios, `s = exp(mean(logprobs - old_logprobs))`. This is its token form, section 4.3:
-    `stop_gradient(s) * exp(logprobs - stop_gradient(logprobs))`, which at every token has the
-    value `s`. Added up as `seq-mean-token-mean` it is the trajectories' mean loss and has its
-    gradient, where advantages are constant over a trajectory. The mean log-ratio is kept within
-    20 nats.
+    GSPO (https://arxiv.org/abs/2507.18071) uses the geometric mean of a trajectory's token ratios,
+    `s = exp(mean(logprobs - old_logprobs))`. This is its token form, section 4.3:
+    `stop_gradient(s) * exp(logprobs - stop_gradient(logprobs))`, with the value `s` at every token.
+    If advantages are constant within each trajectory, aggregating with `seq-mean-token-mean` gives
+    the mean trajectory loss and its gradient. The mean log-ratio is clipped to [-20, 20] nats.
 
     Args:
-        logprobs: nats, under the parameters being trained.
-        old_logprobs: nats, under the parameters before the update.
-        advantages: one a token, so that turns may be weighed by themselves.
-        loss_mask: True where the policy sampled the token.
-        segment_ids: which trajectory a token belongs to; contiguous, 0 on padding.
-        clip_low: the ratio's floor is `1 - clip_low`; the paper has 3e-4.
-        clip_high: the ratio's ceiling is `1 + clip_high`; the paper has 4e-4.
+        logprobs: Log-probabilities in nats under the parameters being trained.
+        old_logprobs: Log-probabilities in nats under the parameters before the update.
+        advantages: One value per token, so that turns may have different advantages.
+        loss_mask: True for tokens that the policy sampled.
+        segment_ids: Trajectory of each token; contiguous, 0 on padding.
+        clip_low: The lower bound on the ratio is `1 - clip_low`; 3e-4 in the paper.
+        clip_high: The upper bound on the ratio is `1 + clip_high`; 4e-4 in the paper.
 
     Returns:
-        The loss, and of its metrics: `pg_clipfrac`, 1 where the trajectory's clipped ratio set the
-        surrogate; `ppo_kl` as of `clipped_policy_loss`.
+        The loss, and the metrics `pg_clipfrac`, 1 where the clipped ratio of the trajectory
+        determined the surrogate, and `ppo_kl`, see `clipped_policy_loss`.
     """
-    # The mean log-ratio of each token's trajectory; as a function of `logprobs`, the token's own.
+    # `mean` is the trajectory's log-ratio. Its gradient below is that of the token's
+    # log-probability.
     own = jnp.where(loss_mask, logprobs, 0.0)
     log_ratios = jax.lax.stop_gradient(own - jnp.where(loss_mask, old_logprobs, 0.0))
     counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
     mean = segment_sums(log_ratios, segment_ids) / jnp.maximum(counts, 1.0)
-    # Clipped last, so that as with single tokens a ratio beyond 20 nats has no gradient.
+    # Clip last, so that a ratio beyond 20 nats has no gradient, as in `_log_ratio`.
     log_ratio = jnp.clip(mean + (own - jax.lax.stop_gradient(own)), -20.0, 20.0)
     plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
     metrics = {
@@ -126,29 +126,29 @@ def cispo_policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """Per-token REINFORCE loss under a clipped importance weight; zero outside `loss_mask`.
+    """Compute the per-token REINFORCE loss with a clipped importance weight; 0 outside `loss_mask`.
 
     CISPO (https://arxiv.org/abs/2506.13585):
-    `-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * advantage * logprob`. A ratio out
-    of range bounds the token's gradient, where `clipped_policy_loss` would drop it. The loss's
-    value says little: it is not zero where the policies coincide.
+    `-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * advantage * logprob`. An
+    out-of-range ratio bounds the token's gradient; `clipped_policy_loss` would drop it. The value
+    of the loss is not meaningful: it is nonzero even if the two policies are equal.
 
     Args:
-        logprobs: nats, under the parameters being trained.
-        old_logprobs: nats, under the parameters before the update.
-        advantages: constant over a trajectory for group-relative estimators.
-        loss_mask: True where the policy sampled the token.
-        clip_low: the weight's floor is `1 - clip_low`; 1 for none, as in the paper.
-        clip_high: the weight's ceiling is `1 + clip_high`.
+        logprobs: Log-probabilities in nats under the parameters being trained.
+        old_logprobs: Log-probabilities in nats under the parameters before the update.
+        advantages: One value per token, constant within a trajectory for group-relative estimators.
+        loss_mask: True for tokens that the policy sampled.
+        clip_low: The lower bound on the weight is `1 - clip_low`; 1 for no bound, as in the paper.
+        clip_high: The upper bound on the weight is `1 + clip_high`.
 
     Returns:
-        The loss, and of its metrics: `pg_clipfrac`, 1 where the ratio lay outside the range,
-        whatever the advantage; `ppo_kl` as of `clipped_policy_loss`.
+        The loss, and the metrics `pg_clipfrac`, 1 where the ratio is out of range, whatever the
+        advantage, and `ppo_kl`, see `clipped_policy_loss`.
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
     ratio = jnp.exp(log_ratio)
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
-    # Masked here too, or an advantage without a finite value would reach the gradient.
+    # Mask here too: otherwise a non-finite advantage at a masked token would reach the gradient.
     loss = -weight * advantages * jnp.where(loss_mask, logprobs, 0.0)
     is_clipped = (ratio < 1.0 - clip_low) | (ratio > 1.0 + clip_high)
     metrics = {
@@ -161,7 +161,7 @@ def cispo_policy_loss(
 def negative_log_likelihood(
     logprobs: Float[Array, "R T"], loss_mask: Bool[Array, "R T"]
 ) -> Float[jax.Array, "R T"]:
-    """Per-token cross-entropy of supervised training, in nats; zero outside `loss_mask`."""
+    """Compute the per-token cross-entropy in nats; zero outside `loss_mask`."""
     return -jnp.where(loss_mask, logprobs, 0.0)
 
 
@@ -180,7 +180,7 @@ def _surrogates(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """The surrogate loss with the ratio as it is and with the ratio clipped."""
+    """Compute the surrogate losses with the unclipped and with the clipped ratio."""
     ratio = jnp.exp(log_ratio)
     return -ratio * advantages, -jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
 
@@ -191,16 +191,16 @@ LOSSES: dict[str, Callable[..., Any] | str] = {
     "cispo": cispo_policy_loss,
     "dppo": "jaxrl.extras.stability.dppo:dppo_policy_loss",
 }
-"""Losses by `loss.name`. Arrays are bound by the names of their parameters (`policy_loss`)."""
+"""Losses by `loss.name`. Arrays are bound by parameter name (`policy_loss`)."""
 
 TERMS: dict[str, str] = {"llds": "jaxrl.extras.stability.likelihood:likelihood_loss"}
-"""By name in `loss.term.name`: losses that are added to the policy loss."""
+"""Losses added to the policy loss, by `loss.term.name`."""
 
 GATES: dict[str, str] = {"off_policy": "jaxrl.extras.stability.masks:off_policy_gate"}
-"""Token filters by name: True at each token whose policy loss counts."""
+"""Token filters by name: True for tokens with a policy loss."""
 
 ARRAYS = (
     *("logprobs", "old_logprobs", "rollout_logprobs", "entropies", "advantages"),
     *("loss_mask", "token_weights", "segment_ids", "positions"),
 )
-"""Arrays that a loss may ask for, `[R, T]` each; see `types.Batch`."""
+"""Arrays that a loss may request, `[R, T]` each; see `types.Batch`."""

@@ -1,4 +1,4 @@
-"""Measurements of a loss on its tokens, and reductions of many measurements to one number."""
+"""Per-token loss metrics, and their reduction to one number across micro-batches and updates."""
 
 from __future__ import annotations
 
@@ -17,42 +17,44 @@ from jaxtyping import Array, Bool, Float
 
 @struct.dataclass
 class Metric:
-    """A measurement: of each token `[R, T]` as a loss returns it, else one number."""
+    """A metric: per token `[R, T]` as returned by a loss, or already reduced to one number."""
 
     value: Any  # float32
-    reduction: str = struct.field(pytree_node=False, default="mean")  # a name in REDUCTIONS
+    reduction: str = struct.field(pytree_node=False, default="mean")  # key of REDUCTIONS
 
     def reduce(self, loss_mask: Bool[Array, "R T"], token_weights: Float[Array, "R T"]) -> Metric:
-        """A micro-batch's number, as yet unfinished; no gradient flows through it.
+        """Reduce to a partial result for one micro-batch, without gradient.
 
         Args:
-            loss_mask: True where the policy sampled the token.
-            token_weights: by which the losses of tokens are added up.
+            loss_mask: True for tokens that the policy sampled.
+            token_weights: Weights of the token losses in the loss.
         """
         values = jax.lax.stop_gradient(self.value)
         reduced = REDUCTIONS[self.reduction].reduce(values, loss_mask, token_weights)
         return dataclasses.replace(self, value=reduced)
 
     def combine(self, other: Metric) -> Metric:
-        """The unfinished number of two micro-batches from their own."""
+        """Combine the partial results of two micro-batches."""
         combined = REDUCTIONS[self.reduction].combine(self.value, other.value)
         return dataclasses.replace(self, value=combined)
 
     def finish(self, num_tokens: Float[Array, ""]) -> Metric:
-        """The number of all micro-batches, in which `num_tokens` tokens were sampled."""
+        """Compute the final result from the partial result of all `num_tokens` sampled tokens."""
         finished = REDUCTIONS[self.reduction].finish(self.value, num_tokens)
         return dataclasses.replace(self, value=finished)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """Reduction of the values of many tokens to one.
+    """Reduction of per-token values to one number.
 
     Attributes:
-        reduce: values, loss mask and token weights `[R, T]` of a micro-batch to a number.
-        combine: the numbers of two micro-batches to that of both.
-        finish: the number of all micro-batches, and how many tokens they sampled, to the result.
-        merge: results of several updates to one, on the host.
+        reduce: Function from the values, loss mask and token weights `[R, T]` of a micro-batch to a
+            partial result.
+        combine: Function that combines the partial results of two micro-batches.
+        finish: Function from the partial result of all micro-batches, and their number of sampled
+            tokens, to the final result.
+        merge: Function that merges the final results of several updates, on the host.
     """
 
     reduce: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -62,7 +64,7 @@ class Reduction:
 
 
 REDUCTIONS = {
-    # Of no token at all there is no mean: not a number, rather than a dip to 0 in a curve.
+    # Without any token the result is NaN: a 0 would show as a dip in the curve.
     "mean": Reduction(
         reduce=lambda values, loss_mask, token_weights: (values * loss_mask).sum(),
         combine=jnp.add,
@@ -82,9 +84,13 @@ REDUCTIONS = {
         merge=np.mean,
     ),
 }
-"""`mean` and `maximum` (0 where all are below) of sampled tokens; `loss`: a sum like the loss's."""
+"""Reductions by name.
+
+`mean` and `maximum` (at least 0) are over sampled tokens; `loss` is the weighted sum that the loss
+uses.
+"""
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; NaN, without a warning, for no values."""
+    """Return the mean; NaN, without a warning, if there are no values."""
     return float(np.mean(values)) if values else math.nan

@@ -1,4 +1,4 @@
-"""Terms added to rewards before advantages: length, abstention, entropy. On the host, in numpy."""
+"""Reward shaping by length, abstention and entropy, before advantages. On the host, in numpy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ Array = jax.Array | np.ndarray
 def overlong_penalty(
     lengths: Int[Array, " N"], *, max_length: int, buffer: int, factor: float = 1.0
 ) -> Float[np.ndarray, " N"]:
-    """Soft overlong punishment: 0 up to the buffer, falling linearly to `-factor` at its end.
+    """Compute the soft overlong punishment: 0 up to the buffer, then linear down to `-factor`.
 
     DAPO equation 13 (https://arxiv.org/abs/2503.14476). The buffer is the last part of
-    `max_length`, not a margin beyond it.
+    `max_length`, not an addition to it.
 
     Args:
-        lengths: tokens of the response, inserted text and end marker included.
-        max_length: tokens; from here on the whole `factor` is charged.
-        buffer: tokens before `max_length` over which the penalty grows; 0 for no penalty at all.
-        factor: the largest penalty, in units of reward.
+        lengths: Response lengths in tokens, including inserted text and the end marker.
+        max_length: Length in tokens at which the penalty reaches `factor`.
+        buffer: Number of tokens before `max_length` over which the penalty grows; 0 disables it.
+        factor: Largest penalty, in units of reward.
     """
     lengths = np.asarray(lengths)
     if buffer == 0:
@@ -46,35 +46,34 @@ def boundary_aware_rewards(
     bonus: float = 0.5,
     max_rate: float = 0.1,
 ) -> Float[np.ndarray, " N"]:
-    """Rewards an abstention in groups that found nothing, and only there.
+    """Reward abstentions in groups without a positive score, and only there.
 
-    BAPO (https://arxiv.org/abs/2601.11037). In a group without any positive score each well-formed
-    abstention gains `bonus`; in any other group it is worth 0. Two gates keep the policy from
-    giving up early:
+    BAPO (https://arxiv.org/abs/2601.11037). In a group without a positive score, each well-formed
+    abstention gains `bonus`; in any other group its reward is 0. Two gates keep the policy from
+    giving up too early:
 
-    - stage: early on, once at least `max_rate` of the batch abstains, all scores stay as they are.
-      The paper's code has 0.05 there.
-    - sample: later on, no bonus in a group whose other members still explore, that is, give at
-      least half as many distinct answers as there are members (4 of 8).
+    - Stage gate: in the early stage, if at least `max_rate` of the batch abstains, all scores are
+      unchanged. The paper's code uses 0.05.
+    - Sample gate: in the late stage, there is no bonus in a group that still explores, that is, if
+      the distinct answers of its other members number at least half the group size (4 of 8).
 
     Args:
-        scores: correctness, at most 0 where there is none, negative for a bad format.
-        is_abstention: the answer says that the model does not know. Malformed ones count in the
-            rate and earn nothing.
-        is_well_formed: the response keeps to the protocol.
-        answers: final answers after normalisation, "" where there is none; those of abstentions
-            are not read.
-        group_ids: trajectories with the same id are compared, wherever they stand. Those with a
-            negative id count for nothing and get 0.
-        is_late: the stage gate has opened for good; True throughout to do without it.
-        sample_level: use the sample gate.
-        bonus: what an abstention gains, in units of reward.
-        max_rate: the share of abstentions at which the stage gate closes.
+        scores: Correctness, at most 0 if there is none, negative for a bad format.
+        is_abstention: True if the answer says that the model does not know. Malformed abstentions
+            count in the rate but earn nothing.
+        is_well_formed: True if the response follows the protocol.
+        answers: Normalized final answers, "" if there is none. Those of abstentions are ignored.
+        group_ids: Trajectories with the same id form a group, in any order. A negative id excludes
+            the trajectory, and its reward is 0.
+        is_late: True once the stage gate has opened permanently. Always True disables the gate.
+        sample_level: True to use the sample gate.
+        bonus: Bonus of an abstention, in units of reward.
+        max_rate: Rate of abstention at which the stage gate closes.
     """
     scores, is_abstention = np.asarray(scores), np.asarray(is_abstention)
     valid = np.asarray(group_ids) >= 0
     rewards = np.where(valid, scores, 0.0).astype(np.float32)
-    # Dividing keeps 3 of 30 at 0.1, where 0.1 * 30 is more than 3.
+    # Compare the quotient: 3 / 30 is 0.1, but 0.1 * 30 is more than 3.
     rate = is_abstention[valid].sum() / max(valid.sum(), 1)
     if not is_late and rate >= max_rate:
         return rewards
@@ -91,13 +90,13 @@ def boundary_aware_rewards(
 
 
 class _Shape(NamedTuple):
-    """Parameters of the entropy reward of one difficulty; ARES's names."""
+    """Parameters of the entropy reward for one difficulty, with ARES's names."""
 
-    margin: float  # phi, as a share of the target
-    knee: float  # k, where the penalty turns from quadratic to linear, in tokens
-    temperature: float  # t of the sigmoid, in tokens
-    scale: float  # kappa, on the coefficient
-    wrong: float  # share of the coefficient that a wrong answer can gain
+    margin: float  # phi, as a fraction of the target
+    knee: float  # k, where the penalty changes from quadratic to linear, in tokens
+    temperature: float  # t, of the sigmoid, in tokens
+    scale: float  # kappa, factor on the coefficient
+    wrong: float  # maximum gain of a wrong answer, as a fraction of the coefficient
 
 
 _SHAPES = {
@@ -116,28 +115,28 @@ def entropy_reward(
     coefficients: Mapping[str, float],
     centred_gain: bool = False,
 ) -> Float[np.ndarray, " N"]:
-    """Reward for exploring as much as a task's difficulty asks for; added to the accuracy.
+    """Compute the reward for exploring as much as the difficulty of the task requires.
 
-    ARES (https://arxiv.org/abs/2510.08457). With `delta` the count less the bucket's target,
-    `M = max(1, phi * max(target, 1))` and `C` the bucket's coefficient times `kappa`:
+    It is added to the accuracy reward. ARES (https://arxiv.org/abs/2510.08457). With `delta` the
+    count minus the bucket's target, `M = max(1, phi * max(target, 1))` and `C` the bucket's
+    coefficient times `kappa`:
 
-    - easy, correct: a penalty for `delta` beyond `M`, quadratic and then linear, at most `C`;
-    - medium, correct: the same for `delta` beyond `M` in either direction;
-    - hard, correct: a gain `C * sigmoid((delta + M) / t)` from `-M` upwards, below it half the
-      penalty;
+    - easy, correct: a penalty on `delta` beyond `M`, first quadratic, then linear, at most `C`;
+    - medium, correct: the same penalty on `|delta|` beyond `M`;
+    - hard, correct: a gain `C * sigmoid((delta + M) / t)` for `delta >= -M`, else half the penalty;
     - wrong: a gain of up to `0.6 C`, `0.8 C` or `C` that grows as `delta` exceeds `M`.
 
-    As published, a gain starts at half its size, so that a wrong answer can outscore a correct
-    one. `centred_gain` starts it at 0.
+    As published, a gain starts at half its maximum, so a wrong answer can score higher than a
+    correct one. `centred_gain` makes it start at 0.
 
     Args:
-        counts: tokens of high window entropy in each trajectory.
-        is_correct: the verdict on each trajectory.
-        buckets: difficulty of each trajectory's task: easy, medium or hard.
-        targets: how many such tokens are wanted, by bucket. A bucket without a target is not
-            calibrated yet; its trajectories get 0.
-        coefficients: ARES's alpha, in units of reward, by bucket.
-        centred_gain: gains are `2 * sigmoid - 1` rather than `sigmoid`.
+        counts: Number of tokens with high window entropy in each trajectory.
+        is_correct: Verdict on each trajectory.
+        buckets: Difficulty of each trajectory's task: easy, medium or hard.
+        targets: Target count of each bucket. Trajectories in a bucket without a target, which is
+            not calibrated yet, get 0.
+        coefficients: ARES's alpha of each bucket, in units of reward.
+        centred_gain: True for gains of `2 * sigmoid - 1` instead of `sigmoid`.
     """
     rewards = np.zeros(len(counts), np.float32)
     for i, bucket in enumerate(buckets):
@@ -190,19 +189,19 @@ def relaxed_kl(
     minimum: float = 0.5,
     factor: float = 0.67,
 ) -> Float[np.ndarray, " N"]:
-    """Second chance: a weaker pull to the reference where an easy task was missed while exploring.
+    """Return a smaller KL factor for wrong answers to easy tasks that explored (second chance).
 
-    ARES (https://arxiv.org/abs/2510.08457), whose released code never feeds it.
+    ARES (https://arxiv.org/abs/2510.08457); its released code never uses it.
 
     Args:
-        buckets: difficulty of each trajectory's task.
-        is_correct: the verdict on each trajectory.
-        excess: nats, the sum of window entropy above the threshold over a trajectory.
-        minimum: nats; from here on the pull is weakened.
-        factor: by how much.
+        buckets: Difficulty of each trajectory's task.
+        is_correct: Verdict on each trajectory.
+        excess: Window entropy above the threshold, summed over each trajectory, in nats.
+        minimum: Smallest `excess` that relaxes the KL term, in nats.
+        factor: Factor on the relaxed KL terms.
 
     Returns:
-        What multiplies each trajectory's KL term: `factor` or 1.
+        The factor on each trajectory's KL term: `factor` or 1.
     """
     is_easy = np.array([bucket == "easy" for bucket in buckets], bool)
     relaxed = is_easy & ~np.asarray(is_correct) & (np.asarray(excess) >= minimum)

@@ -1,4 +1,4 @@
-"""Advantages by turns: what is earned from each turn on, and an estimator for each of them."""
+"""Per-turn advantages: reward-to-go of each turn, and an estimator applied to each turn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,19 +17,19 @@ def turn_returns(
     *,
     discount: float,
 ) -> Float[np.ndarray, "N K"]:
-    """Return of each trajectory from each turn on: `rest + sum over s >= t of d^(s - t) r_s`.
+    """Compute the return from each turn on: `rest + sum over s >= t of d^(s - t) r_s`.
 
-    The reward to go of the policy gradient theorem, with turns for steps, as GTPO has it
-    (https://arxiv.org/abs/2511.14846): what a turn writes cannot change what earlier turns have
-    earned. A trajectory that has ended earns nothing more by turns; its row goes on with `rest`,
-    which is not discounted. In float64 until the end: returns that are equal by other sums stay
-    equal.
+    This is the reward-to-go of the policy gradient theorem with turns as steps, as in GTPO
+    (https://arxiv.org/abs/2511.14846): a turn cannot change what earlier turns earned. After a
+    trajectory ends, its row continues with `rest`, which is not discounted. Sums are in float64, so
+    that returns that are equal but summed differently stay equal.
 
     Args:
-        rest_rewards: of each trajectory, what belongs to no turn, as the answer's correctness.
-        turn_rewards: what each turn has earned, 0 where there is no such turn. An amount must be
-            known when its turn, with what the environment replied, is over.
-        discount: d, from 0 to 1. Below 1 the expected gradient is no longer that of the sum.
+        rest_rewards: Reward of each trajectory that belongs to no turn, such as correctness of the
+            answer.
+        turn_rewards: Reward of each turn, 0 if there is no such turn. It must depend only on the
+            turns up to and including its own, with the environment's reply.
+        discount: d, from 0 to 1. Below 1, the expected gradient is no longer that of the sum.
     """
     turns = np.arange(turn_rewards.shape[1])
     ahead = turns[None, :] - turns[:, None]  # [t, s]
@@ -41,20 +41,20 @@ def turn_returns(
 def by_turn(
     estimator: Callable[..., Any], arrays: Sequence[str], columns: Mapping[str, Array]
 ) -> Float[jax.Array, "N K"]:
-    """An estimator applied to the t-th turns of all trajectories, for each t by itself.
+    """Apply an estimator to the t-th turns of all trajectories, separately for each t.
 
-    The return of a turn is compared with what the others of the group earn from their t-th turn
-    on, those that have ended included. With `rloo` the baseline is the others' mean, which does not
-    depend on the trajectory: with returns that are not discounted the expected gradient is that of
-    the expected reward. Mean-only `grpo` gives the same, shortened by (n - 1) / n. Dividing by the
-    deviation of each turn's returns is GTPO's choice (https://arxiv.org/abs/2511.14846). MT-GRPO
-    (https://arxiv.org/abs/2505.11821) instead normalises rewards of turns and of the end apart, and
-    pays a turn nothing for what later turns earn.
+    The return of a turn is compared with the group's returns from the t-th turn on, including
+    trajectories that have ended. With `rloo` the baseline is the mean of the others, independent of
+    the trajectory; with undiscounted returns the expected gradient equals that of the expected
+    reward. Mean-only `grpo` gives the same, scaled by (n - 1) / n. Dividing by the standard
+    deviation of each turn's returns follows GTPO (https://arxiv.org/abs/2511.14846). MT-GRPO
+    (https://arxiv.org/abs/2505.11821) instead normalizes turn rewards and final rewards separately,
+    and gives a turn no credit for later turns.
 
     Args:
-        estimator: an advantage estimator, its settings bound.
-        arrays: the names of its arrays.
-        columns: by name; those of [N, K] have a column for each turn.
+        estimator: Advantage estimator with its settings bound.
+        arrays: Names of the estimator's arrays.
+        columns: Arrays by name. Those of shape [N, K] have one column per turn.
     """
     num_turns = next(c.shape[1] for c in columns.values() if getattr(c, "ndim", 0) == 2)
 
@@ -62,5 +62,5 @@ def by_turn(
         inputs = [columns[name] for name in arrays]
         return estimator(*(jnp.asarray(c)[:, turn] if c.ndim == 2 else c for c in inputs))
 
-    # One turn after another: an estimator's comparisons are N x N.
+    # Process turns sequentially: an estimator's comparisons are N x N.
     return jax.lax.map(of_turn, jnp.arange(num_turns)).T
