@@ -582,7 +582,7 @@ class TestEpisodes:
         [
             ((Picture(data=b"no"),), "a tool shows an image: an image of 2 bytes cannot be read"),
             ((Picture(data=encoded(drawn(90, 90))),), r"images of \d+ tokens, which are not cut"),
-            (("a.png",), "an observation's images are no Pictures"),
+            (("a.png",), "an observation has an image that is not a Picture"),
         ],
     )
     def test_images_of_tools_that_cannot_be_shown(self, processor, tmp_path, images, why):

@@ -1,7 +1,7 @@
-"""Owners of the pages of the cache, on the host.
+"""Host-side page allocator for the KV cache.
 
-A page belongs to as many rows as share it, and is free again when the last of them gives it up.
-Everything here follows from the calls, never from the clock: the lowest free page is taken first.
+Pages are reference-counted: rows share them, and a page is free once its last user releases it.
+Allocation is deterministic: the lowest free page first.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Iterable
 
 
 class PagePool:
-    """The pages of one shard of the mesh.
+    """Reference-counted pages of one mesh shard.
 
     Attributes:
-        num_pages: all there are, numbered from 0.
-        most_used: pages in use at once, at most so far.
+        num_pages: Total number of pages, numbered from 0.
+        most_used: Peak number of pages in use.
     """
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self.most_used = 0
-        self._free = list(range(num_pages))  # a heap
+        self._free = list(range(num_pages))  # heap
         self._num_users = [0] * num_pages
 
     @property
     def num_free(self) -> int:
-        """Pages that `take` could give."""
+        """Return the number of free pages."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Return the lowest free pages, each with one user; there must be so many."""
+        """Allocate the lowest free pages, with one user each; at least `count` must be free."""
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self._num_users[page] = 1
@@ -38,22 +38,22 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Adds one user for each of some pages in use."""
+        """Increment the reference counts of allocated pages."""
         for page in pages:
             self._num_users[page] += 1
 
     def give_up(self, pages: Iterable[int]) -> None:
-        """Takes one user from each; a page without any is free."""
+        """Decrement reference counts; free pages that reach zero."""
         for page in pages:
             self._num_users[page] -= 1
             if not self._num_users[page]:
                 heapq.heappush(self._free, page)
 
     def num_users(self, page: int) -> int:
-        """Rows that share a page; 0: it is free."""
+        """Return the reference count of a page; 0 if it is free."""
         return self._num_users[page]
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
-    """Pages that hold so many tokens."""
+    """Return the number of pages needed for `num_tokens` tokens."""
     return -(-num_tokens // page_tokens)

@@ -1,4 +1,4 @@
-"""Sizes for which the sampler's programs are compiled, a few of each kind."""
+"""Shape buckets: the few sizes for which the sampler's programs are compiled."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16
 
 
 def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> list[int]:
-    """Numbers of rows for which decoding is compiled, the smaller first.
+    """Return the row counts for which decoding is compiled, in ascending order.
 
-    An accelerator takes about as long for half the rows, a CPU half as long. But in bfloat16 a CPU
-    would multiply a single row with float32 copies of all weights: two rows take less time.
+    Half the rows take about as long on an accelerator, and half as long on a CPU. The minimum is
+    two rows on a CPU in bfloat16: for a single row it would first copy all weights to float32,
+    which takes longer.
     """
     parts = (1, 2, 4, 16) if platform == "cpu" else (1, 4, 16)
     spared = platform == "cpu" and MULTIPLIES_BFLOAT16 and jnp.dtype(dtype).itemsize < 4
@@ -21,21 +22,22 @@ def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> l
 
 
 def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
-    """Numbers of tokens to which those to read are padded, the smaller first.
+    """Return the token counts to which a prefill is padded, in ascending order.
 
-    Reading few costs an accelerator what reading many does; a CPU computes the padding.
+    A small prefill takes as long as a large one on an accelerator; on a CPU, padding costs time.
     """
-    block = 16 if platform == "cpu" else 128  # or a multiple of the model's, see `append_block`
+    # Equal to the model's block or a multiple of it, see `append_block`.
+    block = 16 if platform == "cpu" else 128
     longest = -(-max_total_tokens // block) * block
     sizes = (64, 256) if platform == "cpu" else (256, 2048)
     return sorted({min(size, longest) for size in sizes})
 
 
 def patch_sizes(max_units: int, unit: int) -> list[int]:
-    """Numbers of patches to which a shard's attachments are padded, the smaller first.
+    """Return the patch counts to which the attachments of a shard are padded, in ascending order.
 
     Args:
-        max_units: of the attachments of one trajectory.
-        unit: patches of each.
+        max_units: Maximum number of attachment tokens in a trajectory.
+        unit: Patches per attachment token.
     """
     return sorted({max(max_units // part, 1) * unit for part in (4, 1)})

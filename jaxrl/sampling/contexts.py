@@ -1,7 +1,7 @@
-"""Contexts: what becomes of an episode that is longer than what the model reads at once.
+"""Context management for episodes that are longer than the model's context.
 
-A context grows until the next turn has no room in it. Then the episode goes on in another one,
-which begins with the prompt and with what the policy here keeps of the turns so far.
+A context grows until the next turn does not fit. The episode then continues in a new context, which
+starts with the prompt and the part of the turns that the policy in this module keeps.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 OMITTED = "…"
-"""Stands for the body of an observation that is left out, between its tags."""
+"""Replacement for the body of an omitted observation, between its tags."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedTurn:
-    """Token ids of a turn that has got its reply.
+    """Token ids of a turn and the environment's reply.
 
     Attributes:
-        sampled: by the policy.
-        observation: the reply, as it was inserted.
-        omitted: the reply with `OMITTED` as its body.
+        sampled: Ids sampled by the model.
+        observation: The reply as inserted.
+        omitted: The reply with `OMITTED` as its body.
     """
 
     sampled: Sequence[int]
@@ -29,13 +29,15 @@ class PlayedTurn:
 
 
 Keep = Callable[[Sequence[PlayedTurn], int], list[int]]
-"""From the turns so far and a number from 1 to what follows the prompt in the next context; it ends
-with the newest observation."""
+"""Function from the turns so far and a count of at least 1 to the ids that follow the prompt.
+
+The ids start the next context and end with the newest observation.
+"""
 
 
 def drop_observations(turns: Sequence[PlayedTurn], count: int) -> list[int]:
-    """All that was sampled, and the newest `count` observations; of older ones their tags."""
-    first = len(turns) - count  # whose observation stays
+    """Keep all sampled tokens and the newest `count` observations; of older ones only the tags."""
+    first = len(turns) - count  # first turn that keeps its observation
     parts = (
         (*turn.sampled, *(turn.observation if i >= first else turn.omitted))
         for i, turn in enumerate(turns)
@@ -44,23 +46,24 @@ def drop_observations(turns: Sequence[PlayedTurn], count: int) -> list[int]:
 
 
 def last_turns(turns: Sequence[PlayedTurn], count: int) -> list[int]:
-    """The newest `count` turns, whole."""
+    """Keep the newest `count` turns completely."""
     return [token for turn in turns[-count:] for token in (*turn.sampled, *turn.observation)]
 
 
 POLICIES: Mapping[str, Keep] = {"drop_observations": drop_observations, "last_turns": last_turns}
-"""Policies by `rollout.context.name`."""
+"""Context policies by `rollout.context.name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contexts:
-    """Rule by which a context ends and the next one begins.
+    """Rule for when a context ends and how the next one begins.
 
     Attributes:
-        name: out of `POLICIES`.
-        max_tokens: of a context: prompt, sampled tokens and observations.
-        keep: observations or turns that the policy keeps at most; fewer where they have no room.
-        turn_tokens: that a turn must have room for, or the next context begins.
+        name: Key of `POLICIES`.
+        max_tokens: Maximum length of a context: prompt, sampled tokens and observations.
+        keep: Maximum number of observations or turns that the policy keeps; fewer if they do not
+            fit.
+        turn_tokens: Room that a turn needs; with less, the next context begins.
     """
 
     name: str
@@ -69,15 +72,15 @@ class Contexts:
     turn_tokens: int
 
     def has_room(self, length: int) -> bool:
-        """True if another turn fits behind so many tokens."""
+        """Return True if another turn fits after `length` tokens."""
         return length + self.turn_tokens <= self.max_tokens
 
     def following(
         self, prompt: Sequence[int], turns: Sequence[PlayedTurn]
     ) -> tuple[list[int], int] | None:
-        """The ids of the next context, and how many of them the episode had before.
+        """Return the ids of the next context, and how many of them repeat earlier tokens.
 
-        None if not even one observation leaves room for another turn.
+        Return None if even a single kept observation leaves no room for another turn.
         """
         for count in range(min(self.keep, len(turns)), 0, -1):
             token_ids = [*prompt, *POLICIES[self.name](turns, count)]

@@ -1,11 +1,11 @@
-"""The sampler's device programs: tokens into the cache, chunks of tokens out of it.
+"""Device programs of the sampler: prefill tokens into the cache, decode chunks of tokens.
 
-All are pure functions of the cache, which the engine donates from call to call. A row's *pending*
-token, the last one of its prompt, of what it sampled or of an observation, is not in the cache yet:
-a decoding step reads it, and draws the next one from what comes out. So no hidden state is kept.
+All are pure functions of the cache, which the engine donates from call to call. The *pending* token
+of a row is the last token of its prompt, its samples or an observation. It is not in the cache yet:
+a decoding step reads it and samples the next one from the result. No hidden state is kept.
 
-Rows, pages and tokens of the S shards (the mesh's data, fsdp, expert and context axes) lie one
-after another, as many of each shard; indices of pages and rows are local to the shard.
+Arrays are ordered by the S shards (the mesh's data, fsdp, expert and context axes), with equally
+many rows, pages and tokens each. Row and page indices are local to the shard.
 """
 
 from __future__ import annotations
@@ -35,72 +35,73 @@ from jaxrl.sampling import next_token
 from jaxrl.types import Params
 
 Array = Any
-"""A device array, or its host copy."""
+"""Device array, or its copy on the host."""
 
 RUNNING, STOP_STRING, END_OF_TURN, OUT_OF_BUDGET = 0, 1, 2, 3
-"""Reasons why a row stopped: it has not, a stop string, an end-of-turn id, no tokens left."""
+"""Status of a row: running, or stopped by a stop string, an end-of-turn id or its token budget."""
 
 _PAGES, _ROWS, _QUERIES = P(PIECES, "tensor"), P(PIECES), P(PIECES, None, "tensor")
 
 
 @struct.dataclass
 class State:
-    """Rows between two decoding steps."""
+    """State of the rows between two decoding steps."""
 
-    pending: Array  # int32 [r], the token to read next
+    pending: Array  # int32 [r], token to read next
     length: Array  # int32 [r], tokens in the cache
     budget: Array  # int32 [r], tokens the row may still sample
     stop_state: Array  # int32 [r], of the stop automaton
-    active: Array  # bool [r], it has not stopped
+    active: Array  # bool [r], True if not stopped
 
 
 @struct.dataclass
 class Rows:
-    """The rows of a chunk, from the host."""
+    """Rows of a chunk, from the host."""
 
-    source: Array  # int32 [r], the row of the last chunk that it goes on from; -1: from `state`
-    state: State  # of rows that start here, or go on after an observation
-    tables: Array  # int32 [r, M], pages in order
-    keys: Array  # uint32 [r, 2], of the samples
-    offset: Array | None = None  # int32 [r], of positions in their rows; None without a tower
+    source: Array  # int32 [r], row in the last chunk that it continues; -1 to start from `state`
+    state: State  # of rows that start here or resume after an observation
+    tables: Array  # int32 [r, M], block tables
+    keys: Array  # uint32 [r, 2], random keys of the samples
+    offset: Array | None = None  # int32 [r], position offsets; None without a tower
 
 
 @struct.dataclass
 class Blocks:
-    """Tokens to read into the cache: up to Q (`Programs.block`) of one row in each."""
+    """Tokens to prefill: each block has up to Q (`Programs.block`) tokens of one row."""
 
     token_ids: Array  # int32 [b, Q]
-    start: Array  # int32 [b], position of the first one
-    counts: Array  # int32 [b], tokens that count
-    tables: Array  # int32 [b, M], the row's pages in order
+    start: Array  # int32 [b], position of the first token
+    counts: Array  # int32 [b], tokens without padding
+    tables: Array  # int32 [b, M], block table of the row
     # [b, Q, ...] of `Tower.arrays`; {} without a tower
     token_arrays: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
 @struct.dataclass
 class Report:
-    """Samples of a chunk of C steps, for r rows."""
+    """Samples of a chunk of C steps for r rows."""
 
     token_ids: Array  # int32 [r, C]; -1 where nothing was sampled
     logprobs: Array  # float32 [r, C], nats
     entropies: Array  # float32 [r, C], nats
-    status: Array  # int32 [r], RUNNING or why the row stopped
-    stop_state: Array  # int32 [r], of the stop automaton, where the row has not stopped
-    # [r, C, ...] of `Programs.recorded`, of the token before each sampled one, which was read then
+    status: Array  # int32 [r], RUNNING or the reason why the row stopped
+    stop_state: Array  # int32 [r], of the stop automaton, if the row is running
+    # [r, C, ...] of `Programs.recorded`. Values at step i belong to the token read in that step,
+    # which is the one before the sampled token.
     recorded: dict[str, Array]
 
 
 @struct.dataclass
 class Packed:
-    """A report in one array, which reaches the host in one transfer."""
+    """A report packed into one array, for a single transfer to the host."""
 
-    values: Array  # int32 [r, 3 * C + 2], token ids, log-probabilities, entropies, status, state
+    values: Array  # int32 [r, 3 * C + 2]: token ids, log-probabilities, entropies, status, state
     recorded: dict[str, Array]  # of `Report`
 
 
 @struct.dataclass
 class StopTables:
-    """The stop automaton over token ids and the end-of-turn ids, on the device."""
+    """Stop automaton over token ids, and the end-of-turn ids, on the device."""
 
     next_state: Array  # [states, V]
     is_hit: Array  # bool [states, V]
@@ -109,19 +110,18 @@ class StopTables:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
-    """The programs that sample, with the settings that they are compiled for.
+    """The sampler's programs, with the settings they are compiled for.
 
     Attributes:
-        architecture: of the model.
-        mesh: over which rows and pages (data, fsdp, expert, context) and heads (tensor) are split.
-        kernels: of attention.
-        num_tokens: ids the tokenizer knows; larger ones are never sampled.
-        num_steps: decoding steps of a chunk.
-        num_rows: of a chunk at most.
-        dtype: of weights, activations and pages.
-        records: the programs return the arrays of `Architecture.recorded`.
-        scan_layers: go through stacked layers in a loop, compiled once for all; else one after
-            another.
+        architecture: Model architecture.
+        mesh: Mesh that splits rows and pages (data, fsdp, expert, context) and heads (tensor).
+        kernels: Attention kernels.
+        num_tokens: Vocabulary size of the tokenizer; larger ids are never sampled.
+        num_steps: Decoding steps per chunk.
+        num_rows: Maximum number of rows in a chunk.
+        dtype: Type of weights, activations and pages.
+        records: True if the programs return the arrays of `Architecture.recorded`.
+        scan_layers: True to loop over stacked layers, which compile once; False to unroll them.
     """
 
     architecture: Architecture
@@ -136,16 +136,16 @@ class Programs:
 
     @property
     def recorded(self) -> Mapping[str, TokenArray]:
-        """Arrays by token that the programs return."""
+        """Return the per-token arrays that the programs record."""
         return self.architecture.recorded if self.records else {}
 
     def weights(self, params: Params) -> Params:
-        """All parameters of the policy as the programs below read them."""
+        """Convert all parameters of the policy to the weights that the programs read."""
         weights = self.architecture.decode_weights(params, self.dtype)
         return for_sampler(weights, scan=self.scan_layers, stacks=self.architecture.stacks)
 
     def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:
-        """Pages of zeros."""
+        """Return a cache of zeros."""
         return self._split(
             kv_cache.allocate(
                 self.architecture, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
@@ -153,7 +153,7 @@ class Programs:
         )
 
     def empty_state(self) -> State:
-        """The state that the first chunk goes on from: no row runs."""
+        """Return the state before the first chunk, without running rows."""
         zeros = jnp.zeros(self.num_rows, jnp.int32)
         state = State(
             pending=zeros, length=zeros, budget=zeros, stop_state=zeros, active=zeros.astype(bool)
@@ -161,11 +161,11 @@ class Programs:
         return self._by_row(state)
 
     def start(self, num_units: int) -> tuple[State, Array | None]:
-        """The state before any chunk, and what `see` returned before any call."""
+        """Return the state before the first chunk, and a placeholder for the result of `see`."""
         return self.empty_state(), self.nothing_seen(num_units)
 
     def nothing_seen(self, num_units: int) -> Array | None:
-        """Zeros as `see` would return them; None without a tower."""
+        """Return zeros with the shape of the result of `see`; None without a tower."""
         if self.architecture.tower is None:
             return None
         values = (1 + self.architecture.tower.num_added) * self.architecture.width
@@ -173,19 +173,19 @@ class Programs:
 
     @cached_property
     def block(self) -> int:
-        """Tokens of a row that are read side by side."""
+        """Return the number of tokens per prefill block."""
         platform, model = self.mesh.devices.flat[0].platform, self.architecture
         return append_block(platform, model.num_heads, model.num_kv_heads)
 
     def _split(self, cache: Cache) -> Cache:
-        """Keeps pages and heads split over the mesh, whatever the compiler would prefer."""
+        """Pin the sharding of the cache, which the compiler might otherwise change."""
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
 
     def _by_row(self, values: Any) -> Any:
         return jax.lax.with_sharding_constraint(values, piece_sharding(self.mesh))
 
     def _each_shard(self, function: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
-        """The function on each shard's own part: it names pages by the shard's indices."""
+        """Apply the function to each shard separately: page indices are local to a shard."""
         if self.mesh.size == 1:
             return function
         return jax.shard_map(
@@ -194,19 +194,20 @@ class Programs:
 
     @property
     def _chunk(self) -> P:
-        """Split of what a chunk adds: `[r, K, C, H]`, or of n layers `[n, r, K, C, H]`.
+        """Return the sharding of a chunk's keys or values.
 
-        An axis of one layer would take a CPU an eighth of its time, in copies.
+        Shapes are `[r, K, C, H]`, or `[n, r, K, C, H]` for n stacked layers. A layer axis of size
+        one would cost a CPU an eighth of its time in copies.
         """
         return P(None, *_PAGES) if self.scan_layers else _PAGES
 
     @property
     def _depth(self) -> int:
-        """Layers of a pair of the cache."""
+        """Return the number of layers in each (keys, values) pair of the cache."""
         return self.architecture.num_layers if self.scan_layers else 1
 
     def _over_pages(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """Attention over a layer's pages: `attend_pages` with the layer's number behind."""
+        """Return attention over a layer's pages: `attend_pages` with a last argument `layer`."""
 
         def read(
             q: jax.Array,
@@ -225,16 +226,16 @@ class Programs:
         )
 
     def see(self, weights: Params, patches: Array, places: Array, num_units: int) -> Array:
-        """Attachments, which `append` reads in the place of their tokens.
+        """Embed attachments; `append` reads the result in place of their token embeddings.
 
         Args:
-            weights: of `weights`.
-            patches: float32 [S, P, values], of the attachments of each shard.
+            weights: Result of `weights`.
+            patches: float32 [S, P, values], patches of each shard.
             places: int32 [S, P, W], see `Tower.embeddings`.
-            num_units: that each shard has room for.
+            num_units: Capacity of each shard, in attachment tokens.
 
         Returns:
-            `[S, num_units, E]`, those of its attachments first; see `Tower.embeddings`.
+            `[S, num_units, E]`, padded at the end; see `Tower.embeddings`.
         """
         tower = self.architecture.tower
         assert tower is not None
@@ -246,11 +247,11 @@ class Programs:
     def append(
         self, weights: Params, cache: Cache, blocks: Blocks, seen: Array | None = None
     ) -> tuple[Cache, dict[str, Array]]:
-        """Reads tokens that were not sampled: prompts and observations alike.
+        """Prefill tokens that were not sampled: prompts and observations.
 
-        A block may go on where another one of the same call ends: all keys and values of a layer
-        are written before any are read. `seen` are the attachments of these tokens, of `see`: where
-        the model has a tower it is always there, and text reads nothing of it.
+        A block may continue another block of the same call: each layer writes all keys and values
+        before it reads any. `seen` is the result of `see` for these tokens. With a tower it is
+        required, even if there is only text, which ignores it.
 
         Returns:
             The cache, and the arrays of `recorded`, `[b, Q, ...]`.
@@ -288,7 +289,7 @@ class Programs:
         return self._split(through.memory), recorded
 
     def _recorded(self, beside: AuxArrays, num_tokens: int) -> dict[str, Array]:
-        """The arrays of `recorded` that a pass over so many tokens has left, `[M, ...]`."""
+        """Check and return the arrays of `recorded`, `[M, ...]`, from a pass over M tokens."""
         for name, declared in self.recorded.items():
             expected = (num_tokens, *declared.shape), declared.dtype
             array = beside.recorded.get(name)
@@ -314,34 +315,37 @@ class Programs:
         kind: str,
         past_pages: int | None = None,
     ) -> tuple[Cache, State, Report]:
-        """Samples up to `num_steps` tokens in some rows.
+        """Sample up to `num_steps` tokens in each row.
 
-        Their past is only read: what the chunk adds lies beside it, at an index that all rows
-        share, and goes to the pages at the end.
+        The past is read-only during the chunk. New keys and values go to a separate buffer, at an
+        index shared by all rows, and are written to the pages at the end.
 
-        The number of steps is static, because a GPU runs a loop of known length without asking the
-        host after each turn of it; rows that stop early are masked.
+        The number of steps is static because a GPU runs a loop of known length without
+        synchronizing with the host after each iteration; rows that stop early are masked.
 
         Args:
-            weights: of `weights`.
-            cache: all pages.
-            last: of the rows of the chunk before, `num_rows`.
-            rows: to decode.
-            stops: what ends a turn.
-            temperature: of `next_token.sample`, as `top_p` and `kind`, which is static.
-            top_p: see there.
-            kind: see there.
-            past_pages: of each row's table, hold all that is read; static. One that copies the past
-                copies no more: to fill what is left of a copy for the longest trajectory took a
-                third of a chunk's time. None: any may.
+            weights: Result of `weights`.
+            cache: All pages.
+            last: State of the previous chunk, `num_rows` rows.
+            rows: Rows to decode.
+            stops: Stop automaton and end-of-turn ids.
+            temperature: See `next_token.sample`.
+            top_p: See `next_token.sample`.
+            kind: Sampling method, static; see `next_token.sample`.
+            past_pages: Static number of leading pages in each block table that contain all tokens
+                to read; None for all. A kernel that copies the past copies only these: copies sized
+                for the longest trajectory took a third of the time of a chunk.
         """
+        # Take each row's state from the host or from the last chunk.
         rows = self._by_row(rows)
         state = self._go_on(last, rows)
         cached, num_rows = state.length, state.length.shape[0]
         offset = rows.offset
-        # While a row runs, its step i draws the token at position cached + 1 + i.
+        # Step i of a running row samples the token at position cached + 1 + i.
         draws = cached + 1 + jnp.arange(self.num_steps)[:, None]
         uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(rows.keys, draws)
+
+        # Keys and values of the chunk, and its report, start empty.
         shape = (
             num_rows,
             self.architecture.num_kv_heads,
@@ -371,7 +375,7 @@ class Programs:
             carry: tuple[State, Cache, Report],
         ) -> tuple[State, Cache, Report]:
             state, chunk, report = carry
-            limits = jnp.where(state.active, cached, 0)  # who has stopped reads nothing more
+            limits = jnp.where(state.active, cached, 0)  # stopped rows read nothing
             position = state.length if offset is None else state.length + offset
             hidden, chunk, recorded = self._read_pending(
                 weights, state.pending, position, limits, chunk, index, read, past
@@ -381,7 +385,7 @@ class Programs:
                 logits, uniforms[index], temperature, top_p, kind=kind
             )
             budget = state.budget - state.active
-            # A stop string counts before an end-of-turn id, and that before an empty budget.
+            # A stop string takes precedence over an end-of-turn id, and that over an empty budget.
             status = jnp.where(budget <= 0, OUT_OF_BUDGET, RUNNING)
             status = jnp.where(stops.is_end[token], END_OF_TURN, status)
             status = jnp.where(stops.is_hit[state.stop_state, token], STOP_STRING, status)
@@ -405,6 +409,7 @@ class Programs:
             )
             return state, chunk, report
 
+        # Run the steps, then write the chunk to the pages and put rows first in the report.
         one_step = partial(step, *self._reader(cache, rows.tables[:, :past_pages]))
         carry = (state, chunk, report)
         state, chunk, report = jax.lax.fori_loop(0, self.num_steps, one_step, carry)
@@ -424,7 +429,7 @@ class Programs:
         return self._split(cache), self._widen(state), by_row
 
     def decode_packed(self, *arguments: Any) -> tuple[Cache, State, Packed]:
-        """Decodes as `decode_chunk`, and packs the report for the host."""
+        """Run `decode_chunk` and pack the report for the host."""
         cache, state, report = self.decode_chunk(*arguments)
         numbers = [report.logprobs, report.entropies]
         ints = [jax.lax.bitcast_convert_type(one, jnp.int32) for one in numbers]
@@ -443,7 +448,7 @@ class Programs:
         read: Callable[..., jax.Array],
         past: tuple[Any, ...],
     ) -> tuple[jax.Array, Cache, dict[str, Array]]:
-        """Reads pending tokens: states, the chunk with their keys and values, `recorded`."""
+        """Read the pending tokens; return hidden states, the extended chunk and recorded arrays."""
 
         def attend(
             place: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array
@@ -462,7 +467,7 @@ class Programs:
     def _add_step(
         self, old: jax.Array, new: jax.Array, place: Any, index: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Keys or values of a chunk with those of a layer's step, and that layer's own."""
+        """Write a step's keys or values to the chunk; return all layers' and this layer's."""
         if not self.scan_layers:
             whole = jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], index, axis=2)
             return whole, whole
@@ -472,15 +477,16 @@ class Programs:
 
     @property
     def copies_past(self) -> bool:
-        """A chunk copies what its steps read of the cache, rather than reading pages."""
+        """Return True if a chunk copies the past its steps read, instead of reading pages."""
         return self.kernels.past is not None and not self.scan_layers
 
     def _reader(
         self, cache: Cache, tables: jax.Array
     ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-        """Makes a reader of a layer's past below the queries' limits, and of the chunk so far.
+        """Return a function that attends to the past and to the chunk so far, and the past.
 
-        With the past of each layer, or of all in one.
+        The function reads the past below the queries' limits. The past has one entry per layer, or
+        a single one for all layers.
         """
         if self.kernels.past is None or self.scan_layers:
             over_pages = self._over_pages()
@@ -501,7 +507,7 @@ class Programs:
         return lambda _, past, q, *arguments: over_past(q, past, *arguments), past
 
     def _go_on(self, last: State, rows: Rows) -> State:
-        """The state of each row: the host's, or what the last chunk left of it."""
+        """Return the state of each row: from the host, or continued from the last chunk."""
         shards = num_pieces(self.mesh)
         source = rows.source.reshape(shards, -1)
 
@@ -512,7 +518,7 @@ class Programs:
         return self._by_row(jax.tree.map(pick, last, rows.state))
 
     def _widen(self, state: State) -> State:
-        """The state with as many rows as the largest chunk has, for the next one."""
+        """Pad the state to the rows of the largest chunk, for the next one."""
         shards = num_pieces(self.mesh)
 
         def pad(values: jax.Array) -> jax.Array:
@@ -523,7 +529,7 @@ class Programs:
         return self._by_row(jax.tree.map(pad, state))
 
     def copy_pages(self, cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
-        """Pages copied onto others of their shard, `[S * n]` of them."""
+        """Copy pages within each shard; `sources` and `targets` are `[S * n]`."""
 
         def copy(pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
             return kv_cache.write_pages(pages, targets, kv_cache.read_pages(pages, sources))
@@ -534,7 +540,7 @@ class Programs:
     def swap_pages(
         self, cache: Cache, incoming: Cache, sources: jax.Array, targets: jax.Array
     ) -> tuple[Cache, Cache]:
-        """Writes `incoming` pages, and returns the content that others had before."""
+        """Write the `incoming` pages to `targets`; return the previous contents of `sources`."""
         read = self._each_shard(kv_cache.read_pages, (_PAGES, _ROWS), _PAGES)
         write = self._each_shard(kv_cache.write_pages, (_PAGES, _ROWS, _PAGES), _PAGES)
         outgoing = jax.tree.map(lambda pages: read(pages, sources), cache)
@@ -543,7 +549,7 @@ class Programs:
 
 
 def unpacked(packed: Packed) -> Report:
-    """The report of a chunk, in views of what has reached the host."""
+    """Unpack a report on the host, as views."""
     values = np.asarray(packed.values)
     steps = (values.shape[1] - 2) // 3
     logprobs, entropies = values[:, steps:-2].view(np.float32).reshape(-1, 2, steps).swapaxes(0, 1)
@@ -558,12 +564,12 @@ def unpacked(packed: Packed) -> Report:
 
 
 def scans(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
-    """True if the sampler goes through layers in a loop, as `config.model.scan_layers` has it.
+    """Return True if the sampler loops over stacked layers, given `config.model.scan_layers`.
 
-    XLA copies the weights of a layer before a loop multiplies with them, which on a CPU took a
-    fifth of the time and on a GPU moves them three times in each step; layers apart compile in
-    seconds there. But below an adapter a loop reads the trainer's own arrays, which are in memory
-    once then, and on a GPU that counts for more.
+    XLA copies each layer's weights before a loop multiplies with them. On a CPU this took a fifth
+    of the time; on a GPU it moves the weights three times per step. Unrolled layers compile in
+    seconds on both. With an adapter, however, a loop reads the trainer's arrays directly, so they
+    are in memory only once, which matters more on a GPU.
     """
     return scan_layers and (platform == "tpu" or (platform == "gpu" and has_adapter))
 
@@ -571,7 +577,7 @@ def scans(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
 def _write_chunk(
     pages: jax.Array, tables: jax.Array, start: jax.Array, counts: jax.Array, chunk: jax.Array
 ) -> jax.Array:
-    """Writes what a chunk added to its layers' pages, `[r, K, C, H]` or of n `[n, r, K, C, H]`."""
+    """Write a chunk to the pages: `[r, K, C, H]`, or `[n, r, K, C, H]` for n stacked layers."""
     if chunk.ndim == 5:
         chunk = jnp.concatenate(chunk, axis=1)
     return kv_cache.write_tokens(pages, tables, start, counts, chunk)

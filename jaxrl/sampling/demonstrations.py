@@ -1,4 +1,4 @@
-"""Demonstrations: worked episodes, encoded exactly as a rollout would have written them."""
+"""Demonstrations: example episodes, encoded exactly as a rollout would encode them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from jaxrl.types import Attachment
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """A worked episode; the tokens of its assistant messages are trained on."""
+    """An example episode; the tokens of its assistant messages are trained on."""
 
     token_ids: np.ndarray  # int32 [L]
     loss_mask: np.ndarray  # bool [L]
-    rollout_logprobs: np.ndarray  # float32 [L], zeros: nothing was sampled
+    rollout_logprobs: np.ndarray  # float32 [L], zeros because nothing was sampled
     contexts: tuple[tuple[int, int], ...] = ()  # see `Trajectory.contexts`
-    pictures: tuple[Picture, ...] = ()  # of its prompt
-    processor: Processor | None = None  # reads them
-    token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # nothing is recorded
+    pictures: tuple[Picture, ...] = ()  # images of the prompt
+    processor: Processor | None = None  # preprocessor of the images
+    token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # always empty
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
-        """The images of `pictures` as the model reads them, made on demand.
+        """Return the preprocessed images of `pictures`, computed on demand.
 
         Raises:
-            UnreadableError: one is damaged.
+            UnreadableError: An image is damaged.
         """
         if self.processor is None:
             return ()
@@ -50,8 +50,8 @@ class Demonstration:
             return tuple(map(self.processor, self.pictures))
         except UnreadableError as error:
             raise UnreadableError(
-                f"config.sft.source has an image that is damaged: {error}; mend it, or take the "
-                "demonstration out."
+                f"config.sft.source has a damaged image: {error}; repair it or remove the "
+                "demonstration."
             ) from error
 
 
@@ -65,20 +65,22 @@ def read_demonstrations(
     chat_tools: Sequence[Mapping[str, Any]] = (),
     processor: Processor | None = None,
 ) -> list[Demonstration]:
-    """Encodes a JSONL of chats exactly as a rollout would have written them.
+    """Encode a JSONL file of chats exactly as a rollout would encode them.
 
-    The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
-    results, rendered by the protocol and cut as the environment's observations are. `tools` are the
-    names of those that can be called in this run, `chat_tools` what the chat template says of them.
-    Images are as in tasks, in the prompt; `processor` reads them, None where the model reads none.
-    Of `limits` count those of all tokens, of observations and of images (0: as many as there are).
+    The messages before the first assistant message are the prompt. Messages with role `tool` are
+    raw results, rendered by the protocol and truncated like the environment's observations. `tools`
+    are the names of the tools that can be called in this run, `chat_tools` the tool schemas for the
+    chat template. Prompts may have images, as in tasks; `processor` reads them, None for a
+    text-only model. Of `limits`, those on total, observation and image tokens apply (0 image
+    tokens: no limit).
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line is malformed or too long (file and line are named).
+        FileNotFoundError: The file does not exist.
+        ValueError: A line is malformed or too long; the message names file and line.
     """
 
     def parse(fields: dict[str, Any], place: str) -> Demonstration:
+        # Count the image tokens first: the chat template needs them.
         messages, pictures = read_demonstration(fields, place)
         image_tokens: list[int] = []
         if pictures and processor is None:
@@ -132,20 +134,24 @@ def encode_demonstration(
     image_tokens: Sequence[int] = (),
     place: str = "demonstration",
 ) -> Demonstration:
-    """Prompt, then assistant turns (trained on) and observations (masked) in order.
+    """Encode a prompt, then assistant turns (trained on) and observations (masked) in order.
 
-    Where the chat template shows results, the model also learns to end its turns. `image_tokens`
-    are those of each image that has a mark in the prompt. Of `limits` count that of observations
-    and the contexts, of which it goes through as many as a rollout would.
+    If the chat template renders tool results, the model also learns to end its turns.
+    `image_tokens` are the token counts of the images that have a mark in the prompt. Of `limits`,
+    those on observations and contexts apply; a demonstration has as many contexts as a rollout
+    would have.
 
     Raises:
-        ValueError: it is no such chat, or holds what no rollout could write; `place` is named.
+        ValueError: The chat is malformed, or has text that no rollout could produce; the message
+            names `place`.
     """
     roles = [message["role"] for message in messages]
     if "assistant" not in roles or roles[0] == "assistant":
         raise ValueError(
             f"{place}: expected a prompt and then an assistant message, found {roles}."
         )
+
+    # Render the prompt, and each later message as plain text.
     start = roles.index("assistant")
     try:
         prompt = tokenizer.render_prompt(messages[:start], chat_tools, image_tokens)
@@ -154,7 +160,7 @@ def encode_demonstration(
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     pieces: list[Piece] = []
-    num_sampled = 0  # tokens of the turn that an observation answers
+    num_sampled = 0  # length of the turn that an observation answers
     first = _continue(tokenizer.opener_with(chat_tools), turns[0], place)
     messages = [*messages[:start], first, *turns[1:]]
     later = sorted({*roles[start:]} - {"assistant", "tool"})
@@ -163,6 +169,8 @@ def encode_demonstration(
             f"{place}: role {later[0]!r} after the first assistant message; expected "
             "'assistant' or 'tool'."
         )
+
+    # Encode each run of assistant messages or tool results.
     for role, run in itertools.groupby(messages[start:], key=itemgetter("role")):
         contents = [message["content"] for message in run]
         if role == "assistant":
@@ -188,7 +196,7 @@ def encode_demonstration(
 
 
 Piece = tuple[Sequence[int], Sequence[int] | None]
-"""Token ids, and of an observation those of it without its body; None where the assistant wrote."""
+"""Token ids; and for an observation its ids without the body, None for an assistant message."""
 
 
 def _of_pieces(
@@ -198,14 +206,17 @@ def _of_pieces(
     tokenizer: Tokenizer,
     place: str,
 ) -> Demonstration:
-    """Joins prompt and pieces, in as many contexts as they take.
+    """Join prompt and pieces, in as many contexts as necessary.
 
     Raises:
-        ValueError: there is nothing to learn, or what is never written, or no room for a turn.
+        ValueError: There is nothing to train on, a trained token is a placeholder for images or
+            videos, or a turn does not fit.
     """
-    written, starts, length = [(prompt, False)], [], len(prompt)  # the length is of the context
+    written, starts, length = [(prompt, False)], [], len(prompt)  # length of the context
     played: list[PlayedTurn] = []
     sampled: list[int] = []
+
+    # Follow the rollout: begin the next context when a turn does not fit.
     for ids, without_body in pieces:
         added, num_repeated = ids, 0
         if without_body is None:
@@ -214,7 +225,7 @@ def _of_pieces(
             played.append(PlayedTurn(sampled=sampled, observation=ids, omitted=without_body))
             sampled = []
             if not contexts.has_room(length + len(ids)):
-                # -1: not even the next context has room; refused below.
+                # -1 if not even the next context has room; rejected below.
                 added, num_repeated = contexts.following(prompt, played) or ([], -1)
         if num_repeated:
             starts.append((sum(len(one) for one, _ in written), num_repeated))
@@ -251,10 +262,10 @@ def _as_text(
     protocol: Protocol,
     chat_tools: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """A message behind the prompt with all that it says in its content.
+    """Return a message with all of its text in the content.
 
     Raises:
-        ValueError: it has fields that the protocol has no text for.
+        ValueError: The message has fields that the protocol cannot render.
     """
     links = ("tool_call_id", "name") if message["role"] == "tool" else ()
     fields = [
@@ -275,10 +286,10 @@ def _as_text(
 
 
 def _continue(opener: str, message: dict[str, Any], place: str) -> dict[str, Any]:
-    """The first assistant message from where the chat template's opener ends.
+    """Return the first assistant message without the opener that the chat template writes.
 
     Raises:
-        ValueError: it is no continuation of a thought that the opener begins.
+        ValueError: The opener begins a thought that the message does not continue.
     """
     content, begun = message["content"], opener.strip()
     if not begun:
@@ -298,9 +309,9 @@ def _continue(opener: str, message: dict[str, Any], place: str) -> dict[str, Any
 def _check_results(
     messages: list[dict[str, Any]], protocol: Protocol, tools: Sequence[str], place: str
 ) -> None:
-    """Refuse what no rollout could have written: results that do not answer the calls of a turn."""
+    """Check that the tool results answer the calls of each turn, as in every rollout."""
     closings = tuple(f"</{tool}>" for tool in tools)
-    written, num_calls = "", 0  # of the turn before
+    written, num_calls = "", 0  # of the previous turn
     for role, run in itertools.groupby(messages, key=itemgetter("role")):
         contents = [message["content"] for message in run]
         if role == "tool" and len(contents) != num_calls:

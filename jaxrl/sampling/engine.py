@@ -1,18 +1,18 @@
-"""The sampling engine: programs, chunks and the order of work.
+"""The sampling engine: continuous batching over a paged KV cache.
 
-It knows tokens. What is read, attachments too, `prefill.py` lays out for the programs.
+It works on token ids. `prefill.py` arranges the tokens and attachments to read.
 
 Requests wait in a queue and are admitted in order while there are rows to decode them in and pages
-for their caches. A running row is decoded in chunks until it stops, then waits until the caller
-resumes it with the tokens of an observation or finishes it. Its pages stay its own, so that of a
-resumed row only the new tokens are read; the pages that a prompt fills are shared by its samples.
+for their caches. A running row is decoded in chunks until it stops. It then waits until the caller
+resumes it with the tokens of an observation, or finishes it. A waiting row keeps its pages, so only
+the new tokens are prefilled on resume. Samples of a prompt share its full pages.
 
-Where pages run out, the youngest request gives up its own: their content waits on the host, and
-comes back before any newer request is admitted. So the oldest always goes on.
+If pages run out, the youngest request is preempted: its pages are swapped out to the host, and
+swapped in before any newer request is admitted. The oldest request therefore always makes progress.
 
-A chunk may be dispatched before the report of the one before it is read, so that the host works
-while the device decodes. Everything here is then decided from what the host knows at that moment,
-which depends on the state of the requests and never on the clock.
+A chunk may be dispatched before the report of the previous one is read, so that the host works
+while the device decodes. Decisions then depend on what the host knows at that point, which is
+determined by the requests and never by timing.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ from jaxrl.sampling.weights import Weights, delete
 from jaxrl.types import Attachment, Params
 
 MOVED_PAGES = 8
-"""Pages of a shard that are copied or swapped in one call."""
+"""Pages per shard copied or swapped in one call."""
 
 MAX_PROGRAMS = 10
-"""Programs that an engine compiles at most, whatever its model reads and however it draws.
+"""Maximum number of programs that an engine compiles, for any model and sampling method.
 
-Those that differ in the length of the past alone count once.
+Programs that differ only in the length of the past count once.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One sample to draw.
+    """One sample to generate.
 
     Attributes:
-        prompt_ids: at least one id. Requests with the same prompt share its pages while any of
-            them has some.
+        prompt_ids: At least one id. Requests with the same prompt share its pages while any of them
+            has pages.
         sample_key: uint32 [2], see `sample_keys`.
-        budget: tokens it may sample until the caller grants more.
-        attachments: in the order of their runs of ids in `prompt_ids`.
-        stop_state: of the stop automaton, where the turn has begun in `prompt_ids`.
+        budget: Number of tokens it may sample until the caller grants more.
+        attachments: Attachments in the order of their runs of ids in `prompt_ids`.
+        stop_state: State of the stop automaton, if the turn begins inside `prompt_ids`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -85,7 +85,7 @@ class Request:
 
     @cached_property
     def prompt(self) -> Prompt:
-        """Ids and attachments."""
+        """Return ids and attachments."""
         return Prompt(self.prompt_ids, self.attachments)
 
 
@@ -93,43 +93,43 @@ _NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class Event(NamedTuple):
-    """Tokens that a request sampled in one chunk; `status` as in `decode`."""
+    """Tokens that a request sampled in one chunk; `status` is defined in `decode`."""
 
     request: int
-    chunk: int  # its number, counted since the engine was made
+    chunk: int  # chunk number since the engine was created
     token_ids: np.ndarray  # int32 [n]
     logprobs: np.ndarray  # float32 [n], nats
     entropies: np.ndarray  # float32 [n], nats
     status: int
-    # Recorded arrays `[m, ...]` of the tokens read since the event before, also of prompt and
-    # observations; the token sampled last is not read yet. {} where the engine records none.
+    # Recorded arrays `[m, ...]` of the tokens read since the previous event, including prompt and
+    # observations but not the last sampled token, which is not read yet. {} if nothing is recorded.
     recorded: Mapping[str, np.ndarray] = _NOTHING
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk whose report was not read yet."""
+    """A dispatched chunk whose report has not been read."""
 
     number: int
-    rows: list[tuple[int, int]]  # of each: request, index in the report
+    rows: list[tuple[int, int]]  # (request, index in the report)
     report: decode.Packed
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:
-    """The smallest of the increasing `sizes` that holds `size`."""
+    """Return the smallest of the ascending `sizes` that is at least `size`."""
     return next(bound for bound in sizes if bound >= size)
 
 
 class Engine:
-    """Decodes requests in a fixed number of rows, their caches in a fixed number of pages.
+    """Sampler with a fixed number of rows and a fixed number of cache pages.
 
-    All its compiled shapes come from small sets: rows of a shard to decode in `row_sizes`, tokens
-    of a shard to read in `append_sizes`, patches of attachments in `patch_sizes`; `shapes` prints
-    them. They are at most `MAX_PROGRAMS`. Where a chunk copies the past that its steps read, there
-    is a program for each of `past_sizes` in the place of one.
+    Compiled shapes come from small sets: rows per shard in `row_sizes`, prefill tokens per shard in
+    `append_sizes`, attachment patches in `patch_sizes`; `shapes` describes them. There are at most
+    `MAX_PROGRAMS` programs. If chunks copy the past that they read, each decoding program is
+    compiled once for each of `past_sizes`.
 
-    It holds memory only while it works: weights from `set_weights`, a cache from the next `submit`
-    on, both until `release`.
+    It holds memory only while it works: weights from `set_weights` and a cache from the next
+    `submit`, until `release`.
     """
 
     def __init__(
@@ -153,33 +153,34 @@ class Engine:
         scan_layers: bool = False,
         kinds: Sequence[str] = (next_token.GREEDY, next_token.FULL),
     ):
-        """Declares the programs; allocates nothing but the stop tables.
+        """Declare the programs; allocate nothing but the stop tables.
 
         Args:
-            architecture: of the model.
-            mesh: of this process's devices that sample, and only these are used; rows and pages are
-                split over its data, fsdp, expert and context axes.
-            automaton: ends a turn.
-            num_tokens: ids the tokenizer knows.
-            eos_ids: end a turn too.
-            num_rows: decoded side by side at most; a multiple of data * fsdp * expert *
+            architecture: Model architecture.
+            mesh: Mesh of this process's sampling devices. Rows and pages are split over its data,
+                fsdp, expert and context axes.
+            automaton: Stop automaton, which ends turns.
+            num_tokens: Vocabulary size of the tokenizer.
+            eos_ids: Ids that also end a turn.
+            num_rows: Maximum number of rows decoded together; a multiple of data * fsdp * expert *
                 context.
-            num_pages: of each shard; 0: enough for `num_rows` rows of full length.
-            max_prompt_tokens: of any prompt.
-            max_total_tokens: prompt, samples and observations together.
-            chunk_tokens: decoding steps between two looks of the host.
-            dtype: of weights, activations and cache.
-            kernels: of attention.
-            records: events have the arrays of `Architecture.recorded`.
-            train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
-            max_units: tokens of attachments of any trajectory; 0: as many as it has room for.
-            scan_layers: see `decode.Programs`.
-            kinds: ways to draw, out of `next_token.KINDS`, that `submit` may ask for.
+            num_pages: Pages per shard; 0 for enough to hold `num_rows` rows of full length.
+            max_prompt_tokens: Maximum prompt length.
+            max_total_tokens: Maximum length of prompt, samples and observations together.
+            chunk_tokens: Decoding steps per chunk.
+            dtype: Type of weights, activations and cache.
+            kernels: Attention kernels.
+            records: True if events have the arrays of `Architecture.recorded`.
+            train_mesh: Mesh of the parameters passed to `set_weights`; `mesh` by default.
+            max_units: Maximum number of attachment tokens in a trajectory; 0 for as many as fit.
+            scan_layers: See `decode.Programs`.
+            kinds: Sampling methods in `next_token.KINDS` that `submit` may use.
 
         Raises:
-            ValueError: `num_rows` is not a multiple of data * fsdp * expert * context, or the
-                pages of a shard do not hold one trajectory.
+            ValueError: `num_rows` is not a multiple of data * fsdp * expert * context, or the pages
+                of a shard do not hold one trajectory.
         """
+        # Split rows and pages evenly over the shards.
         self.num_shards = num_pieces(mesh)
         if num_rows % self.num_shards:
             raise ValueError(
@@ -199,6 +200,8 @@ class Engine:
                 f"{self._table_pages}; raise config.rollout.cache_gib or lower it (with several "
                 "contexts it is config.rollout.context.max_tokens)."
             )
+
+        # Programs and weights, which depend only on the settings.
         self.programs = Programs(
             architecture=architecture,
             mesh=mesh,
@@ -218,10 +221,13 @@ class Engine:
             train_mesh=mesh if train_mesh is None else train_mesh,
             scan_layers=scan_layers,
         )
-        self.device = mesh.devices.flat[0]  # for what one of them computes alone
-        # A chunk that is dispatched before the last one is read holds rows that have stopped. An
-        # accelerator computes these beside the others; a CPU would lose a chunk's time a turn.
+        self.device = mesh.devices.flat[0]  # for computations on a single device
+        # A chunk dispatched before the last report is read may contain stopped rows. An accelerator
+        # computes them in parallel with the others; a CPU would lose the time of a chunk in each
+        # turn.
         self.overlaps = self.device.platform != "cpu"
+
+        # Shape buckets.
         self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard, dtype)
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.past_sizes = (
@@ -240,7 +246,7 @@ class Engine:
             max_units=self._max_units,
         )
         self.kinds = tuple(kinds)
-        # The programs, compiled by `compile` or else when they are first called.
+        # The programs, compiled by `compile` or on first use.
         programs = self.programs
         declared = partial(CompiledFunction, key=self._program_key)
         self._append = declared(
@@ -264,25 +270,27 @@ class Engine:
         self._make_start = jitted(
             programs.start, name="start", key=self._program_key, static_argnums=(0,)
         )
+
+        # Device state; cache, row state and attachments are allocated by `submit`.
         self._stops = _stop_tables(automaton, architecture.vocab_size, eos_ids, mesh)
         self._weights: Params | None = None
         self._next_request = 0
-        self._temperature = self._top_p = 1.0  # of all requests there are
+        self._temperature = self._top_p = 1.0  # of all current requests
         self.counts = Counts()
         self.waits: dict[str, float] = defaultdict(float)
-        self.most_pages = 0  # of a shard in use at once, at most since the cache was made
+        self.most_pages = 0  # peak pages in use on a shard since the cache was created
         self._cache: Cache | None = None
         self._state: State | None = None
         self._nothing: Cache | None = None
-        self._seen: jax.Array | None = None  # the attachments that were read last
+        self._seen: jax.Array | None = None  # last embedded attachments
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets all requests, and frees all pages."""
-        self._rows: dict[int, Row] = {}  # of all shards, by request
+        """Drop all requests and free all pages."""
+        self._rows: dict[int, Row] = {}  # all shards, by request
         self._queue: deque[tuple[int, Request]] = deque()
         self._in_flight: deque[_Chunk] = deque()
-        # Keys and tables of pages of all rows, by their slots; slot 0 is nobody's.
+        # Random keys and block tables of all rows, by slot; slot 0 stays empty.
         self._slots: list[int] = []
         self._keys = np.zeros((1, 2), np.uint32)
         self._tables = np.full((1, self._table_pages), self.num_pages, np.int32)
@@ -299,19 +307,19 @@ class Engine:
 
     @property
     def _program_key(self) -> Hashable:
-        """The key of what the programs compute; see `jitted`."""
+        """Return the cache key of the programs; see `jitted`."""
         return joined(self.programs, self.programs.architecture.program_key)
 
     @property
     def functions(self) -> tuple[CompiledFunction, ...]:
-        """The programs."""
+        """Return the programs."""
         return self._append, self._decode, self._copy, self._swap, self._see
 
     def check(self) -> None:
-        """Traces a pass that reads tokens, and computes nothing.
+        """Trace a prefill without computing anything.
 
         Raises:
-            ValueError: the pass does not leave the arrays that the architecture declares.
+            ValueError: The pass does not record the arrays that the architecture declares.
         """
         cache, seen = jax.eval_shape(
             lambda: (
@@ -323,7 +331,7 @@ class Engine:
         jax.eval_shape(self.programs.append, self._weights_of.abstract(), cache, blocks, seen)
 
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
-        """Compiles all programs that are not compiled yet, side by side; `show` is told how far."""
+        """Compile all programs that are not compiled yet, in parallel; `show` displays progress."""
         shards, programs = self.num_shards, self.programs
 
         def like(sharding: Any, make: Callable[..., Any], *sizes: int) -> Any:
@@ -332,6 +340,7 @@ class Engine:
                 jax.eval_shape(partial(make, *sizes)),
             )
 
+        # Describe the arguments by shape and sharding; no device memory is needed.
         weights = self._weights_of.abstract()
         by_page, by_row = cache_sharding(self._mesh), piece_sharding(self._mesh)
         cache, moved = (
@@ -342,6 +351,8 @@ class Engine:
         seen = like(by_row, programs.nothing_seen, self._max_units)
         places = np.zeros(shards * MOVED_PAGES, np.int32)
         nobody: list[list[Row]] = [[] for _ in range(shards)]
+
+        # Lower one program per combination of shapes, with dummy rows and blocks.
         compiling = [self._copy.ahead(cache, places, places)]
         compiling.append(self._swap.ahead(cache, moved, places, places))
         for size in self.patch_sizes:
@@ -362,27 +373,27 @@ class Engine:
         )
 
     def _decodes(self) -> list[tuple[int, str, int]]:
-        """Rows, kind and pages of the past of each program that decodes."""
+        """Return (rows, method, pages of the past) for each decoding program."""
         sizes = [(rows, kind) for kind in self.kinds for rows in self._row_sizes_of(kind)]
         return [(*size, pages) for size in sizes for pages in self.past_sizes]
 
     def _row_sizes_of(self, kind: str) -> list[int]:
-        """The largest, and of others as many as there is room for, most for the first kind."""
+        """Return the row buckets of a method: the largest, and others as `MAX_PROGRAMS` allows."""
         others = len(self.kinds) - 1
         room = MAX_PROGRAMS - 2 - len(self.append_sizes) - len(self.patch_sizes)  # 2: copy, swap
         every_second, between = self.row_sizes[::-2], self.row_sizes[-2::-2]
         count = min(len(self.row_sizes), room - others)
-        if kind != self.kinds[0]:  # which samples most
+        if kind != self.kinds[0]:  # the first method samples the most, so it gets more buckets
             count = min(len(every_second), (room - count) // others)
         return sorted([*every_second, *between[::-1]][:count])
 
     @property
     def recorded(self) -> Mapping[str, TokenArray]:
-        """Arrays by token that events have."""
+        """Return the per-token arrays that events have."""
         return self.programs.recorded
 
     def shapes(self) -> str:
-        """The set of shapes that may be compiled, for people."""
+        """Describe the shapes that may be compiled, for display."""
         of_shard = [*map(self._row_sizes_of, self.kinds), self.append_sizes, self.patch_sizes]
         *rows, read, see = ([size * self.num_shards for size in sizes] for sizes in of_shard)
         decode = ", ".join(f"{n} rows ({kind})" for n, kind in zip(rows, self.kinds, strict=True))
@@ -395,24 +406,24 @@ class Engine:
 
     @property
     def num_compilations(self) -> int:
-        """Programs that were compiled so far, or found."""
+        """Return the number of programs compiled so far, or loaded from the cache."""
         return sum(function.num_programs for function in self.functions)
 
     def set_weights(self, params: Params) -> None:
-        """Casts and reshards all parameters of the policy for decoding, once an update.
+        """Cast and reshard all parameters of the policy for decoding, once per update.
 
-        What becomes afterwards of those that are trained does not touch the weights.
+        Later changes to the trained parameters do not affect the weights.
         """
         self._drop_weights()
         self._weights = self._weights_of.of(params)
 
     def release(self) -> None:
-        """Gives back the memory of cache and weights, before an update say.
+        """Free the memory of cache and weights, for example before an update.
 
-        `set_weights` makes the weights anew, the next `submit` the cache.
+        `set_weights` creates the weights again, the next `submit` the cache.
 
         Raises:
-            RuntimeError: there are requests; `clear` forgets them.
+            RuntimeError: There are unfinished requests; `clear` drops them.
         """
         if not self.is_idle:
             raise RuntimeError("the engine still has requests; finish or clear them first.")
@@ -426,7 +437,7 @@ class Engine:
             shard.forget_prompts()
 
     def clear(self) -> None:
-        """Forgets every request, running ones too, and gives back the cache's memory."""
+        """Drop every request, including running ones, and free the cache."""
         self._forget()
         delete((self._cache, self._state, self._nothing, self._seen))
         self._cache = self._state = self._nothing = self._seen = None
@@ -434,18 +445,18 @@ class Engine:
     def submit(
         self, requests: Sequence[Request], *, temperature: float = 1.0, top_p: float = 1.0
     ) -> list[int]:
-        """Queue requests; return the numbers by which events name them.
+        """Queue requests; return their numbers, which identify them in events.
 
-        All requests that are there at a time share temperature and `top_p`.
+        All current requests must share temperature and `top_p`.
 
         Args:
-            requests: What to sample, in the order in which they are admitted.
-            temperature: Temperature of their tokens' distribution, at least 0; 0 is greedy.
-            top_p: Probability, in (0, 1], of the most likely tokens from which they draw.
+            requests: Requests in the order of admission.
+            temperature: Sampling temperature, at least 0; 0 is greedy.
+            top_p: Nucleus sampling probability in (0, 1].
 
         Raises:
-            RuntimeError: There are no weights, or requests that are drawn in another way.
-            ValueError: A prompt is too long or a budget below 1; then none is queued.
+            RuntimeError: There are no weights, or current requests have other sampling settings.
+            ValueError: A prompt is too long or a budget is below 1; no request is queued.
         """
         if self._weights is None:
             raise RuntimeError("the engine has no weights; call set_weights first.")
@@ -468,7 +479,7 @@ class Engine:
         return numbers
 
     def _draw_by(self, numbers: Sequence[int], temperature: float, top_p: float) -> None:
-        """Remembers how requests are drawn, which here all that are there share."""
+        """Set the sampling settings, which all current requests share."""
         there = (self._temperature, self._top_p)
         if not self.is_idle and (temperature, top_p) != there:
             raise RuntimeError(
@@ -477,17 +488,17 @@ class Engine:
             )
         self._temperature, self._top_p = temperature, top_p
 
-    # extras/serve/engine.py overrides these two: there each request is drawn in its own way.
+    # extras/serve/engine.py overrides these two to sample each request with its own settings.
     def _kind_for(self, running: list[list[Row]]) -> str:
-        """The kind of a chunk of these rows."""
+        """Return the sampling method for a chunk of these rows."""
         return self._kind_of(self._temperature, self._top_p)
 
     def _ways_of(self, running: list[list[Row]], num_rows: int) -> tuple[Any, Any]:
-        """Temperature and `top_p` of a chunk of these rows: float32 [], or by row."""
+        """Return temperature and `top_p` for a chunk of these rows: float32 [], or per row."""
         return np.float32(self._temperature), np.float32(self._top_p)
 
     def _check_budget(self, length: int, budget: int) -> None:
-        """Refuses a row that would neither run nor stop, or for which there are too few pages."""
+        """Check that a row may sample at least one token and that it fits."""
         if budget < 1:
             raise ValueError(f"a request may sample {budget} tokens; expected at least 1.")
         if length + budget > self._max_total_tokens:
@@ -497,50 +508,50 @@ class Engine:
             )
 
     def _kind_of(self, temperature: float, top_p: float) -> str:
-        """The cheapest kind that draws so; the nucleus of everything draws what `plain` does."""
+        """Return the cheapest available method; `top_p` at 1 samples like `full`."""
         kind = next_token.kind_of(temperature, top_p)
         if kind == next_token.FULL and kind not in self.kinds and next_token.TOP_P in self.kinds:
             return next_token.TOP_P
         return kind
 
     def finish(self, request: int) -> None:
-        """Gives up the pages of a stopped request."""
+        """Free the pages of a stopped request and forget it."""
         row = self._rows.pop(request)
         self._slots.append(row.slot)
         self._shards[row.shard].finish(row, self._next_prompt)
         if self.is_idle:
-            self._in_flight.clear()  # in which every row had stopped before
+            self._in_flight.clear()  # all their rows had stopped before
 
     @property
     def num_running(self) -> int:
-        """Requests that have not stopped, as far as the host knows."""
+        """Return the number of requests that have not stopped, as far as the host knows."""
         return sum(not row.is_waiting for row in self._rows.values())
 
     @property
     def is_idle(self) -> bool:
-        """True while nothing runs, waits or is queued."""
+        """Return True if there are no requests."""
         return not self._queue and not self._rows
 
     @property
     def is_stalled(self) -> bool:
-        """True where nothing happens before the caller resumes or finishes a request."""
+        """Return True if nothing happens until the caller resumes or finishes a request."""
         return not (self._in_flight or self._has_more)
 
     @property
     def _has_more(self) -> bool:
-        """True where some row may run, come back or be admitted."""
+        """Return True if some row can run, be swapped in or be admitted."""
         runs = any(row.saved is None and not row.is_waiting for row in self._rows.values())
         comes = any(shard.next_back() for shard in self._shards)
         return runs or comes or self._free_shard() is not None
 
     @property
     def is_busy(self) -> bool:
-        """True while the device has not done all that it was given."""
+        """Return True while the device has unfinished work."""
         return bool(self._in_flight) and not self._in_flight[-1].report.values.is_ready()
 
     @property
     def wait_cause(self) -> str:
-        """Cause for which nothing more is decoded now, out of `WAITS`."""
+        """Return the reason in `WAITS` why nothing more is decoded now."""
         if self._has_more:
             return "lag"
         is_short = self._queue or any(row.saved is not None for row in self._rows.values())
@@ -551,16 +562,16 @@ class Engine:
         resumed: Sequence[tuple[int, Sequence[int], int]],
         attachments: Mapping[int, Sequence[Attachment]] = MappingProxyType({}),
     ) -> None:
-        """Lets stopped requests go on.
+        """Resume stopped requests.
 
         Args:
-            resumed: of each: its number, the tokens to read after what it sampled (possibly
-                none), and the tokens it may sample from here.
-            attachments: of the tokens to read, by the request's number, where there are some.
+            resumed: (request number, tokens to read after its samples, possibly none, tokens it may
+                sample from here) for each request.
+            attachments: Attachments of the tokens to read, by request number.
 
         Raises:
-            ValueError: a budget is below 1, or attachments are not those of the tokens; then none
-                goes on.
+            ValueError: A budget is below 1, or attachments do not match the tokens; no request
+                resumes.
         """
         for request, tokens, granted in resumed:
             self._check_budget(self._rows[request].length + 1 + len(tokens), granted)
@@ -576,12 +587,12 @@ class Engine:
             self.counts.prefilled_resume += len(row.unread)
 
     def step(self, *, ahead: int = 0) -> list[Event]:
-        """Makes room, admits requests, dispatches a chunk, and tells what an earlier one sampled.
+        """Make room, admit requests, dispatch a chunk, and return the events of a finished chunk.
 
         Args:
-            ahead: chunks left in flight, 0 or 1. With 0 the chunk just dispatched is read, which
-                waits for it; with 1 the one before it, so that the device has work meanwhile.
-                Where nothing is left to decode, or no page for it, the oldest one is read.
+            ahead: Number of chunks left in flight, 0 or 1. With 0, wait for the chunk just
+                dispatched. With 1, read the previous one, so that the device has work meanwhile. If
+                no chunk can be dispatched, the oldest one in flight is read.
         """
         is_dispatched = self._make_room()
         if is_dispatched:
@@ -596,15 +607,15 @@ class Engine:
     # Pages.
 
     def _make_room(self) -> bool:
-        """Takes pages for what the next chunk may write, from the youngest requests if need be.
+        """Allocate pages for the next chunk, preempting the youngest rows if necessary.
 
-        False where reports must be read first: who runs in a chunk in flight keeps its pages.
+        Return False if reports must be read first: rows of a chunk in flight keep their pages.
         """
         for shard in self._shards:
             for row in shard.short_of_pages:
                 missing = shard.missing(row)
                 while row.saved is None and missing > shard.pool.num_free:
-                    if shard.evict_cached():  # prompts that no row has go first
+                    if shard.evict_cached():  # evict unused prompts first
                         continue
                     if self._in_flight:  # its rows still write to their pages
                         return False
@@ -616,12 +627,12 @@ class Engine:
         return True
 
     def _write_table(self, row: Row) -> None:
-        """Writes the pages of a row in order as the programs read them."""
+        """Write the block table of a row."""
         self._tables[row.slot] = self.num_pages
         self._tables[row.slot, : len(row.pages)] = row.pages
 
     def _preempt(self, shard: BlockScheduler, row: Row) -> None:
-        """Gives up a row's pages, their content saved on the host."""
+        """Swap out the pages of a row to the host."""
         num_pages = pages_for(row.length, self.page_tokens)
         row.saved = self._exchange(shard.index, sources=row.pages[:num_pages])
         shard.free(row)
@@ -629,7 +640,7 @@ class Engine:
         self.counts.swapped += row.length
 
     def _bring_back(self) -> None:
-        """Gives rows their pages and content back, the oldest first."""
+        """Swap in preempted rows, the oldest first."""
         for shard in self._shards:
             while row := shard.next_back():
                 first, end = shard.swap_in(row), pages_for(row.length, self.page_tokens)
@@ -640,13 +651,13 @@ class Engine:
 
     @property
     def _next_prompt(self) -> Prompt:
-        """The prompt of the request that is admitted next."""
+        """Return the prompt of the next request in the queue."""
         return self._queue[0][1].prompt if self._queue else Prompt()
 
     def _free_shard(self, loads: Sequence[int | None] = ()) -> int | None:
-        """The shard that admits the queue's next request; None: none has room.
+        """Return the shard that admits the next request in the queue, or None if none has room.
 
-        `loads` are those of the shards, counted here without them.
+        `loads` are those of the shards; computed if empty.
         """
         if not self._queue:
             return None
@@ -658,7 +669,7 @@ class Engine:
         return min(rooms)[-1] if rooms else None
 
     def _admit(self) -> None:
-        """Moves requests from the queue to where there is room."""
+        """Admit requests from the queue while there is room."""
         loads = [shard.load for shard in self._shards] if self._queue else []
         while (shard := self._free_shard(loads)) is not None:
             loads[shard] = (loads[shard] or 0) + 1
@@ -675,7 +686,8 @@ class Engine:
             self._keys[slot] = request.sample_key
             self._write_table(row)
             row.stop_state = request.stop_state
-            is_read = not row.unread  # by another row: of what is placed the offset alone is wanted
+            # another row reads the prompt: only the position offset is needed
+            is_read = not row.unread
             self._prefill.place(row, request.prompt_ids, request.attachments, 0)
             if is_read:
                 row.unread_attachments, row.unread_arrays = (), {}
@@ -685,7 +697,7 @@ class Engine:
             each.evict_cached(but=self._next_prompt)
 
     def _copy_prefixes(self) -> None:
-        """Copies what a prompt has beyond its full pages to the pages of its further samples."""
+        """Copy the partial last page of a prompt to the pages of its other samples."""
         while any(shard.copies for shard in self._shards):
             sources, targets = (
                 np.full((self.num_shards, MOVED_PAGES), self.num_pages, np.int32) for _ in range(2)
@@ -705,18 +717,20 @@ class Engine:
         saved: Any = None,
         first: int = 0,
     ) -> Any:
-        """Reads the content of some pages of a shard, or writes what was saved of others.
+        """Read pages of a shard, or write saved contents to pages.
 
         Args:
-            shard: whose pages.
-            sources: pages to read.
-            targets: pages to write.
-            saved: what an earlier call read.
-            first: of the pages in it, goes to the first target.
+            shard: Index of the shard.
+            sources: Pages to read.
+            targets: Pages to write.
+            saved: Contents that an earlier call returned.
+            first: Index in `saved` of the contents for the first target.
 
         Returns:
-            For each layer keys and values of the sources, `[pages, K, page, H]`.
+            Keys and values of the sources for each layer, `[pages, K, page, H]`.
         """
+        # Swap a fixed number of pages per call, so that there is one program. If nothing is
+        # written, `_nothing` is the input.
         if self._nothing is None:
             self._nothing = self._device_pages(lambda leaf: np.zeros(leaf, self.programs.dtype))
         contents = []
@@ -737,7 +751,7 @@ class Engine:
         return jax.tree.map(lambda *parts: np.concatenate(parts), *contents) if contents else ()
 
     def _incoming(self, shard: int, saved: Any, first: int, count: int) -> Cache:
-        """Saved pages where the program that writes them expects them."""
+        """Return saved pages in the layout of the program that writes them."""
         begin = shard * MOVED_PAGES
         layers = iter(jax.tree.leaves(saved))
 
@@ -749,7 +763,7 @@ class Engine:
         return self._device_pages(fill)
 
     def _device_pages(self, make: Any) -> Cache:
-        """`MOVED_PAGES` pages of each shard, as the cache has them, made on the host by shape."""
+        """Create `MOVED_PAGES` pages per shard on the host with `make(shape)`; transfer them."""
         count = self.num_shards * MOVED_PAGES
         pages = jax.tree.map(lambda leaf: make((count, *leaf.shape[1:])), self._cache)
         return jax.device_put(pages, cache_sharding(self._mesh))
@@ -757,10 +771,12 @@ class Engine:
     # Chunks.
 
     def _dispatch(self) -> bool:
-        """Starts a chunk of the rows that may run, oldest requests first; False without any."""
+        """Dispatch a chunk of the rows that may run, oldest first; return False if none may."""
         running = [shard.to_decode for shard in self._shards]
         if not any(running):
             return False
+
+        # Prefill first, then choose the smallest compiled shapes that fit.
         self._read_tokens(running)
         self._copy_prefixes()
         kind = self._kind_for(running)
@@ -770,6 +786,8 @@ class Engine:
             cached = max(row.length + row.in_flight for rows in running for row in rows)
             read = min(pages_for(cached, self.page_tokens), self._table_pages)
             past_pages = _fit(read, self.past_sizes)
+
+        # Decode, and start the transfer of the report.
         chunk, members = self._host_rows(running, num_rows)
         self._cache, self._state, report = self._decode(
             self._weights,
@@ -792,7 +810,7 @@ class Engine:
     def _host_rows(
         self, running: list[list[Row]], num_rows: int
     ) -> tuple[Rows, list[tuple[int, int]]]:
-        """The rows of a chunk for the device, and of each its request and index in the report."""
+        """Return the rows of a chunk for the device, and the (request, report index) of each."""
         total, num_steps = self.num_shards * num_rows, self.programs.num_steps
         ints = np.zeros((5, total), np.int32)
         ints[0] = -1
@@ -804,7 +822,7 @@ class Engine:
                 continue
             first = shard * num_rows
             here = slice(first, first + len(rows))
-            # One in flight goes on from what the last chunk leaves on the device.
+            # A row in flight continues from the state that the last chunk leaves on the device.
             ints[:, here] = np.array(
                 [
                     (r.index if r.in_flight else -1, r.pending, r.length, r.budget, r.stop_state)
@@ -828,10 +846,10 @@ class Engine:
         return chunk, members
 
     def _read_tokens(self, running: list[list[Row]]) -> None:
-        """Reads what rows have to read before they are decoded, in pieces of `Programs.block`.
+        """Prefill the unread tokens of rows, in pieces of `Programs.block`.
 
-        Attachments are embedded for as many rows at a time as there is room for. Text goes through
-        the same programs; the embeddings that lie there from before are not read.
+        Attachments are embedded for as many rows at a time as fit. Text uses the same programs and
+        ignores the embeddings of earlier attachments.
         """
         small, large = self.append_sizes[0], self.append_sizes[-1]
         left = [deque(row for row in rows if row.unread) for rows in running]
@@ -848,7 +866,7 @@ class Engine:
                     pieces[-1].extend(self._prefill.pieces(row, units))
             while any(pieces):
                 longest = max(len(of_shard) for of_shard in pieces) * self.programs.block
-                # The large program only where less than half of what it reads is padding.
+                # Use the large program only if less than half of its tokens are padding.
                 size = large if longest > max(small, large // 2) else small
                 blocks, members = self._prefill.blocks(pieces, size, self._tables)
                 self._cache, arrays = self._append(
@@ -861,29 +879,29 @@ class Engine:
                         piece.row.reads.append(Read(recorded, index, piece.num_tokens))
 
     def _look_at(self, attached: list[tuple[Attachment, ...]]) -> list[Iterator[np.ndarray]]:
-        """Sees the attachments of each shard; of each, its tokens' places among what is seen."""
+        """Embed the attachments of each shard; return the indices of their tokens in the result."""
         if not any(attached):
             return [iter(()) for _ in attached]
         counts = [sum(one.num_patches for one in of_shard) for of_shard in attached]
         size = _fit(max(counts), self.patch_sizes)
         patches, places, units = self._prefill.patches(attached, size)
-        self._seen = None  # its memory is free for the next
+        self._seen = None  # free its memory for the next
         self._seen = self._see(self._weights, patches, places, self._max_units, variant=size)
         return [iter(of_shard) for of_shard in units]
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
-        """Waits for a chunk and reads its report."""
+        """Wait for a chunk and read its report."""
         report = decode.unpacked(chunk.report)
         num_steps, token_ids = self.programs.num_steps, report.token_ids
         num_sampled = (token_ids >= 0).sum(axis=1)
         last_ids = token_ids[np.arange(len(token_ids)), num_sampled - 1].tolist()
         stop_states, statuses = report.stop_state.tolist(), report.status.tolist()
-        # Views of rows, which come sooner together.
+        # Views of rows; creating them together is faster.
         by_row = list(zip(token_ids, report.logprobs, report.entropies, strict=True))
         counts, events = num_sampled.tolist(), []
         for request, index in sorted(chunk.rows):
             if not (count := counts[index]):
-                continue  # it stopped in an earlier chunk, and may be gone
+                continue  # stopped in an earlier chunk, and may be finished
             row, status = self._rows[request], statuses[index]
             ids, logprobs, entropies = by_row[index]
             row.pending, row.stop_state = last_ids[index], stop_states[index]
@@ -900,7 +918,7 @@ class Engine:
 
 
 def _recorded(row: Row, report: decode.Report, index: int, count: int) -> Mapping[str, np.ndarray]:
-    """The arrays of what a row has read since its last event, which its books then forget."""
+    """Return and clear the arrays of the tokens that a row has read since its last event."""
     before = [read.arrays for read in row.reads]
     row.reads = []
     return {
@@ -912,7 +930,7 @@ def _recorded(row: Row, report: decode.Report, index: int, count: int) -> Mappin
 def _stop_tables(
     automaton: StopAutomaton, vocab_size: int, eos_ids: Sequence[int], mesh: Mesh
 ) -> StopTables:
-    """The automaton's tables padded to the model's vocabulary, on every device."""
+    """Pad the automaton's tables to the model's vocabulary and replicate them on the devices."""
     padding = ((0, 0), (0, vocab_size - automaton.is_hit.shape[1]))
     is_end = np.zeros(vocab_size, bool)
     is_end[list(eos_ids)] = True

@@ -1,10 +1,10 @@
-"""Episodes with an environment, whoever writes the turns: prompts, replies, rewards.
+"""Episodes with an environment, independent of what generates the turns: prompts, replies, rewards.
 
-Tokens meet text here, in rollouts that derive from this, and in `demonstrations.py`, which calls
-the same functions. What the environment says is encoded once, when it is appended.
+Rollouts derive from `EpisodePlayer`, which converts between tokens and text; `demonstrations.py`
+calls the same functions. Environment output is encoded once, when it is appended.
 
-Whatever goes wrong in the environment, an exception, a reply of another kind or none at all, ends
-its episodes as environment errors.
+Any failure of the environment (an exception, an invalid reply, no reply) ends its episodes with an
+environment error.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ class Limits:
     """Token budgets of one trajectory.
 
     Attributes:
-        max_prompt_tokens: a longer prompt is refused, or cut.
-        max_response_tokens: sampled tokens, over all turns.
-        max_total_tokens: prompt, sampled tokens and observations together.
-        max_observation_tokens: of the body of one observation; what is beyond is cut off inside
-            the tags.
-        overlong_prompts: what becomes of a longer prompt: `refuse`, `drop` (whoever draws tasks
-            leaves it out) or `truncate_left` (its first tokens are cut off).
-        max_image_tokens: of the images in prompt and observations; 0: `max_total_tokens`. A prompt
-            with more is longer than it may be, an observation with more ends the trajectory.
-        context: of an episode that goes through several contexts, which `max_total_tokens` counts
-            together; None: it has one.
+        max_prompt_tokens: Maximum prompt length; see `overlong_prompts` for longer ones.
+        max_response_tokens: Maximum number of sampled tokens, over all turns.
+        max_total_tokens: Maximum length of prompt, sampled tokens and observations together.
+        max_observation_tokens: Maximum length of one observation's body, which is truncated inside
+            its tags.
+        overlong_prompts: Handling of longer prompts: `refuse`, `drop` (the task stream skips the
+            task) or `truncate_left` (removes the first tokens).
+        max_image_tokens: Maximum number of image tokens in prompt and observations; 0 for
+            `max_total_tokens`. A prompt with more is overlong; an observation with more ends the
+            trajectory.
+        context: Rule for episodes with several contexts, which all count towards
+            `max_total_tokens`; None for a single context.
     """
 
     max_prompt_tokens: int
@@ -75,9 +76,9 @@ class Limits:
     context: Contexts | None = None
 
     def room_in_context(self, prompt_length: int, num_sampled: int) -> int | None:
-        """Tokens that an observation may have to begin a context; None: it has one context.
+        """Return the room for an observation that starts a context; None if there is one context.
 
-        Before it stand the prompt and the turn that it answers, behind it room for another turn.
+        The prompt and the turn that it answers precede it, and another turn must fit after it.
         """
         if self.context is None:
             return None
@@ -86,15 +87,16 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Moments at which the environment's replies enter, the same in all rollouts of a run.
+    """Schedule for adding the environment's replies, the same in all rollouts of a run.
 
     Attributes:
-        deterministic: by the number of chunks, waiting for the environment where need be, so that
-            nothing depends on the clock; else at the first chunk after they have arrived.
-        lag_chunks: of the deterministic schedule. The replies to rows that stopped in a chunk
-            enter before the chunk so many after it. With 1 the device waits for host and
-            environment between chunks; with more it decodes meanwhile.
-        deadline_s: seconds after which a call of `Env.step` is given up; 0: never.
+        deterministic: True to add replies by chunk number, waiting for the environment if
+            necessary, so that results do not depend on timing. False to add them at the first chunk
+            after they arrive.
+        lag_chunks: Lag of the deterministic schedule: replies to rows that stopped in chunk i are
+            added before chunk i + lag_chunks. With 1 the device waits for host and environment
+            between chunks; with more it decodes meanwhile.
+        deadline_s: Timeout of an `Env.step` call in seconds; 0 for none.
     """
 
     deterministic: bool = True
@@ -102,21 +104,21 @@ class Schedule:
     deadline_s: float = 600.0
 
 
-_MAX_ASKED_ALONE = 32  # threads that ask for one episode each, after a call for all has failed
+_MAX_ASKED_ALONE = 32  # threads that step one episode each, after a batched call has failed
 
-_DECODERS = 8  # threads that decode images of prompts
+_DECODERS = 8  # threads that decode prompt images
 
 
 Pay = Callable[[Sequence[Sequence[ScoredEpisode]]], list[list[Reward | BaseException]]]
-"""From the finished episodes of each task to their rewards, or to why they have none."""
+"""Function from the scored episodes of each task to their rewards, or to errors."""
 
 
 class StartError(ValueError):
-    """The environment could not open an episode of a task."""
+    """The environment could not start an episode for a task."""
 
 
 class EpisodePlayer:
-    """Plays episodes with an environment, whoever writes the turns: prompts, replies, rewards."""
+    """Base class of rollouts: plays episodes with an environment."""
 
     def __init__(
         self,
@@ -127,10 +129,11 @@ class EpisodePlayer:
         pay: Pay | None = None,
         processor: Processor | None = None,
     ):
-        """`schedule` defaults to `Schedule()`.
+        """Store the components.
 
-        `pay` adds up what episodes earned; without it, the total is what the environment says.
-        `processor` reads images; None where the model reads none.
+        `schedule` defaults to `Schedule()`. `pay` computes the rewards of scored episodes; by
+        default they are those of the environment. `processor` reads images; None for a text-only
+        model.
         """
         self._processor = processor
         self._env = env
@@ -143,11 +146,11 @@ class EpisodePlayer:
 
     @property
     def _recorded(self) -> Mapping[str, TokenArray]:
-        """Arrays that are recorded for each token, by name; none without an engine."""
+        """Return the per-token arrays that are recorded, by name; none without an engine."""
         return {}
 
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
-        """All samples with their prompts; those of a task that cannot be opened have ended."""
+        """Create all samples with their prompts; those of a task that cannot start have ended."""
         samples = []
         seen = self._see_all([draw.task for draw in draws])
         for draw, images in zip(draws, seen, strict=True):
@@ -176,24 +179,25 @@ class EpisodePlayer:
         return samples
 
     def prompt_fits(self, task: Task) -> bool:
-        """Returns True if the prompt of a task is within its limit.
+        """Return True if the prompt of a task is within its limit.
 
         Raises:
-            ValueError: it is longer, and that is refused, as is cutting images; or it is empty.
-            UnreadableError: an image cannot be read.
-            StartError: the environment has no prompt for it.
+            ValueError: The prompt is empty, or too long and may be neither dropped nor truncated
+                (images are never truncated).
+            UnreadableError: An image cannot be read.
+            StartError: The environment has no prompt for the task.
         """
         prompt = self._render_prompt(task)
         fits = len(prompt) <= self._prompt_limit and not self._has_too_many_units(prompt)
         refuses = self._limits.overlong_prompts == "refuse"
         if self._limits.overlong_prompts == "truncate_left":
-            refuses = bool(task.images)  # half an image is none
+            refuses = bool(task.images)  # an image cannot be truncated
         if not prompt or (not fits and refuses):
             raise self._unfit(task, prompt)
         return fits
 
     def _see_all(self, tasks: Sequence[Task]) -> list[tuple[Attachment, ...] | UnreadableError]:
-        """The images of each task, or why they cannot be read."""
+        """Preprocess the images of each task; return the error if one cannot be read."""
 
         def see(task: Task) -> tuple[Attachment, ...] | UnreadableError:
             try:
@@ -219,7 +223,7 @@ class EpisodePlayer:
         return self._processor
 
     def _prompt(self, task: Task) -> list[int]:
-        """The ids of a task's prompt, cut if that is wanted."""
+        """Return the prompt ids of a task, truncated if configured."""
         prompt, limit = self._render_prompt(task), self._prompt_limit
         if self._limits.overlong_prompts == "truncate_left" and not task.images:
             prompt = prompt[-limit:]
@@ -228,12 +232,12 @@ class EpisodePlayer:
         return prompt
 
     def _num_units(self, token_ids: Sequence[int]) -> int:
-        """Counts tokens of images."""
+        """Count image tokens."""
         image_id = self._tokenizer.image_id
         return 0 if image_id is None else token_ids.count(image_id)
 
     def _has_too_many_units(self, *parts: Sequence[int]) -> bool:
-        """Returns True if there are more tokens of images than a trajectory may have."""
+        """Return True if there are more image tokens than a trajectory may have."""
         limit = self._limits.max_image_tokens
         return 0 < limit < sum(map(self._num_units, parts))
 
@@ -242,11 +246,11 @@ class EpisodePlayer:
         return min(self._limits.max_prompt_tokens, self._limits.max_total_tokens - 1)
 
     def _render_prompt(self, task: Task) -> list[int]:
-        """The ids of a task's prompt.
+        """Return the complete prompt ids of a task.
 
         Raises:
-            UnreadableError: an image cannot be read.
-            StartError: the environment has no prompt for the task, or one without its images.
+            UnreadableError: An image cannot be read.
+            StartError: The environment has no prompt for the task, or one without its images.
         """
         messages = self._start(task)
         if not task.images:
@@ -273,7 +277,11 @@ class EpisodePlayer:
         )
 
     def _start(self, task: Task) -> Sequence[Message]:
-        """The chat that opens an episode, with a mark for each image; else a `StartError`."""
+        """Return the chat that starts an episode, with a mark for each image.
+
+        Raises:
+            StartError: The environment failed, or the marks do not match the images.
+        """
         try:
             [messages] = self._env.start([task])
             check_chat(messages)
@@ -292,9 +300,10 @@ class EpisodePlayer:
         return messages
 
     def _budget(self, sample: Sample, num_added: int = 0, context_length: int | None = None) -> int:
-        """Return how many tokens are left to sample behind `num_added` more.
+        """Return how many tokens may be sampled after `num_added` more tokens.
 
-        `context_length` is that of the context with these tokens; None: that of the sample.
+        `context_length` is the length of the context with these tokens; None for that of the
+        sample.
         """
         limits = self._limits
         room = limits.max_total_tokens - len(sample.token_ids) - num_added
@@ -304,7 +313,7 @@ class EpisodePlayer:
         return min(limits.max_response_tokens - sample.num_sampled, room)
 
     def _step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """The environment's replies; where it fails, it is asked again for each episode alone."""
+        """Step all episodes; if the batched call fails, step each episode separately."""
         replies = self._try_step(episodes, texts)
         if isinstance(replies, list):
             return replies
@@ -318,22 +327,22 @@ class EpisodePlayer:
     def _try_step(
         self, episodes: Sequence[Episode], texts: Sequence[str]
     ) -> list[StepResult] | str:
-        """The environment's replies, or why it has none."""
+        """Return the environment's replies, or the error message if it fails."""
         try:
             replies = list(self._env.step(episodes, texts))
             self._check_count("step", len(replies), len(episodes))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # SystemExit too: no code of the user's ends a run so
+        except BaseException as error:  # SystemExit too: user code must not end the run this way
             if _ends_run(error):
                 raise
             return error_text(error)
         return [self._looked_at(validate_step_result(reply)) for reply in replies]
 
     def _looked_at(self, reply: StepResult) -> StepResult:
-        """A reply whose images, if it has any, can be shown; else the failure of the step.
+        """Check the images of a reply; return a failed step if they are unreadable or too large.
 
-        A model that reads none is told of an image as `[image]`.
+        For a text-only model, each image is replaced by the text `[image]`.
         """
         pictures = images_of(reply.observation)
         if not pictures:
@@ -341,8 +350,8 @@ class EpisodePlayer:
         if self._processor is None:
             return dataclasses.replace(reply, observation=without_images(reply.observation))
         try:
-            # Decoded here, in the environment's thread, so that the loop finds it in the
-            # processor's cache.
+            # Decode here, in the environment's thread, so that the main loop hits the processor's
+            # cache.
             count = sum(self._tokens(self._see(pictures)))
         except UnreadableError as error:
             return failed_step(f"a tool shows an image: {error}")
@@ -354,11 +363,11 @@ class EpisodePlayer:
         return reply
 
     def _tokens(self, images: Sequence[Attachment]) -> list[int]:
-        """Number of tokens of each image."""
+        """Return the number of tokens of each image."""
         return [self._reader.num_units(image) for image in images]
 
     def _give_up(self) -> StepResult:
-        """Makes a failed step in place of a reply that did not come in time."""
+        """Return a failed step for a reply that missed the deadline."""
         deadline_s = self._schedule.deadline_s
         why = f"no reply within {deadline_s:g} s (config.env.step_deadline_s)"
         late = failed_step(f"{type(self._env).__name__}.step: {why}")
@@ -372,12 +381,12 @@ class EpisodePlayer:
             )
 
     def _take(self, sample: Sample, text: str, result: StepResult) -> Sequence[int] | None:
-        """Appends a turn and its reply; returns the observation's ids, None after the last turn.
+        """Append a turn and its reply; return the ids to read next, or None if the episode ends.
 
         Args:
-            sample: whose turn it is.
-            text: of the turn.
-            result: what the environment replies.
+            sample: Sample that the turn belongs to.
+            text: Text of the turn.
+            result: Reply of the environment.
         """
         turn = partial(
             Turn,
@@ -391,6 +400,8 @@ class EpisodePlayer:
         if result.outcome is not None:
             self._end(sample, turn(), result.outcome)
             return None
+
+        # If the next turn does not fit in this context, begin the next context.
         pictures = images_of(result.observation)
         token_ids, shown, results = self._fit_observation(sample, result.observation)
         context_length = sample.context_length + len(token_ids)
@@ -409,6 +420,8 @@ class EpisodePlayer:
                     return None
                 token_ids, num_repeated = following
                 context_length = len(token_ids)
+
+        # End the episode if nothing is left to sample after the observation.
         left = self._budget(sample, len(token_ids), context_length)
         if left <= 0 or self._has_too_many_units(sample.token_ids, token_ids):
             self._end(sample, turn(), Outcome.OUT_OF_BUDGET)
@@ -424,7 +437,7 @@ class EpisodePlayer:
         return token_ids
 
     def _room(self, sample: Sample) -> int:
-        """Tokens that an observation may have, with one left to sample behind it."""
+        """Return the maximum length of an observation that leaves one token to sample."""
         room = self._limits.max_total_tokens - len(sample.token_ids) - 1
         turn = len(sample.token_ids) - sample.turn_starts[-1]
         in_context = self._limits.room_in_context(sample.prompt_length, turn)
@@ -433,9 +446,9 @@ class EpisodePlayer:
     def _fit_observation(
         self, sample: Sample, observation: Observation | ToolResults | None
     ) -> tuple[list[int], str | None, tuple[str, ...]]:
-        """Ids and text of an observation, cut to its limit and to what the row has room for.
+        """Return ids and text of an observation, truncated to its limit and to the room of the row.
 
-        The last item are the results of `ToolResults`, cut likewise.
+        The third item is the truncated results of `ToolResults`.
         """
         if observation is None:
             return [], None, ()
@@ -460,7 +473,8 @@ class EpisodePlayer:
 
     def _end(self, sample: Sample, turn: Turn, outcome: Outcome) -> None:
         sample.episode.turns.append(turn)
-        if any(turn.error for turn in sample.episode.turns):  # one it went on after
+        # an earlier turn failed, but the episode continued
+        if any(turn.error for turn in sample.episode.turns):
             outcome = Outcome.ENVIRONMENT_ERROR
         sample.episode.outcome = outcome
 
@@ -486,7 +500,7 @@ class EpisodePlayer:
         ]
 
     def _scored(self, samples: Sequence[Sample]) -> list[tuple[Sample, ScoredEpisode]]:
-        """Asks the environment for scores; a sample that it cannot score has failed instead."""
+        """Score samples with the environment; mark those that it cannot score as failed."""
         if not samples:
             return []
         try:
@@ -498,10 +512,10 @@ class EpisodePlayer:
             ]
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # of whatever the environment scores with
+        except BaseException as error:  # scoring runs arbitrary user code
             if _ends_run(error):
                 raise
-            if len(samples) > 1:  # one of them, maybe
+            if len(samples) > 1:  # perhaps only one of them fails
                 return [one for sample in samples for one in self._scored([sample])]
             samples[0].fail(error)
             return []

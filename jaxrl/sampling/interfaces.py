@@ -1,4 +1,4 @@
-"""Interfaces of the sampler, and of rollouts that play episodes with it."""
+"""Interfaces of the sampler and of the rollouts that use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxrl.types import Attachment, Group, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Seeds:
-    """Seeds of the draws, beside task, sample and attempt."""
+    """Seeds for sampling, in addition to task, sample index and attempt."""
 
     seed: int
     stage: int
@@ -23,18 +23,19 @@ class Seeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings by which the trajectories of a rollout are drawn.
+    """Sampling settings of a rollout.
 
     Attributes:
-        group_size: trajectories of each task.
-        temperature: tokens are drawn from softmax(logits / temperature); 0 is greedy.
-        top_p: only the most likely tokens of this probability are drawn, in (0, 1]; 1: all.
-        seeds: what the draws depend on.
-        policy_version: updates that the engine's weights have seen, recorded with every sampled
-            token.
-        keeps_arrays: trajectories keep the arrays by token that the engine has recorded. An
-            evaluation by the same engine does not: nothing trains on it.
-        unfinished: groups that may come back as None, and go on where their draws are given again.
+        group_size: Trajectories per task.
+        temperature: Tokens are sampled from softmax(logits / temperature); 0 is greedy.
+        top_p: Nucleus sampling probability in (0, 1]; 1 samples from all tokens.
+        seeds: Seeds of the samples.
+        policy_version: Number of updates that the engine's weights have had, recorded with every
+            sampled token.
+        keeps_arrays: True if trajectories keep the per-token arrays recorded by the engine. False
+            in an evaluation, which trains on nothing.
+        unfinished: Maximum number of groups that may be returned as None; they resume when their
+            draws are passed again.
     """
 
     group_size: int
@@ -47,40 +48,41 @@ class Sampling:
 
 
 RolloutFunction = Callable[..., Sequence[Group | None]]
-"""From draws and their `Sampling` to a group of each, called as `sampling.rollout.Rollout` is.
+"""Function from draws and `Sampling` to one group per draw, called like `sampling.rollout.Rollout`.
 
-Where `Sampling.unfinished` is above 0 the list has None for each group left unfinished.
+If `Sampling.unfinished` is above 0, the list has None for each unfinished group.
 """
 
 
 @dataclass
 class Counts:
-    """Work done since the engine was made, in tokens unless named otherwise."""
+    """Work done since the engine was created, in tokens unless noted otherwise."""
 
-    prefilled_prompt: int = (
-        0  # prompts without their last tokens; those in pages are not read again
-    )
-    prefilled_resume: int = 0  # observations without their last tokens, each with the token before
+    prefilled_prompt: int = 0  # all but the last token of each prompt that is not cached
+    prefilled_resume: int = 0  # all but the last token of each observation, and the token before
     sampled: int = 0
-    chunks: int = 0  # dispatched
-    row_steps: int = 0  # steps times the rows they were computed for
-    preemptions: int = 0  # requests whose pages were given to an older one
-    swapped: int = 0  # tokens whose keys and values went to the host
+    chunks: int = 0  # dispatched chunks
+    row_steps: int = 0  # decoding steps times rows computed
+    preemptions: int = 0  # requests preempted in favor of an older one
+    swapped: int = 0  # tokens swapped out to the host
 
 
 WAITS = ("lag", "cache", "tasks")
-"""Causes for which nothing is decoded while a reply is waited for: rows could be, but the reply is
-due; others have no room in the cache; all trajectories wait."""
+"""Reasons why nothing is decoded while waiting for a reply.
+
+`lag`: rows could be decoded, but the reply is due. `cache`: other requests do not fit in the cache.
+`tasks`: all trajectories wait.
+"""
 
 
 class Sampler(Protocol):
-    """Samples from the run's own model, as `sampling.engine.Engine` does.
+    """Sampler for the run's own model, such as `sampling.engine.Engine`.
 
     Attributes:
-        counts: work done so far.
-        waits: seconds by cause, out of `WAITS`.
-        num_pages: of the cache of each shard.
-        most_pages: of these that were in use at once.
+        counts: Work done so far.
+        waits: Seconds spent waiting, by reason in `WAITS`.
+        num_pages: Cache pages per shard.
+        most_pages: Peak number of cache pages in use on a shard.
     """
 
     counts: Counts
@@ -90,35 +92,35 @@ class Sampler(Protocol):
 
     @property
     def num_compilations(self) -> int:
-        """Compilations of its programs so far."""
+        """Return the number of programs compiled so far."""
 
     @property
     def device(self) -> jax.Device:
-        """One of those that sample."""
+        """Return one of the sampling devices."""
 
     def shapes(self) -> str:
-        """The set of shapes that may be compiled, for people."""
+        """Describe the shapes that may be compiled, for display."""
 
     def compile(self, show: Callable[[str], None]) -> None:
-        """Compiles all programs that are not compiled yet; `show` is told how far."""
+        """Compile all programs that are not compiled yet; report progress to `show`."""
 
     def set_weights(self, params: Params) -> None:
-        """Takes all parameters of the policy, once an update."""
+        """Load all parameters of the policy, once per update."""
 
     def clear(self) -> None:
-        """Forgets every request, and gives back the cache's memory."""
+        """Drop all requests and free the cache."""
 
     def release(self) -> None:
-        """Gives back the memory of cache and weights."""
+        """Free the memory of cache and weights."""
 
 
 class Processor(Protocol):
-    """Reads images as the model wants them; several threads may ask at once.
+    """Image preprocessor of a model. Must be thread-safe.
 
     Attributes:
-        is_blank: every image is without content, as a control.
-        patch_values: numbers of a patch.
-        unit: patches to a token.
+        is_blank: True if every image is replaced by a blank one, as a control.
+        patch_values: Values per patch.
+        unit: Patches per token.
     """
 
     is_blank: bool
@@ -126,43 +128,43 @@ class Processor(Protocol):
     unit: int
 
     def num_tokens(self, picture: Picture) -> int:
-        """Tokens that an image takes in a prompt.
+        """Return the number of tokens that an image takes in a prompt.
 
         Raises:
-            UnreadableError: it is no image.
+            UnreadableError: The data is not an image.
         """
 
     def num_units(self, image: Any) -> int:
-        """Tokens of an image that was read."""
+        """Return the number of tokens of a preprocessed image."""
 
     def __call__(self, picture: Picture) -> Attachment:
-        """Reads an image as the model wants it.
+        """Preprocess an image for the model.
 
         Raises:
-            UnreadableError: it is no image, or damaged.
+            UnreadableError: The data is not an image, or it is damaged.
         """
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
-        """Groups from another process or a checkpoint, with the images that they name."""
+        """Reload the images named by groups from another process or a checkpoint."""
 
     def blank(self) -> Processor:
-        """Makes a processor of images without content."""
+        """Return a processor that replaces every image by a blank one."""
 
 
 PROCESSOR = "jaxrl.extras.vision.processor.Processor"
-"""Makes a `Processor` of a model's folder and `config.images`."""
+"""Dotted path of the `Processor` class; takes a model folder and `config.images`."""
 
 
 class External(Protocol):
-    """A model elsewhere that writes the turns of episodes."""
+    """A model behind an endpoint that writes the turns of episodes."""
 
     @property
     def shown(self) -> str:
-        """Name and address, for people."""
+        """Return name and address for display."""
 
     def rollout(self, *around: Any) -> Any:
-        """A `RolloutFunction` that plays episodes with it; arguments as of `EpisodePlayer`."""
+        """Return a `RolloutFunction` with this model; arguments are those of `EpisodePlayer`."""
 
 
 POLICIES = {"openai": "jaxrl.extras.endpoints.policy.ChatModel"}
-"""Models elsewhere, by name in `policy.name`; the section of that name has their settings."""
+"""External models by `policy.name`; the config section of the same name has their settings."""

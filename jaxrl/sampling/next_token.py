@@ -1,4 +1,4 @@
-"""Drawing the next token, with the log-probability and entropy of the whole distribution."""
+"""Sampling of the next token, with log-probability and entropy of the full distribution."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-_BITS_OF_ONE = 0x3F800000  # of the float32 1.0, as an integer
+_BITS_OF_ONE = 0x3F800000  # bit pattern of the float32 1.0
 
 
 def uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
-    """One uniform in [0, 1) a row, from its sample's key and the position of the token drawn.
+    """Sample one uniform in [0, 1) per row from the sample's key and the next token's position.
 
-    It depends on neither the row nor what runs beside it.
+    The value does not depend on the row index or on the other rows.
     """
 
     def draw(key: jax.Array, position: jax.Array) -> jax.Array:
@@ -24,11 +24,11 @@ def uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[A
 
 
 GREEDY, FULL, TOP_P = KINDS = ("greedy", "full", "top_p")
-"""Ways to draw, a program each: what one does not need is not in it."""
+"""Sampling methods. Each has its own program, without the work that only the others need."""
 
 
 def kind_of(temperature: float, top_p: float) -> str:
-    """The cheapest kind that draws so."""
+    """Return the cheapest method for these settings."""
     if temperature == 0.0:
         return GREEDY
     return FULL if top_p == 1.0 else TOP_P
@@ -43,32 +43,34 @@ def sample(
     *,
     kind: str,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """Draws by the inverse cumulative distribution: ids, log-probabilities, entropies in nats.
+    """Sample by inverse CDF; return ids, log-probabilities and entropies in nats.
 
-    Log-probability and entropy are of the whole distribution, since that is what the trainer
-    scores.
+    Log-probability and entropy are those of the full distribution, which the trainer scores.
 
     Args:
-        logits: float32; ids that must not be drawn carry `reference.LOWEST`.
-        uniform: in [0, 1).
-        temperature: the distribution is softmax(logits / temperature); greedy ignores it and
-            reports under temperature 1. One for all, or of each row, where 0 is greedy.
-        top_p: `nucleus` draws from the `nucleus` of this probability only, in (0, 1]; the others
-            ignore it. Likewise.
-        kind: out of `KINDS`; `greedy` takes the most likely token, `plain` draws from all.
+        logits: float32; `reference.LOWEST` at ids that must not be sampled.
+        uniform: Uniform samples in [0, 1).
+        temperature: The distribution is softmax(logits / temperature). One value for all rows, or
+            one per row, where 0 is greedy. Method `greedy` ignores it and reports values at
+            temperature 1.
+        top_p: Probability of the nucleus in (0, 1], for all rows or per row. Only `top_p` uses it.
+        kind: Method in `KINDS`: `greedy` takes the most likely token, `full` samples from all
+            tokens, `top_p` samples from the nucleus.
     """
     V = logits.shape[1]
     if by_row := jnp.ndim(temperature) > 0:
         is_greedy = temperature == 0.0
         temperature = jnp.where(is_greedy, 1.0, temperature)[:, None]
     scaled = logits if kind == GREEDY else logits / temperature
+
+    # Subtract the maximum for stability; the weights are then at most 1.
     centred = scaled - scaled.max(axis=-1, keepdims=True)
     weights = jnp.exp(centred)
     token, total = _draw(weights, uniform)
     if kind == TOP_P:
         token, _ = _draw(nucleus(weights, top_p), uniform)
     if kind == GREEDY or by_row:
-        # The first of the largest: on a CPU several times faster than argmax.
+        # First index of the maximum: on a CPU several times faster than argmax.
         first = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
         token = jnp.where(is_greedy, first, token) if by_row else first
     token = token.astype(jnp.int32)
@@ -78,16 +80,16 @@ def sample(
 
 
 def nucleus(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Float[Array, "B V"]:
-    """The weights of the most likely tokens that together reach `top_p`, and 0 for the others.
+    """Return the weights of the most likely tokens that together reach `top_p`, 0 for the others.
 
-    Nucleus sampling (https://arxiv.org/abs/1904.09751): the fewest tokens whose share of the row
-    is at least `top_p`, and those as likely as the last of them. Sorting a vocabulary is slow on
-    every device, so the smallest weight that is kept is found by bisection. It runs over the bits
-    of a float32, which as integers are in the same order, and so ends at that very weight.
+    Nucleus sampling (https://arxiv.org/abs/1904.09751): the smallest set of tokens with a share of
+    at least `top_p`, plus tokens as likely as the last of them. Sorting a vocabulary is slow on
+    every device, so bisection finds the smallest weight to keep. It runs over the bit patterns of
+    float32, which have the same order as the numbers, and is therefore exact.
 
     Args:
         weights: float32 in [0, 1], proportional to the probabilities.
-        top_p: in (0, 1]; at 1 nothing is left out, weights lost in the rounding of a sum included.
+        top_p: Probability in (0, 1]; 1 keeps every token, even one lost to rounding in the sum.
     """
     goal = top_p * weights.sum(axis=-1)
 
@@ -110,10 +112,10 @@ def nucleus(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Float[Ar
 def _draw(
     weights: Float[Array, "B V"], uniform: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """The token in whose part of the row's weight each uniform falls, and the whole weight.
+    """Return the token whose cumulative weight interval contains the uniform, and the total weight.
 
-    Two levels, so that no running sum over the vocabulary is formed: the block of tokens in which
-    the uniform falls, then the token inside it.
+    Two levels avoid a cumulative sum over the vocabulary: find the block of tokens that contains
+    the uniform, then the token within the block.
     """
     B, V = weights.shape
     block = 1 << math.ceil(math.log2(V) / 2)
@@ -132,17 +134,17 @@ def _draw(
 
 
 def _pick(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:
-    """One value of each row; unlike indexing with row numbers it stays on the row's device."""
+    """Select one value per row; unlike indexing with row numbers, it stays on the row's device."""
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
 
 
 def _first_beyond(
     weights: Float[Array, "B n"], ends: Float[Array, "B n"], target: Float[Array, " B"]
 ) -> Int[Array, " B"]:
-    """The first index with weight whose running sum exceeds `target`, or the last with weight.
+    """Return the first index with weight whose running sum exceeds `target`, or the last one.
 
-    The weights are asked as well as the sums: XLA adds long rows up in pieces, so that by rounding
-    a sum grows, and even falls, where the weight is 0; and the target may lie beyond the end.
+    The weights are checked too: XLA sums long rows in pieces, so rounding can make the running sum
+    grow, or even fall, where the weight is 0. The target may also lie beyond the end.
     """
     n = weights.shape[-1]
     has_weight = weights > 0

@@ -1,4 +1,4 @@
-"""Token ids of what the environment says, encoded once and cut to fit inside its tags."""
+"""Tokenization of environment output: encoded once and truncated inside its tags."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ def encode_observation(
     room: int | None = None,
     image_tokens: Sequence[int] = (),
 ) -> tuple[list[int], str]:
-    """Ids of an observation whose body is cut to fit inside its tags, and its text as inserted.
+    """Return the ids and the text of an observation, its body truncated to fit.
 
     Args:
-        tokenizer: with the chat template, which writes images.
-        observation: as it came.
-        max_body_tokens: of its text.
-        room: tokens of all of it; None: as many as it takes. Tags and images are written anyway.
-        image_tokens: of each of its images, which stand between text and suffix.
+        tokenizer: Tokenizer with the chat template, which renders images.
+        observation: Observation from the environment.
+        max_body_tokens: Maximum length of the body.
+        room: Maximum length of the complete observation; None for no limit. Tags and images are
+            never truncated.
+        image_tokens: Token count of each image; images are placed between body and suffix.
     """
     before, after = _tag_ids(tokenizer, observation.prefix), _tag_ids(tokenizer, observation.suffix)
     images = [tokenizer.render_image(count) for count in image_tokens]
     if room is not None:
         room -= len(before) + len(after) + sum(len(ids) for ids, _ in images)
         max_body_tokens = max(min(max_body_tokens, room), 0)
-    # One more than may stay: a body may be megabytes, of which no more is looked at.
+    # Encode one token more than the limit: a body may be megabytes long.
     body = _first_ids(tokenizer, observation.body, max_body_tokens + 1)
     shown = observation.body
     if len(body) > max_body_tokens:
@@ -48,14 +49,14 @@ def encode_observation(
 
 
 def _first_ids(tokenizer: Tokenizer, text: str, max_tokens: int) -> Sequence[int]:
-    """The first ids of a text, which episodes of a group often find alike: once for all of them."""
+    """Return the first ids of a text, cached: episodes of a group often get the same text."""
     if len(text) > _MAX_KEPT:
         return tokenizer.encode_start(text, max_tokens)
     return _kept_ids(tokenizer, text, max_tokens)
 
 
 _MAX_KEPT = 2**14
-"""Characters of a text whose ids are kept, at most."""
+"""Maximum number of characters of a cached text."""
 
 
 @lru_cache(maxsize=512)
@@ -65,7 +66,7 @@ def _kept_ids(tokenizer: Tokenizer, text: str, max_tokens: int) -> tuple[int, ..
 
 @lru_cache(maxsize=64)
 def _tag_ids(tokenizer: Tokenizer, tag: str) -> tuple[int, ...]:
-    """Ids of what stands around an observation, nearly always the same."""
+    """Return the ids of a tag, cached: tags rarely change."""
     return tuple(tokenizer.encode(tag))
 
 
@@ -78,18 +79,18 @@ def encode_results(
     room: int | None = None,
     image_tokens: Sequence[Sequence[int]] = (),
 ) -> tuple[list[int], str, tuple[str, ...]]:
-    """Ids and text of a turn of results as the chat template writes it, each result cut to fit.
+    """Return the ids and the text of a turn of tool results, each truncated to fit.
 
-    The last item are the results as they were cut.
+    The third item is the truncated results.
 
     Args:
-        tokenizer: with the chat template.
-        results: as they came.
-        tools: what the template describes in this chat.
-        max_result_tokens: of each.
-        room: tokens of the whole turn, which the results share from the first to the last; None:
-            as many as they take. The template's own and images are written in any case.
-        image_tokens: of each result those of its images; () without any.
+        tokenizer: Tokenizer with the chat template.
+        results: Results from the environment.
+        tools: Tool schemas that the template describes in this chat.
+        max_result_tokens: Maximum length of each result.
+        room: Maximum length of the complete turn, which the results use up in order; None for no
+            limit. The template's own tokens and images are never truncated.
+        image_tokens: Token count of each image of each result; () if there are none.
     """
     if room is not None:
         bare, _ = tokenizer.render_results([""] * len(results.bodies), tools, image_tokens)
@@ -108,7 +109,7 @@ def omitted(
     observation: Observation | ToolResults | None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """Ids of an observation whose body is left out of a later context."""
+    """Return the ids of an observation with `OMITTED` as its body."""
     if observation is None:
         return []
     if isinstance(observation, ToolResults):

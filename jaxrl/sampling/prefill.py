@@ -1,4 +1,4 @@
-"""What rows have to read, on the host: attachments that are seen together, tokens in blocks."""
+"""Host-side batching of prefills: attachments to embed together, and tokens in blocks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxrl.types import Attachment
 
 
 class Piece(NamedTuple):
-    """Up to `Programs.block` tokens that a row has to read."""
+    """Up to `Programs.block` tokens of a row to prefill."""
 
     row: Row
-    start: int  # position of the first one
+    start: int  # position of the first token
     num_tokens: int  # n
     token_ids: list[int]  # n
     token_arrays: dict[str, np.ndarray]  # [n, ...] of `Tower.arrays`; {} without a tower
@@ -27,13 +27,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatcher:
-    """Makes the arrays of the programs that read, of rows and what they have to read.
+    """Builder of the prefill programs' input arrays from rows with unread tokens.
 
     Attributes:
-        tower: reads attachments; None in a model of text alone.
-        num_shards: of the mesh.
-        block: tokens of a block, see `Programs.block`.
-        max_units: tokens of attachments of a shard that are seen together.
+        tower: Encoder of attachments; None for a text-only model.
+        num_shards: Number of shards of the mesh.
+        block: Tokens per block, see `Programs.block`.
+        max_units: Maximum number of attachment tokens per shard that are embedded together.
     """
 
     tower: Tower | None
@@ -42,7 +42,7 @@ class PrefillBatcher:
     max_units: int
 
     def check(self, token_ids: Sequence[int], attachments: Sequence[Attachment]) -> None:
-        """Refuse attachments that are not those of the tokens.
+        """Check that attachments match the tokens.
 
         Raises:
             ValueError: Tokens and attachments disagree.
@@ -59,9 +59,9 @@ class PrefillBatcher:
         attachments: tuple[Attachment, ...],
         start: int,
     ) -> None:
-        """Sets attachments and arrays of the tokens to read, and the offset of later positions.
+        """Set a row's attachments, the arrays of its unread tokens, and its position offset.
 
-        `start` other tokens precede them.
+        `start` is the number of tokens before them.
         """
         if self.tower is None:
             return
@@ -73,7 +73,7 @@ class PrefillBatcher:
         row.offset = int(arrays[POSITIONS][-1, 0]) - (start + len(token_ids) - 1)
 
     def next_rows(self, rows: deque[Row]) -> list[Row]:
-        """The next rows of a shard, taken away, whose attachments can be seen together."""
+        """Pop the next rows of a shard whose attachments fit together."""
         taken: list[Row] = []
         room = self.max_units
         while rows:
@@ -87,11 +87,11 @@ class PrefillBatcher:
     def patches(
         self, attached: Sequence[tuple[Attachment, ...]], size: int
     ) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]]]:
-        """Attachments of each shard for the devices, padded to `size` patches.
+        """Arrange the attachments of each shard for the devices, padded to `size` patches.
 
         Returns:
-            float32 `[S, size, values]`, int32 `[S, size, W]`, and of each shard the places of each
-            attachment's tokens among what is seen; see `Tower.arrange`.
+            float32 `[S, size, values]`, int32 `[S, size, W]`, and for each shard the indices of
+            each attachment's tokens in the output of `Programs.see`; see `Tower.arrange`.
         """
         assert self.tower is not None
         patches = np.zeros((len(attached), size, self.tower.patch_values), np.float32)
@@ -105,7 +105,10 @@ class PrefillBatcher:
         return patches, places, units
 
     def pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[Piece]:
-        """Cuts up what a row has to read, and counts it as read; `units` are of its attachments."""
+        """Split a row's unread tokens into pieces and mark them as read.
+
+        `units` yields the token indices of each of the row's attachments.
+        """
         count, arrays, block = len(row.unread), {}, self.block
         if self.tower is not None:
             arrays = {n: one.filled(count) for n, one in self.tower.arrays.items()}
@@ -130,15 +133,17 @@ class PrefillBatcher:
     def blocks(
         self, pieces: Sequence[deque[Piece]], num_tokens: int, tables: np.ndarray
     ) -> tuple[Blocks, list[tuple[Piece, int]]]:
-        """The next pieces of each shard for the devices, which are taken away, and their blocks.
+        """Pop the next pieces of each shard; return blocks, and each piece with its block index.
 
         Args:
-            pieces: of each shard; none at all for padding alone.
-            num_tokens: of a shard, padding included.
-            tables: of pages of all rows, by their slots.
+            pieces: Pieces of each shard; () for padding only.
+            num_tokens: Tokens per shard, including padding.
+            tables: Block tables of all rows, by slot.
         """
         num_blocks, block = num_tokens // self.block, self.block
         total = self.num_shards * num_blocks
+
+        # Start from padding; each shard fills the first of its blocks.
         token_ids = np.zeros((total, block), np.int32)
         start, counts, slots = np.zeros((3, total), np.int32)
         declared = self.tower.arrays if self.tower is not None else {}

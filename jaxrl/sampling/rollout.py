@@ -1,10 +1,9 @@
-"""Turns: the engine's tokens to the environment's text and back.
+"""Rollouts: connect the engine's tokens to the environment's text.
 
-What the policy sampled stays as the ids it sampled; it is decoded for the environment and never
-encoded again.
+Sampled tokens keep their ids; they are decoded for the environment and never encoded again.
 
-The environment is called from threads, one call for all rows that stopped in a chunk, and the
-device decodes other rows meanwhile. `Schedule` says when its replies enter.
+The environment is called from threads, one call for all rows that stopped in a chunk, while the
+device decodes other rows. `Schedule` decides when its replies are added.
 """
 
 from __future__ import annotations
@@ -36,28 +35,31 @@ from jaxrl.types import Draw, Group
 from jaxrl.utils.concurrency import Threads
 
 _PATIENCE_S = 5.0
-"""Seconds in which calls under way may end when a rollout is broken off."""
+"""Seconds that pending calls have to finish when a rollout is aborted."""
 
 LOOK_S, GLANCE_S = 1.0, 0.005
-"""Seconds between two checks whether to stop while a rollout waits, and between two whether the
-device has become idle; its waiting is counted from the check that finds it so."""
+"""Polling intervals in seconds while a rollout waits: for a stop request, and for an idle device.
+
+Waiting time counts from the poll that finds the device idle.
+"""
 
 _NOBODY = -1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Call:
-    """A call of the environment, made or under way."""
+    """A call of the environment, pending or finished."""
 
-    due: int  # number of the chunk before which its replies enter
-    # Each is a request (`_NOBODY` where the engine has forgotten it), its sample, its turn's text.
+    due: int  # number of the chunk before which its replies are added
+    # (request, sample, text of its turn); the request is `_NOBODY` if it is no longer in the
+    # engine.
     members: list[tuple[int, Sample, str]]
     replies: Future[list[StepResult]]
-    ends: float = math.inf  # on the monotonic clock, when it is given up
+    ends: float = math.inf  # deadline on the monotonic clock
 
 
 class Rollout(EpisodePlayer):
-    """Plays groups of episodes of tasks through an engine and an environment."""
+    """Rollout of groups of episodes with an engine and an environment."""
 
     def __init__(
         self,
@@ -70,12 +72,12 @@ class Rollout(EpisodePlayer):
         pay: Pay | None = None,
         processor: Processor | None = None,
     ):
-        """`automaton` must be the one the engine stops by; the others as of `EpisodePlayer`."""
+        """Store the components; `automaton` must be the engine's. See `EpisodePlayer`."""
         super().__init__(env, tokenizer, limits, schedule, pay, processor)
         self._engine = engine
         self._automaton = automaton
-        # Groups that go on in a later call, by stage, place and attempt, and what the environment
-        # was asked for them.
+        # Unfinished groups that resume in a later call, by stage, stream index and attempt; and
+        # their pending calls of the environment.
         self._held: dict[tuple[int, int, int], list[Sample]] = {}
         self._held_calls: deque[_Call] = deque()
 
@@ -91,39 +93,44 @@ class Rollout(EpisodePlayer):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Group | None]:
-        """Samples a group of trajectories of every task, scored, in task order.
+        """Sample and score a group of trajectories for every task, in task order.
 
-        It ends before a chunk, once no more than `Sampling.unfinished` groups are open. These are
-        None here, and go on from their tokens where their draws are given again: what stands
-        in the engine then is read anew, and drawn from the same keys. Groups that end in the same
-        chunk beyond the number that is waited for are None too.
+        The rollout ends before a chunk, once at most `Sampling.unfinished` groups are open. These
+        are returned as None and resume from their tokens when their draws are passed again: their
+        tokens are prefilled again, and sampling continues with the same keys. If more groups than
+        required finish in the last chunk, the surplus is None too.
 
-        Whatever is raised here leaves the engine empty. Calls of the environment that are under
-        way then get `_PATIENCE_S` to end, and are left to themselves after.
+        Any exception leaves the engine empty. Pending calls of the environment get `_PATIENCE_S` to
+        finish and are then abandoned.
 
         Args:
-            draws: the tasks.
-            sampling: how many trajectories of each, how they are drawn, and how many groups may
-                come back unfinished.
-            should_stop: asked before each chunk, and while a program is compiled.
-            progress: told before each chunk how many trajectories have ended, of how many.
+            draws: Tasks to sample.
+            sampling: Group size, sampling settings, and the number of groups that may be
+                unfinished.
+            should_stop: Function called before each chunk and during compilation; True interrupts.
+            progress: Function called before each chunk with the finished and total trajectory
+                counts.
 
         Raises:
-            Interrupted: `should_stop` said so.
-            OutageError: what the environment asks has answered nobody for too long.
-            ValueError: a prompt leaves no room for an answer.
+            Interrupted: `should_stop` returned True.
+            OutageError: A service that the environment needs was down for too long.
+            ValueError: A prompt leaves no room for an answer.
         """
         size, keys = sampling.group_size, places_of(draws, sampling)
-        held, calls = self._take_held(keys, sampling)  # calls in the order in which they were made
+
+        # Combine resumed groups and new ones in task order; calls stay in the order of creation.
+        held, calls = self._take_held(keys, sampling)
         new = [draw for draw, key in zip(draws, keys, strict=True) if key not in held]
         fresh = self._make_samples(new, size)
         made = (fresh[start : start + size] for start in range(0, len(fresh), size))
         groups = [held[key] if key in held else next(made) for key in keys]
+
+        # Submit the open samples that are not waiting for the environment.
         asking = {id(sample) for call in calls for _, sample, _ in call.members}
         going = [one for group in held.values() for one in group if id(one) not in asking]
         going = [one for one in going if one.episode.outcome is None]
         playing = self._begin(going, sampling) if going else {}
-        # Keys from a device that samples: another may be busy with an update.
+        # Compute keys on a sampling device: others may be busy with an update.
         for sample, key in zip(fresh, keys_of(new, sampling, self._engine.device), strict=True):
             sample.key = key
         opened = [sample for sample in fresh if sample.episode.outcome is None]
@@ -138,6 +145,8 @@ class Rollout(EpisodePlayer):
             raise
         finally:
             self._threads.close()
+
+        # Score the finished groups; hold the open and surplus ones for a later call.
         over = [place for place, group in enumerate(groups) if not _is_open(group)]
         over = over[: max(len(groups) - sampling.unfinished, 0)]
         if len(over) < len(groups):
@@ -150,14 +159,14 @@ class Rollout(EpisodePlayer):
     def _take_held(
         self, keys: Sequence[tuple[int, int, int]], sampling: Sampling
     ) -> tuple[dict[tuple[int, int, int], list[Sample]], deque[_Call]]:
-        """The groups of these keys that go on, and calls for them; others are forgotten.
+        """Return the held groups with these keys and their pending calls; drop other held groups.
 
-        An evaluation, which has none, leaves those of the training alone.
+        An evaluation, which has none, leaves those of the training run in place.
         """
         if not sampling.unfinished:
             return {}, deque()
         held = {key: self._held.pop(key) for key in keys if key in self._held}
-        for group in self._held.values():  # the run has gone back to a checkpoint
+        for group in self._held.values():  # the run was rolled back to a checkpoint
             for sample in group:
                 sample.episode.outcome = Outcome.ENVIRONMENT_ERROR
         chunk = self._engine.counts.chunks
@@ -179,17 +188,18 @@ class Rollout(EpisodePlayer):
         should_stop: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> None:
-        """Decodes samples until no more groups are open than may be.
+        """Decode samples until at most `Sampling.unfinished` groups are open.
 
         Args:
-            groups: all samples.
-            samples: those in the engine, by request.
-            calls: under way, in the order in which they were made.
-            sampling: as `__call__` takes it.
-            should_stop: likewise.
-            progress: likewise.
+            groups: All samples.
+            samples: Samples in the engine, by request.
+            calls: Pending calls in the order of creation.
+            sampling: See `__call__`.
+            should_stop: See `__call__`.
+            progress: See `__call__`.
         """
-        # With a lag of 1 replies enter before the very next chunk, so this one must be read first.
+        # With a lag of 1, replies are added before the very next chunk, so this one must be read
+        # first.
         is_next = self._schedule.deterministic and self._schedule.lag_chunks == 1
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:
@@ -216,7 +226,7 @@ class Rollout(EpisodePlayer):
         return _Call(due=due, members=members, replies=replies, ends=ends)
 
     def _due(self, calls: Sequence[_Call], should_stop: Callable[[], bool]) -> list[_Call]:
-        """The calls whose replies enter now; one of them, if nothing else is left to do."""
+        """Return the calls to add now; at least one if nothing else is left to do."""
         is_stalled = self._engine.is_stalled
         if self._schedule.deterministic:
             chunk = self._engine.counts.chunks
@@ -229,9 +239,9 @@ class Rollout(EpisodePlayer):
         return [call for call in calls if call.replies.done() or call.ends <= now]
 
     def _await(self, calls: Sequence[_Call], should_stop: Callable[[], bool]) -> None:
-        """Waits until one of the calls has its replies or is given up, and counts the time.
+        """Wait until one of the calls finishes or misses its deadline; count the waiting time.
 
-        It counts from when the device has nothing to do.
+        It counts from when the device is idle.
         """
         ends = min(call.ends for call in calls)
         replies = [call.replies for call in calls]
@@ -251,7 +261,7 @@ class Rollout(EpisodePlayer):
     def _append(
         self, samples: dict[int, Sample], events: Sequence[Event], version: int
     ) -> list[tuple[int, Sample, str]]:
-        """Appends what was sampled; the samples that stopped and their turns' texts."""
+        """Append sampled tokens; return (request, sample, turn text) of the rows that stopped."""
         members = []
         for event in events:
             sample = samples[event.request]
@@ -267,7 +277,7 @@ class Rollout(EpisodePlayer):
         return members
 
     def _begin(self, samples: Sequence[Sample], sampling: Sampling) -> dict[int, Sample]:
-        """Hands samples to the engine where they stand in a context; each by its request."""
+        """Submit samples to the engine from their current context; return them by request."""
         requests = []
         for sample in samples:
             assert sample.key is not None
@@ -288,7 +298,7 @@ class Rollout(EpisodePlayer):
         return dict(zip(numbers, samples, strict=True))
 
     def _turn_text(self, sample: Sample, status: int) -> str:
-        """The turn as the environment sees it: up to its stop string, without an end-of-turn id."""
+        """Return the text of the turn up to its stop string, without an end-of-turn id."""
         token_ids = sample.token_ids[sample.turn_starts[-1] :]
         if status == decode.END_OF_TURN:
             token_ids = token_ids[:-1]
@@ -297,17 +307,18 @@ class Rollout(EpisodePlayer):
         return text.decode("utf-8", errors="replace")
 
     def _advance(self, call: _Call, samples: dict[int, Sample], sampling: Sampling) -> None:
-        """Ends or resumes the samples of a call that has its replies or is given up.
+        """End or resume the samples of a call that finished or missed its deadline.
 
-        One that goes on in another context does so as another request, which is put into `samples`.
+        A sample that continues in a new context becomes a new request, which is added to `samples`.
         """
+        # Resumed rows stay in the engine; renewed samples are submitted as new requests.
         resumed, attachments, renewed = [], {}, []
         is_late = not call.replies.done()
         replies = [self._give_up()] * len(call.members) if is_late else call.replies.result()
         for (request, sample, text), result in zip(call.members, replies, strict=True):
             is_held = request == _NOBODY
             if is_held and sample.episode.outcome is not None:
-                continue  # nobody wants it any more
+                continue  # dropped since the call was made
             num_before, num_contexts = len(sample.attachments), len(sample.contexts)
             token_ids = self._take(sample, text, result)
             if token_ids is None:
@@ -330,12 +341,12 @@ class Rollout(EpisodePlayer):
 
 
 def places_of(draws: Sequence[Draw], sampling: Sampling) -> list[tuple[int, int, int]]:
-    """Stage, place in the stream and attempt of each draw, by which its group goes on later."""
+    """Return (stage, stream index, attempt) of each draw, which identifies an unfinished group."""
     return [(sampling.seeds.stage, draw.stream_index, draw.attempt) for draw in draws]
 
 
 def keys_of(draws: Sequence[Draw], sampling: Sampling, device: Any) -> np.ndarray:
-    """Keys of all samples, group by group: uint32 [draws * group_size, 2]."""
+    """Return the keys of all samples, group by group: uint32 [draws * group_size, 2]."""
     seeds, size = sampling.seeds, sampling.group_size
     return sample_keys(
         seeds.seed,
@@ -349,11 +360,11 @@ def keys_of(draws: Sequence[Draw], sampling: Sampling, device: Any) -> np.ndarra
 
 
 def _is_open(group: Sequence[Sample]) -> bool:
-    """True while some episode of a group has not ended."""
+    """Return True while some episode of a group has not ended."""
     return None in [sample.episode.outcome for sample in group]
 
 
 def check_stop(should_stop: Callable[[], bool]) -> None:
-    """Raises `Interrupted` where the rollout is asked to stop."""
+    """Raise `Interrupted` if `should_stop` returns True."""
     if should_stop():
         raise Interrupted("the rollout was asked to stop")

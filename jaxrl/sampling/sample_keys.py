@@ -1,4 +1,4 @@
-"""Keys of samples: what identifies a sample decides what is drawn for it, and nothing else does."""
+"""Random keys of samples, which depend only on the identity of the sample."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def sample_keys(
     attempts: np.ndarray,
     device: Any = None,
 ) -> np.ndarray:
-    """Keys `uint32 [n, 2]` of samples, from what identifies them and nothing else.
+    """Compute the random keys `uint32 [n, 2]` of n samples.
 
     Args:
         seed: `config.seed`.
-        stage: number of the stage that samples.
-        step: the step at which the sample starts.
-        positions: int32 [n], of the task in the task stream.
-        samples: int32 [n], number of the sample in its group.
-        attempts: int32 [n], 0 unless the group is drawn again.
-        device: that computes them; JAX's first by default.
+        stage: Index of the sampling stage.
+        step: Training step at which the sample starts.
+        positions: int32 [n], position of the task in the task stream.
+        samples: int32 [n], index of the sample within its group.
+        attempts: int32 [n], 0 unless the group is resampled.
+        device: Device that computes the keys; JAX's default device if None.
     """
-    # In blocks of one size: what is sampled again comes in any number, and would compile anew.
+    # Use blocks of a fixed size: the number of resampled tasks varies, and each size would compile.
     keys = np.zeros((len(positions), 2), np.uint32)
     for start in range(0, len(positions), _KEY_BLOCK):
         block = [np.asarray(x[start : start + _KEY_BLOCK]) for x in (positions, samples, attempts)]
@@ -44,12 +44,12 @@ _KEY_BLOCK = 256
 
 
 def context_key(key: np.ndarray, number: int, device: Any = None) -> np.ndarray:
-    """The key `uint32 [2]` of a sample in its context `number`, from 1.
+    """Derive the key `uint32 [2]` of a sample for its context `number`, counted from 1.
 
-    A draw depends on the key and on the token's place in its context, and a place comes again.
+    Token keys depend on the position in the context, and positions repeat across contexts.
     """
     with jax.default_device(device):
-        return np.asarray(_context_key(key, np.uint32(2**31 + number)))  # no place is so large
+        return np.asarray(_context_key(key, np.uint32(2**31 + number)))  # above any position
 
 
 @jax.jit

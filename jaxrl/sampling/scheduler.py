@@ -1,6 +1,6 @@
-"""The books of one shard of the mesh: whose its rows and pages are, and what waits for some.
+"""Host-side block scheduler for one mesh shard: admission, preemption and the prefix cache.
 
-They live on the host and follow from the calls alone. The engine moves what is in the pages.
+Decisions depend only on the calls. The engine moves the contents of the pages.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from jaxrl.types import Attachment
 
 
 class Recorded:
-    """Arrays by token that one call has recorded, on the device until they are asked for."""
+    """Per-token arrays recorded by one call, on the device until they are requested."""
 
     def __init__(self, arrays: Mapping[str, Any]):
-        """`arrays` are `[b, Q, ...]` by name, on their way to the host."""
+        """Wrap `arrays`, `[b, Q, ...]` by name, whose transfer to the host has started."""
         self._arrays = arrays
 
     def of_block(self, index: int, count: int) -> dict[str, np.ndarray]:
-        """Values of a block's first tokens, `[count, ...]`."""
+        """Return the values of the first `count` tokens of a block, `[count, ...]`."""
         self._arrays = {name: np.asarray(array) for name, array in self._arrays.items()}
         return {name: array[index, :count] for name, array in self._arrays.items()}
 
 
 class Read(NamedTuple):
-    """Tokens of a row that were read together."""
+    """Tokens of a row that were prefilled in one block."""
 
     recorded: Recorded
     block: int
@@ -38,12 +38,12 @@ class Read(NamedTuple):
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """`[num_tokens, ...]`."""
+        """Return the recorded arrays, `[num_tokens, ...]`."""
         return self.recorded.of_block(self.block, self.num_tokens)
 
 
 class Prompt(NamedTuple):
-    """Ids and attachments that a request begins with; equal prompts share their pages."""
+    """Ids and attachments at the start of a request; equal prompts share pages."""
 
     ids: tuple[int, ...] = ()
     attachments: tuple[Attachment, ...] = ()
@@ -51,77 +51,78 @@ class Prompt(NamedTuple):
 
 @dataclass(eq=False)
 class Prefix:
-    """A prompt in the cache: its full pages are shared, what is left is copied for each sample."""
+    """A cached prompt: full pages are shared, the partial last page is copied for each sample."""
 
     prompt: Prompt
-    shared: list[int] = field(default_factory=list)  # pages
-    kept: list[int] = field(default_factory=list)  # all its pages, while no row has them
-    rows: dict[int, Row] = field(default_factory=dict)  # that have pages, by request
-    reads: list[Read] = field(default_factory=list)  # of all its tokens, where arrays are recorded
+    shared: list[int] = field(default_factory=list)  # full pages
+    kept: list[int] = field(default_factory=list)  # all its pages, while no row uses them
+    rows: dict[int, Row] = field(default_factory=dict)  # rows with pages, by request
+    reads: list[Read] = field(default_factory=list)  # all its tokens, if arrays are recorded
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that its pages hold: all but the last."""
+        """Return the number of tokens in its pages: all but the last."""
         return len(self.prompt.ids) - 1
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Row:
-    """A request that was admitted."""
+    """An admitted request."""
 
     request: int
-    slot: int  # of its key and table among those of all rows
+    slot: int  # index of its key and block table in the engine's arrays
     shard: int
     prefix: Prefix
     pending: int  # the token that is not in the cache yet
-    budget: int  # tokens it may still sample, as far as reports were read
-    length: int = 0  # tokens in the cache, likewise
-    stop_state: int = 0  # likewise
-    unread: list[int] = field(default_factory=list)  # tokens to read before the pending one
-    unread_attachments: tuple[Attachment, ...] = ()  # whose tokens are among them
-    unread_arrays: dict[str, np.ndarray] = field(default_factory=dict)  # [n, ...], with a tower
-    offset: int = 0  # of the position of the pending token and those after it
+    budget: int  # tokens it may still sample, according to the reports read
+    length: int = 0  # tokens in the cache, according to the reports read
+    stop_state: int = 0  # state of the stop automaton, according to the reports read
+    unread: list[int] = field(default_factory=list)  # tokens to prefill before the pending one
+    unread_attachments: tuple[Attachment, ...] = ()  # attachments of the unread tokens
+    # [n, ...], if there is a tower
+    unread_arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    offset: int = 0  # position offset of the pending and later tokens
     pages: list[int] = field(default_factory=list)
-    saved: Any = None  # the content of its pages, of each layer, while they are another's
-    in_flight: int = 0  # steps dispatched for it whose reports were not read
-    index: int = -1  # in the last chunk dispatched for it
-    is_waiting: bool = False  # stopped; neither resumed nor finished yet
-    # Of the tokens before those it sampled last, in order, where arrays are recorded; at first the
-    # list of its prefix itself, which the row that reads the prompt fills for all.
+    saved: Any = None  # page contents of each layer while swapped out
+    in_flight: int = 0  # dispatched steps without a report
+    index: int = -1  # row in the last chunk dispatched for it
+    is_waiting: bool = False  # stopped; not resumed or finished yet
+    # Recorded arrays of tokens before the last sampled ones, in order. Initially this is the list
+    # of the prefix itself: the row that reads the prompt fills it for all.
     reads: list[Read] = field(default_factory=list)
 
     @property
     def may_run(self) -> bool:
-        """False where it has stopped, or must have when the chunks in flight are done."""
+        """Return False if the row has stopped, or will have when the chunks in flight finish."""
         return not self.is_waiting and self.in_flight < self.budget
 
     def longest(self, num_steps: int) -> int:
-        """The most tokens its cache can hold after so many steps more."""
+        """Return the maximum cache length after `num_steps` more steps."""
         return self.length + len(self.unread) + min(self.in_flight + num_steps, self.budget)
 
 
 class BlockScheduler:
-    """Rows and pages of one shard.
+    """Scheduler of the rows and pages of one shard.
 
     Attributes:
-        index: its number.
-        pool: its pages.
-        rows: requests that were admitted and not finished, by number, the oldest first.
-        prefixes: prompts in the cache.
-        copies: pages to copy before the next chunk, each a source and a target.
+        index: Index of the shard.
+        pool: Page allocator.
+        rows: Admitted, unfinished requests by number, oldest first.
+        prefixes: Cached prompts.
+        copies: Pages to copy before the next chunk, as (source, target).
     """
 
     def __init__(
         self, index: int, *, num_rows: int, num_steps: int, num_pages: int, page_tokens: int
     ):
-        """All pages are free.
+        """Create a scheduler with all pages free.
 
         Args:
-            index: its number.
-            num_rows: decoded side by side at most.
-            num_steps: of a chunk.
-            num_pages: there are.
-            page_tokens: tokens of a page.
+            index: Index of the shard.
+            num_rows: Maximum number of rows in a chunk.
+            num_steps: Decoding steps per chunk.
+            num_pages: Number of pages.
+            page_tokens: Tokens per page.
         """
         self.index = index
         self.pool = PagePool(num_pages)
@@ -132,17 +133,17 @@ class BlockScheduler:
 
     @property
     def resident(self) -> list[Row]:
-        """The rows that have pages, the oldest first."""
+        """Return the rows with pages, oldest first."""
         return [row for row in self.rows.values() if row.saved is None]
 
     @property
     def _away(self) -> list[Row]:
-        """The rows whose pages were given to others, the oldest first."""
+        """Return the preempted rows, oldest first."""
         return [row for row in self.rows.values() if row.saved is not None]
 
     @property
     def to_decode(self) -> list[Row]:
-        """The rows of the next chunk."""
+        """Return the rows of the next chunk."""
         running = (
             row
             for row in self.rows.values()
@@ -151,13 +152,13 @@ class BlockScheduler:
         return list(islice(running, self._num_rows))
 
     def missing(self, row: Row) -> int:
-        """Pages that a row needs beside its own for the next chunk; none if it waits."""
+        """Return how many more pages a row needs for the next chunk; 0 if it waits."""
         longest = row.length if row.is_waiting else row.longest(self._num_steps)
         return max(pages_for(longest, self._page_tokens) - len(row.pages), 0)
 
     @property
     def short_of_pages(self) -> list[Row]:
-        """The rows of the next chunk that need more pages for it, if their budgets are so large."""
+        """Return rows of the next chunk that may need more pages, ignoring their budgets."""
         steps, page_tokens = self._num_steps, self._page_tokens
         return [
             row
@@ -166,7 +167,7 @@ class BlockScheduler:
         ]
 
     def free(self, row: Row) -> None:
-        """Frees the pages of a row but for those that others share."""
+        """Free the pages of a row, except shared ones."""
         self.pool.give_up(row.pages)
         row.pages = []
         prefix = row.prefix
@@ -179,7 +180,7 @@ class BlockScheduler:
         return self.prefixes.get(prefix.prompt) is prefix
 
     def finish(self, row: Row, next_prompt: Prompt) -> None:
-        """Forgets a row; its prompt is kept if the next request begins with it too."""
+        """Remove a row; keep its prompt cached if the next request has the same one."""
         del self.rows[row.request]
         if row.saved is not None:
             return
@@ -191,7 +192,7 @@ class BlockScheduler:
         self.free(row)
 
     def evict_cached(self, *, but: Prompt = Prompt()) -> bool:
-        """Gives up the pages of prompts that no row has, except `but`; False if there were none."""
+        """Evict unused cached prompts except `but`; return False if there were none."""
         kept = [one for one in self.prefixes.values() if one.kept and one.prompt != but]
         for prefix in kept:
             self.pool.give_up(prefix.kept)
@@ -200,12 +201,12 @@ class BlockScheduler:
         return bool(kept)
 
     def forget_prompts(self) -> None:
-        """Lets no later request share what is there, since other weights come."""
+        """Invalidate the prefix cache after a weight update."""
         self.evict_cached()
         self.prefixes.clear()
 
     def next_back(self) -> Row | None:
-        """The oldest row without its pages, if there is room for them."""
+        """Return the oldest preempted row if its pages fit, else None."""
         row = next((row for row in self.rows.values() if row.saved is not None), None)
         if row is None:
             return None
@@ -213,7 +214,7 @@ class BlockScheduler:
         return row if self.missing(row) - shared <= self.pool.num_free else None
 
     def swap_in(self, row: Row) -> int:
-        """Gives a row pages again; returns how many of the first still hold their content."""
+        """Allocate pages for a preempted row; return how many leading pages are still valid."""
         prefix, missing = row.prefix, self.missing(row)
         num_shared = len(prefix.shared)
         num_there = num_shared if prefix.rows else 0
@@ -229,7 +230,7 @@ class BlockScheduler:
 
     @property
     def load(self) -> int | None:
-        """Rows that may run; None where some wait for their pages, which come before others."""
+        """Return the number of rows that may run; None if preempted rows wait, which come first."""
         count = 0
         for row in self.rows.values():
             if row.saved is not None:
@@ -238,18 +239,18 @@ class BlockScheduler:
         return count
 
     def room(self, prompt: Prompt, budget: int, load: int | None) -> tuple[bool, int, int] | None:
-        """Rates a place for a request here, the lowest best; None: there is no room."""
+        """Return the rank of this shard for a request, lowest is best; None if there is no room."""
         if load is None or load >= self._num_rows:
             return None
         longest = len(prompt.ids) - 1 + min(self._num_steps, budget)
         prefix = self.prefixes.get(prompt)
         there = len(prefix.kept or prefix.shared) if prefix else 0
         has_pages = pages_for(longest, self._page_tokens) - there <= self.pool.num_free
-        # Best where the prompt was read before, then where the fewest rows run.
+        # Prefer a shard that has the prompt cached, then the one with the fewest running rows.
         return (prefix is None, load, self.index) if has_pages else None
 
     def admit(self, request: int, prompt: Prompt, *, slot: int, budget: int) -> Row:
-        """A row for a request, which has to read its prompt unless another one has."""
+        """Admit a request; its row must read the prompt unless another row already has."""
         prefix = self.prefixes.get(prompt)
         is_new = prefix is None
         if prefix is None:
@@ -265,6 +266,8 @@ class BlockScheduler:
             unread=list(prompt.ids[:-1]) if is_new else [],
             reads=prefix.reads,
         )
+
+        # Share the full pages of a known prompt; the partial last page is copied below.
         num_full, rest = divmod(prefix.num_tokens, self._page_tokens)
         if prefix.kept:
             row.pages, prefix.kept = prefix.kept, []

@@ -18,10 +18,10 @@ from jaxrl.types import Draw, Group
 
 @dataclass(frozen=True)
 class SharedRollout:
-    """Rollout of all processes: each samples whole groups of its share of the tasks.
+    """Rollout across processes: each samples complete groups for its share of the tasks.
 
-    Every process receives the trajectories of all, in task order. If one process is interrupted or
-    loses its environment, all of them stop.
+    Every process receives all trajectories, in task order. If one process is interrupted or loses
+    its environment, all of them stop.
 
     Attributes:
         local: Rollout of this process.

@@ -1,4 +1,4 @@
-"""Checks of what an environment returns: types, and texts and numbers that JSON can hold."""
+"""Validation of environment results: types, and values that JSON can represent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.utils.text import writable
 
 
 def failed_step(why: str) -> StepResult:
-    """Makes the reply that ends an episode as an environment error."""
+    """Return a step result that ends the episode with an environment error."""
     return StepResult(outcome=Outcome.ENVIRONMENT_ERROR, error=writable(why)[:MAX_ERROR])
 
 
@@ -35,7 +35,7 @@ _REWARD_TYPES = {"parts": Mapping, "turn_parts": Mapping, "final_answer": str}
 
 
 def validate_step_result(reply: Any) -> StepResult:
-    """A reply that can be worked with: of the right types, all of it such as JSON can hold."""
+    """Return a result with values that JSON can represent, or a failed step if it is invalid."""
     try:
         _check_types("step", reply, StepResult, _REPLY_TYPES)
         _check_inserted(reply.observation)
@@ -60,7 +60,7 @@ def validate_step_result(reply: Any) -> StepResult:
 
 
 def _changed(one: Any, **values: Any) -> Any:
-    """A dataclass with other values; itself where they are its own, as nearly always."""
+    """Replace fields of a dataclass; return the same object if nothing changes, the usual case."""
     for name, value in values.items():
         if getattr(one, name) is not value:
             return dataclasses.replace(one, **values)
@@ -68,7 +68,7 @@ def _changed(one: Any, **values: Any) -> Any:
 
 
 def writable_record(record: CallRecord) -> CallRecord:
-    """A record whose texts JSON can hold."""
+    """Return a record with texts that JSON can represent."""
     error = record.error and writable(record.error)[:MAX_ERROR]
     return _changed(record, call=writable(record.call), error=error)
 
@@ -81,13 +81,15 @@ def _check_inserted(observation: Observation | ToolResults | None) -> None:
         if not observation.bodies or not all(isinstance(body, str) for body in observation.bodies):
             raise TypeError(f"ToolResults.bodies is {observation.bodies!r:.100}; expected texts")
         if len(observation.images_of_each) != len(observation.bodies):
-            raise TypeError("ToolResults.images has not as many entries as bodies")
+            raise TypeError(
+                "ToolResults.images and bodies differ in length; expected one entry per body"
+            )
     if not all(isinstance(picture, Picture) for picture in images_of(observation)):
-        raise TypeError("an observation's images are no Pictures (jaxrl.envs.images)")
+        raise TypeError("an observation has an image that is not a Picture (jaxrl.envs.images)")
 
 
 def images_of(observation: Observation | ToolResults | None) -> list[Picture]:
-    """Images of an observation, in its order."""
+    """Return the images of an observation in order."""
     if isinstance(observation, ToolResults):
         return [picture for some in observation.images for picture in some]
     return [] if observation is None else list(observation.images)
@@ -96,7 +98,7 @@ def images_of(observation: Observation | ToolResults | None) -> list[Picture]:
 def without_images(
     observation: Observation | ToolResults | None,
 ) -> Observation | ToolResults | None:
-    """An observation that names its images in place of showing them."""
+    """Replace the images of an observation by the text `[image]`."""
 
     def body(text: str, images: Sequence[Picture]) -> str:
         return "\n".join([*([text] if text else []), *["[image]"] * len(images)])
@@ -123,13 +125,14 @@ def _writable_fields(observation: Observation | ToolResults) -> Observation | To
 
 
 def checked_reward(reward: Any) -> Reward:
-    """A reward that can be worked with, its numbers finite.
+    """Return a valid reward with finite numbers.
 
     Raises:
-        TypeError, ValueError: it is something else.
+        TypeError, ValueError: The reward is invalid.
     """
     _check_types("score", reward, Reward, _REWARD_TYPES)
-    numbers = {**reward.parts, "total": reward.total}  # a part is told before the sum it spoils
+    # report a bad part before the total that it spoils
+    numbers = {**reward.parts, "total": reward.total}
     for name, value in numbers.items():
         if not (isinstance(name, str) and isinstance(value, Real) and math.isfinite(value)):
             raise ValueError(f"the reward's {name!r} is {value!r}; expected a finite number")
@@ -145,7 +148,7 @@ def checked_reward(reward: Any) -> Reward:
 
 
 def _check_types(method: str, result: Any, wanted: type, fields: Mapping[str, Any]) -> None:
-    """Refuses what is no `wanted`, or has a field of another type."""
+    """Raise TypeError if the result is not a `wanted`, or if a field has the wrong type."""
     name = wanted.__name__
     if not isinstance(result, wanted):
         raise TypeError(f"{method} gave {type(result).__name__}; expected {name}")
@@ -157,7 +160,11 @@ def _check_types(method: str, result: Any, wanted: type, fields: Mapping[str, An
 
 
 def check_chat(messages: Iterable[Any]) -> None:
-    """Refuses messages without text as role and content; errors as of a mapping without them."""
+    """Check that the role and content of each message are text.
+
+    Raises:
+        KeyError, TypeError: A message is invalid.
+    """
     for message in messages:
         texts = [message["role"], message["content"]]
         if not all(isinstance(text, str) for text in texts):

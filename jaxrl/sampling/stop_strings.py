@@ -1,4 +1,4 @@
-"""Finds stop strings while tokens are sampled, wherever their bytes fall."""
+"""Stop string matching during sampling, independent of token boundaries."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,18 +7,18 @@ import numpy as np
 
 
 class StopAutomaton:
-    """An automaton that reads a turn token by token and says which token completes a stop string.
+    """Automaton over the tokens of a turn that detects the token that completes a stop string.
 
-    A tag need not begin or end with a token (`?</` may open it, `>.` may close it), so strings are
-    matched byte by byte with the automaton of Aho and Corasick
-    (https://doi.org/10.1145/360825.360855), whose moves are composed over the bytes of each token.
+    A tag need not align with tokens (`?</` may open it, `>.` may close it). Strings are therefore
+    matched byte by byte with the Aho-Corasick automaton (https://doi.org/10.1145/360825.360855),
+    with moves composed over the bytes of each token.
 
-    Each turn starts in state 0. After a hit the turn is over: the state is in range and no more.
+    Each turn starts in state 0. After a hit the state is valid but has no meaning.
 
     Attributes:
-        next_state: int8 or int16 [S, V], the state after a token.
-        is_hit: bool [S, V], True where a stop string ends inside the token.
-        stop_strings: UTF-8 bytes of each.
+        next_state: int8 or int16 [S, V], state after each token.
+        is_hit: bool [S, V], True if a stop string ends within the token.
+        stop_strings: UTF-8 bytes of each stop string.
     """
 
     next_state: np.ndarray
@@ -36,25 +36,26 @@ class StopAutomaton:
         self.next_state, self.is_hit = _lift_to_tokens(moves, ends, vocab_bytes)
 
     def state(self, token_ids: Sequence[int]) -> int:
-        """The state after some tokens of a turn in which no stop string has ended."""
+        """Return the state after the tokens of a turn that contain no complete stop string."""
         state = 0
         for token in token_ids:
             state = int(self.next_state[state, token])
         return state
 
     def first_stop(self, data: bytes) -> int | None:
-        """Finds the end in `data` of the stop string that is complete first; None without one."""
+        """Return the end offset in `data` of the stop string that completes first, or None."""
         ends = [data.find(stop) + len(stop) for stop in self.stop_strings if stop in data]
         return min(ends, default=None)
 
     def cut(self, token_bytes: Sequence[bytes]) -> bytes:
-        """The bytes of a turn, up to the end of its first stop string if it has one."""
+        """Return the bytes of a turn, truncated after its first stop string."""
         data = b"".join(token_bytes)
         return data[: self.first_stop(data)]
 
 
 def _byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Aho-Corasick over bytes: moves int16 [S, 256], and bool [S] where a pattern has ended."""
+    """Build the Aho-Corasick automaton: moves int16 [S, 256], and bool [S] where a pattern ends."""
+    # Build the trie; `ends` marks the last state of each pattern.
     children: list[dict[int, int]] = [{}]
     ends = [False]
     for pattern in patterns:
@@ -72,7 +73,7 @@ def _byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
             "Shorten the environment's `stop_strings`."
         )
 
-    # Breadth first: the longest proper suffix of a state, being shorter, has its moves already.
+    # Breadth first: the longest proper suffix of a state is shorter, so its moves are complete.
     moves = np.zeros((len(children), 256), np.int16)
     suffix = [0] * len(children)
     queue = deque([0])
@@ -90,7 +91,7 @@ def _byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 def _lift_to_tokens(
     moves: np.ndarray, ends: np.ndarray, vocab_bytes: Sequence[bytes]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Composes the moves over each token's bytes: state after it, and whether it passed an end."""
+    """Compose the moves over the bytes of each token: final state, and whether a pattern ended."""
     num_states = len(moves)
     lengths = np.array([len(token) for token in vocab_bytes], np.int64)
     starts = np.cumsum(lengths) - lengths

@@ -1,4 +1,4 @@
-"""A trajectory while it grows, and as it is trained on."""
+"""Trajectories during a rollout, and their conversion for training."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jaxrl.utils.text import writable
 
 @dataclass(slots=True)
 class Span:
-    """Tokens that were sampled one after another; the arrays of each append, in their order."""
+    """A run of consecutive sampled tokens, with one array per append."""
 
-    start: int  # place of the first one
-    end: int  # behind the last one
-    versions: int | Sequence[int]  # of the weights, one for all or one for each
+    start: int  # position of the first token
+    end: int  # position after the last token
+    versions: int | Sequence[int]  # policy version, one for all tokens or one per token
     logprobs: list[np.ndarray] = field(default_factory=list)  # float32, nats
     entropies: list[np.ndarray] = field(default_factory=list)  # float32, nats
 
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """A trajectory while it grows."""
+    """A trajectory during its rollout."""
 
     episode: Episode
     sample_index: int
@@ -39,30 +39,30 @@ class Sample:
     token_ids: list[int]
     prompt_length: int
     attachments: list[Attachment] = field(default_factory=list)  # shown so far
-    sampled: list[Span] = field(default_factory=list)  # in their order
-    num_sampled: int = 0  # tokens that the policy wrote
-    # By context, of its tokens in order.
+    sampled: list[Span] = field(default_factory=list)  # in order
+    num_sampled: int = 0
+    # Per context, the recorded arrays of its tokens in order.
     recorded: list[list[Mapping[str, np.ndarray]]] = field(default_factory=lambda: [[]])
     contexts: list[tuple[int, int]] = field(default_factory=list)  # see `Trajectory.contexts`
-    played: list[PlayedTurn] = field(default_factory=list)  # where there may be several contexts
-    key: np.ndarray | None = None  # uint32 [2], of the first context; see `sample_keys.py`
-    turn_starts: list[int] = field(default_factory=list)  # of every turn and the one under way
+    played: list[PlayedTurn] = field(default_factory=list)  # only if there may be several contexts
+    key: np.ndarray | None = None  # uint32 [2], of the first context; see `sample_keys`
+    turn_starts: list[int] = field(default_factory=list)  # of every turn, including the current one
     reward: Reward | None = None
     reward_records: tuple[CallRecord, ...] = ()
-    usage: Mapping[str, float] = field(default_factory=dict)  # of a model behind an endpoint
+    usage: Mapping[str, float] = field(default_factory=dict)  # from a model behind an endpoint
 
     def begin_first_turn(self) -> None:
-        """Begins the first turn, behind the prompt."""
+        """Begin the first turn, after the prompt."""
         self.turn_starts = [self.prompt_length]
 
     def append_sampled(self, event: Event, version: int) -> None:
-        """Appends what the engine sampled with weights of a version."""
+        """Append tokens sampled by the engine with weights of a given version."""
         self.append(event.token_ids.tolist(), event.logprobs, event.entropies, version)
         if event.recorded:
             self.recorded[-1].append(event.recorded)
 
     def append_unknown(self, token_ids: Sequence[int], version: int) -> None:
-        """Appends what a model wrote whose probabilities nobody knows."""
+        """Append tokens with unknown log-probabilities and entropies (NaN)."""
         unknown = np.full(len(token_ids), np.nan, np.float32)
         self.append(token_ids, unknown, unknown, version)
 
@@ -73,13 +73,13 @@ class Sample:
         entropies: np.ndarray,
         versions: int | Sequence[int],
     ) -> None:
-        """Appends what a model wrote.
+        """Append n tokens written by a model.
 
         Args:
-            token_ids: n of them.
+            token_ids: Ids of the tokens.
             logprobs: float32 [n], nats.
             entropies: float32 [n], nats.
-            versions: see `Span`.
+            versions: See `Span`.
         """
         if not token_ids:
             return
@@ -96,14 +96,14 @@ class Sample:
         self.num_sampled += len(token_ids)
 
     def append_observation(self, token_ids: Sequence[int]) -> None:
-        """Appends what the environment inserted, and begins the next turn."""
+        """Append tokens inserted by the environment and begin the next turn."""
         self.token_ids.extend(token_ids)
         self.turn_starts.append(len(self.token_ids))
 
     def begin_context(self, token_ids: Sequence[int], num_repeated: int) -> None:
-        """Goes on in another context, which begins with these ids, and begins the next turn there.
+        """Begin a new context with these ids, and the next turn in it.
 
-        Of the ids the first `num_repeated` stand in an earlier context too.
+        The first `num_repeated` ids also appear in an earlier context.
         """
         self.contexts.append((len(self.token_ids), num_repeated))
         self.recorded.append([])
@@ -111,12 +111,12 @@ class Sample:
 
     @property
     def context_length(self) -> int:
-        """Tokens of the context that it is in."""
+        """Return the length of the current context in tokens."""
         return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
 
     def token_arrays(self, declared: Mapping[str, TokenArray]) -> dict[str, np.ndarray]:
-        """Recorded arrays `[L, ...]`; a context's last token, which is not read, has `fill`."""
-        if not any(self.recorded):  # an episode that did not begin
+        """Return recorded arrays `[L, ...]`; the unread last token of each context has `fill`."""
+        if not any(self.recorded):  # the episode never began
             return {}
         starts = [0, *(start for start, _ in self.contexts), len(self.token_ids)]
         lengths = np.diff(starts).tolist()
@@ -131,14 +131,14 @@ class Sample:
 
     @property
     def has_failed(self) -> bool:
-        """True of an environment error."""
+        """Return True after an environment error."""
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
     def finished(self, reward: Reward) -> ScoredEpisode:
-        """The trajectory for whoever pays it.
+        """Return the scored episode.
 
-        Its `completion_ids` are all ids behind the prompt; those that a later context repeats
-        stand there once.
+        Its `completion_ids` are all ids after the prompt; ids repeated by a later context appear
+        once.
         """
         ids, first = [], self.prompt_length
         for start, count in self.contexts:
@@ -148,23 +148,27 @@ class Sample:
         return ScoredEpisode(episode=self.episode, reward=reward, completion_ids=ids)
 
     def fail(self, error: BaseException) -> None:
-        """Ends as an environment error, since it could not be scored."""
+        """End with an environment error because scoring failed."""
         turns, message = self.episode.turns, writable(f"score: {failure_report(error)}")
         self.episode.outcome = Outcome.ENVIRONMENT_ERROR
         turns[-1] = dataclasses.replace(turns[-1], error=message)
 
 
 def trajectory_of(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajectory:
-    """The trajectory of a sample as it stands, with its recorded arrays."""
+    """Convert a sample in its current state to a trajectory, with its recorded arrays."""
     reward, length = sample.reward, len(sample.token_ids)
     loss_mask, versions = np.zeros(length, bool), np.full(length, -1, np.int32)
     logprobs, entropies = np.zeros((2, length), np.float32)
+
+    # Scatter the spans over the tokens; everything else was inserted.
     for span in sample.sampled:
         loss_mask[span.start : span.end] = True
         versions[span.start : span.end] = span.versions
     if sample.sampled:
         logprobs[loss_mask] = np.concatenate([x for one in sample.sampled for x in one.logprobs])
         entropies[loss_mask] = np.concatenate([x for one in sample.sampled for x in one.entropies])
+
+    # Samples without a reward keep the defaults of `Trajectory`.
     scored: dict[str, Any] = {}
     if reward is not None:
         scored = {

@@ -1,4 +1,4 @@
-"""The trainer's parameters as the weights that the sampler's programs read."""
+"""Conversion of the trainer's parameters to the weights that the sampler's programs read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxrl.types import Params
 
 
 class Weights:
-    """Makes weights of parameters, and frees them.
+    """Converter from parameters to sampler weights, which owns the weights' memory.
 
-    They are copies, so later changes of the parameters do not touch them. A parameter that no run
-    of its architecture trains is read itself where the sampler reads it as it is; one that only
-    `config.model.freeze_tower` leaves as it is, is copied. What was given up (see `donate`) is
-    theirs.
+    Weights are copies, so later updates of the parameters do not affect them. There is one
+    exception: a parameter that no run of the architecture trains is shared if the sampler reads it
+    unchanged. Parameters frozen only by `config.model.freeze_tower` are copied. Donated parameters
+    (see `donate`) belong to this object.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Weights:
         scan_layers: bool,
         key: Hashable = None,
     ):
-        """Declares the program.
+        """Declare the conversion program.
 
         Args:
-            prepare: parameters to weights.
-            policy: whose parameters they are.
-            mesh: where the weights lie.
-            train_mesh: where the parameters lie.
-            scan_layers: see `decode.Programs`.
-            key: of `prepare`; see `jitted`.
+            prepare: Function from parameters to weights.
+            policy: Architecture of the parameters.
+            mesh: Mesh of the weights.
+            train_mesh: Mesh of the parameters.
+            scan_layers: See `decode.Programs`.
+            key: Key of `prepare`; see `jitted`.
         """
         self._key = joined(key, train_mesh)
         self._prepare, self._mesh, self._train_mesh = prepare, mesh, train_mesh
@@ -66,12 +66,12 @@ class Weights:
         frozen = flatten_dict(policy.parts()[1].abstract_params())
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
         self._is_lent = [tuple(one.key for one in path) in frozen for path in paths]
-        # One program in a run that trains. Compiled when they are first wanted.
+        # A training run needs one program; others compile on first use.
         self._program = functools.cache(self._declare)
         self._own: list[jax.Array] = []
 
     def abstract(self) -> Params:
-        """The weights' shapes and layouts."""
+        """Return the shapes and shardings of the weights."""
         return jax.tree.map(
             lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
             self._abstract,
@@ -79,7 +79,7 @@ class Weights:
         )
 
     def _find_same(self, policy: Architecture) -> dict[int, int]:
-        """Places of weights that are parameters as they are, with the places of these."""
+        """Map each weight that is an unchanged parameter to it, by index."""
         lie = jax.tree.leaves(param_shardings(self._mesh, policy))
         program = jax.make_jaxpr(self._prepare)(self._params)
         places = {id(variable): place for place, variable in enumerate(program.jaxpr.invars)}
@@ -92,12 +92,12 @@ class Weights:
         }
 
     def _declare(self, given: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
-        """The program that makes some weights out of some parameters, both by their places."""
+        """Return a program from the parameters at indices `given` to the weights at `wanted`."""
         structure, shapes = jax.tree.structure(self._params), jax.tree.leaves(self._params)
         prepare = self._prepare
 
         def make(params: list[jax.Array]) -> list[jax.Array]:
-            # Nothing is computed of the zeros: what would be is not wanted.
+            # The zeros are placeholders: no wanted weight depends on them.
             leaves = [jnp.zeros(x.shape, x.dtype) for x in shapes]
             for place, param in zip(given, params, strict=True):
                 leaves[place] = param
@@ -121,11 +121,12 @@ class Weights:
         return call
 
     def of(self, params: Params) -> Params:
-        """The weights of parameters; those made before must be freed.
+        """Convert parameters to weights; previous weights must have been freed.
 
-        Parameters that were given up are read a few at a time, the largest first, and freed as soon
-        as their weights are made: so there is never all of both.
+        Donated parameters are read a few at a time, the largest first, and freed once their weights
+        exist. Parameters and weights are therefore never both complete in memory.
         """
+        # Donated parameters are callables: convert each independent part separately.
         given, layouts = jax.tree.leaves(params), jax.tree.leaves(self.layouts)
         parts: list[tuple[Sequence[int], Sequence[int]]] = [
             (range(len(given)), range(len(layouts)))
@@ -134,6 +135,8 @@ class Weights:
             shapes = jax.tree.leaves(self._params)
             program = jax.make_jaxpr(self._prepare)(self._params)
             parts = sorted(related(program), key=lambda part: -sum(shapes[p].size for p in part[0]))
+
+        # Share the weights that are unchanged parameters; compute the others.
         weights: dict[int, jax.Array] = {}
         for sources, places in parts:
             arrays = {p: given[p]() if callable(given[p]) else given[p] for p in sources}
@@ -151,7 +154,7 @@ class Weights:
             self._own += made
             if is_free:
                 jax.block_until_ready(made)
-                # Of what was given up, arrays that are weights themselves stay; the others go.
+                # Keep donated arrays that are weights themselves; free the others.
                 taken = {self._same[place] for place in places if place not in wanted}
                 self._own += [arrays[p] for p in is_free & taken]
                 delete([arrays[p] for p in is_free - taken])
@@ -159,7 +162,7 @@ class Weights:
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
 
     def free(self) -> None:
-        """Gives back their memory at once, whoever still refers to them."""
+        """Free the weights immediately, even if other references exist."""
         delete(self._own)
         self._own = []
         if self._mesh.devices.flat[0].platform == "cpu":
@@ -167,15 +170,15 @@ class Weights:
 
 
 def donate(params: Params) -> Params:
-    """Parameters that nobody needs any more once weights are made of them, for `Weights.of`.
+    """Mark parameters as no longer needed once `Weights.of` has converted them.
 
-    Each becomes a function that returns it, as one that is still on disk is (`load_hf`).
+    Each becomes a function that returns it, like a parameter that is still on disk (`load_hf`).
     """
     return jax.tree.map(lambda leaf: leaf if callable(leaf) else lambda: leaf, params)
 
 
 def related(program: Any) -> list[tuple[list[int], list[int]]]:
-    """The parts of a traced function that have no input in common: places of inputs and outputs."""
+    """Partition the input and output indices of a traced function into independent parts."""
     inputs = [{place} for place in range(len(program.jaxpr.invars))]
     parts: list[tuple[set[int], set[int]]] = []
     for place, needed in enumerate(_needs(program.jaxpr, inputs)):
@@ -188,7 +191,7 @@ def related(program: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def _needs(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
-    """The sources of each output, given those of each input."""
+    """Return the sources that each output depends on, given those of each input."""
     sources = {id(variable): needed for variable, needed in zip(jaxpr.invars, inputs, strict=True)}
     for equation in jaxpr.eqns:
         needed = [sources.get(id(variable), set()) for variable in equation.invars]
@@ -201,11 +204,11 @@ def _needs(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
 
 
 CALLS = {"jit", "pjit", "custom_vjp_call"}
-"""Primitives that call another traced function, with the same inputs and outputs."""
+"""Primitives that call another traced function with the same inputs and outputs."""
 
 
 def delete(arrays: Any) -> None:
-    """Frees device arrays at once, whoever still refers to them; donated ones are gone already."""
+    """Free device arrays immediately, even if other references exist; skip donated arrays."""
     for array in jax.tree.leaves(arrays):
         if not array.is_deleted():
             array.delete()
