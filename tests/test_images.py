@@ -768,7 +768,9 @@ class TestDemonstrations:
         saved(tmp_path / "a.png")
         for token in (PAD, VIDEO):
             chat = [*CHAT, {"role": "assistant", "content": f"a {token} dot"}]
-            why = f"d.jsonl:1: a message of the assistant has '{token}', which stands for an image"
+            why = (
+                f"d.jsonl:1: a message of the assistant has '{token}', the placeholder of an image"
+            )
             with pytest.raises(ValueError, match=re.escape(why)):
                 self.read(tmp_path, {"messages": chat}, processor)
 

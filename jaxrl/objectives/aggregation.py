@@ -29,7 +29,7 @@ def token_weights(
     """
     token_counts = np.array([mask.sum() for mask in loss_masks], np.int64)
     weights = np.asarray(aggregation(token_counts))
-    # a negative weight would reverse the gradient
+    # A negative weight would reverse the gradient.
     is_weight = np.isfinite(weights) & (weights >= 0)
     if weights.shape not in ((), token_counts.shape) or not is_weight.all():
         raise ValueError(
@@ -85,6 +85,5 @@ AGGREGATIONS: dict[str, Callable[..., Any]] = {
 ARRAYS = ("token_counts",)
 """Arrays that an aggregation may request.
 
-`token_counts` is int [N]: trained tokens per trajectory of a mini-batch. It includes trajectories
-that the update skips because they have no signal.
+`token_counts` is int [N], trained tokens per trajectory, including trajectories without signal.
 """

@@ -23,12 +23,7 @@ class Metric:
     reduction: str = struct.field(pytree_node=False, default="mean")  # key of REDUCTIONS
 
     def reduce(self, loss_mask: Bool[Array, "R T"], token_weights: Float[Array, "R T"]) -> Metric:
-        """Reduce to a partial result for one micro-batch, without gradient.
-
-        Args:
-            loss_mask: True for tokens that the policy sampled.
-            token_weights: Weights of the token losses in the loss.
-        """
+        """Reduce to a partial result for one micro-batch, without gradient."""
         values = jax.lax.stop_gradient(self.value)
         reduced = REDUCTIONS[self.reduction].reduce(values, loss_mask, token_weights)
         return dataclasses.replace(self, value=reduced)
@@ -84,11 +79,7 @@ REDUCTIONS = {
         merge=np.mean,
     ),
 }
-"""Reductions by name.
-
-`mean` and `maximum` (at least 0) are over sampled tokens; `loss` is the weighted sum that the loss
-uses.
-"""
+"""`mean` and `maximum` (at least 0) over sampled tokens; `loss` is summed like the loss."""
 
 
 def mean(values: Sequence[float]) -> float:

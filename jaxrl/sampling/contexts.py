@@ -29,7 +29,7 @@ class PlayedTurn:
 
 
 Keep = Callable[[Sequence[PlayedTurn], int], list[int]]
-"""Function from the turns so far and a count of at least 1 to the ids that follow the prompt.
+"""Function from the turns so far and a count of at least 1 to the ids after the prompt.
 
 The ids start the next context and end with the newest observation.
 """

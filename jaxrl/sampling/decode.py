@@ -194,10 +194,9 @@ class Programs:
 
     @property
     def _chunk(self) -> P:
-        """Return the sharding of a chunk's keys or values.
+        """Return the sharding of a chunk: `[r, K, C, H]`, or `[n, r, K, C, H]` for n layers.
 
-        Shapes are `[r, K, C, H]`, or `[n, r, K, C, H]` for n stacked layers. A layer axis of size
-        one would cost a CPU an eighth of its time in copies.
+        A layer axis of size one would cost a CPU an eighth of its time in copies.
         """
         return P(None, *_PAGES) if self.scan_layers else _PAGES
 
@@ -485,8 +484,8 @@ class Programs:
     ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
         """Return a function that attends to the past and to the chunk so far, and the past.
 
-        The function reads the past below the queries' limits. The past has one entry per layer, or
-        a single one for all layers.
+        Queries see the past below their limits. The past has one entry per layer, or one for all
+        layers.
         """
         if self.kernels.past is None or self.scan_layers:
             over_pages = self._over_pages()
@@ -567,9 +566,9 @@ def scans(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
     """Return True if the sampler loops over stacked layers, given `config.model.scan_layers`.
 
     XLA copies each layer's weights before a loop multiplies with them. On a CPU this took a fifth
-    of the time; on a GPU it moves the weights three times per step. Unrolled layers compile in
-    seconds on both. With an adapter, however, a loop reads the trainer's arrays directly, so they
-    are in memory only once, which matters more on a GPU.
+    of the time; on a GPU it moves the weights three times per step, and unrolled layers compile in
+    seconds. With an adapter, however, a loop reads the trainer's arrays directly, so they are in
+    memory only once, which matters more on a GPU.
     """
     return scan_layers and (platform == "tpu" or (platform == "gpu" and has_adapter))
 

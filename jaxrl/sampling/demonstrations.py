@@ -86,7 +86,7 @@ def read_demonstrations(
         if pictures and processor is None:
             raise ValueError(
                 f"{place} has images, and the model reads none: its config.json has no "
-                "image_token_id. Set config.model.path to a model that does, as Qwen2.5-VL."
+                "image_token_id. Set config.model.path to a model that does, such as Qwen2.5-VL."
             )
         if processor is not None:
             try:
@@ -161,6 +161,8 @@ def encode_demonstration(
         raise ValueError(f"{place}: {error}") from error
     pieces: list[Piece] = []
     num_sampled = 0  # length of the turn that an observation answers
+
+    # The chat template may write the beginning of the first assistant message.
     first = _continue(tokenizer.opener_with(chat_tools), turns[0], place)
     messages = [*messages[:start], first, *turns[1:]]
     later = sorted({*roles[start:]} - {"assistant", "tool"})
@@ -240,11 +242,13 @@ def _of_pieces(
             )
     token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in written])
     loss_mask = np.concatenate([np.full(len(ids), is_sampled) for ids, is_sampled in written])
+
+    # Placeholders of images and videos must not be trained on.
     for id in (tokenizer.image_id, tokenizer.video_id):
         if id is not None and id in token_ids[loss_mask]:
             raise ValueError(
-                f"{place}: a message of the assistant has {tokenizer.decode([id])!r}, which stands "
-                "for an image or a video and is never written; take it out."
+                f"{place}: a message of the assistant has {tokenizer.decode([id])!r}, the "
+                "placeholder of an image or a video, which a model never writes; remove it."
             )
     if not loss_mask.any():
         raise ValueError(f"{place}: the assistant's messages are all empty; there is no example.")
@@ -298,10 +302,10 @@ def _continue(opener: str, message: dict[str, Any], place: str) -> dict[str, Any
         return {**message, "content": content.lstrip().removeprefix(begun).lstrip()}
     if begun.endswith("<think>") and "</think>" not in mask_calls(content).partition("<think>")[0]:
         raise ValueError(
-            f"{place}: the model's chat template begins every answer with {opener!r}, and "
-            f"{content[:40]!r} neither begins so nor ends that thought. Begin the first assistant "
-            "message with it, or see whether config.prompt.chat_template_kwargs can turn it off "
-            "(enable_thinking)."
+            f"{place}: the model's chat template begins every answer with {opener!r}, but "
+            f"{content[:40]!r} does not start with it or close the thought. Start the first "
+            "assistant message with it, or try to disable it with "
+            "config.prompt.chat_template_kwargs (enable_thinking)."
         )
     return message
 

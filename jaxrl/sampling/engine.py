@@ -223,11 +223,10 @@ class Engine:
         )
         self.device = mesh.devices.flat[0]  # for computations on a single device
         # A chunk dispatched before the last report is read may contain stopped rows. An accelerator
-        # computes them in parallel with the others; a CPU would lose the time of a chunk in each
-        # turn.
+        # computes them in parallel with the others; a CPU would lose the time of a chunk per turn.
         self.overlaps = self.device.platform != "cpu"
 
-        # Shape buckets.
+        # Bucket sizes, which keep the number of compiled programs small.
         self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard, dtype)
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.past_sizes = (
@@ -465,7 +464,7 @@ class Engine:
                 raise ValueError(
                     f"a prompt has {len(request.prompt_ids)} tokens, but the engine was made for "
                     f"max_prompt_tokens={self._max_prompt_tokens}. This is a bug in jaxrl: longer "
-                    "ones are cut or refused before they come here."
+                    "prompts should be truncated or refused earlier."
                 )
             self._check_budget(len(request.prompt_ids), request.budget)
             self._prefill.check(request.prompt_ids, request.attachments)
@@ -503,7 +502,7 @@ class Engine:
             raise ValueError(f"a request may sample {budget} tokens; expected at least 1.")
         if length + budget > self._max_total_tokens:
             raise ValueError(
-                f"a request of {length} tokens may sample {budget}, together more than "
+                f"a request of {length} tokens has a budget of {budget}; expected a total of up to "
                 f"max_total_tokens={self._max_total_tokens}. This is a bug in jaxrl."
             )
 
@@ -686,7 +685,7 @@ class Engine:
             self._keys[slot] = request.sample_key
             self._write_table(row)
             row.stop_state = request.stop_state
-            # another row reads the prompt: only the position offset is needed
+            # Another row reads the prompt: only the position offset is needed.
             is_read = not row.unread
             self._prefill.place(row, request.prompt_ids, request.attachments, 0)
             if is_read:
@@ -812,6 +811,8 @@ class Engine:
     ) -> tuple[Rows, list[tuple[int, int]]]:
         """Return the rows of a chunk for the device, and the (request, report index) of each."""
         total, num_steps = self.num_shards * num_rows, self.programs.num_steps
+
+        # Padding rows are inactive and have source -1.
         ints = np.zeros((5, total), np.int32)
         ints[0] = -1
         active, slots = np.zeros(total, bool), np.zeros(total, np.int32)
@@ -854,6 +855,7 @@ class Engine:
         small, large = self.append_sizes[0], self.append_sizes[-1]
         left = [deque(row for row in rows if row.unread) for rows in running]
         while any(left):
+            # Embed the attachments of as many rows as fit, then prefill these rows.
             rows = [self._prefill.next_rows(of_shard) for of_shard in left]
             attached = [
                 tuple(one for row in of_shard for one in row.unread_attachments)

@@ -1,4 +1,4 @@
-"""Episodes with an environment, independent of what generates the turns: prompts, replies, rewards.
+"""Episodes with an environment, for any source of turns: prompts, replies, rewards.
 
 Rollouts derive from `EpisodePlayer`, which converts between tokens and text; `demonstrations.py`
 calls the same functions. Environment output is encoded once, when it is appended.
@@ -78,7 +78,7 @@ class Limits:
     def room_in_context(self, prompt_length: int, num_sampled: int) -> int | None:
         """Return the room for an observation that starts a context; None if there is one context.
 
-        The prompt and the turn that it answers precede it, and another turn must fit after it.
+        The prompt and the answered turn precede it, and another turn must fit after it.
         """
         if self.context is None:
             return None
@@ -129,10 +129,9 @@ class EpisodePlayer:
         pay: Pay | None = None,
         processor: Processor | None = None,
     ):
-        """Store the components.
+        """Use `Schedule()` and the environment's own rewards by default.
 
-        `schedule` defaults to `Schedule()`. `pay` computes the rewards of scored episodes; by
-        default they are those of the environment. `processor` reads images; None for a text-only
+        `pay` computes rewards from scored episodes. `processor` reads images; None for a text-only
         model.
         """
         self._processor = processor
@@ -217,8 +216,8 @@ class EpisodePlayer:
         if self._processor is None:
             raise UnreadableError(
                 "there is an image, and the model reads none: its config.json has no "
-                "image_token_id. Set config.model.path to a model that does, as Qwen2.5-VL (whose "
-                "folder also counts for endpoints), or leave images out, by columns={'images': ''}"
+                "image_token_id. Set config.model.path to a model that does, such as Qwen2.5-VL "
+                "(its folder also counts for endpoints), or drop images with columns={'images': ''}"
             )
         return self._processor
 
@@ -277,11 +276,7 @@ class EpisodePlayer:
         )
 
     def _start(self, task: Task) -> Sequence[Message]:
-        """Return the chat that starts an episode, with a mark for each image.
-
-        Raises:
-            StartError: The environment failed, or the marks do not match the images.
-        """
+        """Return the chat that starts an episode, with a mark per image, or raise `StartError`."""
         try:
             [messages] = self._env.start([task])
             check_chat(messages)
@@ -302,8 +297,7 @@ class EpisodePlayer:
     def _budget(self, sample: Sample, num_added: int = 0, context_length: int | None = None) -> int:
         """Return how many tokens may be sampled after `num_added` more tokens.
 
-        `context_length` is the length of the context with these tokens; None for that of the
-        sample.
+        `context_length` is the context length with these tokens; None for that of the sample.
         """
         limits = self._limits
         room = limits.max_total_tokens - len(sample.token_ids) - num_added
@@ -473,7 +467,7 @@ class EpisodePlayer:
 
     def _end(self, sample: Sample, turn: Turn, outcome: Outcome) -> None:
         sample.episode.turns.append(turn)
-        # an earlier turn failed, but the episode continued
+        # An earlier turn may have failed without ending the episode.
         if any(turn.error for turn in sample.episode.turns):
             outcome = Outcome.ENVIRONMENT_ERROR
         sample.episode.outcome = outcome

@@ -30,8 +30,7 @@ class Sampling:
         temperature: Tokens are sampled from softmax(logits / temperature); 0 is greedy.
         top_p: Nucleus sampling probability in (0, 1]; 1 samples from all tokens.
         seeds: Seeds of the samples.
-        policy_version: Number of updates that the engine's weights have had, recorded with every
-            sampled token.
+        policy_version: Number of updates before these weights, recorded with every sampled token.
         keeps_arrays: True if trajectories keep the per-token arrays recorded by the engine. False
             in an evaluation, which trains on nothing.
         unfinished: Maximum number of groups that may be returned as None; they resume when their
@@ -48,7 +47,7 @@ class Sampling:
 
 
 RolloutFunction = Callable[..., Sequence[Group | None]]
-"""Function from draws and `Sampling` to one group per draw, called like `sampling.rollout.Rollout`.
+"""Function from draws and `Sampling` to groups, called like `sampling.rollout.Rollout`.
 
 If `Sampling.unfinished` is above 0, the list has None for each unfinished group.
 """
@@ -70,8 +69,7 @@ class Counts:
 WAITS = ("lag", "cache", "tasks")
 """Reasons why nothing is decoded while waiting for a reply.
 
-`lag`: rows could be decoded, but the reply is due. `cache`: other requests do not fit in the cache.
-`tasks`: all trajectories wait.
+`lag`: the reply is due, although rows could run. `cache`: no room in the cache. `tasks`: all wait.
 """
 
 

@@ -38,10 +38,7 @@ _PATIENCE_S = 5.0
 """Seconds that pending calls have to finish when a rollout is aborted."""
 
 LOOK_S, GLANCE_S = 1.0, 0.005
-"""Polling intervals in seconds while a rollout waits: for a stop request, and for an idle device.
-
-Waiting time counts from the poll that finds the device idle.
-"""
+"""Polling intervals while a rollout waits, in seconds: once the device is idle, and before."""
 
 _NOBODY = -1
 
@@ -51,8 +48,7 @@ class _Call:
     """A call of the environment, pending or finished."""
 
     due: int  # number of the chunk before which its replies are added
-    # (request, sample, text of its turn); the request is `_NOBODY` if it is no longer in the
-    # engine.
+    # (request, sample, turn text); the request is `_NOBODY` if it is no longer in the engine.
     members: list[tuple[int, Sample, str]]
     replies: Future[list[StepResult]]
     ends: float = math.inf  # deadline on the monotonic clock
@@ -190,16 +186,9 @@ class Rollout(EpisodePlayer):
     ) -> None:
         """Decode samples until at most `Sampling.unfinished` groups are open.
 
-        Args:
-            groups: All samples.
-            samples: Samples in the engine, by request.
-            calls: Pending calls in the order of creation.
-            sampling: See `__call__`.
-            should_stop: See `__call__`.
-            progress: See `__call__`.
+        `samples` are those in the engine, by request; `calls` are pending calls, oldest first.
         """
-        # With a lag of 1, replies are added before the very next chunk, so this one must be read
-        # first.
+        # With a lag of 1, replies enter the very next chunk, so this one must be read first.
         is_next = self._schedule.deterministic and self._schedule.lag_chunks == 1
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:

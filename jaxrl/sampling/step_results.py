@@ -131,7 +131,7 @@ def checked_reward(reward: Any) -> Reward:
         TypeError, ValueError: The reward is invalid.
     """
     _check_types("score", reward, Reward, _REWARD_TYPES)
-    # report a bad part before the total that it spoils
+    # Report a bad part before the total that it spoils.
     numbers = {**reward.parts, "total": reward.total}
     for name, value in numbers.items():
         if not (isinstance(name, str) and isinstance(value, Real) and math.isfinite(value)):
@@ -160,11 +160,7 @@ def _check_types(method: str, result: Any, wanted: type, fields: Mapping[str, An
 
 
 def check_chat(messages: Iterable[Any]) -> None:
-    """Check that the role and content of each message are text.
-
-    Raises:
-        KeyError, TypeError: A message is invalid.
-    """
+    """Raise KeyError or TypeError unless the role and content of each message are text."""
     for message in messages:
         texts = [message["role"], message["content"]]
         if not all(isinstance(text, str) for text in texts):

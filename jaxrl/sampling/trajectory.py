@@ -73,14 +73,7 @@ class Sample:
         entropies: np.ndarray,
         versions: int | Sequence[int],
     ) -> None:
-        """Append n tokens written by a model.
-
-        Args:
-            token_ids: Ids of the tokens.
-            logprobs: float32 [n], nats.
-            entropies: float32 [n], nats.
-            versions: See `Span`.
-        """
+        """Append tokens written by a model, with log-probabilities and entropies in nats."""
         if not token_ids:
             return
         start = len(self.token_ids)

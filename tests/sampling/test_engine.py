@@ -273,7 +273,7 @@ def test_shapes_outside_the_set_are_errors():
         engine._append(None, None, None, variant=40)
     with pytest.raises(ValueError, match=r"prompt has 33 tokens, but .* max_prompt_tokens=32"):
         engine.submit([request(5), request(33)])
-    with pytest.raises(ValueError, match=r"30 tokens may sample 35, .* max_total_tokens=64"):
+    with pytest.raises(ValueError, match=r"30 tokens has a budget of 35; .* max_total_tokens=64"):
         engine.submit([request(5), request(30, budget=35)])
     assert engine.is_idle
 
