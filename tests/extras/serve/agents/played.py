@@ -34,7 +34,7 @@ def limits(**changes):
 
 @functools.cache
 def played_engine():
-    return make_engine(kind=PlayedEngine, kinds=("plain", "greedy"))
+    return make_engine(kind=PlayedEngine, kinds=("full", "greedy"))
 
 
 @contextlib.contextmanager

@@ -327,7 +327,7 @@ def test_a_stop_ends_the_agents_and_leaves_the_engine_empty(tmp_path):
 
 
 def test_an_engine_that_fails_ends_the_rollout(tmp_path):
-    engine = make_engine(kind=PlayedEngine, kinds=("plain",))
+    engine = make_engine(kind=PlayedEngine, kinds=("full",))
     with agents("converses", settings={"folder": str(tmp_path)}, engine=engine) as rollout:
         engine.step = lambda **_: 1 / 0
         with pytest.raises(RuntimeError, match="the engine failed") as caught:
