@@ -1,18 +1,18 @@
-r"""Checks that this device computes what it should: kernels and a small model.
+r"""Check this device's results: kernels and a small model.
 
     python -m benchmarks.agreement --part=checks|kernels|experts|model [--json=FILE] [--shapes=6]
         [--kernels triton xla]
 
-`checks`: the check that a run makes at its start, of each of the platform's kernels, with the heads
-of published models. `kernels`: attention by the platform's kernels and by XLA, forward and backward
-over packed rows and over the sampler's pages, on random shapes against brute force in float64 on
-the host, which reads the inputs as they are rounded. `experts`: the same of products with experts,
-in groups of random sizes. `model`: a greedy rollout of a small float32 model and the gradient of an
-update, on this device against the CPU; products are not rounded to TF32. Samples may differ where
-two tokens are equally likely; log-probabilities are compared as far as tokens are the same.
+`checks`: the startup check of each of the platform's kernels, with the head sizes of published
+models. `kernels`: attention by the platform's kernels and by XLA, forward and backward over packed
+rows and over the sampler's pages, on random shapes, against brute force in float64 on the host,
+which reads the rounded inputs. `experts`: the same for grouped expert products, with random group
+sizes. `model`: a greedy rollout of a small float32 model and the gradient of an update, on this
+device against the CPU, without rounding to TF32. Samples may differ at tokens of equal probability;
+log-probabilities are compared up to the first difference.
 
-The exit status is 1 where a figure is beyond its bound, or no kernel of a line passes its check. A
-kernel that cannot run here is reported, and counts as wrong only where `--kernels` names it.
+The exit status is 1 if a figure exceeds its bound or every kernel of a line fails its check. A
+kernel that cannot run here is reported; it is an error only if `--kernels` names it.
 """
 
 from __future__ import annotations
@@ -58,30 +58,30 @@ from tests.models.attention.brute import (
 )
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.008}
-"""Differences that kernels may have, over the largest value: their sums are float32."""
+"""Largest error relative to the largest value; the kernels accumulate in float32."""
 
 DTYPES = ("float32", "bfloat16")
 
 HEADS = ((16, 8, 128), (28, 4, 128), (14, 2, 64), (4, 2, 64))
-"""Query heads, key heads and head size of Qwen3-0.6B, Qwen2.5-7B, Qwen2.5-0.5B and a small one."""
+"""Query heads, key heads, head size: Qwen3-0.6B, Qwen2.5-7B, Qwen2.5-0.5B, a small model."""
 
 GROUPED = ((1, 8, 64), (32, 96, 512), (48, 128, 768))
-"""Numbers of groups, widths, and widths of what comes out."""
+"""Choices of the number of groups, the input width and the output width."""
 
 CHECKED = ((16, 8, 128), (32, 8, 128), (28, 4, 128), (40, 8, 128), (14, 2, 64), (4, 2, 16))
-"""Like `HEADS`, for the check of a run's start: Qwen3-4B's and Qwen2.5-32B's too."""
+"""Like `HEADS`, for the startup check, with Qwen3-4B and Qwen2.5-32B."""
 
 WIDTHS = ((2048, 768), (64, 48))
-"""Widths of a model and of its experts: of Qwen3-30B-A3B, and of a small one."""
+"""Model and expert widths: Qwen3-30B-A3B and a small model."""
 
 
 def kernels_of(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Dotted names of the platform's kernels, by name, the preferred first."""
+    """Return the platform's kernels as name to dotted path, preferred first."""
     return dict(table.get(jax.devices()[0].platform, {}))
 
 
 def check_choices() -> tuple[dict[str, Any], bool]:
-    """Findings of a run's start about each kernel, and whether one of each line passes."""
+    """Return the startup findings per kernel, and True if one kernel of each line passes."""
     device, findings, passed = jax.devices()[0], dict[str, Any](), dict[str, bool]()
     tables = attention_choice.TRAIN, attention_choice.PAGES, experts_choice.KERNELS
     for table, dtype in itertools.product(tables, DTYPES[::-1]):
@@ -90,7 +90,7 @@ def check_choices() -> tuple[dict[str, Any], bool]:
             WIDTHS if table is experts_choice.KERNELS else CHECKED, line
         ):
             make = partial(_trials, table, sizes=sizes, dtype=jnp.dtype(dtype), device=device)
-            # A line of its own for each kernel, so that the next one is tried as well.
+            # One call per kernel, so that all are checked and not only the first that passes.
             load = {name: partial(pkgutil.resolve_name, kernels_of(table)[name])}
             for check in select_kernel(make, load, XLA.train).kernel_checks:
                 case = f"{check.operation}, {sizes}, {dtype}"
@@ -116,7 +116,7 @@ def _trials(
 
 
 def far(got: Any, wanted: np.ndarray) -> float:
-    """The largest difference over the largest value; infinite where something is not finite."""
+    """Return the largest error over the largest value; infinity if a value is not finite."""
     got = np.asarray(got, np.float64)
     if not np.isfinite(got).all():
         return float("inf")
@@ -124,14 +124,14 @@ def far(got: Any, wanted: np.ndarray) -> float:
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
-    """The values that an array has in a dtype."""
+    """Round an array to a dtype, as float32."""
     return np.asarray(jnp.asarray(array, dtype), np.float32)
 
 
 def train_distance(
     kernels: Kernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
 ) -> dict[str, float]:
-    """Distances of outputs and gradients over packed rows of random length."""
+    """Return the errors of outputs and gradients over packed rows of random length."""
     num_heads, num_kv_heads, size = heads
     shape = (2, int(rng.integers(130, 400)), num_heads, size)
     *ids, reads = random_rows(rng, *shape[:2], shares_prompts=kernels.shares_prompts)
@@ -154,7 +154,7 @@ def train_distance(
 def pages_distance(
     kernels: Kernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
 ) -> dict[str, float]:
-    """Distances of outputs and log-sum-exp over pages, of one query a row or of several."""
+    """Return the errors of outputs and log-sum-exp over pages, with 1 or 16 queries per row."""
     num_queries = int(rng.choice([1, 16]))
     sizes = (4, num_queries, *heads, kernels.page_tokens, int(rng.integers(2, 7)))
     q, keys, values, tables, limits = random_pages(rng, *sizes)
@@ -167,7 +167,7 @@ def pages_distance(
 
 
 def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    """The largest distances by kernel and dtype, and whether all are within their bounds."""
+    """Return the largest errors by kernel and dtype, and True if all are within bounds."""
     mesh = common.one_device()
 
     def distances(name: str, what: str, dtype: str) -> Iterator[dict[str, float]]:
@@ -186,7 +186,7 @@ def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
 
 
 def line_of(table: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Names of the platform's kernels, the preferred first, and XLA's."""
+    """Return the names of the platform's kernels, preferred first, and XLA's."""
     return [*kernels_of(table), "xla"]
 
 
@@ -196,14 +196,14 @@ def worst_of(
     *,
     is_named: bool,
 ) -> tuple[dict[str, Any], bool]:
-    """The largest distances of each case, and whether all are within their bounds.
+    """Return the largest errors of each case, and True if all are within bounds.
 
-    A kernel that cannot run here is reported, and counts as wrong only where it was asked for.
+    A kernel that cannot run here is reported; it is an error only if the user named it.
 
     Args:
-        distances: distances by part, of each shape of a case.
-        cases: name of the kernel, what it computes, dtype.
-        is_named: the kernels were asked for.
+        distances: Function from a case to the errors by part, one dict per shape.
+        cases: Tuples of kernel name, operation and dtype.
+        is_named: True if the user named the kernels.
     """
     worst: dict[str, dict[str, float]] = {}
     failed: dict[str, str] = {}
@@ -219,7 +219,7 @@ def worst_of(
 
 
 def within_bounds(worst: dict[str, dict[str, float]]) -> bool:
-    """Returns True if all distances are within `BOUNDS`, by labels that end in a dtype."""
+    """Return True if all errors are within `BOUNDS`; labels end in a dtype."""
     return all(
         value <= BOUNDS[label.rpartition(" ")[2]]
         for label, parts in worst.items()
@@ -228,7 +228,7 @@ def within_bounds(worst: dict[str, dict[str, float]]) -> bool:
 
 
 def experts_distance(product: Product, rng: np.random.Generator, dtype: str) -> dict[str, float]:
-    """Distances of outputs and gradients of rows in random groups, some empty, some rows beyond."""
+    """Return the errors of outputs and gradients for random, partly empty groups and extra rows."""
     num_groups, width, columns = (int(rng.choice(sizes)) for sizes in GROUPED)
     shares = rng.dirichlet(np.full(num_groups, 0.3))
     sizes = rng.multinomial(int(rng.integers(1, 2000)), shares)
@@ -252,7 +252,7 @@ def experts_distance(product: Product, rng: np.random.Generator, dtype: str) -> 
 
 
 def check_experts(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    """The largest distances by products and dtype, and whether all are within their bounds."""
+    """Return the largest errors by kernel and dtype, and True if all are within bounds."""
 
     def distances(name: str, dtype: str) -> Iterator[dict[str, float]]:
         rng, experts = np.random.default_rng(0), experts_choice.choose(name, common.one_device())
@@ -277,7 +277,7 @@ TRAINED = dataclasses.replace(
 
 
 def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities of each sample, by request."""
+    """Return the tokens and log-probabilities of each greedy sample, in order of request."""
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
     engine = Engine(
         MODEL.architecture,
@@ -309,13 +309,13 @@ def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
 
 
 def cpu_params() -> Any:
-    """Makes weights that are the same for every device."""
+    """Return random weights, the same for every device."""
     with jax.default_device(jax.devices("cpu")[0]):
         return jax.tree.map(np.asarray, common.random_params(MODEL))
 
 
 def gradient(device: Any, dtype: str) -> list[np.ndarray]:
-    """Gradient of an update of the model computed in a dtype, leaf by leaf."""
+    """Return the gradient leaves of an update of the model computed in a dtype."""
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
     sizes = dataclasses.replace(MODEL, dtype=dtype)
     packed = update.make_batch(update.make_sequences(sizes, TRAINED), TRAINED)
@@ -329,14 +329,14 @@ def gradient(device: Any, dtype: str) -> list[np.ndarray]:
 
 
 def relative(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
-    """The norm of the difference over the norm."""
+    """Return the norm of the difference over the norm of `wanted`."""
     pairs = zip(got, wanted, strict=True)
     square = sum(float(((one - other) ** 2).sum()) for one, other in pairs)
     return (square / sum(float((one**2).sum()) for one in wanted)) ** 0.5
 
 
 def check_model() -> tuple[dict[str, Any], bool]:
-    """Compares samples and gradients of this device with the CPU's."""
+    """Compare samples and gradients of this device with the CPU's."""
     device, cpu = jax.devices()[0], jax.devices("cpu")[0]
     with jax.default_matmul_precision("highest"):
         same, gap = 0, 0.0
@@ -360,13 +360,13 @@ def check_model() -> tuple[dict[str, Any], bool]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what differs by how much; the exit status."""
+    """Print the differences; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = ("checks", "kernels", "experts", "model")
     parser.add_argument("--part", choices=parts, default="kernels")
-    parser.add_argument("--shapes", type=int, default=6, help="random ones of each dtype")
+    parser.add_argument("--shapes", type=int, default=6, help="random shapes per dtype")
     tables = attention_choice.TRAIN, experts_choice.KERNELS
     names = sorted({"xla", *(name for table in tables for line in table.values() for name in line)})
     parser.add_argument(

@@ -1,11 +1,11 @@
-"""Training that collapses on purpose, and what each remedy keeps of it.
+"""Training that collapses on purpose, with and without each remedy.
 
     python -m benchmarks.collapse --seeds=0,1,2
 
-Makes the world of configs/collapse.py and its warm start once, then trains each row of `ROWS` with
-each seed, and prints a table: when a score of 0.9 is reached, the best score, the last ones.
-`--rows` names some, `--num_steps` asks for more steps. Killed, it goes on when the same command is
-given again.
+Make the world of configs/collapse.py and its warm start once, train each row of `ROWS` with each
+seed, and print a table: the step that reaches a score of 0.9, the best score, the last scores.
+`--rows` selects rows, `--num_steps` sets the length. After an interruption, the same command
+continues.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TURN = "jaxrl.extras.stability.first_occurrence.first_occurrence"
 
 @dataclass(frozen=True)
 class Row:
-    """Changes of a run to configs/collapse.py."""
+    """Changes to the run of configs/collapse.py."""
 
     says: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    lag: int = 1  # steps after which the sampler gets new weights
+    lag: int = 1  # steps between weight updates of the sampler
     config: Any = collapse  # module with `get_config`
 
 
@@ -128,17 +128,16 @@ ROWS = {
         20,
     ),
 }
-"""Rows of the table. Those named `late` have a sampler that gets new weights every 20 steps, those
-named `many` go through each batch eight times in whole; both at a rate at which most seeds hold
-without that."""
+"""Rows of the table. In `late` rows the sampler gets new weights every 20 steps; `many` rows train
+eight epochs on each batch. At their learning rate most seeds are stable without these changes."""
 
 
 def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps: int) -> None:
-    """Trains one row with one seed."""
+    """Train one row with one seed."""
     config = row.config.get_config(str(world))
     config.stages, config.model.path = ("train",), str(warm / "export")
     config.seed, config.num_steps = seed, num_steps
-    config.watch.name = "sentinel"  # which warns, and changes no number by that
+    config.watch.name = "sentinel"  # only warns; the numbers stay the same
     for key, value in row.settings.items():
         config.update_from_flattened_dict({key: value})
     resolved = validate(config)
@@ -149,7 +148,7 @@ def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps:
 
 
 def make_late(parts: Any, lag: int) -> None:
-    """Gives the sampler new weights every `lag` steps only."""
+    """Update the sampler's weights every `lag` steps only."""
     count, kept, set_weights = [0], [None], parts.engine.set_weights
 
     def late(weights: Any) -> None:
@@ -163,32 +162,32 @@ def make_late(parts: Any, lag: int) -> None:
 
 @dataclass(frozen=True)
 class Curve:
-    """Scores of one run on held-out questions, and what it took."""
+    """Scores of one run on held-out questions, and its step time."""
 
     steps: Sequence[int]
     scores: Sequence[float]
     step_s: float  # median seconds of a step
 
     def reaches(self, score: float) -> int | None:
-        """The first evaluated step with that score; None without any."""
+        """Return the first evaluated step with at least this score, or None."""
         steps = (s for s, value in zip(self.steps, self.scores, strict=True) if value >= score)
         return next(steps, None)
 
     @property
     def falls(self) -> int | None:
-        """The step from which on all scores are below half of the best; None without any."""
+        """Step from which all scores are below half of the best, or None."""
         low = [value < max(self.scores) / 2 for value in self.scores]
         count = next((n for n, is_low in enumerate(reversed(low)) if not is_low), 0)
         return self.steps[len(low) - count] if count else None
 
     @property
     def last(self) -> float:
-        """The mean of the last five evaluations."""
+        """Mean score of the last five evaluations."""
         return statistics.fmean(self.scores[-5:])
 
 
 def read_curve(workdir: Path) -> Curve:
-    """Reads what a run has measured."""
+    """Read the scores and step times of a run."""
     lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     scored = [record for record in records if METRIC in record]
@@ -201,7 +200,7 @@ def read_curve(workdir: Path) -> Curve:
 
 
 def as_rows(curves: Mapping[str, Sequence[Curve]]) -> list[list[str]]:
-    """Rows of the table; where seeds differ, one number each."""
+    """Return the rows of the table, with one number per seed in most cells."""
 
     def each(values: Sequence[float | int | None]) -> str:
         told = ("–" if v is None else f"{v}" if isinstance(v, int) else f"{v:.2f}" for v in values)
@@ -238,18 +237,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--num_steps", type=int, default=150)
     parser.add_argument("--workdir", type=Path, default=Path("runs/collapse"))
-    parser.add_argument("--play", choices=list(ROWS), help="one row with the first seed, in here")
+    parser.add_argument(
+        "--play", choices=list(ROWS), help="train one row with the first seed in this process"
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs what is missing and prints the table."""
+    """Run the missing jobs and print the table."""
     args = parse_args(argv)
     out = args.workdir.resolve()
     world, warm = out / "world", out / "warm"
     if args.play:
         folder = out / f"{args.play}_{args.seeds[0]}_{args.num_steps}"
         return play(ROWS[args.play], world, warm, folder, args.seeds[0], args.num_steps)
+    # All rows share one world and one warm start.
     config = f"--config={Path(collapse.__file__)}:{world}"
     start = [
         Job(world, "examples.quickstart_world", (f"--out={world}", "--max_hops=1")),

@@ -1,7 +1,7 @@
-"""Common parts of the benchmarks: sizes and their presets, floors, timing, and a run's record.
+"""Shared code of the benchmarks: size presets, floors, timing and run records.
 
-They run on the first device unless they say otherwise. Weights are random and made there; no
-checkpoint is read.
+Benchmarks run on the first device unless they say otherwise, with random weights created there and
+no checkpoint.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class ModelSizes:
     head_dim: int
     mlp_width: int
     vocab_size: int
-    dtype: str  # of activations, matrix products and caches
-    head_dtype: str = ""  # of the output layer's operands; "": as the others
+    dtype: str  # activations, matrix products and caches
+    head_dtype: str = ""  # operands of the output layer; "": `dtype`
 
     @property
     def architecture(self) -> QwenConfig:
-        """Its architecture."""
+        """Architecture with these sizes."""
         sizes = dataclasses.asdict(self)
         del sizes["dtype"]
         return QwenConfig(
@@ -68,25 +68,25 @@ class ModelSizes:
 
     @property
     def product_params(self) -> int:
-        """Weights that every token is multiplied with: the layers' and the head's."""
+        """Number of weights that every token is multiplied by: the layers' and the head's."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = 2 * self.width * (heads + kv_heads) + 3 * self.width * self.mlp_width
         return self.num_layers * layer + self.vocab_size * self.width
 
     @property
     def bytes_per_value(self) -> int:
-        """Bytes of a weight while it is used, and of a cached number."""
+        """Bytes per weight in use and per cached value."""
         return jnp.dtype(self.dtype).itemsize
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of keys and values in all layers."""
         numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return numbers * self.bytes_per_value
 
     @property
     def attention_flops_per_token(self) -> int:
-        """Scores and averages over one earlier token, in all layers."""
+        """FLOPs of attending to one earlier token, in all layers."""
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
 
@@ -104,35 +104,35 @@ MODELS = {
         vocab_size=151_936, dtype="bfloat16",
     ),
 }  # fmt: skip
-"""Shapes by the names of the checkpoints that have them, and a small one."""
+"""Model sizes by checkpoint name, and a small model."""
 
 PRESETS = {"cpu": "small", "h200": "qwen3-0.6b"}
-"""Sizes of work for a kind of machine, and the model that they are meant for by default."""
+"""Default model of each work preset, which is named after a kind of machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Figures from which floors are computed; None where nobody said, and then there are none."""
+    """Device rates for computing floors; None if unknown, which disables the floors."""
 
-    bandwidth: float | None  # bytes/s between memory and arithmetic units
-    flops: float | None  # operations/s that matrix products reach at best
-    nominal_flops: float | None  # operations/s of the data sheet, of which MFU is a share
+    bandwidth: float | None  # bytes/s of memory
+    flops: float | None  # FLOP/s that matrix products can reach
+    nominal_flops: float | None  # FLOP/s of the data sheet, for MFU
 
 
 H200 = Hardware(bandwidth=4.3e12, flops=790e12, nominal_flops=989e12)
-"""One H200 in bfloat16: by assumption 90% of the bytes and 80% of the operations it is rated at."""
+"""One H200 in bfloat16; assumes 90% of the rated bandwidth and 80% of the rated FLOP/s."""
 
 
 def decode_floor_s(
     model: ModelSizes, hardware: Hardware, *, num_rows: int, context: float
 ) -> float | None:
-    """The least time of a decoding step: weights and cache read once, logits written and read.
+    """Return the least time of a decoding step: read weights and cache once, write and read logits.
 
     Args:
-        model: sizes.
-        hardware: see `Hardware`.
-        num_rows: rows decoded side by side.
-        context: mean tokens a row attends to.
+        model: Model sizes.
+        hardware: Device rates.
+        num_rows: Number of rows decoded together.
+        context: Mean number of tokens that a row attends to.
     """
     bandwidth, flops = hardware.bandwidth, hardware.flops
     if bandwidth is None or flops is None:
@@ -148,13 +148,16 @@ def decode_floor_s(
 
 
 def train_flops_per_token(model: ModelSizes, context: float) -> float:
-    """Forward and backward, nothing recomputed; `context` is the length of a sequence."""
+    """Return the FLOPs of forward and backward without recomputation.
+
+    `context` is the length of a sequence.
+    """
     causal = model.attention_flops_per_token * context / 2
     return 3 * (2 * model.product_params + causal)
 
 
 class Compilations:
-    """Counts what XLA compiles in this process, and the time that took."""
+    """Number and duration of XLA's compilations in this process."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -168,7 +171,7 @@ class Compilations:
 
 
 def processor() -> str:
-    """The name of the CPU."""
+    """Return the name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -178,15 +181,15 @@ def processor() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Python's version, and those of packages."""
+    """Return the versions of Python and of packages."""
     installed = {name: importlib.metadata.version(name) for name in packages}
     return {"python": platform.python_version(), **installed}
 
 
 def libtpu_environment() -> dict[str, str]:
-    """Variables for a process that compiles for TPUs where there are none.
+    """Return the environment of a process that compiles for TPUs on a machine without any.
 
-    `LIBTPU_DIR` may name a folder of `pip install --target`.
+    `LIBTPU_DIR` may name a folder made with `pip install --target`.
     """
     variables = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     if folder := os.environ.get("LIBTPU_DIR"):
@@ -196,7 +199,7 @@ def libtpu_environment() -> dict[str, str]:
 
 
 def peak_bytes() -> tuple[int, str]:
-    """The most memory used so far, and whose: the device's, or else the whole process's."""
+    """Return the peak memory so far, and "device" or "process" as its scope."""
     stats = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"], "device"
@@ -206,18 +209,18 @@ def peak_bytes() -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Times of repetitions and of compiling."""
+    """Times of the repetitions and of compilation."""
 
-    seconds: list[float]  # of each repetition
-    cpu_seconds: list[float]  # of processor time, by all threads
-    compile_s: float  # before the first timed repetition
-    num_recompilations: int  # after it; 0 if all is well
+    seconds: list[float]  # wall time per repetition
+    cpu_seconds: list[float]  # processor time of all threads per repetition
+    compile_s: float  # compilation time before the first timed repetition
+    num_recompilations: int  # compilations after that; should be 0
 
     def figures(self, num_tokens: int) -> dict[str, Any]:
-        """Rates of `num_tokens` a repetition.
+        """Return the rates for `num_tokens` per repetition.
 
-        On one thread, tokens per second of processor time are the tokens per second of an
-        otherwise idle core, also where the core is shared.
+        With one thread, tokens per second of processor time equal the tokens per second of an idle
+        core, even if other programs share the core.
         """
         on_cpu = jax.default_backend() == "cpu"
         per_cpu = spread([num_tokens / seconds for seconds in self.cpu_seconds])
@@ -230,7 +233,7 @@ class Timing:
 
 
 def repeat(run: Callable[[int], Any], *, warm_up: int, repetitions: int) -> Timing:
-    """Times `run(number)` after the warm-up."""
+    """Time `run(number)` after the warm-up."""
     compilations = Compilations()
     for number in range(warm_up):
         run(number)
@@ -250,24 +253,24 @@ def repeat(run: Callable[[int], Any], *, warm_up: int, repetitions: int) -> Timi
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, median and maximum."""
+    """Return minimum, median and maximum."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def one_device(index: int = 0) -> Mesh:
-    """A mesh over one device, the first by default."""
+    """Return a mesh over one device."""
     return make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[index : index + 1])
 
 
 def use_cores(cores: Collection[int]) -> None:
-    """Lets all threads of this process run on these cores alone; Linux only."""
+    """Restrict all threads of this process to these cores; Linux only."""
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             os.sched_setaffinity(int(thread), cores)
 
 
 def thread_times() -> dict[str, tuple[float, float]]:
-    """Seconds of each thread on a core, and those in which none was free for it; Linux only."""
+    """Return each thread's seconds on a core and waiting for one; Linux only."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):
@@ -277,29 +280,29 @@ def thread_times() -> dict[str, tuple[float, float]]:
 
 
 def random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:
-    """Random float32 weights, made on the devices."""
+    """Return random float32 weights, created on the devices."""
     layouts = None if mesh is None else param_shardings(mesh, model.architecture)
     return jax.jit(lambda: init_params(model.architecture, 0), out_shardings=layouts)()
 
 
 def kernels(model: ModelSizes, mesh: Mesh) -> Kernels:
-    """The attention that a run with default settings has there."""
+    """Return the attention kernels that a run with default settings uses."""
     return choose("auto", mesh, model.architecture, check_dtype=model.dtype)
 
 
 def mfu(operations: float, seconds: float, hardware: Hardware) -> float | None:
-    """Model FLOP/s utilisation: of what the data sheet promises, the share in needed operations."""
+    """Return the model FLOP/s utilization: needed FLOP/s over the data sheet's."""
     return None if hardware.nominal_flops is None else operations / seconds / hardware.nominal_flops
 
 
 Way = tuple[Callable[[int], Any], Counts]
-"""Function that runs a repetition of a rollout, and the counters of its engine."""
+"""Function that runs one repetition of a rollout, and the counters of its engine."""
 
 
 def take_turns(
     ways: dict[str, Way], *, warm_up: int, repetitions: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Figures of every repetition of each way to sample, one after another in each repetition."""
+    """Measure each rollout variant in turn, one repetition after another."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in range(warm_up + repetitions):
         for name, (run, counts) in ways.items():
@@ -310,21 +313,21 @@ def take_turns(
             sampled, steps = counts.sampled - before.sampled, counts.row_steps - before.row_steps
             if number >= warm_up:
                 figures = {"tokens_per_s": sampled / seconds, "row_occupancy": sampled / steps}
-                if jax.default_backend() == "cpu":  # comparable also where the core is shared
+                if jax.default_backend() == "cpu":  # comparable even if the core is shared
                     figures["tokens_per_cpu_s"] = sampled / cpu_seconds
                 measured[name].append(figures)
     return measured
 
 
 def medians(repetitions: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Median of each figure, over repetitions."""
+    """Return the median of each figure over the repetitions."""
     return {key: statistics.median(r[key] for r in repetitions) for key in repetitions[0]}
 
 
 def median_ratio(
     measured: dict[str, list[dict[str, float]]], name: str, other: str, figure: str
 ) -> float:
-    """Median ratio of a figure, one way over another: of runs in turn, since speed drifts."""
+    """Return the median ratio of a figure, paired by repetition because speed drifts."""
     pairs = zip(measured[name], measured[other], strict=True)
     return statistics.median(one[figure] / two[figure] for one, two in pairs)
 
@@ -332,12 +335,12 @@ def median_ratio(
 def read_flags(
     description: str, work: dict[str, Any], argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, ModelSizes, Any, Hardware]:
-    """The command line: a preset, and flags that change single sizes of it.
+    """Parse the command line: a preset, and flags that override single sizes.
 
     Args:
-        description: of the benchmark.
-        work: preset to a dataclass of the benchmark's own sizes; each field becomes a flag.
-        argv: arguments; None for the process's own.
+        description: Description of the benchmark.
+        work: Preset name to a dataclass of the benchmark's sizes; each field becomes a flag.
+        argv: Arguments; None for the process's own.
 
     Returns:
         The general flags, the model, the work and the hardware.
@@ -352,7 +355,9 @@ def read_flags(
     parser.add_argument("--json", type=Path, help="record (default: under runs/bench)")
     parser.add_argument("--bandwidth", type=float, help="bytes/s, for floors (GPU: an H200's)")
     parser.add_argument("--flops", type=float, help="operations/s, for floors (GPU: an H200's)")
-    parser.add_argument("--nominal_flops", type=float, help="operations/s, for MFU (likewise)")
+    parser.add_argument(
+        "--nominal_flops", type=float, help="operations/s, for MFU (GPU: an H200's)"
+    )
     for sizes in (MODELS["small"], work["cpu"]):
         for name, kind in get_type_hints(type(sizes)).items():
             parser.add_argument(f"--{name}", type=_flag_types[kind])
@@ -392,7 +397,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Writes a record whole or not at all; folders are made."""
+    """Write a record atomically; create missing folders."""
     with written_whole(path) as file:
         file.write(json.dumps(record, indent=2) + "\n")
 
@@ -405,7 +410,7 @@ def finish(
     hardware: Hardware,
     figures: dict[str, Any],
 ) -> dict[str, Any]:
-    """Prints the table, writes the JSON record and returns it."""
+    """Print the figures, write the JSON record and return it."""
     peak, whose = peak_bytes()
     device = jax.devices()[0]
     record = {

@@ -1,16 +1,16 @@
-r"""Episodes through the endpoint's HTTP beside the same episodes of a native rollout.
+r"""Episodes over the HTTP endpoint, compared with the same episodes in a native rollout.
 
     python -m benchmarks.endpoint [--model=small] [--width=512 --num_layers=8] [--num_rows=64]
 
-The native rollout (`jaxrl.sampling.rollout`) plays episodes of `num_turns` turns with observations
-that are there at once; a turn ends by chance. Then client processes play the same episodes through
-an endpoint in this process: the same prompts and observations, and of each turn as many tokens.
-`chats` are messages over /v1/chat/completions, `ids` token ids over /inference/v1/generate.
-With `lost` in the name, that share of the replies is lost on its way, and asked for again.
+The native rollout (`jaxrl.sampling.rollout`) plays episodes of `num_turns` turns with immediate
+observations; turns end at random. Then client processes play the same episodes over an endpoint
+in this process, with the same prompts, observations and numbers of tokens per turn. `chats` sends
+messages to /v1/chat/completions, `ids` sends token ids to /inference/v1/generate. In variants with
+`lost` in their name, that share of the replies is lost in transit and requested again.
 
-`tokens_per_cpu_s` is of this process: engine, and server where there is one; the clients' processor
-time is apart. `read_twice` are tokens of prompts and observations, and of turns, that were computed
-again; `sampled_twice` those that were sampled beyond the ones that the clients have got.
+`tokens_per_cpu_s` covers this process: the engine, and the server if there is one. The clients'
+processor time is separate. `read_twice` counts prompt, observation and turn tokens that were
+computed again; `sampled_twice` counts sampled tokens beyond those that the clients received.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LONGEST = 3
-"""Means of a turn's tokens that an episode has room for in each of its turns."""
+"""Room per turn, as a multiple of the mean length of a turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions:
-    """Episodes that are played; every field is a flag."""
+    """Sizes of the work; every field is a flag."""
 
     num_questions: int
     group_size: int  # episodes of each question
@@ -68,10 +68,10 @@ class Sessions:
     turn_tokens: int  # mean length of a turn
     observation_words: int
     num_rows: int
-    cached: int  # episodes of mean length whose tokens the cache holds
+    cached: int  # episodes of mean length that fit in the cache
     chunk_tokens: int
     num_clients: int  # processes
-    lost: float  # share of replies
+    lost: float  # share of replies to lose
 
 
 WORK = {
@@ -87,7 +87,7 @@ WORK = {
 
 
 def word_tokenizer(num_tokens: int) -> Tokenizer:
-    """A byte-level BPE vocabulary of invented words, with the chats of Qwen."""
+    """Train a byte-level BPE tokenizer on invented words, with Qwen's chat format."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -108,7 +108,7 @@ def word_tokenizer(num_tokens: int) -> Tokenizer:
 
 
 def text_of(num_words: int, seed: int) -> str:
-    """Invented words."""
+    """Return a text of invented words."""
     drawn = random.Random(seed)
     lengths = [drawn.randint(1, 3) for _ in range(num_words)]
     return " ".join(
@@ -118,24 +118,24 @@ def text_of(num_words: int, seed: int) -> str:
 
 
 class FixedTurns(Env):
-    """Asks on until an episode has had its turns."""
+    """Environment of a fixed number of turns."""
 
     reward_parts = ()
     stop_strings = ()
 
     def __init__(self, work: Sessions):
-        """Knows all that it is going to say."""
+        """Generate all observations."""
         self._work = work
         self.observations = [
             text_of(work.observation_words, -number) for number in range(1, work.num_turns)
         ]
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """The questions."""
+        """Return the questions."""
         return [[{"role": "user", "content": task.question or ""}] for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """The next observation of each, as the chat template writes a message of the user."""
+        """Return the next observations, formatted as user messages."""
         return [self._reply(len(episode.turns)) for episode in episodes]
 
     def _reply(self, turn: int) -> StepResult:
@@ -150,15 +150,15 @@ class FixedTurns(Env):
         )
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Nothing."""
+        """Return a reward of 0 for each episode."""
         return [Reward(total=0.0, parts={}, final_answer="") for _ in group]
 
 
 class Clients:
-    """Processes that play sessions."""
+    """Pool of client processes."""
 
     def __init__(self, count: int):
-        """Starts them."""
+        """Start the processes."""
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.endpoint_client"],
@@ -170,10 +170,10 @@ class Clients:
         ]
 
     def play(self, sessions: Sequence[dict[str, Any]], **job: Any) -> Counter[str]:
-        """Deals sessions out and waits for them; the sums of what came of them.
+        """Distribute sessions and wait for them; return the summed counts.
 
         Raises:
-            RuntimeError: a process has failed; it has told why.
+            RuntimeError: A client process failed; its own output says why.
         """
         count = len(self._processes)
         for number, process in enumerate(self._processes):
@@ -190,7 +190,7 @@ class Clients:
         return total
 
     def end(self) -> None:
-        """Ends them."""
+        """Close the processes' input and wait for their end."""
         for process in self._processes:
             process.communicate()
 
@@ -198,12 +198,12 @@ class Clients:
 def sessions_of(
     trajectories: Sequence[Trajectory], texts: Sequence[str], draws: Sequence[Draw]
 ) -> list[dict[str, Any]]:
-    """Episodes as clients play them: their prompts, and before each turn what is new.
+    """Convert trajectories to client sessions: prompts, and the new tokens before each turn.
 
     Args:
-        trajectories: of a native rollout, in the order of `draws`.
-        texts: of the observations.
-        draws: the questions.
+        trajectories: Trajectories of a native rollout, in the order of `draws`.
+        texts: Texts of the observations.
+        draws: Questions.
     """
     size = len(trajectories) // len(draws)
     episodes = []
@@ -228,7 +228,7 @@ def sessions_of(
 def measure(
     model: common.ModelSizes, work: Sessions, repetitions: int, warm_up: int
 ) -> dict[str, Any]:
-    """Rates of the native rollout and of the endpoint, and what was computed twice."""
+    """Measure the native rollout and the endpoint: rates, and tokens computed twice."""
     mesh = common.one_device()
     tokenizer = word_tokenizer(model.vocab_size)
     kernels = common.kernels(model, mesh)
@@ -244,7 +244,7 @@ def measure(
     sampled = work.num_turns * work.turn_tokens
     total = prompt_tokens + LONGEST * sampled + observed
     own: dict[str, Any] = dict(
-        num_tokens=tokenizer.num_tokens - 2,  # no message begins or ends within a turn
+        num_tokens=tokenizer.num_tokens - 2,  # never sample the chat markers
         num_rows=work.num_rows,
         num_pages=work.cached * pages_for(prompt_tokens + sampled + observed, kernels.page_tokens),
         max_total_tokens=total,
@@ -253,7 +253,7 @@ def measure(
         kernels=kernels,
     )
     stops = StopAutomaton(tokenizer.vocab_bytes, ())
-    # Weights are random, and so are the tokens: one of these comes after `turn_tokens` on average.
+    # Random weights sample random tokens: one of these comes every `turn_tokens` on average.
     native = Engine(
         model.architecture, mesh, stops, max_prompt_tokens=prompt_tokens, kinds=(next_token.PLAIN,),
         eos_ids=range(0, tokenizer.num_tokens - 2, work.turn_tokens), **own,
@@ -262,10 +262,12 @@ def measure(
         model.architecture, mesh, stops, max_prompt_tokens=total - 1, kinds=(next_token.PLAIN,),
         eos_ids=(), **own,
     )  # fmt: skip
+    # Both engines have the same weights, so that they sample the same tokens.
     params = common.random_params(model)
     for engine in (native, served):
         engine.set_weights(params)
     compilations, compiled = common.Compilations(), list[int]()
+    # The rollout comes first in each repetition; the clients replay its episodes.
     limits = Limits(
         max_prompt_tokens=prompt_tokens,
         max_response_tokens=LONGEST * sampled,
@@ -333,6 +335,7 @@ def measure(
             clients_cpu_s=got["cpu_s"], lost=got["num_lost"], different=got["num_different"],
         )  # fmt: skip
 
+    # Variants take turns in each repetition, because speed drifts.
     ways: dict[str, common.Way] = {"native": (play, native.counts)}
     for way in ("chats", "ids"):
         for name, lost in ((way, 0.0), (f"{way}_lost", work.lost)):
@@ -358,7 +361,7 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs the benchmark; the record that it writes."""
+    """Run the benchmark; return its record."""
     flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, argv)
     figures = measure(model, work, flags.repetitions, flags.warm_up)
     return common.finish("endpoint", flags, model, work, hardware, figures)

@@ -1,12 +1,11 @@
-"""The clients of `benchmarks.endpoint`: a process that plays sessions over HTTP, without JAX.
+"""Client process of `benchmarks.endpoint`: plays sessions over HTTP, without JAX.
 
     python -m benchmarks.endpoint_client
 
-Reads jobs from its input, a line of JSON each, and writes what came of each as a line. A session
-has a connection of its own that is kept, and asks for its next turn when it has the answer to the
-one before. Where replies are to be lost, a proxy stands before the server: it waits for a whole
-reply, and then closes the client's connection in its place; the client asks again, as OpenAI's
-library does.
+Reads one JSON job per line from standard input and writes one line of results for each. A session
+has its own kept-alive connection and requests a turn after the reply to the one before. To lose
+replies, a proxy in front of the server waits for the complete reply and then closes the client's
+connection instead of forwarding it; the client retries as OpenAI's library does.
 """
 
 from __future__ import annotations
@@ -22,35 +21,35 @@ from collections.abc import Mapping
 from typing import Any
 
 LIMIT = 2**26
-"""Bytes of a reply at most."""
+"""Maximum number of bytes in a reply."""
 
 CHATS, IDS = "/v1/chat/completions", "/inference/v1/generate"
 
 
 async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """Head and body of a message whose length stands in its head."""
+    """Read the head and body of a message with a Content-Length."""
     head = await reader.readuntil(b"\r\n\r\n")
     _, _, length = head.lower().partition(b"content-length:")
     return head, await reader.readexactly(int(length.split(b"\r\n", 1)[0]))
 
 
 class Proxy:
-    """Stands between clients and the server, and loses some replies."""
+    """Proxy between clients and the server that loses some replies."""
 
     def __init__(self, port: int, share: float, seed: int):
-        """Loses none yet.
+        """Store the settings.
 
         Args:
-            port: of the server.
-            share: of the replies that are lost, from 0 to 1.
-            seed: of the choice.
+            port: Port of the server.
+            share: Share of the replies to lose, from 0 to 1.
+            seed: Random seed.
         """
         self._port, self._share, self._random = port, share, random.Random(seed)
         self._lost: dict[bytes, bytes] = {}  # replies by the bodies of their requests
         self.counts = Counter(num_lost=0, num_different=0)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes on the requests of a connection until a reply is lost, or the client ends."""
+        """Forward requests until a reply is lost or the client disconnects."""
         there, back = await asyncio.open_connection("127.0.0.1", self._port, limit=LIMIT)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -70,23 +69,23 @@ class Proxy:
 
 
 class Connection:
-    """A connection that is opened anew when it was closed."""
+    """HTTP connection that reopens after it is closed."""
 
     def __init__(self, port: int, host: str):
-        """Opens nothing yet.
+        """Store the address; nothing is opened yet.
 
         Args:
-            port: to connect to.
-            host: that requests name.
+            port: Port to connect to.
+            host: Value of the Host header.
         """
         self._port, self._host = port, host
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, value: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to a request, which is sent again until there is one.
+        """Send a request, with retries after lost connections, and return the reply.
 
         Raises:
-            RuntimeError: the server refuses.
+            RuntimeError: The server refused the request, or 100 attempts failed.
         """
         body = json.dumps(value).encode()
         for count in range(100):
@@ -110,14 +109,14 @@ class Connection:
         raise RuntimeError(f"{path} was not answered after 100 attempts")
 
     def close(self) -> None:
-        """Ends it."""
+        """Close the connection."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
 
 
 async def play_chat(connection: Connection, session: Mapping[str, Any]) -> Counter[str]:
-    """Plays a session as a chat; counts of tokens."""
+    """Play a session as a chat; return token counts."""
     messages, counts = list(session["messages"]), Counter[str]()
     for turn in session["turns"]:
         if counts:
@@ -138,7 +137,7 @@ async def play_chat(connection: Connection, session: Mapping[str, Any]) -> Count
 
 
 async def play_ids(connection: Connection, session: Mapping[str, Any]) -> Counter[str]:
-    """Plays a session by token ids; counts of tokens."""
+    """Play a session with token ids; return token counts."""
     token_ids, counts = list(session["token_ids"]), Counter[str]()
     for turn in session["turns"]:
         token_ids += turn["token_ids"]
@@ -166,11 +165,11 @@ WAYS = {"chats": play_chat, "ids": play_ids}
 
 
 async def play(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Plays all sessions of a job side by side; what came of them.
+    """Play all sessions of a job concurrently; return the summed counts.
 
     Args:
-        job: `port` of the server, `way` out of `WAYS`, `sessions`, the share of replies `lost` and
-            the `seed` of their choice.
+        job: Dict with the server's `port`, a `way` in `WAYS`, `sessions`, the share `lost` of
+            replies and the `seed` for choosing them.
     """
     began = time.process_time()
     host, port = f"127.0.0.1:{job['port']}", job["port"]
@@ -200,7 +199,7 @@ async def play(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Does jobs until there are no more."""
+    """Run jobs until the input ends."""
     for line in sys.stdin:
         print(json.dumps(asyncio.run(play(json.loads(line)))), flush=True)
 

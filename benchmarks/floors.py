@@ -1,11 +1,11 @@
-"""Least times of the parts of a step on a device, from bytes and operations by formula.
+"""Lower bounds on the times of a step's parts on a device, from formulas for bytes and FLOPs.
 
-A part is a line of stages. A stage takes as long as the resource that it needs longest, the stages
-come one after another. docs/research/performance.md has the formulas of one device. Added are
-communication between devices, mixtures of experts, recomputation, and what products move.
-It counts products with weights, attention, logits and the optimizer. It leaves out norms,
-activations that one kernel could keep, vision towers, launches of programs and collectives, and
-waiting for tools.
+A part is a sequence of stages. A stage takes as long as its slowest resource; stages do not
+overlap. docs/research/performance.md has the formulas for one device. This module adds
+communication between devices, mixtures of experts, recomputation, and the activations that products
+read and write. It counts products with weights, attention, logits and the optimizer. It omits
+norms, activations that one kernel could keep, vision towers, launch times of programs and
+collectives, and waiting for tools.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import jax
 from jaxrl.models.architecture import Architecture
 
 SHARE_FLOPS, SHARE_BYTES = 0.8, 0.9
-"""Shares of a data sheet's operations and bytes that floors ask for: assumed, not measured."""
+"""Shares of the data sheet's rates that the floors assume; not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Rates of a data sheet, a second, of one device.
+    """Data-sheet rates of one device, per second.
 
     Attributes:
-        platform: as JAX names it.
-        flops: operations of products in bfloat16, dense.
-        bandwidth: bytes of memory.
-        links: bytes received from devices that links reach, all links together.
-        network: bytes received from other hosts; 0: the links reach these too.
-        num_local: devices of a host.
-        memory_gib: of it, what a program may be given.
-        source: where these stand.
+        platform: JAX's name of the platform.
+        flops: Dense bfloat16 FLOPs.
+        bandwidth: Bytes of memory traffic.
+        links: Bytes received over all links together.
+        network: Bytes received from other hosts; 0 if the links reach them too.
+        num_local: Number of devices per host.
+        memory_gib: Memory that a program may use.
+        source: Source of these figures.
     """
 
     platform: str
@@ -50,12 +50,12 @@ class Device:
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 DEVICES = {
-    # Four links with 800 GB/s both ways together. Its compiler gives 31.25 of 32 GiB.
+    # Four links, 800 GB/s in both directions together. The compiler offers 31.25 of 32 GiB.
     "v6e": Device(
         platform="tpu", flops=918e12, bandwidth=1640e9, links=400e9, network=0.0, num_local=4,
         memory_gib=31.25, source="https://cloud.google.com/tpu/docs/v6e",
     ),
-    # NVLink has 900 GB/s both ways. For each device a network card of 400 Gb/s, as in a DGX.
+    # NVLink: 900 GB/s in both directions. One 400 Gb/s network card per device, as in a DGX.
     "h100": Device(
         platform="gpu", flops=989e12, bandwidth=3350e9, links=450e9, network=50e9, num_local=8,
         memory_gib=79.1, source=f"{_NVIDIA}h100/",
@@ -65,12 +65,12 @@ DEVICES = {
         memory_gib=139.8, source=f"{_NVIDIA}h200/",
     ),
 }  # fmt: skip
-"""Devices by the names of `benchmarks.published`."""
+"""Devices by their names in `benchmarks.published`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Work on one device that nothing else overlaps."""
+    """Work on one device that overlaps with no other stage."""
 
     flops: float = 0.0
     memory: float = 0.0  # bytes
@@ -78,7 +78,7 @@ class Stage:
     network: float = 0.0  # bytes received
 
     def seconds(self, device: Device) -> dict[str, float]:
-        """Time by what it waits for, each alone."""
+        """Return the seconds that each resource alone would take."""
         network = device.network or math.inf
         return {
             "arithmetic": self.flops / (SHARE_FLOPS * device.flops),
@@ -92,7 +92,7 @@ Stages = Sequence[Stage]
 
 
 def floor_s(stages: Stages, device: Device) -> tuple[float, str]:
-    """The least seconds of stages one after another, and what most of them wait for."""
+    """Return the least seconds of consecutive stages, and the resource that dominates."""
     waits = dict.fromkeys(("arithmetic", "memory", "links", "network"), 0.0)
     for stage in stages:
         seconds = stage.seconds(device)
@@ -103,15 +103,15 @@ def floor_s(stages: Stages, device: Device) -> tuple[float, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Values of a model's weights that products read, and of what products take and give.
+    """Numbers of weights that products read, and of activations that they read and write.
 
     Attributes:
-        table: the output layer.
-        dense: of all layers, which each token is multiplied with.
-        experts: of all experts.
-        chosen: the part of the experts that a token reaches.
-        passed: of a token, taken and given by the products of all layers.
-        params: all parameters, which the optimizer changes.
+        table: Output layer.
+        dense: Weights of all layers that every token is multiplied by.
+        experts: Weights of all experts.
+        chosen: Share of the experts that a token reaches.
+        passed: Inputs and outputs of the products of all layers, per token.
+        params: All parameters, which the optimizer changes.
     """
 
     table: int
@@ -123,7 +123,7 @@ class Weights:
 
     @classmethod
     def of(cls, model: Architecture) -> Weights:
-        """Counts those of a language model; a tower's count as parameters alone."""
+        """Count a language model's weights; a vision tower counts in `params` only."""
         params = model.abstract_params()
         dense = experts = passed = 0
         share = model.num_chosen / model.num_experts if model.num_experts else 0.0
@@ -145,18 +145,18 @@ class Weights:
 
     @property
     def layers(self) -> float:
-        """Values of all layers that a token is multiplied with."""
+        """Number of layer weights that a token is multiplied by."""
         return self.dense + self.chosen * self.experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A model on a mesh, for the stages of its programs on one device; values are bfloat16.
+    """Stages of a model's programs on one device of a mesh; values are bfloat16.
 
     Attributes:
-        model: its sizes.
-        mesh: sizes of the mesh axes.
-        device: of the mesh.
+        model: Architecture of the model.
+        mesh: Sizes of the mesh axes.
+        device: Device type of the mesh.
     """
 
     model: Architecture
@@ -165,20 +165,20 @@ class Part:
 
     @property
     def weights(self) -> Weights:
-        """Weights of the whole model."""
+        """Weights of the complete model."""
         return Weights.of(self.model)
 
     @property
     def attention(self) -> int:
-        """Operations of a token for each earlier one, in all layers, on this device."""
+        """FLOPs per token and earlier token, in all layers, on this device."""
         model = self.model
         return 4 * model.num_layers * model.num_heads * model.head_dim // self.mesh["tensor"]
 
     def gathered(self, size: float, axes: Sequence[str]) -> Stage:
-        """All of `size` bytes that lie in parts on the devices of neighbouring mesh axes.
+        """Return the all-gather of `size` bytes sharded over adjacent mesh axes.
 
-        Adding up gradients of that size, each device its part, is as much. Of what comes from other
-        hosts the devices of a host bring each other the parts that each received.
+        A reduce-scatter of gradients of that size costs the same. Across hosts, each device
+        receives one part, and the devices of a host exchange these parts over their links.
         """
         names = list(self.mesh)
         inner = math.prod(self.mesh[one] for one in names[names.index(axes[-1]) + 1 :])
@@ -190,7 +190,7 @@ class Part:
         return Stage(links=(1 - 1 / group) * size - network, network=network)
 
     def weights_gathered(self, size: int) -> Stage:
-        """The weights of all layers, and the tables, at `size` bytes a value."""
+        """Return the all-gather of layer weights and tables, `size` bytes per value."""
         weights, mesh = self.weights, self.mesh
         tables = weights.table * (1 if self.model.tie_embeddings else 2)
         dense = size * (weights.dense + tables) / mesh["tensor"]
@@ -200,16 +200,16 @@ class Part:
         return added([of_all, of_experts])
 
     def tokens_sent(self, tokens: float, *, sums: float = 2, back: bool = False) -> Stage:
-        """Stage in which devices send each other what `tokens` on a device take.
+        """Return the communication for `tokens` on a device.
 
-        Along `tensor` results are added up: of attention and of the MLP in each layer, of the table
-        of ids, and backwards, in float32, of the output layer. Along `expert` a layer's tokens are
-        gathered and the sums, in float32, come back. Both are within a host.
+        Along `tensor` results are summed: attention and MLP in each layer, the embedding, and in
+        the backward pass, in float32, the output layer. Along `expert` a layer's tokens are
+        gathered and their float32 sums return. Both axes are within a host.
 
         Args:
-            tokens: on this device.
-            sums: how often a layer adds up, all passes together; experts half as often.
-            back: there is a backward pass.
+            tokens: Number of tokens on this device.
+            sums: Number of sums per layer over all passes; half as many for experts.
+            back: True if there is a backward pass.
         """
         tensor, expert, layers = self.mesh["tensor"], self.mesh["expert"], self.model.num_layers
         hidden = tokens * self.model.width
@@ -218,20 +218,20 @@ class Part:
         return Stage(links=added_up + passes * (expert - 1) * hidden * (2 + 4))
 
     def forward_flops(self, tokens: float, length: int) -> float:
-        """Operations of all layers for `tokens` of causal sequences of `length`."""
+        """Return the FLOPs of all layers for `tokens` of causal sequences of `length`."""
         products = 2 * self.weights.layers / self.mesh["tensor"]
         return tokens * (products + self.attention * length / 2)
 
     def decode_step(self, rows: int, context: float) -> list[Stage]:
-        """A step of the sampler that draws one token for each of `rows` on this device.
+        """Return a decoding step: one token for each of `rows` on this device.
 
         Args:
-            rows: decoded side by side on this device.
-            context: mean tokens that a row attends to.
+            rows: Number of rows decoded together on this device.
+            context: Mean number of tokens that a row attends to.
         """
         weights, mesh, model = self.weights, self.mesh, self.model
         tensor, expert = mesh["tensor"], mesh["expert"]
-        # Experts that no token chose are not read: the more tokens, the fewer those are.
+        # Experts that no token chose are not read; more tokens leave fewer of them.
         read = 1 - (1 - weights.chosen) ** (rows * expert)
         held = weights.dense + weights.table + read * weights.experts / expert
         cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2 / tensor
@@ -243,7 +243,7 @@ class Part:
         return [table, attended, logits, self.tokens_sent(rows)]
 
     def reading(self, tokens: int, length: int) -> list[Stage]:
-        """The sampler's pass over `tokens` on this device, of prompts and observations."""
+        """Return the prefill of `tokens` of prompts and observations on this device."""
         weights, mesh = self.weights, self.mesh
         held = weights.dense + weights.experts / mesh["expert"]
         memory = 2 * (held / mesh["tensor"] + tokens * weights.passed / mesh["tensor"])
@@ -251,11 +251,11 @@ class Part:
         return [computed, self.tokens_sent(tokens)]
 
     def scoring(self, tokens: float, length: int) -> list[Stage]:
-        """Log-probabilities of `tokens` on this device; weights arrive meanwhile.
+        """Return the computation of log-probabilities; the weights are gathered meanwhile.
 
         Args:
-            tokens: on this device; of a row that is split over `context`, its piece.
-            length: tokens of a sequence.
+            tokens: Number of tokens on this device; a row split over `context` counts its piece.
+            length: Number of tokens in a sequence.
         """
         weights, tensor = self.weights, self.mesh["tensor"]
         table = 2 * tokens * weights.table / tensor
@@ -266,11 +266,11 @@ class Part:
         return [added([computed, self.weights_gathered(2)]), self.tokens_sent(tokens)]
 
     def update(self, tokens: float, length: int, *, again: bool = True) -> list[Stage]:
-        """Gradients of a micro-batch of `tokens` on this device, added to those so far.
+        """Return the gradient of a micro-batch of `tokens` on this device, added to the sum so far.
 
-        Products have two of their own size backwards; attention has five for two, since scores are
-        computed again. The output layer is computed again, the layers where `again` says so: then a
-        layer's weights still arrive twice.
+        The backward pass has two products for each forward product. Attention has five for two,
+        since scores are recomputed. The output layer is always recomputed, the layers only if
+        `again`; a layer's weights are still gathered twice then.
         """
         weights, tensor, mesh = self.weights, self.mesh["tensor"], self.mesh
         attention = tokens * self.attention * length / 2
@@ -287,24 +287,24 @@ class Part:
             + logits
             + 2 * 4 * own / tensor
         )
-        # Of layers forward, backward, and gradients; of tables once, and gradients in float32.
+        # Layers: forward, backward and gradients. Tables: once, and gradients in float32.
         weights_sent = [self.weights_gathered(2)] * 3
         spread = 2 * (1 - 1 / mesh["data"]) * 4 * own / tensor
         sent = [*weights_sent, Stage(links=spread)]
         computed = Stage(flops=flops, memory=memory)
-        # A layer that is computed again needs no sum of its MLP; experts need theirs.
+        # A recomputed layer does not need its MLP's sum; experts do.
         sums = 4 + again * (2 if self.model.num_experts else 1)
         return [added([computed, *sent]), self.tokens_sent(tokens, sums=sums, back=True)]
 
     def optimizer(self) -> list[Stage]:
-        """Adam on this device's parameters: four float32 values read, three written, a norm."""
+        """Return Adam on this device's parameters: four float32 reads, three writes, a norm."""
         own = self.weights.params / math.prod(
             self.mesh[one] for one in ("fsdp", "context", "expert", "tensor")
         )
         return [Stage(memory=(4 + 3 + 1) * 4 * own)]
 
     def handing_over(self) -> list[Stage]:
-        """The weights as the sampler has them, whole but for `tensor` and `expert`."""
+        """Return the gather of the sampler's weights, sharded over `tensor` and `expert` only."""
         weights = self.weights
         held = weights.dense + 2 * weights.table + weights.experts / self.mesh["expert"]
         memory = Stage(memory=2 * 2 * held / self.mesh["tensor"])
@@ -312,7 +312,7 @@ class Part:
 
 
 def added(stages: Stages) -> Stage:
-    """One stage in which all go on side by side."""
+    """Return one stage in which all stages overlap."""
     return Stage(
         flops=sum(one.flops for one in stages),
         memory=sum(one.memory for one in stages),
@@ -322,7 +322,7 @@ def added(stages: Stages) -> Stage:
 
 
 def times(stages: Stages, count: float) -> list[Stage]:
-    """Stages that come `count` times."""
+    """Return the stages repeated `count` times."""
 
     def more(one: Stage) -> dict[str, Any]:
         return {name: count * value for name, value in vars(one).items()}

@@ -1,15 +1,14 @@
-r"""Everything that one H200 can tell in nine minutes, compilation included.
+r"""All benchmarks for one H200, in nine minutes including compilation.
 
     python -m benchmarks.h200 --out=DIR [--preset=h200|cpu] [--only=kernels,update_4b]
         [--budget_s=540]
 
-Whether it computes rightly comes first, then how fast. Each part is a process of its own with a
-limit of time, so that one which fails or hangs loses only itself; what a part leaves of its time
-goes to the later ones. Parts that time nothing run beside each other, since most of their time is
-the host's; those that do are alone. After each part `DIR/results.json` and `DIR/table.md` are
-written anew, and `DIR/log.txt` has what all of them printed.
+Correctness comes first, then speed. Each part is a process with a time limit, so that a failing or
+hanging part loses only itself; unused time goes to later parts. Untimed parts run concurrently,
+since they mostly use the host; timed parts run alone. `DIR/results.json` and `DIR/table.md` are
+rewritten after each part; `DIR/log.txt` has the output of all parts.
 
-Beside jax, flax, optax and transformers it needs jaxtyping, ml_collections, rich, PyYAML,
+In addition to jax, flax, optax and transformers it needs jaxtyping, ml_collections, rich, PyYAML,
 absl-py, tokenizers, jinja2 and matplotlib; `first_step` needs tantivy. No part needs torch.
 """
 
@@ -44,14 +43,14 @@ EPISODES = "--num_questions=2 --group_size=2 --num_rows=4 --chunk_tokens=4 --tur
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One process."""
+    """A benchmark to run as a process."""
 
     name: str
     module: str
     flags: str
-    tiny: str  # further flags of the preset `cpu`, in place of `flags`
-    share_s: float  # of the nine minutes
-    is_timed: bool = True  # needs the device for itself
+    tiny: str  # flags for the preset `cpu`, instead of `flags`
+    share_s: float  # share of the nine minutes
+    is_timed: bool = True  # needs exclusive use of the device
 
 
 PARTS = (
@@ -95,11 +94,11 @@ PARTS = (
         share_s=85,
     ),
 )  # fmt: skip
-"""In the order in which they run; the first ones, which time nothing, together."""
+"""Parts in order; the untimed ones at the start run together."""
 
 
 def command(part: Part, preset: str, record: Path) -> list[str]:
-    """Command that runs a part and writes its record."""
+    """Return the command that runs a part and writes its record."""
     flags = part.flags if preset == "h200" else part.tiny
     module = f"benchmarks.{part.module}"
     return [sys.executable, "-m", module, *flags.split(), f"--json={record}"]
@@ -107,7 +106,7 @@ def command(part: Part, preset: str, record: Path) -> list[str]:
 
 @dataclass(kw_only=True)
 class Run:
-    """A part's process, a session of its own so that what it starts ends with it."""
+    """A part's process, in its own session so that its children end with it."""
 
     words: list[str]
     process: subprocess.Popen[bytes]
@@ -115,7 +114,7 @@ class Run:
     started: float
 
     def end(self, code: int | None) -> dict[str, Any]:
-        """Ends the process; its record, how it ended, and what it printed. None: at its limit."""
+        """End the process and return its result; `code` is None if it ran out of time."""
         self.kill()
         seconds = time.monotonic() - self.started
         result: dict[str, Any] = {"ending": f"ended with {code}", "seconds": seconds}
@@ -134,14 +133,14 @@ class Run:
         return result
 
     def kill(self) -> None:
-        """Ends the process and what it has started."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def start(part: Part, preset: str, record: Path) -> Run:
-    """Starts the process of a part."""
+    """Start the process of a part."""
     environment = os.environ | {
         "JAX_PLATFORMS": {"h200": "cuda,cpu", "cpu": "cpu"}[preset],
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
@@ -183,11 +182,11 @@ FIGURES = {
     "num_recompilations": "{}",
     "peak_bytes": "{:,.0f}",
 }
-"""Figures that the table shows of the records, and their formats."""
+"""Figures of the records to show in the table, with their formats."""
 
 
 def shown(record: dict[str, Any]) -> str:
-    """The figures of a record, of repetitions the median."""
+    """Format the figures of a record, with the median of repetitions."""
     texts = []
     for name, form in FIGURES.items():
         value = record.get(name)
@@ -198,7 +197,7 @@ def shown(record: dict[str, Any]) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     records = [one["record"] for one in results.values() if "versions" in one.get("record", {})]
     about = ""
     if records:
@@ -214,7 +213,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs the parts; what became of each."""
+    """Run the parts; return their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -222,11 +221,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--preset", choices=("h200", "cpu"), default="h200")
     parser.add_argument("--only", default=",".join(names), help="parts to run")
-    parser.add_argument("--budget_s", type=float, default=540.0, help="of all parts together")
+    parser.add_argument(
+        "--budget_s", type=float, default=540.0, help="seconds for all parts together"
+    )
     flags = parser.parse_args(argv)
     only = flags.only.split(",")
     if unknown := set(only) - set(names):
         parser.error(f"--only names {', '.join(sorted(unknown))}; expected some of {names}")
+    # Scale each part's share to the budget.
     chosen = [part for part in PARTS if part.name in only]
     flags.out.mkdir(parents=True, exist_ok=True)
     (flags.out / "log.txt").unlink(missing_ok=True)
@@ -247,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 file.write(text)
         print(f"{name}: {result['ending']}, {result['seconds']:.0f} s: {about}", flush=True)
 
+    # Each round may use what remains after reserving the later rounds' shares.
     running: dict[str, Run] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -271,6 +274,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its parts end with it
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # raises, so that the parts are ended too
     results = main()
     sys.exit(any(one["ending"] != "done" for one in results.values()))

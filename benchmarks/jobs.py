@@ -1,8 +1,8 @@
-"""Jobs of a benchmark: commands that each fill a folder.
+"""Benchmark jobs: commands that each fill a folder.
 
-A job writes its arguments to the folder. Started again, a finished job is kept, and one that was
-killed goes on, since `jaxrl.launch` does. A job whose arguments changed begins anew, and so does
-one that began before the last end of a job that it needs.
+A job writes its arguments to its folder. When the benchmark is started again, finished jobs are
+kept and interrupted ones resume, as `jaxrl.launch` does. A job starts over if its arguments changed
+or if a job that it needs finished after it began.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ARGUMENTS, FINISHED, OUTPUT = "arguments.json", "finished.json", "output.txt"
 
 @dataclass(frozen=True)
 class Job:
-    """A command that fills a folder, and the folders of the jobs that it needs."""
+    """A command that fills a folder, with the folders of the jobs that it needs."""
 
     folder: Path
     module: str
@@ -31,7 +31,7 @@ class Job:
     needs: tuple[Path, ...] = ()
 
     def is_finished(self) -> bool:
-        """Return True if this command has filled the folder after all that it needs was done."""
+        """Return True if this command filled the folder after the jobs it needs."""
         return (self.folder / FINISHED).exists() and self._has_begun()
 
     def _has_begun(self) -> bool:
@@ -42,14 +42,14 @@ class Job:
         return all(e.exists() and e.stat().st_mtime <= path.stat().st_mtime for e in ends)
 
     def run(self, cache: Path | None = None) -> None:
-        """Run the command to its end.
+        """Run the command and wait for it.
 
         Args:
-            cache: Folder of compiled programs, for a process of one thread; None runs the command
-                as a user's shell does.
+            cache: Compilation cache folder, which also limits the process to one thread; None runs
+                the command as in a user's shell.
 
         Raises:
-            RuntimeError: The command failed; the message names the file with its output.
+            RuntimeError: The command failed; the message names its output file.
         """
         if not self._has_begun():
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -67,14 +67,14 @@ class Job:
         if done.returncode != 0:
             raise RuntimeError(
                 f"python -m {self.module} ended with {done.returncode}; its output is in "
-                f"{self.folder / OUTPUT}. The same command of the benchmark goes on from there."
+                f"{self.folder / OUTPUT}. Run the benchmark's command again to resume."
             )
         seconds = time.perf_counter() - started
         (self.folder / FINISHED).write_text(json.dumps({"seconds": seconds}))
 
 
 def one_thread(cache: Path) -> dict[str, str]:
-    """Return the environment of a process with one thread, whose compiled programs are shared."""
+    """Return the environment of a one-thread process with a shared compilation cache."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -86,7 +86,7 @@ def one_thread(cache: Path) -> dict[str, str]:
 
 
 def run_jobs(jobs: Sequence[Job], *, cache: Path | None = None) -> None:
-    """Run each job that is not finished; a job comes after those that it needs."""
+    """Run each unfinished job in order; a job must follow those that it needs."""
     for number, job in enumerate(jobs, start=1):
         if not job.is_finished():
             print(f"{number} of {len(jobs)}: {job.module} {' '.join(job.arguments)}", flush=True)
@@ -94,18 +94,18 @@ def run_jobs(jobs: Sequence[Job], *, cache: Path | None = None) -> None:
 
 
 def seconds_of(folder: Path) -> float:
-    """Return the seconds that a finished job took, the last time it was started."""
+    """Return the seconds that a finished job's last start took."""
     return float(json.loads((folder / FINISHED).read_text())["seconds"])
 
 
 def read_steps(workdir: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return step and value of each metric of a run's training steps."""
+    """Return the steps and values of each training metric of a run."""
     steps: dict[str, list[tuple[int, float]]] = {}
     lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     for record in map(json.loads, lines):
         if record["stage"] != "train" or "actor/num_updates" not in record:
             continue
         for name, value in record.items():
-            if isinstance(value, int | float):  # a switch too, as 0 or 1
+            if isinstance(value, int | float):  # booleans too, as 0 or 1
                 steps.setdefault(name, []).append((record["step"], float(value)))
     return steps

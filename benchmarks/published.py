@@ -1,19 +1,20 @@
-r"""Published models compiled ahead of time for devices that need not exist, beside plan and floors.
+r"""Compile published models ahead of time for absent devices, and compare with plan and floors.
 
     python -m benchmarks.published --out=DIR [--cases=search_r1@v6e,dapo@h100] [--parts=decode]
         [--num_layers=2] [--keys rollout.max_num_seqs=768] [--limit_s=900]
 
-For each shipped configuration the programs of a run are compiled for shapes alone, on the mesh
-that `CASES` names: a micro-batch's gradients and the optimizer, log-probabilities, a chunk of
-decoding, reading. No weights are made and nothing runs. Each part is a process of its own, one at a
-time, with a limit of time; one that fails, or that does not fit by its compiler, is a row that says
-so. After each part `DIR/results.json` and `DIR/table.md` are written anew; a part that is in
-`results.json`, of the same shapes, is not compiled again.
+For each shipped configuration the programs of a run are compiled from shapes alone, on the mesh
+in `CASES`: a micro-batch's gradients and the optimizer, log-probabilities, a chunk of decoding,
+prefill. No weights are created and nothing runs. Parts run one at a time, each in a process with a
+time limit. A part that fails, or that the compiler finds too large, is a row that says so.
+`DIR/results.json` and `DIR/table.md` are rewritten after each part; a part with the same shapes in
+`results.json` is not compiled again.
 
-Compilers: TPUs need libtpu, NVIDIA's GPUs jax-cuda12-plugin, jax-cuda12-pjrt and
-nvidia-cuda-nvcc-cu12 with the version of JAX. Where these are not installed, `LIBTPU_DIR` and
-`CUDA_PLUGIN_DIR` may name folders of `pip install --no-deps --target`. Neither asks for a device.
-XLA for GPUs then chooses tiles and algorithms without trying them, as a run with a device does.
+Compilers: TPUs need libtpu; NVIDIA GPUs need jax-cuda12-plugin, jax-cuda12-pjrt and
+nvidia-cuda-nvcc-cu12 of JAX's version. If these are not installed, `LIBTPU_DIR` and
+`CUDA_PLUGIN_DIR` may name folders made with `pip install --no-deps --target`. Neither needs a
+device. Without one, XLA for GPUs selects tiles and algorithms without trying them, which a run on a
+device does.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ class Case:
     """A shipped configuration on devices.
 
     Attributes:
-        config: module of `configs`.
-        model: folder of `configs/models`.
-        device: out of `floors.DEVICES`.
-        slice: of chips of a TPU, `4x4` say; of GPUs the number of hosts.
-        keys: of the configuration, and other values.
+        config: Module in `configs`.
+        model: Folder in `configs/models`.
+        device: Key of `floors.DEVICES`.
+        slice: Chips of a TPU slice, such as `4x4`; for GPUs the number of hosts.
+        keys: Configuration keys to change, with their values.
     """
 
     config: str
@@ -70,12 +71,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Its name on the command line."""
+        """Name on the command line."""
         return f"{self.config}@{self.device}"
 
     @property
     def target(self) -> Target:
-        """Its devices, for the plan."""
+        """Devices, for the plan."""
         device = floors.DEVICES[self.device]
         sizes = [int(size) for size in self.slice.split("x")]
         num_devices = sizes[0] * (sizes[1] if len(sizes) > 1 else device.num_local)
@@ -87,7 +88,7 @@ class Case:
         )
 
     def made(self, num_layers: int = 0) -> tuple[ResolvedConfig, Any]:
-        """The configuration with the micro-batch that the devices allow, and its model."""
+        """Return the configuration, with the micro-batch that fits the devices, and its model."""
         shipped = memory.shipped_on(self.config, self.model, self.target, num_layers, self.keys)
         check_rows(shipped[0], target_mesh(*shipped, self.target), self.target.num_processes)
         return shipped
@@ -119,19 +120,19 @@ CASES = {
         _case("dapo", "qwen2.5-32b", "h100", "8"),
     )
 }
-"""By name. On H100s the mesh is the configuration's own; a v6e has less memory, and four chips a
-host, within which `tensor` and `expert` must be."""
+"""Cases by name. H100s use the configuration's own mesh. A v6e has less memory and four chips per
+host; `tensor` and `expert` must fit within a host."""
 
 
 def case_of(name: str, keys: Sequence[str] = ()) -> Case:
-    """A case of `CASES`, with further keys, each `key=value`."""
+    """Return a case of `CASES`, with further `key=value` changes."""
     case = CASES[name]
     given = dict(memory.key_and_value(one) for one in keys)
     return dataclasses.replace(case, keys={**case.keys, **given})
 
 
 HOST = "2x2"
-"""Slice of a TPU's host."""
+"""TPU slice of one host."""
 
 H100 = """
 gpu_device_info {
@@ -148,12 +149,12 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-"""Description of a GPU for XLA's compiler, the text form of its `GpuTargetConfigProto`."""
+"""Description of a GPU for XLA's compiler, a `GpuTargetConfigProto` in text form."""
 
 
 def compilers() -> dict[str, str]:
-    """Environment of a process that compiles for devices that are not there."""
-    # The last line of a failure is then its error, not JAX's note on what it left out of the rest.
+    """Return the environment of a process that compiles for absent devices."""
+    # Unfiltered tracebacks end with the error itself, not with JAX's note about filtering.
     env = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
     if folder := os.environ.get("CUDA_PLUGIN_DIR"):
         own = Path(folder) / "nvidia" / "cuda_nvcc"
@@ -169,10 +170,10 @@ def compilers() -> dict[str, str]:
 
 
 def devices_of(case: Case, part: str) -> list[Any]:
-    """Devices of a part, which need not exist; in a process with the environment `compilers`.
+    """Return the devices of a part, which need not exist; requires the environment of `compilers`.
 
-    A sampler of several is on the devices of its host: for some chips of a larger slice libtpu does
-    not compile what they send each other.
+    If there are several hosts, the sampler's devices are those of one host: libtpu cannot compile
+    communication between some of a larger slice's chips.
     """
     target = case.target
     if target.platform == "tpu":
@@ -185,15 +186,15 @@ def devices_of(case: Case, part: str) -> list[Any]:
 
 
 USED = re.compile(r"Used (\d+(?:\.\d+)?)G of \d+(?:\.\d+)?G hbm")
-"""Finds how much a TPU's compiler says that it would need, in GiB."""
+"""Matches the GiB that the TPU compiler reports to need."""
 
 
 def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
-    """Compiles the programs of a part: bytes of one device, and seconds, by program."""
+    """Compile the programs of a part; return bytes per device and seconds, by program."""
     config, model = case.made(num_layers)
     devices = devices_of(case, part)
     figures: dict[str, Any] = {}
-    # Kernels of tokamax and JAX look at the machine's devices for how they are lowered.
+    # Kernels of tokamax and JAX choose their lowering by the machine's devices.
     with (
         mock.patch("jax.extend.backend.get_default_device", return_value=devices[0]),
         mock.patch("jax.devices", return_value=devices),
@@ -218,7 +219,7 @@ def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
 
 
 def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
-    """Compiles a part in a process of its own: what `compile_part` gives, and how it ended."""
+    """Compile a part in a new process; return the figures of `compile_part` and the ending."""
     out, limit_s = flags.out, flags.limit_s
     record = out / "part.json"
     record.unlink(missing_ok=True)
@@ -249,13 +250,13 @@ def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The parts of a step of a case, where every trajectory is as long as it may be.
+    """The parts of a case's training step, with every trajectory at its maximum length.
 
     Attributes:
-        calls: how often each program runs.
-        stages: of one call of each.
-        tokens: of all trajectories, prompts included.
-        num_devices: that share them.
+        calls: Number of calls per step, by program.
+        stages: Stages of one call, by program.
+        tokens: Number of tokens in all trajectories, prompts included.
+        num_devices: Number of devices that share them.
     """
 
     calls: dict[str, float]
@@ -265,11 +266,12 @@ class Step:
 
     @classmethod
     def of(cls, case: Case, config: ResolvedConfig, model: Any) -> Step:
-        """Counts the calls and their stages."""
+        """Count the calls and their stages."""
+        # The mesh of the trainer and that of one process's sampler.
         target, rollout = case.target, config.rollout
         mesh = target_mesh(config, model, target)
         own = {**mesh.shape}
-        if target.num_processes > 1:  # each samples on its own devices
+        if target.num_processes > 1:  # each process samples on its own devices
             rest = target.num_local // own["expert"] // own["tensor"]
             own |= {"data": rest, "fsdp": 1, "context": 1}
         device = floors.DEVICES[case.device]
@@ -277,6 +279,7 @@ class Step:
         sample = floors.Part(model=model, mesh=own, device=device)
         named, dtype = config.model.attention, config.model.dtype
         kernels, _ = decide(named, target.platform, model.head_dim, dtype)
+        # Sizes of one call: a micro-batch, a chunk of decoding, a prefill.
         shards = num_batch_shards(mesh) if SHARES_PROMPTS[kernels] else 0
         shape = batch_shape(config, "train", shards, own["context"], model)
         length, chunk = rollout.max_total_tokens, rollout.chunk_tokens
@@ -286,6 +289,7 @@ class Step:
         read = append_sizes(target.platform, length)[-1]
         decoding = floors.times(sample.decode_step(rows, length / 2), chunk)
         again = config.model.remat in ("full", "offload")
+        # Numbers of calls.
         trajectories = rollout.tasks_per_step * rollout.group_size
         prompts = rollout.tasks_per_step * rollout.max_prompt_tokens
         seen = length - rollout.max_prompt_tokens - rollout.max_response_tokens
@@ -315,12 +319,12 @@ class Step:
         )
 
     def floor(self, name: str, device: floors.Device) -> tuple[float, str]:
-        """Least seconds of a call, and what it waits for."""
+        """Return the least seconds of a call, and the resource that dominates."""
         return floors.floor_s(self.stages[name], device)
 
 
 PROGRAMS = ("update", "optimizer", "score", "weights", "reading", "decode")
-"""Programs of a step; `weights` hands them to the sampler."""
+"""Programs of a step; `weights` copies the weights to the sampler."""
 
 
 def _gib(size: float | None) -> str:
@@ -336,7 +340,7 @@ HEADS = (
 def row_of(
     case: Case, mesh: str, name: str, one: Mapping[str, Any], planned: int | None, step: Step
 ) -> list[str]:
-    """A program's row: sizes in GiB of one device, and the floor of a call."""
+    """Return a program's row: GiB per device, and the floor of a call."""
     seconds, waits = step.floor(name, floors.DEVICES[case.device])
     total = one.get("total")
     whole = None if total is None else total + one["beside"]
@@ -354,13 +358,14 @@ def row_of(
 
 
 def report(results: Mapping[str, Any]) -> str:
-    """Markdown: the programs, then steps."""
+    """Return a Markdown table of the programs, then one of the steps."""
     rows, steps = [], []
     for name in dict.fromkeys(one["case"] for one in results.values()):
         own = [one for one in results.values() if one["case"] == name]
         case = case_of(name, own[0]["keys"])
         config, model = case.made(own[0]["num_layers"])
         step, device = Step.of(case, config, model), floors.DEVICES[case.device]
+        # What else is in memory while the sampler runs.
         mesh = "x".join(map(str, target_mesh(config, model, case.target).shape.values()))
         kept = rollout_phase(config, model, case.target).kept
         beside = sum(kept.values()) - kept["decode weights"] - kept["KV cache"]
@@ -370,7 +375,7 @@ def report(results: Mapping[str, Any]) -> str:
                 if program == one["part"]:
                     planned = memory.planned_bytes(config, model, case.target, program)
                 if program in ("decode", "reading"):
-                    # The train state lies beside the sampler's own: so both say what is there.
+                    # The train state is in memory too, so add it to both figures.
                     sizes = sizes | {"beside": beside}
                     planned += beside
                 rows.append(row_of(case, mesh, program, sizes, planned, step))
@@ -388,17 +393,21 @@ def report(results: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Compiles what is asked for; what became of each part."""
+    """Compile the selected parts; return their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--cases", default=",".join(CASES), help="out of CASES")
+    parser.add_argument("--cases", default=",".join(CASES), help="names in CASES")
     parser.add_argument("--parts", default=",".join(memory.PARTS), help="programs")
-    parser.add_argument("--num_layers", type=int, default=0, help="0: the model's")
-    parser.add_argument("--keys", nargs="*", default=[], help="of the configurations: key=value")
-    parser.add_argument("--limit_s", type=float, default=900.0, help="of each part")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument(
+        "--num_layers", type=int, default=0, help="number of layers; 0: the model's"
+    )
+    parser.add_argument(
+        "--keys", nargs="*", default=[], help="changes to the configurations: key=value"
+    )
+    parser.add_argument("--limit_s", type=float, default=900.0, help="seconds for each part")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a subprocess
     flags = parser.parse_args(argv)
     if flags.one:
         figures = compile_part(case_of(flags.one, flags.keys), flags.parts, flags.num_layers)

@@ -1,8 +1,8 @@
-"""Table of a run on real documents: the model as it is, after the warm start, after training.
+"""Table of a run on real documents: before, after the warm start, after training.
 
     python -m benchmarks.real --run=runs/real
 
-Reads the evaluations and metrics that `make real` leaves in `RUN_as_it_is` and `RUN`.
+Reads the evaluations and metrics that `make real` writes to `RUN_as_it_is` and `RUN`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ROWS = {
     "searches a question, sampled": ("sampled", "searches"),
     "an accepted answer was shown, sampled": ("sampled", "answer_in_results"),
 }
-"""Heads of rows, each with the suite and the measure that it shows."""
+"""Row titles, each with its suite and measure."""
 
 
 def read_stages(run: Path) -> dict[str, Mapping[str, Any]]:
-    """Evaluations by when they were made; those of one moment joined.
+    """Load the evaluations by stage; those of the same stage are merged.
 
     Raises:
-        FileNotFoundError: an evaluation is missing.
+        FileNotFoundError: An evaluation is missing.
     """
     as_it_is = run.with_name(f"{run.name}_as_it_is")
     first = sorted(as_it_is.glob("eval/evaluate_*.json"))
@@ -56,7 +56,7 @@ def read_stages(run: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def cell(record: Mapping[str, Any], suite: str, measure: str) -> str:
-    """A mean over all questions with its 95% interval; a dash where it was not measured."""
+    """Format a mean over all questions with its 95% interval, or a dash if not measured."""
     if suite not in record["summary"]:
         return "–"
     mean = record["summary"][suite]["all"].get(measure)
@@ -67,7 +67,7 @@ def cell(record: Mapping[str, Any], suite: str, measure: str) -> str:
 
 
 def report(run: Path) -> str:
-    """The table, and below it how training went."""
+    """Return the table and a summary of training."""
     stages = read_stages(run)
     rows = [
         [head, *(cell(record, suite, measure) for record in stages.values())]

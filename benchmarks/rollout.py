@@ -1,21 +1,21 @@
-r"""Sampling speed: prompts to finished samples through the engine, nothing left out.
+r"""Sampling speed of the engine, from prompts to finished samples.
 
     python -m benchmarks.rollout --case=even|search --preset=cpu|h200 [--model=qwen3-4b]
         [--num_rows=... --num_layers=...]
 
-`even`: every sample has exactly `new_tokens` tokens: no stop string can occur and there is no
-end-of-turn id. The `floor` figures say what the device's memory bandwidth and arithmetic allow (see
-`common.decode_floor_s`): weights and cache are read once a step. They leave the prompts out. At the
-end `tail_rows` samples are drawn alone, as where a few long ones are left.
+`even`: every sample has exactly `new_tokens` tokens, with no stop string and no end-of-turn id. The
+`floor` figures are limits of the device's memory bandwidth and arithmetic (see
+`common.decode_floor_s`): weights and cache are read once per step; prompts are left out. At the end
+`tail_rows` samples are drawn alone, as when a few long ones remain.
 
-`search`: whole rollouts of several turns with real searches of a local index, `latency_ms` a call
-more than they take (`searching.RandomSearches`); the same with no latency; and at once: as many
-tokens in each turn of known length, each observation there when its turn ends, no environment.
-`tokens_read_twice` are those of prompts, of turns and of observations that were computed again,
-since what they had left in the cache was gone.
+`search`: complete multi-turn rollouts with real searches of a local index, with `latency_ms` added
+to each call (`searching.RandomSearches`); the same without latency; and `at_once`: the same numbers
+of tokens per turn, with each observation ready when its turn ends, and no environment.
+`tokens_read_twice` counts tokens of prompts, turns and observations that were computed again after
+the cache lost them.
 
-The first repetitions compile and are not counted. For figures that can be compared between
-machines, one thread on a core that has nothing else to do:
+The first repetitions compile and are not counted. For figures that are comparable between machines,
+use one thread on an otherwise idle core:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 \
       python -m benchmarks.rollout --repetitions=15
@@ -52,29 +52,29 @@ from jaxrl.types import Draw, Group, Trajectory, members
 
 @dataclass(frozen=True, kw_only=True)
 class Even:
-    """Work that is sampled; every field is a flag."""
+    """Sizes of the `even` case; every field is a flag."""
 
     num_prompts: int
     group_size: int  # samples of each prompt
     prompt_tokens: int
-    new_tokens: int  # of each sample
-    num_rows: int  # samples decoded side by side
-    chunk_tokens: int  # decoding steps between two looks of the host
+    new_tokens: int  # tokens per sample
+    num_rows: int  # samples decoded together
+    chunk_tokens: int  # decoding steps between two checks by the host
     tail_rows: int  # samples drawn alone at the end; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Episodes with searches; every field is a flag."""
+    """Sizes of the `search` case; every field is a flag."""
 
     num_questions: int
     group_size: int  # episodes of each question
     prompt_tokens: int
     turn_tokens: int  # mean length of a turn
-    max_searches: int  # of an episode
+    max_searches: int  # per episode
     observation_tokens: int
-    latency_ms: float  # of a call of the environment
-    lag_chunks: int  # after which replies enter; 0: as they arrive
+    latency_ms: float  # added to each call of the environment
+    lag_chunks: int  # chunks before replies enter; 0: as they arrive
     num_rows: int
     chunk_tokens: int
 
@@ -110,15 +110,15 @@ def make_engine(
     stops: StopAutomaton | None = None,
     train_mesh: Mesh | None = None,
 ) -> Engine:
-    """An engine for the rows, chunks and prompts of `work`, with the kernels of the platform.
+    """Return an engine for the rows, chunks and prompts of `work`, with the platform's kernels.
 
     Args:
-        model: sizes.
-        work: one of the classes above.
-        mesh: of all processes; the engine takes this process's part.
-        max_total_tokens: of any sample with its prompt.
-        stops: ends a turn; None: nothing does.
-        train_mesh: where its weights come from; `mesh` by default.
+        model: Model sizes.
+        work: Sizes, one of the classes above.
+        mesh: Mesh of all processes; the engine uses this process's part.
+        max_total_tokens: Maximum tokens of a sample with its prompt.
+        stops: Automaton that ends turns; None for no stop strings.
+        train_mesh: Mesh of the trainer's weights; `mesh` by default.
     """
     stops = stops or StopAutomaton([b"a"] * model.vocab_size, ["</search>"])
     return Engine(
@@ -141,7 +141,7 @@ def make_engine(
 def make_requests(
     prompts: np.ndarray | Sequence[Sequence[int]], lengths: Sequence[int], number: int
 ) -> list[Request]:
-    """A sample of each prompt and length, drawn as repetition `number` draws."""
+    """Return a request per prompt and length, with the keys of repetition `number`."""
     positions = np.arange(len(prompts), dtype=np.int32)
     keys = sample_keys(0, 0, number, positions, np.zeros_like(positions), np.zeros_like(positions))
     return [
@@ -151,7 +151,7 @@ def make_requests(
 
 
 def even_requests(model: common.ModelSizes, work: Even, number: int) -> list[Request]:
-    """The samples of repetition `number`: random prompts, the samples of each one together."""
+    """Return the requests of repetition `number`: random prompts, each group consecutive."""
     rng = np.random.default_rng(number)
     prompts = rng.integers(model.vocab_size, size=(work.num_prompts, work.prompt_tokens))
     prompts = np.repeat(prompts, work.group_size, axis=0)
@@ -159,7 +159,7 @@ def even_requests(model: common.ModelSizes, work: Even, number: int) -> list[Req
 
 
 def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
-    """Draws all samples to the end of their budgets; the seconds of chunks that read no prompt."""
+    """Draw all samples; return the seconds of the chunks that prefilled no prompt."""
     engine.submit(requests)
     chunk_times = []
     while not engine.is_idle:
@@ -174,7 +174,7 @@ def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
 
 
 def feed(engine: Engine, trajectories: Sequence[Trajectory], number: int) -> None:
-    """Samples as many tokens as in these turns, each observation being there when its turn ends."""
+    """Sample the numbers of tokens of these turns, with observations ready when turns end."""
     prompts = [t.token_ids[: t.prompt_length] for t in trajectories]
     turns = [turns_of(t) for t in trajectories]
     requests = make_requests(prompts, [lengths.popleft()[1] for lengths in turns], number)
@@ -188,7 +188,7 @@ def feed(engine: Engine, trajectories: Sequence[Trajectory], number: int) -> Non
 
 
 def turns_of(trajectory: Trajectory) -> deque[tuple[list[int], int]]:
-    """Tokens that were inserted before each turn, and how many were sampled in it."""
+    """Return, per turn, the tokens inserted before it and the number sampled in it."""
     mask = trajectory.loss_mask[trajectory.prompt_length :]
     ids = trajectory.token_ids[trajectory.prompt_length :]
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
@@ -207,7 +207,7 @@ def decoding_figures(
     num_rows: int,
     chunk_times: Sequence[float],
 ) -> dict[str, Any]:
-    """The time of a decoding step of so many rows beside the least that the hardware allows."""
+    """Return the time of a decoding step of `num_rows` rows, and its floor."""
     floor_s = common.decode_floor_s(
         model, hardware, num_rows=num_rows, context=work.prompt_tokens + work.new_tokens / 2
     )
@@ -223,12 +223,12 @@ def decoding_figures(
 def measure_even(
     model: common.ModelSizes, work: Even, hardware: common.Hardware, flags: argparse.Namespace
 ) -> dict[str, Any]:
-    """Rates of samples of one length, and of a few left alone."""
+    """Measure samples of one length, and then a few alone."""
     mesh = common.one_device()
     total = work.prompt_tokens + work.new_tokens
     engine = make_engine(model, work, mesh, max_total_tokens=total)
     needed = {min(work.num_rows, work.num_prompts * work.group_size), work.tail_rows} - {0}
-    # All samples end together, so no other size is run; to compile one takes a GPU a minute.
+    # All samples end together, so no other size runs; compiling one takes a minute on a GPU.
     engine.row_sizes = sorted({min(s for s in engine.row_sizes if s >= n) for n in needed})
     started = time.perf_counter()
     engine.compile()
@@ -263,7 +263,7 @@ def measure_even(
 def measure_search(
     model: common.ModelSizes, work: Search, hardware: common.Hardware, flags: argparse.Namespace
 ) -> dict[str, Any]:
-    """Rates of episodes with searches beside those of the same tokens at once."""
+    """Measure episodes with searches, and the same tokens sampled at once."""
     del hardware
     mesh, params = common.one_device(), common.random_params(model)
     played: list[Trajectory] = []
@@ -278,7 +278,7 @@ def measure_search(
         def play(number: int, latency_s: float) -> list[Trajectory]:
             env.latency_s = latency_s
             trajectories = members(episodes.play(number))
-            engine.clear()  # two caches may not fit side by side
+            engine.clear()  # two caches may not fit in memory together
             return trajectories
 
         # Records its trajectories in `played`, which `sample_at_once` replays.
@@ -332,7 +332,7 @@ class Episodes:
     max_total_tokens: int
 
     def play(self, number: int, policy_version: int = 0) -> list[Group]:
-        """All episodes, drawn as repetition `number` draws."""
+        """Play all episodes with the seeds of repetition `number`."""
         sampling = Sampling(
             group_size=self.group_size,
             temperature=1.0,
@@ -346,11 +346,11 @@ class Episodes:
 def make_episodes(
     model: common.ModelSizes, work: Any, mesh: Mesh, folder: Path, train_mesh: Mesh | None = None
 ) -> Episodes:
-    """Makes the player of the episodes of a `Search`, or of other work with its fields.
+    """Return the rollouts of a `Search`, or of other work with its fields.
 
     The corpus and its index go to `folder`; the meshes are those of `make_engine`.
     """
-    from benchmarks import searching  # which needs tantivy, as nothing else here does
+    from benchmarks import searching  # needs tantivy, unlike the rest
 
     tokenizer = searching.byte_tokenizer()
     env = searching.RandomSearches(
@@ -361,9 +361,9 @@ def make_episodes(
     )
     stops = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
     turns = work.max_searches + 1
-    # Turns end by chance, a few at many times their mean.
+    # Turns end at random; a few are many times longer than the mean.
     response = 3 * turns * work.turn_tokens
-    # An observation has a new line before and after what is cut to fit.
+    # An observation has a newline before and after its truncated text.
     total = work.prompt_tokens + response + work.max_searches * (work.observation_tokens + 2)
     limits = Limits(
         max_prompt_tokens=work.prompt_tokens,
@@ -371,7 +371,7 @@ def make_episodes(
         max_total_tokens=total,
         max_observation_tokens=work.observation_tokens,
     )
-    # Room for the rows at full length, which few reach: the rest is for those that wait.
+    # The cache fits all rows at full length. Few reach it; waiting rows use the rest.
     engine = make_engine(
         model, work, mesh, max_total_tokens=total, stops=stops, train_mesh=train_mesh
     )
@@ -388,7 +388,7 @@ def make_episodes(
 
 @dataclass(frozen=True)
 class Case:
-    """One of the ways above to measure the sampler."""
+    """A measurement with its sizes."""
 
     work: dict[str, Any]  # by preset
     measure: Callable[..., dict[str, Any]]
@@ -401,7 +401,7 @@ CASES = {
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs the benchmark; the record that it writes."""
+    """Run the benchmark; return its record."""
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--case", choices=CASES, default="even")
     chosen, rest = first.parse_known_args(argv)

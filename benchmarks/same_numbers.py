@@ -1,13 +1,12 @@
-"""Compare short runs of two revisions, bit for bit: has a change left all numbers as they were?
+"""Compare short runs of two revisions bit for bit.
 
     python -m benchmarks.same_numbers --before=HEAD~1
 
-Checks out the revision, runs short runs of the small configurations in both trees, each by the
-command that a user gives, and compares: every record of `metrics.jsonl` but what was timed, every
-evaluation, every logged trajectory, every exported weight, and of every checkpoint the arrays,
-moments of the optimizer included, and the position. The runs of a revision are kept in `--out` and
-not made again; those of the working tree always are. Each line tells the processor time of both.
-Exit code 1 where anything differs.
+Check out the revision, run short runs of the small configurations in both trees with the user's
+command, and compare: all records of `metrics.jsonl` except timings, all evaluations, logged
+trajectories and exported weights, and all checkpoints' arrays (optimizer moments included) and
+positions. The revision's runs are cached in `--out`; those of the working tree are always repeated.
+Each line reports the processor time of both. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from benchmarks.same_numbers_own import served
 ROOT = Path(__file__).parents[1]
 TIMED = (
     *("timing_s/", "perf/throughput", "perf/max_memory_gib", "perf/search/", "perf/ledger/"),
-    "ledger",  # counted in another way since costs have counters alone
+    "ledger",  # counted differently in old revisions
 )
-"""Heads of metrics that the clock, the machine or a server decides, and of costs."""
+"""Prefixes of metrics that depend on the clock, the machine or a server, and of costs."""
 OF_A_START = (*TIMED, "perf/")
-"""Heads of those, and of counts that begin anew in each process: programs, hits of caches."""
+"""Those prefixes, and those of counts that restart in each process: programs, cache hits."""
 
 
 OLD_KEYS = {
@@ -47,33 +46,32 @@ OLD_KEYS = {
     "kl.apply_to": "kl.place",
     "loss.token_filter": "loss.gate",
 }
-"""Earlier names of keys, for revisions that have these."""
+"""New to old names of keys, for older revisions."""
 OLD_POSITION = {
     "buffered_groups": "leftover",
     "in_flight_tasks": "unfinished",
     "prefetched": "pending",
 }
-"""Earlier names of a checkpoint's position."""
+"""New to old names of the fields of a checkpoint's position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A short run. In its settings `{world}`, `{workdir}` and `{endpoint}` stand for places."""
+    """A short run. Its settings may contain `{world}`, `{workdir}` and `{endpoint}`."""
 
-    world: str  # module that makes it
+    world: str  # module that makes the world
     config: str  # file in configs/
-    flags: tuple[str, ...] = ()  # of the world
-    settings: tuple[str, ...] = ("num_steps=3",)  # of the run
-    needs_warm_start: bool = True  # trained before by the revision; else all stages are run
-    # Most of a run that is as small as can be is compilation, and what is compiled with fewer
-    # passes of XLA computes the same program. False where many steps are taken.
+    flags: tuple[str, ...] = ()  # flags of the world
+    settings: tuple[str, ...] = ("num_steps=3",)  # settings of the run
+    needs_warm_start: bool = True  # made by the old revision; otherwise the run has all stages
+    # Tiny runs mostly compile, and fewer XLA passes give the same program. False for long runs.
     compiles_quickly: bool = True
-    stopped_at: int = 0  # first run to this step, then on to its end; 0: run in one go
+    stopped_at: int = 0  # stop after this step, then resume; 0: run in one go
 
 
-# The smallest world in which a model learns to search within seconds, and steps in it. Rows are
-# few, trajectories short, evaluations none but the last: each number of rows or of pages and
-# each way of sampling is a compilation.
+# The smallest world in which a model learns to search within seconds, and the settings of a short
+# run. Few rows, short trajectories and only a final evaluation: each number of rows or pages and
+# each kind of sampling is a compilation.
 SMALL = ("--num_people=40", "--num_held_out=8", "--num_demonstrations=400")
 SHORT = (
     *("num_steps=3", "rollout.tasks_per_step=4", "rollout.group_size=4", "rollout.max_num_seqs=4"),
@@ -81,13 +79,13 @@ SHORT = (
     "rollout.max_total_tokens=112",
     *("eval.suites=()", "eval.final_suites=('sampled',)", "eval.max_tasks=4", "model.remat=none"),
 )
-# So that a warm start takes seconds too, in configurations that are not as small as debug_tiny.py.
+# Makes the warm start take seconds in configurations larger than debug_tiny.py.
 SHORT_SFT = ("sft.num_steps=60", "sft.batch_size=8", "sft.optimizer.lr=1e-2")
-OF_FORMAT = "reward.weights={'exact_match': 1.0, 'format': 0.5}"  # hardly an answer is right
+OF_FORMAT = "reward.weights={'exact_match': 1.0, 'format': 0.5}"  # almost no answer is right
 
 
 def small(*settings: str, **others: Any) -> Case:
-    """Three steps of a model with a warm start of seconds, which all such cases share."""
+    """Return a case of three steps after a quick warm start, shared by all such cases."""
     return Case(
         world="examples.quickstart_world",
         config="debug_tiny.py",
@@ -98,12 +96,12 @@ def small(*settings: str, **others: Any) -> Case:
 
 
 def method(world: str, config: str) -> Case:
-    """Three steps of the small configuration of a method."""
+    """Return a case of three steps of a method's small configuration."""
     return Case(world=world, config=config, compiles_quickly=False)
 
 
 CASES = {
-    # The commands of the first page, optimised as a user has them.
+    # All stages of the debug run, with full compiler optimization as users have it.
     "debug": Case(
         world="examples.quickstart_world",
         config="debug_tiny.py",
@@ -117,7 +115,7 @@ CASES = {
     "ares": method("examples.math_world", "ares_small.py"),
     "bapo": method("examples.bapo_world", "bapo_small.py"),
     "passk": method("examples.puzzle_world", "passk_small.py"),
-    # Pictures in the warm start, in episodes that search, in updates, and blank in an evaluation.
+    # Images in the warm start, in searching episodes, in updates, and blank in an evaluation.
     "images": Case(
         world="examples.looking_world",
         config="seeking.py",
@@ -128,14 +126,14 @@ CASES = {
         ),
         needs_warm_start=False,
     ),
-    # An adapter on a base in eight bits, its reference the base alone.
+    # LoRA on an int8 base, with the base as the reference.
     "lora": small(
         *("model.lora.rank=4", "model.lora.alpha=16.0", "model.lora.base_dtype=int8"),
         *("model.lora.targets=('q_proj', 'o', 'mlp/up', 'down_proj')", "kl.coef=0.01"),
     ),
-    # Ratios of sequences, the sampler's experts in the update, a loss that balances them in both
-    # stages. The second update of a step has other weights than those that chose. One step will do:
-    # a further one is of other lengths, and compiling an update takes ten times as long as it.
+    # Sequence-level ratios, the sampler's expert choices reused in the update, load balancing in
+    # both stages. In the second update the weights differ from those that chose the experts. One
+    # step is enough: another has other lengths, and compiling an update takes ten times its run.
     "experts": Case(
         world="examples.quickstart_world",
         config="search_moe_small.py",
@@ -146,9 +144,9 @@ CASES = {
         ),
         needs_warm_start=False,
     ),
-    # Both engines fused, the vectors in eight bits. The encoder is the world's own model, random
-    # weights and all: by them it ranks one document before another as firmly as a trained one. Each
-    # run has an index of its own, or the second tree would find that of the first.
+    # Both engines fused, with int8 vectors. The encoder is the world's model with random weights,
+    # which ranks documents as deterministically as a trained one. Each run has its own index, or
+    # the second tree would reuse that of the first.
     "hybrid": small(
         *("search.engine=hybrid", "search.dense.dtype=int8", "search.dense.pooling=mean"),
         *("search.dense.corpus={world}/corpus.jsonl", "search.dense.encoder={world}/model"),
@@ -156,15 +154,15 @@ CASES = {
         *("search.dense.index={workdir}/index", "search.local.index={workdir}/index"),
         "search.local.corpus=",
     ),
-    # A judge's score and the comparison as mathematics in the reward. The model may call Python,
-    # which it was not taught: what is tested of that is where its turns end.
+    # A judge's score and math verification in the reward. The model may call Python but was not
+    # trained to: this only tests where its turns end.
     "judge": small(
         "reward.judges={'helpful': {'url': '{endpoint}', 'model': 'judge', "
         "'prompt': 'Rate {response}'}}",
         "reward.weights={'exact_match': 1.0, 'format': 0.5, 'helpful': 0.5, 'math_verify': 1.0}",
         *("reward.math_verify.workers=1", "env.search.tools=('python',)"),
     ),
-    # A model behind an endpoint, which calls tools beside the search: Python and a function.
+    # A model behind an endpoint that calls search, Python and a function.
     "endpoint": small(
         *("stages=('evaluate',)", "model.path={world}/model", "policy.name=openai"),
         *("policy.openai.url={endpoint}", "policy.openai.model=policy", "eval.samples=2"),
@@ -174,12 +172,12 @@ CASES = {
         "eval.final_suites=('sampled', 'greedy', 'empty_search')",
         needs_warm_start=False,
     ),
-    # Groups that wait in a checkpoint for the next step, and importance weights for them.
+    # Groups buffered in a checkpoint for the next step, with importance weights.
     "ahead": small(
         *("rollout.async_level=1", "loss.correction.level=token", "checkpoint.every_steps=1"),
         "kl.coef=0.01",
     ),
-    # Four updates a step, a KL coefficient that moves, a rate that falls, a filter.
+    # Four updates per step, an adaptive KL coefficient, a decaying learning rate, a filter.
     "updates": small(
         *("optimizer.num_minibatches=2", "optimizer.num_epochs=2", "optimizer.schedule=cosine"),
         *(
@@ -192,8 +190,8 @@ CASES = {
         *("kl.adaptive.horizon=16", "checkpoint.every_steps=1", "filter.name=varied"),
         *("filter.varied.metric=score", "filter.carry_over=True", "advantage.name=rloo"),
     ),
-    # Stopped after two steps and continued; compared with the same in one go as well, which is
-    # evaluated where the other one has its last step for the time being.
+    # Stopped after two steps and resumed; also compared with the same run in one go, which
+    # evaluates at the step where the first one stops.
     "resumed": small(
         *("num_steps=4", "checkpoint.every_steps=1", "kl.coef=0.01"),
         *("eval.every_steps=2", "eval.suites=('sampled',)"),
@@ -203,9 +201,8 @@ CASES = {
 
 
 def with_keys_of(tree: Path, case: Case) -> Case:
-    """Return the case with the names that keys have in a tree."""
-    files = [path for path in (tree / "jaxrl").rglob("*.py") if "config" in str(path)]
-    schema = "".join(path.read_text(encoding="utf-8") for path in files)
+    """Return the case with the key names of a tree."""
+    schema = (tree / "jaxrl/config/schema.py").read_text(encoding="utf-8")
     settings = []
     for setting in case.settings:
         for new, old in OLD_KEYS.items():
@@ -218,12 +215,12 @@ def with_keys_of(tree: Path, case: Case) -> Case:
 def run(
     tree: Path, module: str, *arguments: str, out: Path, compiles_quickly: bool = False
 ) -> None:
-    """Runs a module of a tree; its output is shown where it fails."""
+    """Run a module of a tree; exit with its output if it fails."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{tree}{os.pathsep}{Path(__file__).parent}",
         "JAX_PLATFORMS": "cpu",
-        # Also of programs that compile quickly: the second tree finds most of the first one's.
+        # Cache quick compilations too: the second tree reuses most of the first one's.
         "JAX_COMPILATION_CACHE_DIR": str(out / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -236,7 +233,7 @@ def run(
 
 
 def prepare(before: Path, out: Path, case: Case) -> tuple[Path, Path | None]:
-    """The world of a case and its warm start, made by the revision, each once."""
+    """Return the world of a case and its warm start, made once by the old revision."""
     name = "_".join((case.world.rpartition(".")[2], *case.flags)).replace("--", "")
     world = out / "worlds" / name
     if not (world / "finished").exists():
@@ -255,16 +252,16 @@ def prepare(before: Path, out: Path, case: Case) -> tuple[Path, Path | None]:
 def train(
     tree: Path, case: Case, world: Path, model: Path | None, workdir: Path, out: Path
 ) -> float:
-    """The short run of a case, from nothing; returns its processor time in seconds."""
+    """Run a case from scratch; return its processor time in seconds."""
     shutil.rmtree(workdir, ignore_errors=True)
     case = with_keys_of(tree, case)
-    settings = dict(text.split("=", 1) for text in case.settings)  # the last of a key counts
+    settings = dict(text.split("=", 1) for text in case.settings)  # the last value of a key wins
     if model is not None:
         given = {"model.path": str(model), "stages": "('train', 'evaluate')"}
         settings = given | settings
     starts = [settings]
     if case.stopped_at:
-        # As its own last step, which is always the same one; a signal finds a run somewhere.
+        # Stop by `num_steps`: a signal would stop at an unpredictable step.
         only = {"num_steps": str(case.stopped_at), "stages": "('train',)"}
         starts.insert(0, settings | only)
     before = processor_s()
@@ -282,13 +279,13 @@ def train(
 
 
 def processor_s() -> float:
-    """Seconds that all ended children of this process computed."""
+    """Return the processor seconds of all finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def differences(before: Path, after: Path, left_out: tuple[str, ...] = TIMED) -> Iterator[str]:
-    """Differences between two runs; metrics whose names begin with one of `left_out` are not."""
+    """Yield the differences between two runs, ignoring metrics with a prefix in `left_out`."""
     metrics = [
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (before, after)
@@ -316,16 +313,16 @@ def differences(before: Path, after: Path, left_out: tuple[str, ...] = TIMED) ->
 
 
 def content(path: Path) -> Any:
-    """Content of a file or a checkpoint as it is compared: arrays as bytes, nothing timed."""
+    """Load a file or checkpoint for comparison: arrays as bytes, no timings."""
     if path.is_dir():
-        # Orbax's own files hold the time too, so the arrays are read.
+        # Orbax's own files contain timestamps, so compare the arrays.
         reader = ocp.StandardCheckpointer()
         values: dict[str, Any] = {}
         for folder in sorted(path.iterdir()):
             if folder.name == "position":
                 saved = json.loads((folder / "metadata").read_text(encoding="utf-8"))
-                # Paths are in the configuration, times in the record.
-                gone = ("schedule", "num_broken_off")  # of calibration, and of lost groups
+                # The configuration contains paths, the record times.
+                gone = ("schedule", "num_broken_off")  # old revisions only
                 left_out = ("config", "contents", "record", *gone)
                 names = {old: new for new, old in OLD_POSITION.items()}
                 kept = {names.get(k, k): v for k, v in saved.items() if k not in left_out}
@@ -348,7 +345,7 @@ def lines_of(path: Path) -> Sequence[str]:
 
 
 def untimed(value: Any) -> Any:
-    """A JSON value without what clock and caches decide, and without the settings' fingerprint."""
+    """Remove from a JSON value what depends on the clock, caches or the settings' fingerprint."""
     if isinstance(value, dict):
         left_out = ("latency_s", "waited_s", "source", "attempts", "records", "usage")
         left_out += ("made_with", "settings")
@@ -361,7 +358,7 @@ def untimed(value: Any) -> Any:
 
 
 def check_out(revision: str, out: Path) -> Path:
-    """A tree of the revision."""
+    """Check out a revision once and return its tree."""
     name = subprocess.check_output(["git", "rev-parse", revision], cwd=ROOT, text=True).strip()
     tree = out / name[:12] / "tree"
     if not tree.exists():
@@ -386,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         case = CASES[name]
         world, model = prepare(before, out, case)
         old, new = before.parent / name, out / "after" / name
-        # The case as it was when the revision ran it, and the seconds that this took.
+        # Reuse the old revision's run if the case has not changed since.
         known, made_as = old / "made.json", repr(with_keys_of(before, case))
         if not known.exists() or json.loads(known.read_text())["case"] != made_as:
             taken = train(before, case, world, model, old, out)

@@ -1,7 +1,7 @@
-"""Things that the cases of `benchmarks.same_numbers` bring of their own: a tool and an endpoint.
+"""A tool and an endpoint for the cases of `benchmarks.same_numbers`.
 
-The folder of this file is on the path of each run, behind the tree, so that revisions which do not
-have the file find the tool too.
+This file's folder is on each run's path after the tree, so that revisions without this file find
+the tool too.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def shout(text: str) -> str:
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """An OpenAI-compatible endpoint whose replies depend on nothing but the request.
+    """An OpenAI-compatible endpoint with replies that depend on the request only.
 
     The model `judge` scores a text by its hash, so that rewards differ and any changed character
     shows. The model `policy` plays an episode: it searches for the question, calls `python` and
-    `shout`, and answers with a town or a job that the first document names.
+    `shout`, and answers with a town or job from the first document.
     """
 
     protocol_version = "HTTP/1.1"  # connections are kept
 
     def do_POST(self) -> None:
-        """Replies to a chat."""
+        """Reply to a chat request."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         first, *later = [message["content"] for message in body["messages"]]
         if body["model"] == "judge":
@@ -48,7 +48,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
                 f"<python> print({len(first)} * 7) </python>",
                 f"<shout> {answer} </shout>",
             )
-            num_turns = len(later) // 2  # each with an observation behind it
+            num_turns = len(later) // 2  # each followed by an observation
             turns = (*calls, f"<answer> {answer} </answer>")
             text = turns[min(num_turns, len(calls))]
         reply = {
@@ -62,12 +62,12 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Prints nothing."""
+        """Suppress the request log."""
 
 
 @contextlib.contextmanager
 def served() -> Iterator[str]:
-    """The address of the endpoint, on a free port of this machine."""
+    """Serve the endpoint on a free local port and yield its URL."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/v1"

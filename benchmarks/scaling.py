@@ -1,15 +1,15 @@
-r"""Cost of being many: equal work on each of more devices and processes.
+r"""Scaling overhead: equal work per device on more devices and processes.
 
     python -m benchmarks.scaling [--jobs=1x1,1x2,1x4,1x8,2x1,2x2] [--model=...] [--new_tokens=...]
 
-A job is processes x devices of each. The devices are virtual ones of this machine's CPU, and the
-processes speak to each other through 127.0.0.1, so all share its cores: more of them do not make
-anything quicker, and a rate that stays what it was with one device says that nothing is lost by
-splitting. Each device has the rows and the sequences of one device, along the mesh's axis `data`;
-rollouts run on each process's own devices, updates on those of all.
+A job is processes x devices per process. The devices are virtual devices of this machine's CPU and
+the processes communicate over 127.0.0.1, so all share its cores: more of them are not faster. A
+rate equal to that of one device means that splitting costs nothing. Each device has the rows and
+sequences of the one-device job, along the mesh axis `data`. Rollouts run on each process's own
+devices, updates on all devices.
 
-Every job has processes of its own. Rates are of all devices together; `over one` is their ratio to
-the first job's.
+Every job starts new processes. Rates are totals over all devices; `over one` is the ratio to the
+first job.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WORK = {
 
 
 def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int) -> dict[str, Any]:
-    """Tokens a second of sampling and of the update, on all devices there are."""
+    """Return tokens per second of sampling and of the update, on all devices."""
     mesh = make_mesh(data=-1, fsdp=1, tensor=1)
     num_devices, num_local = len(jax.devices()), len(jax.local_devices())
     # Sampling: each process draws its own samples on its own devices.
@@ -103,7 +103,7 @@ def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int
 
 
 def together(run: Callable[[int], None], warm_up: int, repetitions: int) -> float:
-    """Median seconds of a repetition, from when all processes begin it to when all are done."""
+    """Return the median seconds of a repetition, from the common start to the last end."""
 
     def run_all(number: int) -> None:
         run(number)
@@ -115,10 +115,10 @@ def together(run: Callable[[int], None], warm_up: int, repetitions: int) -> floa
 
 
 def run_job(num_processes: int, num_devices: int, argv: Sequence[str]) -> dict[str, Any]:
-    """The figures of a job, from its first process.
+    """Run a job and return the figures of its first process.
 
     Raises:
-        RuntimeError: a process failed; says what it wrote last.
+        RuntimeError: A process failed; the message ends with its output.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -147,7 +147,7 @@ def run_job(num_processes: int, num_devices: int, argv: Sequence[str]) -> dict[s
 
 
 def read_jobs(text: str) -> list[tuple[int, int]]:
-    """Processes and devices of each, as `--jobs` names them."""
+    """Parse `--jobs` into pairs of processes and devices."""
     jobs = []
     for job in text.split(","):
         processes, _, devices = job.partition("x")
@@ -158,7 +158,7 @@ def read_jobs(text: str) -> list[tuple[int, int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
-    """Runs the benchmark; the record that it writes. In a worker, None."""
+    """Run the benchmark and return its record; a worker returns None."""
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--jobs", type=read_jobs, default="1x1,1x2,1x4,1x8,2x1,2x2")

@@ -1,8 +1,8 @@
-"""An environment of real searches for a policy of random weights, which nobody can teach to search.
+"""Environment with real searches for a policy with random weights, which cannot learn to search.
 
-A turn ends at one of a few bytes, so by chance about every `turn_tokens` tokens. Whatever a turn
-says asks for words of the corpus, by its checksum, and the documents that BM25 finds are the
-observation. So the same tokens ask for the same searches, whatever the clock says.
+A turn ends at one of a few bytes, so at random about every `turn_tokens` tokens. The checksum of a
+turn's text selects words of the corpus as its query, and the documents that BM25 finds are the
+observation. So the same tokens always make the same searches, independent of timing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_WORDS = 5_000
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A token for each byte, and the end of a turn."""
+    """Return a tokenizer with one token per byte and an end-of-turn token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -46,12 +46,12 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def word(number: int) -> str:
-    """One of the corpus' words."""
+    """Return a word of the corpus."""
     return f"w{number}"
 
 
 def write_corpus(path: Path) -> None:
-    """Documents of words, of which a few are frequent and most are rare."""
+    """Write documents of words with a Zipf distribution: few frequent, most rare."""
     rng = np.random.default_rng(0)
     drawn = np.minimum(rng.zipf(1.3, (NUM_DOCUMENTS, DOCUMENT_WORDS)), NUM_WORDS) - 1
     with path.open("w", encoding="utf-8") as file:
@@ -61,12 +61,12 @@ def write_corpus(path: Path) -> None:
 
 
 class RandomSearches(Env):
-    """Answers turns with the documents of a real index, up to `max_searches` an episode.
+    """Environment that answers turns from a real index, up to `max_searches` per episode.
 
     Attributes:
-        latency_s: that a call takes beyond the search itself, for all rows that stopped together.
-        busy_s: seconds in which calls ran, added up over those that ran side by side.
-        num_searches: so far.
+        latency_s: Delay per call in addition to the search, for all rows that stopped together.
+        busy_s: Total seconds in calls, with concurrent calls added up.
+        num_searches: Number of searches so far.
     """
 
     reward_parts = ()
@@ -74,7 +74,7 @@ class RandomSearches(Env):
     def __init__(
         self, folder: Path, *, max_searches: int, turn_tokens: int, prompt_tokens: int
     ) -> None:
-        """Writes a corpus into `folder` and makes its index there."""
+        """Write a corpus to `folder` and index it there."""
         write_corpus(folder / "corpus.jsonl")
         self._search = LocalSearch(folder / "corpus.jsonl")
         # A random policy writes one of these bytes about every `turn_tokens` tokens.
@@ -85,12 +85,12 @@ class RandomSearches(Env):
         self.num_searches = 0
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """The questions, all of one length."""
+        """Return the questions, all of one length."""
         width = self._prompt_tokens
         return [[{"role": "user", "content": (f"{task.id} " * width)[:width]}] for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Finds, or ends: after the last search, and after one turn of four before."""
+        """Return search results, or end: after the last search, or earlier in one turn of four."""
         started = time.perf_counter()
         time.sleep(self.latency_s)
         replies = [self._reply(*one) for one in zip(episodes, texts, strict=True)]
@@ -108,7 +108,7 @@ class RandomSearches(Env):
         return StepResult(observation=result, tool_call=query)
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Scores by chance, but the same for the same text."""
+        """Return 0 or 1 by the text's checksum, so that the same text has the same score."""
         return [
             Reward(total=zlib.crc32(e.response.encode("utf-8", "replace")) % 2, parts={},
                    final_answer="")
@@ -117,6 +117,6 @@ class RandomSearches(Env):
 
 
 def questions(count: int) -> list[Draw]:
-    """So many different tasks."""
+    """Return `count` different tasks."""
     tasks = [Task(id=f"q{index}", question=f"q{index}") for index in range(count)]
     return [Draw(task=task, stream_index=index) for index, task in enumerate(tasks)]

@@ -1,25 +1,25 @@
-r"""A whole training step, and what of it is spent where.
+r"""Time of a complete training step, and of its parts.
 
     python -m benchmarks.step --preset=cpu|h200 [--model=qwen3-4b] [--num_questions=...]
 
-The parts are those of `jaxrl.train`, in its order, on one device: episodes with searches of a real
+The parts are those of `jaxrl.train`, in order, on one device: episodes with searches of a real
 index (`searching.RandomSearches`), advantages and packing, log-probabilities before the update
-(`num_minibatches` above 1 asks for them), the update, and the weights for the sampler. Between two
-parts the device is waited for, which the trainer does not do. `tools` is the time in which calls of
-the environment ran, most of it hidden behind `rollout`, of which it is no further part.
+(needed if `num_minibatches` is above 1), the update, and the weights for the sampler. The benchmark
+waits for the device between parts; the trainer does not. `tools` is the time in calls of the
+environment. It is part of `rollout`, which hides most of it.
 
-With `--ahead=1` each step is run twice: its parts one after another, then as
-`rollout.async_level=1` does, the rollout while an update of as many tokens is under way. `step` is
-the second way, `step over longer half` compares it with the rollout alone or with scoring and
-update alone, whichever took longer. `--rollout_devices=1` gives the rollout a device of its own,
-the second:
+With `--ahead=1` each step runs twice: first its parts one after another, then as with
+`rollout.async_level=1`, the rollout concurrently with an update of as many tokens. `step` is the
+second variant; `step over longer half` compares it with the longer of two alternatives, the rollout
+alone or scoring and update alone. `--rollout_devices=1` gives the rollout its own device, the
+second:
 
     JAX_PLATFORMS=cpu \
       XLA_FLAGS="--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false" \
       python -m benchmarks.step --ahead=1 --rollout_devices=1
 
-The first steps compile and are not counted; `first_step_s` is what it takes to the end of the first
-one, with random weights, the index, and compilation ahead.
+The first steps compile and are not counted; `first_step_s` is the time until the end of the first
+one, including random weights, the index, and ahead-of-time compilation.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from jaxrl.types import Batch, Group, members
 class Work(Search):
     """Episodes with searches, and the updates that follow; every field is a flag."""
 
-    num_minibatches: int  # updates of a step
-    micro_rows: int  # rows of a micro-batch
+    num_minibatches: int  # updates per step
+    micro_rows: int  # rows per micro-batch
     logits_chunk_tokens: int
-    remat: str  # what of a layer the backward pass computes again
+    remat: str  # what the backward pass recomputes of a layer
     scan_layers: bool  # compile one layer for all
-    ahead: int  # 1: the rollout of the next step is played during the update
-    rollout_devices: int  # 1: on a device of its own
+    ahead: int  # 1: the rollout of the next step runs during the update
+    rollout_devices: int  # 1: the rollout has its own device
 
 
 WORK = {
@@ -84,7 +84,7 @@ WORK = {
 
 
 def make_config(work: Work, max_total_tokens: int, num_steps: int) -> ResolvedConfig:
-    """The default configuration with the sizes of a step and no reference."""
+    """Return the default configuration with the sizes of a step and no reference."""
     config = default_config()
     config.rollout.tasks_per_step, config.rollout.group_size = work.num_questions, work.group_size
     config.rollout.max_total_tokens = max_total_tokens
@@ -96,14 +96,14 @@ def make_config(work: Work, max_total_tokens: int, num_steps: int) -> ResolvedCo
 
 
 ThreadTimes = dict[str, tuple[float, float]]
-"""Seconds by thread, as `common.thread_times` has them."""
+"""Seconds by thread, from `common.thread_times`."""
 
 
 class Steps:
-    """One training step after another; each adds its seconds by part to `seconds`."""
+    """Runner of training steps; each step adds its seconds by part to `seconds`."""
 
     def __init__(self, model: common.ModelSizes, work: Work, folder: Path, num_steps: int):
-        """Compiles nothing yet."""
+        """Build engine and update; nothing is compiled yet."""
         mesh = self._mesh = common.one_device()
         sampling = common.one_device(work.rollout_devices)
         self.episodes: Episodes = make_episodes(model, work, sampling, folder, train_mesh=mesh)
@@ -123,10 +123,10 @@ class Steps:
         is_pinned = work.rollout_devices and sys.platform == "linux"
         is_pinned = is_pinned and jax.default_backend() == "cpu"
         self._cores = sorted(os.sched_getaffinity(0)) if is_pinned else []
-        self.num_tokens: list[int] = []  # of each step, prompts and observations too
+        self.num_tokens: list[int] = []  # per step, with prompts and observations
         self.seconds: list[dict[str, float]] = []
-        self.cpu_seconds: list[dict[str, float]] = []  # likewise, of processor time
-        self.waited_s: list[float] = []  # for a core, side by side
+        self.cpu_seconds: list[dict[str, float]] = []  # processor time by part
+        self.waited_s: list[float] = []  # waiting for a core, in steps with `ahead`
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -136,7 +136,7 @@ class Steps:
         self.cpu_seconds[-1][name] = time.process_time() - cpu_started
 
     def __call__(self, number: int) -> None:
-        """A step, from questions to new weights; with `ahead` in both ways."""
+        """Run a step, from questions to new weights; with `ahead` in both variants."""
         self.seconds.append({})
         self.cpu_seconds.append({})
         if self._is_ahead:
@@ -153,7 +153,7 @@ class Steps:
 
     @contextmanager
     def _one_core(self, number: int) -> Iterator[None]:
-        """On a CPU with a device for each half, a device stands for a core: these in turn."""
+        """Use one core at a time if CPU devices stand for cores; the cores take turns."""
         if self._cores:
             common.use_cores([self._cores[number % len(self._cores)]])
         yield
@@ -161,7 +161,7 @@ class Steps:
             common.use_cores(self._cores)
 
     def _one_after_another(self, number: int) -> list[Group]:
-        """A step that waits for each of its parts; its groups."""
+        """Run a step that waits for each of its parts; return its groups."""
         engine, env = self.episodes.engine, self.episodes.env
         busy_s = env.busy_s
         with self._part("rollout"):
@@ -181,7 +181,7 @@ class Steps:
         return groups
 
     def _side_by_side(self, number: int, groups: Sequence[Group]) -> None:
-        """An update of the groups; meanwhile those of this number are sampled once more."""
+        """Update on the groups while sampling the groups of this number again."""
         minibatches = self._pack(groups, number)
         self._start_update(minibatches, self._put(minibatches))
         self.episodes.play(number)
@@ -209,7 +209,7 @@ class Steps:
 
 
 def waited_s(before: ThreadTimes, after: ThreadTimes) -> float:
-    """Seconds that the busiest thread waited for a core between two calls of `thread_times`."""
+    """Return the seconds that the busiest thread waited for a core between two measurements."""
     spent = {
         name: (on_core - before.get(name, (0, 0))[0], waited - before.get(name, (0, 0))[1])
         for name, (on_core, waited) in after.items()
@@ -218,11 +218,12 @@ def waited_s(before: ThreadTimes, after: ThreadTimes) -> float:
 
 
 def ahead_figures(steps: Steps, count: int) -> dict[str, Any]:
-    """Compares the last `count` steps with the longer half: the rollout, or score and update.
+    """Compare the last `count` steps with the longer half: the rollout, or scoring and update.
 
-    Where other programs have the cores too, the wall clock does not tell. Then processor time does:
-    `on idle cores` takes off what the busiest thread waited for a core, and compares with the
-    processor time of the longer half. `work side by side` is that of both halves together.
+    If other programs use the cores, wall time is misleading and processor time is used: `on idle
+    cores` subtracts the time that the busiest thread waited for a core and compares with the
+    processor time of the longer half. `work side by side` compares the processor time of both
+    variants.
     """
     seconds, cpu = steps.seconds[-count:], steps.cpu_seconds[-count:]
 
@@ -240,7 +241,7 @@ def ahead_figures(steps: Steps, count: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs the benchmark; the record that it writes."""
+    """Run the benchmark; return its record."""
     flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, argv)
     num_steps = 1 + flags.warm_up + flags.repetitions
     started = time.perf_counter()

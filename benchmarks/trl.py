@@ -1,28 +1,28 @@
-r"""Trains one model on the same questions by this trainer and by TRL's `GRPOTrainer`.
+r"""Train a model on the same questions with this trainer and with TRL's `GRPOTrainer`.
 
     python -m examples.real_world --out=data/real
     python3 -m venv runs/trl_venv
     runs/trl_venv/bin/pip install torch==2.13.0 trl==1.16.0
     taskset -c 0 python -m benchmarks.trl --trl_python=runs/trl_venv/bin/python --out=runs/trl
 
-The questions are SQuAD's of `examples/real_world.py`, each behind the piece of its passage that
-shows the answer; the model answers in one turn and is paid F1. Both trainers read one folder of
-weights, the same prompts in the same order, and do the same step: `tasks_per_step` prompts with
-`group_size` completions each, sampled at temperature 1, GRPO's advantages divided by the group's
-standard deviation, the clipped loss as its mean over all tokens of the batch (TRL's
-`loss_type="dapo"`), no KL term, one step of AdamW without decay at a constant rate. All is float32.
+The questions are SQuAD's from `examples/real_world.py`, each after the piece of its passage that
+contains the answer; the model answers in one turn, and the reward is F1. Both trainers load the
+same weights, use the same prompts in the same order, and run the same step: `tasks_per_step`
+prompts with `group_size` completions each, sampled at temperature 1, GRPO advantages divided by the
+group's standard deviation, the clipped loss averaged over all tokens of the batch (TRL's
+`loss_type="dapo"`), no KL term, one AdamW step without decay at a constant rate. All is float32.
 
-Each has a process of its own with one thread, and they take turns, a step each. A step is
-everything between two of them; the first two are not counted, nor is the last one. Of processor
-time, `sampling` is that of prompts, sampling and rewards, `update` the rest of the step. `trained`
-are the tokens of prompts and completions, each as often as it is in a sequence. With
-`--recomputes=true`, as is the default of both, layers are computed again in the backward pass.
-Groups whose rewards are all alike go through our update forward only, as always
-(`config.optimizer.skip_signal_free`); TRL computes their gradients of zero.
+Each trainer runs in its own process with one thread, and they alternate steps. A step is everything
+between two consecutive turns; the first two and the last are not counted. `sampling` is the
+processor time of prompts, sampling and rewards, `update` the rest of the step. `trained` counts the
+tokens of prompts and completions, as often as they occur in sequences. With `--recomputes=true`,
+the default of both trainers, the backward pass recomputes layers. Our update runs groups with equal
+rewards forward only, as always (`config.optimizer.skip_signal_free`); TRL computes their zero
+gradients.
 
-The first two batches of ours are then given to TRL. Its loss, gradient norm and reward are printed
-beside ours, which also compares the first step of the optimizers. Both exported models, and the one
-that they began with, are scored by our evaluation on held-out questions, sampled and greedy.
+TRL is then given our first two batches. Its loss, gradient norm and reward are printed next to
+ours, which also compares the optimizers' first step. Our evaluation scores both exported models and
+the initial one on held-out questions, sampled and greedy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from jaxrl.types import Trajectory
 SYSTEM = "Answer the question in a few words from the text. Write the answer alone."
 
 NUM_WARM_UP = 2
-"""Steps before those that are counted."""
+"""Steps before the counted ones."""
 
 TRAINERS = ("jaxrl", "TRL")
 
@@ -77,32 +77,32 @@ class Work:
     group_size: int = 4  # completions of each prompt
     max_prompt_tokens: int = 160  # questions with longer prompts are left out
     max_response_tokens: int = 24
-    micro_rows: int = 8  # sequences of a micro-batch; of ours, as many of the longest
+    micro_rows: int = 8  # sequences per micro-batch; for ours, rows of the longest length
     lr: float = 2e-5
     clip: float = 0.2
-    recomputes: bool = True  # layers in the backward pass
-    num_replayed: int = 2  # batches of ours that TRL is given; 0: none
-    num_held_out: int = 120  # questions, at most
-    eval_samples: int = 2  # sampled answers to each of them
+    recomputes: bool = True  # True to recompute layers in the backward pass
+    num_replayed: int = 2  # our batches to give to TRL; 0: none
+    num_held_out: int = 120  # most held-out questions
+    eval_samples: int = 2  # sampled answers per held-out question
     seed: int = 0
 
 
 class Reading(Env):
-    """A text and a question about it in the prompt; the whole response is the answer."""
+    """Environment with a text and a question in the prompt; the complete response is the answer."""
 
     stop_strings = ()
     reward_parts = ("exact_match", "f1")
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """The messages of the tasks."""
+        """Return the messages of the tasks."""
         return [list(task.messages or ()) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Ends every episode."""
+        """End every episode."""
         return [StepResult(outcome=Outcome.ANSWERED) for _ in texts]
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """SQuAD's measures."""
+        """Return exact match and F1, as SQuAD defines them."""
         return [self._score_one(episode.response, episode.task.answers) for episode in group]
 
     def _score_one(self, answer: str, truths: Sequence[str]) -> Reward:
@@ -112,7 +112,7 @@ class Reading(Env):
 
 
 def reading_task(question: Mapping[str, Any], passage: str) -> dict[str, Any]:
-    """A question of the world as a task of one turn."""
+    """Return a world's question as a single-turn task."""
     asked = f"{passage}\n\nQuestion: {question['question']}"
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
     kept = {name: question[name] for name in ("id", "answers", "data_source")}
@@ -120,13 +120,13 @@ def reading_task(question: Mapping[str, Any], passage: str) -> dict[str, Any]:
 
 
 def write_tasks(world: Path, model: str, out: Path, work: Work) -> None:
-    """Writes the tasks of both trainers, and the held-out ones.
+    """Write the tasks of both trainers and the held-out tasks.
 
-    TRL takes its file in order; ours is drawn from in the order of the seed, so that the other file
-    has that order.
+    TRL takes its file in order. Our trainer samples tasks in the seed's order, so TRL's file is
+    written in that order.
 
     Raises:
-        SystemExit: too few questions have prompts that are short enough.
+        SystemExit: Too few questions have short enough prompts.
     """
     engine, tokenizer = LocalSearch(world / "corpus.jsonl", topk=1), Tokenizer.from_folder(model)
     num_tasks = work.num_updates * work.tasks_per_step
@@ -155,7 +155,7 @@ def write_tasks(world: Path, model: str, out: Path, work: Work) -> None:
 
 
 def get_config(out: Path, model: str, work: Work) -> ConfigDict:
-    """Ours, to train or to evaluate."""
+    """Return our configuration, to train or to evaluate."""
     config = default_config().lock()
     config.seed, config.num_steps = work.seed, work.num_updates
     config.model.path = model
@@ -179,25 +179,25 @@ def get_config(out: Path, model: str, work: Work) -> ConfigDict:
     config.eval.samples = work.eval_samples
     config.checkpoint.every_steps = work.num_updates
     config.log.trajectories = -1
-    config.compilation_cache = "off"  # whatever has run on this machine before
+    config.compilation_cache = "off"  # earlier runs on this machine must not matter
     return config
 
 
 class TurnClock(Clock):
-    """The clock of a step, which waits for its turn before it starts."""
+    """Clock of a step that waits for its turn before it starts."""
 
     def __init__(self, turns: Turns):
-        """Ends the step before."""
+        """End the previous step and wait for the next turn."""
         turns.next_step()
         super().__init__()
         self._turns = turns
 
     def sampling(self) -> Any:
-        """Trajectories are sampled meanwhile."""
+        """Return a context manager that measures sampling."""
         return self._turns.sampling()
 
     def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """None: the benchmark measures."""
+        """Record the step for the benchmark; return no metrics."""
         first = {t.task_id: t.token_ids[: t.prompt_length].tolist() for t in trajectories}
         self._turns.note(
             prompts=list(first.values()),
@@ -208,7 +208,7 @@ class TurnClock(Clock):
 
 
 def train_ours(out: Path) -> None:
-    """The worker of ours: trains when it is its turn, and exports to OUT/jaxrl/export."""
+    """Train in turns as our worker, and export to OUT/jaxrl/export."""
     model, work = read_settings(out)
     turns = Turns(out / "jaxrl.log")
     jaxrl.train.Clock = functools.partial(TurnClock, turns)
@@ -219,16 +219,16 @@ def train_ours(out: Path) -> None:
 
 
 def read_settings(out: Path) -> tuple[str, Work]:
-    """The folder of the weights, and what is done."""
+    """Return the folder of the weights and the work."""
     settings = json.loads((out / "settings.json").read_text())
     return settings.pop("model"), Work(**settings)
 
 
 class Worker:
-    """A process that trains in turn."""
+    """A process that trains in turns."""
 
     def __init__(self, command: Sequence[str]):
-        """Starts it; `start` is what it tells once it is ready for its first step."""
+        """Start the process."""
         self._process = subprocess.Popen(
             command,
             env=os.environ | ONE_THREAD,
@@ -240,28 +240,28 @@ class Worker:
         self.steps: list[dict[str, Any]] = []
 
     def read(self) -> Any:
-        """The next line that it tells."""
+        """Read the process's next message."""
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             return json.loads(line)
         raise SystemExit(f"error: {self._command} ended with {self._process.wait()}; see its log")
 
     def step(self) -> None:
-        """Gives it its turn, and waits until that is over."""
+        """Let the process run one step, and wait for the end of it."""
         assert self._process.stdin is not None
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
         self.steps.append(self.read())
 
     def join(self) -> None:
-        """Waits for its end."""
+        """Wait for the process to end."""
         self._process.communicate()
         if self._process.returncode:
             raise SystemExit(f"error: {self._command} ended with {self._process.returncode}")
 
 
 def take_turns(workers: Sequence[Worker], num_steps: int) -> None:
-    """Trains, a step each at a time, the first one first in every other step."""
+    """Train in alternating steps; the first worker leads every other step."""
     for number in range(num_steps):
         for worker in workers if number % 2 == 0 else reversed(workers):
             worker.step()
@@ -270,7 +270,7 @@ def take_turns(workers: Sequence[Worker], num_steps: int) -> None:
 
 
 def check_prompts(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> None:
-    """Raises an AssertionError where both did not read the same prompts in the same order."""
+    """Assert that both trainers read the same prompts in the same order."""
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
         size = len(other["prompts"]) // len(one["prompts"])
         groups = [ids for ids in one["prompts"] for _ in range(size)]
@@ -278,7 +278,7 @@ def check_prompts(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[st
 
 
 def replayed_batches(out: Path, num_steps: int) -> list[dict[str, Any]]:
-    """Our trajectories of the first steps, as TRL's `rollout_func` returns them."""
+    """Return our first steps' trajectories in the format of TRL's `rollout_func`."""
     batches = []
     for step in range(1, num_steps + 1):
         records = read_jsonl(out / "jaxrl" / "trajectories" / f"step_{step:06d}.jsonl")
@@ -293,7 +293,7 @@ def replayed_batches(out: Path, num_steps: int) -> list[dict[str, Any]]:
 
 
 def agreement(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines that compare losses, gradient norms and rewards of the same completions."""
+    """Return lines that compare losses, gradient norms and rewards of the same completions."""
     names = {
         "loss": "actor/pg_loss",
         "grad_norm": "actor/grad_norm",
@@ -309,10 +309,10 @@ def agreement(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, A
 
 
 def speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
-    """The table of what steps take.
+    """Return the table of step times.
 
     Args:
-        steps: by trainer, what was told before the first step and of each step.
+        steps: Records by trainer: one before the first step, then one per step.
     """
     counted = {name: told[1 + NUM_WARM_UP : -1] for name, told in steps.items()}
 
@@ -327,7 +327,7 @@ def speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[st
         return float(one["step_cpu_s"] - one["sampling_cpu_s"])
 
     step_s = medians(lambda one: one["step_cpu_s"])
-    # Loading and compiling: what comes before the first step, and what the first ones take more.
+    # Loading and compiling: the time before the first step, and the first steps' excess time.
     before = [
         steps[name][0]["start_cpu_s"]
         + sum(one["step_cpu_s"] - median for one in steps[name][1 : 1 + NUM_WARM_UP])
@@ -336,7 +336,7 @@ def speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[st
     return [
         row("seconds a step", 1, medians(lambda one: one["step_s"])),
         row("processor seconds a step", 1, step_s),
-        # What a median leaves out: a program that is compiled when a later step first needs it.
+        # The mean includes late compilations, which the median hides.
         row(
             "the same, mean",
             1,
@@ -367,10 +367,10 @@ def speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[st
 
 
 def score_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The table of scores with 95% intervals, and of the difference of both trainers.
+    """Return the table of scores with 95% intervals, and of the trainers' difference.
 
     Args:
-        records: evaluations by what was evaluated: `before` and the trainers.
+        records: Evaluations of `before` and of each trainer.
     """
     rows = []
     for suite in ("sampled", "greedy"):
@@ -389,12 +389,12 @@ def score_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def with_interval(mean: float, interval: Sequence[float] | None) -> str:
-    """A mean with the bounds of its interval."""
+    """Format a mean with its interval."""
     return f"{mean:.3f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
 
 def by_question(record: Mapping[str, Any], suite: str, measure: str) -> dict[str, float]:
-    """Mean over the answers to each question."""
+    """Return the mean over the answers to each question."""
     by_task: dict[str, list[float]] = {}
     for one in record["questions"][suite]:
         by_task.setdefault(one["task_id"], []).append(one[measure])
@@ -402,14 +402,14 @@ def by_question(record: Mapping[str, Any], suite: str, measure: str) -> dict[str
 
 
 def evaluate(out: Path, name: str, model: str, work: Work) -> dict[str, Any]:
-    """Our evaluation of a folder of weights."""
+    """Evaluate a folder of weights."""
     workdir = out / f"eval_{name}"
     api.evaluate(get_config(out, model, work), workdir)
     return json.loads((workdir / "eval" / "evaluate_0.json").read_text())
 
 
 def read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Work]:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -428,7 +428,7 @@ def read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Work]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark, or one of its workers."""
+    """Run the benchmark, or our worker."""
     flags, work = read_flags(argv)
     out: Path = flags.out
     if flags.worker:
@@ -447,6 +447,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_tasks(flags.world, model, out, work)
     (out / "settings.json").write_text(json.dumps({"model": model} | dataclasses.asdict(work)))
 
+    # Train in turns.
     ours = Worker([sys.executable, "-m", "benchmarks.trl", "--worker", f"--out={out}"])
     steps = {"jaxrl": [ours.read()]}
     theirs = Worker([flags.trl_python, "-m", "benchmarks.trl_worker", str(out)])
@@ -472,6 +473,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         lines += [*agreement(metrics, replay.read()), ""]
         replay.join()
+    # Score all models with the same evaluation.
     folders = {"before": model, "jaxrl": str(out / "jaxrl/export"), "TRL": str(out / "trl_model")}
     records = {name: evaluate(out, name, folder, work) for name, folder in folders.items()}
     lines += [common.table(["", "before", *TRAINERS, "jaxrl − TRL"], score_rows(records)), ""]

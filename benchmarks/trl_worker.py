@@ -1,10 +1,10 @@
-"""TRL's side of `benchmarks.trl`: run by the Python that has trl, which need not have JAX.
+"""TRL's side of `benchmarks.trl`, for a Python with trl; JAX is not needed.
 
     PYTHON -m benchmarks.trl_worker OUT [--replay]
 
 Reads OUT/settings.json and OUT/tasks_in_order.jsonl, trains with `GRPOTrainer` and writes the model
-to OUT/trl_model. With `--replay` the completions are those of OUT/replay.jsonl, and only the losses
-and gradient norms are told.
+to OUT/trl_model. With `--replay` the completions come from OUT/replay.jsonl, and only the losses
+and gradient norms are reported.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jaxrl.envs.rewards.qa import f1
 
 
 class Turns:
-    """A trainer's end of two pipes: it makes a step when told to, and tells what that took.
+    """A trainer's end of two pipes: runs a step when asked, and reports its measurements.
 
-    Both trainers are measured from one call of `next_step` to the next one, so that nothing that a
-    step causes is left out, whenever it is computed.
+    Both trainers are measured from one call of `next_step` to the next, so that everything a step
+    causes is counted, whenever it is computed.
     """
 
     def __init__(self, log: Path):
-        """Sends all that anybody else prints to a file."""
+        """Redirect all other output to a file."""
         self._out = os.fdopen(os.dup(1), "w")
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
@@ -39,12 +39,12 @@ class Turns:
         self._record: dict[str, Any] = {}
 
     def note(self, **figures: Any) -> None:
-        """Adds to what is told of the step under way."""
+        """Add figures to the current step's record."""
         self._record |= figures
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Trajectories are sampled and rewarded meanwhile; a step may have several such parts."""
+        """Measure sampling and rewards; a step may have several such parts."""
         began = (time.perf_counter(), time.process_time())
         yield
         seconds = {
@@ -54,14 +54,14 @@ class Turns:
         self.note(**{name: self._record.get(name, 0.0) + took for name, took in seconds.items()})
 
     def next_step(self) -> None:
-        """Ends the step under way, if there is one, and waits for the turn of the next."""
+        """End the current step, if any, and wait for the next turn."""
         self.end_step()
         if not sys.stdin.readline():
             raise SystemExit("the benchmark has ended")
         self._began = (time.perf_counter(), time.process_time())
 
     def end_step(self) -> None:
-        """Tells what the step took; before the first one, what led to it."""
+        """Report the step's measurements, or before the first step those of the start."""
         if self._began is None:
             self.note(start_cpu_s=time.process_time())
         else:
@@ -73,34 +73,35 @@ class Turns:
         self._record = {}
 
     def tell(self, record: Any) -> None:
-        """One line to the benchmark."""
+        """Send one line to the benchmark."""
         print(json.dumps(record), file=self._out, flush=True)
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had resident; Linux only."""
+    """Return the peak resident memory of this process; Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [line] = [one for one in lines if one.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
 def reward(completions: Sequence[Any], answers: Sequence[Sequence[str]], **_: Any) -> list[float]:
-    """F1 of each completion with its best accepted answer, as TRL asks for it."""
+    """Return the F1 of each completion with its best accepted answer, as a TRL reward function."""
     return [f1(one[0]["content"], truths) for one, truths in zip(completions, answers, strict=True)]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a file."""
+    """Return the records of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
-    """Trains with TRL.
+    """Train with TRL.
 
     Args:
-        out: the benchmark's folder.
-        turns: who tells when to step.
-        is_replay: take the completions of `replay.jsonl`, a line a step, and save no model.
+        out: Folder of the benchmark.
+        turns: Connection to the benchmark.
+        is_replay: True to use the completions of `replay.jsonl`, one line per step, and save no
+            model.
     """
     import torch
     import transformers
@@ -109,7 +110,7 @@ def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
 
     # Hooks for measuring sampling and for taking turns.
     class Timed(GRPOTrainer):
-        """Tells what it sampled, and how long that took."""
+        """Trainer that reports what it sampled and for how long."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             with turns.sampling():
@@ -123,7 +124,7 @@ def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
             return batch
 
     class InTurn(transformers.TrainerCallback):
-        """A step begins when it is this trainer's turn."""
+        """Callback that waits for this trainer's turn."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             del args, state, control
@@ -193,7 +194,7 @@ def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
 
 
 def trl_version() -> str:
-    """Version of the package."""
+    """Return the version of trl."""
     import trl
 
     return str(trl.__version__)

@@ -1,21 +1,21 @@
-r"""Training speed: one optimizer step over a packed batch, through the trainer's own update.
+r"""Training speed: one optimizer step over a packed batch, with the trainer's own update.
 
     python -m benchmarks.update --preset=cpu|h200 [--model=qwen3-4b] [--vocab_size=151936]
         [--spread=0 --row_tokens=... --num_layers=...]
 
-Groups of sequences share a prompt; their lengths are drawn from a log-normal distribution, all of
-one length with `--spread=0`. The loss is the default configuration's policy loss, the optimizer its
-AdamW. The first repetitions compile and are not counted. For figures that can be compared between
-machines, one thread on a core that has nothing else to do:
+Groups of sequences share a prompt. Lengths follow a log-normal distribution; with `--spread=0` they
+are equal. The loss is the default configuration's policy loss, the optimizer its AdamW. The first
+repetitions compile and are not counted. For figures that are comparable between machines, use one
+thread on an otherwise idle core:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 \
       python -m benchmarks.update --repetitions=15
 
-The `floor` figure is the rate at which the device's arithmetic could do what forward and backward
-need, nothing recomputed (see `common.train_flops_per_token`), and `mfu` the share of the data
-sheet's operations that these are. `mfu_computed` counts what is computed: the output layer for
-tokens with loss, the layers of a shared prompt once a row. Tokens are those of prompts and samples,
-shared or not; padding counts for nothing.
+The `floor` figure is the rate at which the device could do the arithmetic of forward and backward
+without recomputation (see `common.train_flops_per_token`), and `mfu` is the share of the data
+sheet's FLOP/s that this arithmetic reaches. `mfu_computed` counts what is actually computed: the
+output layer for tokens with loss only, the layers of a shared prompt once per row. Tokens are those
+of prompts and samples, shared or not; padding does not count.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from jaxrl.types import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work that is trained on; every field is a flag."""
+    """Sizes of the batch and of the update; every field is a flag."""
 
     num_groups: int
     group_size: int  # sequences that share a prompt
     prompt_tokens: int
-    new_tokens: int  # median of those of a sequence that count in the loss
-    spread: float  # standard deviation of the logarithm of their number
-    row_tokens: int  # of the longest sequence there may be
-    micro_rows: int  # such sequences that a micro-batch has room for
-    logits_chunk_tokens: int  # tokens whose logits are in memory at a time
-    remat: str  # what of a layer the backward pass computes again
+    new_tokens: int  # median number of tokens with loss in a sequence
+    spread: float  # standard deviation of the logarithm of that number
+    row_tokens: int  # maximum length of a sequence
+    micro_rows: int  # rows of that length in a micro-batch
+    logits_chunk_tokens: int  # tokens with logits in memory at a time
+    remat: str  # what the backward pass recomputes of a layer
     scan_layers: bool  # compile one layer for all
-    shares_prompts: bool  # a row has a prompt once for all sequences that begin with it
+    shares_prompts: bool  # a row stores a shared prompt once
 
 
 WORK = {
@@ -76,7 +76,7 @@ WORK = {
 
 
 def make_sequences(model: common.ModelSizes, work: Work) -> list[Demonstration]:
-    """Random sequences, those of a group one after another with the same prompt."""
+    """Return random sequences; each group is consecutive and shares a prompt."""
     rng = np.random.default_rng(0)
     count = work.num_groups * work.group_size
     drawn = rng.lognormal(np.log(work.new_tokens), work.spread, count).round().astype(int)
@@ -94,7 +94,7 @@ def make_sequences(model: common.ModelSizes, work: Work) -> list[Demonstration]:
 
 
 def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int = 1) -> Packed:
-    """The sequences packed; the advantages are of both signs."""
+    """Pack the sequences, with random advantages of both signs."""
     shape = BatchShape.for_sequences(
         len(sequences),
         micro_rows=work.micro_rows,
@@ -113,7 +113,7 @@ def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int =
 
 
 def make_model(model: common.ModelSizes, work: Any, mesh: Mesh) -> Model:
-    """The policy of an update, with the kernels of the platform."""
+    """Return the policy of an update, with the platform's kernels."""
     return Model(
         model.architecture,
         mesh,
@@ -129,7 +129,7 @@ def make_model(model: common.ModelSizes, work: Any, mesh: Mesh) -> Model:
 def start(
     model: common.ModelSizes, work: Work, mesh: Mesh, num_updates: int
 ) -> tuple[Packed, TrainState, Callable[[TrainState], TrainState]]:
-    """The batch, the state before the first update, and the update, which waits for its end."""
+    """Return the batch, the initial state, and a function that runs one update to its end."""
     config, policy = default_config(), make_model(model, work, mesh)
     config.num_steps = num_updates
     method = build_method(resolve_names(config, needs_data=False))
@@ -150,10 +150,10 @@ def start(
 def operations(
     model: common.ModelSizes, sequences: Sequence[Demonstration], num_shared: int
 ) -> tuple[float, float]:
-    """Operations of an update: of whole sequences, and without what is not computed.
+    """Return the FLOPs of an update: for complete sequences, and without what is not computed.
 
-    That is the output layer of tokens without loss, and the layers of `num_shared` tokens, their
-    attention aside.
+    The latter omits the output layer for tokens without loss, and the layers, except attention,
+    for `num_shared` tokens.
     """
     lengths = [len(one.token_ids) for one in sequences]
     whole = sum(n * common.train_flops_per_token(model, n) for n in lengths)
@@ -163,7 +163,7 @@ def operations(
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs the benchmark; the record that it writes."""
+    """Run the benchmark; return its record."""
     flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, argv)
     num_updates = flags.warm_up + flags.repetitions
     packed, state, update = start(model, work, common.one_device(), num_updates)

@@ -1,10 +1,10 @@
-"""Small worlds, one for each method: its score before and after training, and what acted meanwhile.
+"""One small world per method: scores before and after training, and evidence that each part acted.
 
     python -m benchmarks.worlds --world=search --seeds=0,1,2
 
-Makes a world of each seed, runs all stages of its small configuration by the command that a user
-gives, one run at a time on all cores, and prints the figures of `WORLDS` as a table. The same are
-written to `WORKDIR/WORLD/results.json`. Killed, it goes on when the same command is given again.
+Make a world per seed, run all stages of its small configuration with the user's command, one run at
+a time on all cores, and print the figures of `WORLDS` as a table. They are also written to
+`WORKDIR/WORLD/results.json`. After an interruption, the same command continues.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ from jaxrl.logs.statistics import bootstrap_means, percentile_interval
 from jaxrl.training.controllers import BUCKETS
 
 Figures = dict[str, float]
-"""Numbers of one run by the head of their column; NaN where it does not have one."""
+"""Figures of one run by column title; NaN if missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acted:
-    """Evidence that a part of a method did something: a training metric, reduced over steps."""
+    """Evidence that a part of a method acted: a training metric, reduced over steps."""
 
-    name: str  # as a column is headed, with its unit
-    metric: str  # of the training steps, in metrics.jsonl
-    of: Callable[[Sequence[float]], float]  # from the values of all steps, at least one
+    name: str  # column title, with its unit
+    metric: str  # training metric in metrics.jsonl
+    of: Callable[[Sequence[float]], float]  # reduces the values of all steps, at least one
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A world's builder, what trains in it, and what is read of the run."""
+    """A world's builder, its configuration, and the figures to read."""
 
-    builder: str  # module; takes --out and --seed
-    config: str  # file below the repository; takes the world's folder as its argument
+    builder: str  # module with the flags --out and --seed
+    config: str  # file in the repository; its argument is the world's folder
     acted: tuple[Acted, ...]
-    scores: tuple[str, ...] = ("exact_match",)  # of the evaluations, over all questions
-    suites: tuple[str, ...] = ("sampled", "greedy")  # in which the scores are read
-    # Of the sampled score from before to after, question by question, with its interval.
+    scores: tuple[str, ...] = ("exact_match",)  # evaluation scores over all questions
+    suites: tuple[str, ...] = ("sampled", "greedy")  # suites of the scores
+    # Adds the sampled score's gain, paired by question, with its interval.
     shows_gain: bool = False
 
 
 def first(values: Sequence[float]) -> float:
-    """The mean over the first fifth of the steps."""
+    """Return the mean over the first fifth of the steps."""
     return statistics.fmean(values[: max(len(values) // 5, 1)])
 
 
 def last(values: Sequence[float]) -> float:
-    """The mean over the last fifth of the steps."""
+    """Return the mean over the last fifth of the steps."""
     return statistics.fmean(values[-max(len(values) // 5, 1) :])
 
 
 def end(values: Sequence[float]) -> float:
-    """The value of the last step."""
+    """Return the value of the last step."""
     return values[-1]
 
 
 def missing(values: Sequence[float]) -> float:
-    """Mean of what a share lacks to 1, over all steps."""
+    """Return 1 minus the mean over all steps."""
     return 1 - statistics.fmean(values)
 
 
 def halfway(values: Sequence[float]) -> float:
-    """The mean over the fifth of the steps that ends at half of them."""
+    """Return the mean over the fifth of the steps that ends halfway."""
     half, count = max(len(values) // 2, 1), max(len(values) // 5, 1)
     return statistics.fmean(values[max(half - count, 0) : half])
 
@@ -156,7 +156,7 @@ WORLDS = {
         scores=("pass@8", "exact_match"),
         suites=("sampled",),
         acted=(
-            # Half of the steps have k = 4, the others k = 1.
+            # The first half of the steps has k = 4, the second k = 1.
             Acted(name="k, halfway", metric="advantage/k", of=halfway),
             Acted(name="k, last fifth", metric="advantage/k", of=last),
             Acted(
@@ -182,11 +182,11 @@ WORLDS = {
         shows_gain=True,
     ),
 }
-"""Worlds by the name of each method."""
+"""Worlds by method."""
 
 
 def jobs(name: str, seed: int, out: Path) -> tuple[Job, Job]:
-    """Jobs that make the world of a seed, and run in it."""
+    """Return the jobs that make the world of a seed and train in it."""
     world = WORLDS[name]
     made, run = out / name / f"world_{seed}", out / name / f"run_{seed}"
     return (
@@ -205,7 +205,7 @@ def jobs(name: str, seed: int, out: Path) -> tuple[Job, Job]:
 
 
 def read_figures(world: World, run: Path) -> Figures:
-    """The scores before and after reinforcement learning, the time, and what acted."""
+    """Return the scores before and after reinforcement learning, the time, and the evidence."""
     before, after = evaluations(run)
     figures = {
         f"{score}, {suite}, {when}": value_of(record, suite, score)
@@ -228,10 +228,10 @@ def read_figures(world: World, run: Path) -> Figures:
 def gain(
     before: Mapping[str, Any], after: Mapping[str, Any], suite: str, score: str
 ) -> tuple[float, float, float]:
-    """The mean difference over the same questions, and its 95% interval by the bootstrap.
+    """Return the mean paired difference and its 95% bootstrap interval.
 
     Raises:
-        ValueError: the evaluations asked different questions.
+        ValueError: The evaluations asked different questions.
     """
     old, new = (_by_question(record["questions"][suite], score) for record in (before, after))
     if old.keys() != new.keys():
@@ -245,7 +245,7 @@ def gain(
 
 
 def _by_question(samples: Sequence[Mapping[str, Any]], score: str) -> dict[str, float]:
-    """The mean score of the samples of each question."""
+    """Return the mean score of the samples of each question."""
     scores: dict[str, list[float]] = {}
     for sample in samples:
         scores.setdefault(sample["task_id"], []).append(float(sample[score]))
@@ -253,10 +253,10 @@ def _by_question(samples: Sequence[Mapping[str, Any]], score: str) -> dict[str, 
 
 
 def evaluations(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first evaluation of the train stage, and the last ones of the same step as one.
+    """Return the first evaluation, and the last step's evaluations merged.
 
     Raises:
-        FileNotFoundError: the run has not evaluated its policy twice.
+        FileNotFoundError: The run has fewer than two evaluations.
     """
     paths = {
         (int(path.stem.rpartition("_")[2]), path.stem.startswith("evaluate")): path
@@ -278,13 +278,13 @@ def evaluations(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def value_of(record: Mapping[str, Any], suite: str, score: str) -> float:
-    """One score of an evaluation over all of its questions."""
+    """Return a score of an evaluation over all questions; NaN if missing."""
     value = record["summary"].get(suite, {}).get("all", {}).get(score)
     return math.nan if value is None else float(value)
 
 
 def as_table(figures: Mapping[int, Figures]) -> str:
-    """A row of each seed."""
+    """Return a table with one row per seed."""
     heads = list(next(iter(figures.values())))
     rows = [[str(seed), *map(_number, own.values())] for seed, own in figures.items()]
     return table(["seed", *heads], rows)
@@ -304,7 +304,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seeds",
         type=lambda text: tuple(map(int, text.split(","))),
         default=(0, 1, 2),
-        help="of worlds and runs, with commas between them",
+        help="seeds of worlds and runs, separated by commas",
     )
     parser.add_argument("--workdir", type=Path, default=Path("runs/worlds"))
     return parser.parse_args(argv)
