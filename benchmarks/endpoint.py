@@ -279,7 +279,7 @@ def measure(
     played: list[Trajectory] = []
     seen: dict[str, list[dict[str, float]]] = {}
 
-    # Work beyond `needed` was computed twice.
+    # Reads beyond `needed` are of tokens that were computed twice.
     def note(name: str, engine: Engine, before: Any, needed: int, **figures: float) -> None:
         counts = engine.counts
         read = counts.prefilled_prompt + counts.prefilled_resume

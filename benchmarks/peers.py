@@ -150,7 +150,7 @@ class Ours:
         return shard_minibatches(packed, mesh, self._score, params, None, method)[0]
 
     def sample(self, number: int) -> None:
-        """Draw all samples."""
+        """Sample all completions."""
         self._engine.set_weights(self._state.params)
         prompts = [one.token_ids[: self._prompt_tokens] for one in self._sequences]
         lengths = [int(one.loss_mask.sum()) for one in self._sequences]
@@ -180,7 +180,7 @@ class Torch:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
 
     def sample(self, number: int) -> None:
-        """Draw all samples in one batch; finished rows are padded."""
+        """Sample all completions in one batch; finished rows are padded."""
         torch = self._torch
         torch.manual_seed(number)
         prompt_tokens = self._work.prompt_tokens

@@ -6,7 +6,7 @@ r"""Sampling speed of the engine, from prompts to finished samples.
 `even`: every sample has exactly `new_tokens` tokens, with no stop string and no end-of-turn id. The
 `floor` figures are limits of the device's memory bandwidth and arithmetic (see
 `common.decode_floor_s`): weights and cache are read once per step; prompts are left out. At the end
-`tail_rows` samples are drawn alone, as when a few long ones remain.
+`tail_rows` samples are decoded alone, as when a few long ones remain.
 
 `search`: complete multi-turn rollouts with real searches of a local index, with `latency_ms` added
 to each call (`searching.RandomSearches`); the same without latency; and `at_once`: the same numbers
@@ -60,7 +60,7 @@ class Even:
     new_tokens: int  # tokens per sample
     num_rows: int  # samples decoded together
     chunk_tokens: int  # decoding steps between two checks by the host
-    tail_rows: int  # samples drawn alone at the end; 0: none
+    tail_rows: int  # samples decoded alone at the end; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def even_requests(model: common.ModelSizes, work: Even, number: int) -> list[Req
 
 
 def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
-    """Draw all samples; return the seconds of the chunks that prefilled no prompt."""
+    """Sample all requests; return the seconds of the chunks that prefilled no prompt."""
     engine.submit(requests)
     chunk_times = []
     while not engine.is_idle:

@@ -60,7 +60,7 @@ def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int
     """Return tokens per second of sampling and of the update, on all devices."""
     mesh = make_mesh(data=-1, fsdp=1, tensor=1)
     num_devices, num_local = len(jax.devices()), len(jax.local_devices())
-    # Sampling: each process draws its own samples on its own devices.
+    # Sampling: each process has its own requests, on its own devices.
     sampling = rollout.Even(
         num_prompts=work.num_prompts * num_local,
         group_size=work.group_size,
