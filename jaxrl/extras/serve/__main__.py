@@ -1,7 +1,7 @@
-"""The command: `python -m jaxrl.extras.serve RUN_OR_FOLDER [--port=N] [--config.key=value]`.
+"""Command line: `python -m jaxrl.extras.serve RUN_OR_FOLDER [--port=N] [--config.key=value]`.
 
-Serves the model of a run, or one in a folder, over HTTP. Relative paths in a run's configuration
-are relative to the folder in which the run was started.
+Serves the model of a run or of a folder over HTTP. Relative paths in a run's configuration are
+relative to the folder in which the run was started.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RANGES = {
     "max_body_mib": (sys.float_info.min, 2**20),
     "end_s": (0, threading.TIMEOUT_MAX),
 }
-"""Smallest and largest values of flags."""
+"""Smallest and largest values of numeric flags."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -90,6 +90,7 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
         value = getattr(arguments, name)
         if not low <= value <= high:
             raise ValueError(f"--{name}={value:g}; expected {low:g} to {high:g}.")
+    # Refuse wrong flags and bind the port before the model loads, which takes minutes.
     key = os.environ.get(arguments.key_env, "").strip()
     if arguments.key_env and not key:
         raise ValueError(f"--key_env={arguments.key_env} is not set; expected the key there.")
@@ -100,6 +101,7 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
     path = arguments.path.absolute()
     with bind_port(arguments.host, arguments.port, key) as bound:
         model = arguments.model and arguments.model.absolute()
+        # The run's relative paths start at the folder in which it was started.
         with contextlib.chdir(run_folder(path) if is_run(path) else Path.cwd()):
             loaded = load_model(
                 path,
@@ -126,6 +128,7 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
             stops=loaded.stops,
         )
         server = Server(endpoint, arguments.host, bound)
+        # Serve until a signal arrives or a thread dies, then let running completions end.
         with stop_on_signals() as should_stop:
             print(f"{server.address}/v1 answers as {loaded.name} (end with Ctrl-C)", flush=True)
             while server.is_alive and not should_stop():

@@ -1,10 +1,10 @@
-"""Prompts of chats, built from the token ids that a session has read and sampled.
+"""Chat prompts, built from the token ids of a session's earlier prompts and completions.
 
-What the model wrote is never tokenized again. Each completion is stored with its chat and all its
-ids. A later chat that starts with a stored one continues from these ids, of the longest match, and
-only the messages after it are rendered. Messages of the assistant match by their text without
-whitespace and by their tool calls as parsed JSON. Text cannot forge the chat's structure: see
-`Tokenizer.render_prompt`, which also refuses fields that the chat template drops.
+The model's text is never tokenized again. Each completion is stored with its chat and all its ids.
+A later chat reuses the ids of the longest stored chat that it starts with, and only the messages
+after that are rendered. Assistant messages match if their text without whitespace and their parsed
+tool calls are equal. Text cannot forge the chat's structure: see `Tokenizer.render_prompt`, which
+also refuses fields that the chat template drops.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxrl.utils.text import writable
 
 CALL = "<tool_call>"
 MAX_TOOLS = 64
-"""Lists of tools that were checked and are remembered; a check renders the template."""
+"""Number of checked tool lists to cache. A check renders the template."""
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A tool call. Arguments are an object, or the text that could not be parsed."""
+    """A tool call. Arguments are an object, or text that could not be parsed."""
 
     name: str
     arguments: Any
@@ -66,11 +66,11 @@ class ChatMessage:
 
     @property
     def match_key(self) -> str:
-        """Return a text that is equal for messages that count as the same."""
+        """Return a string that is equal for matching messages."""
         extra = map_json(_as_double, self.extra)
         if self.role == "assistant":
-            # Clients strip the text, or split it into thoughts and answer and put line breaks
-            # around the thoughts when they send it again. Ids of calls are theirs.
+            # Clients may strip the text, or split off the thoughts and put line breaks around them
+            # when they send it back. They also choose the ids of calls.
             calls = [[call.name, map_json(_as_double, call.arguments)] for call in self.calls]
             text = "".join(self.content.split())
             return json.dumps([self.role, text, calls, extra], sort_keys=True)
@@ -84,10 +84,10 @@ class ChatMessage:
 
 
 def parse_arguments(value: Any) -> Any:
-    """Parse the arguments of a tool call; text that is no JSON stays text.
+    """Parse the arguments of a tool call; return text that is not JSON unchanged.
 
     Raises:
-        ValueError: The value is neither a text nor an object.
+        ValueError: The value is neither text nor an object.
     """
     if isinstance(value, dict):  # from programs that read calls from a data set
         return value
@@ -100,7 +100,7 @@ def parse_arguments(value: Any) -> Any:
 
 
 def map_json(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to the names and to all other scalars of a JSON value."""
+    """Apply a function to all keys and scalars of a JSON value."""
     if isinstance(value, dict):
         return {function(name): map_json(function, item) for name, item in value.items()}
     if isinstance(value, list):
@@ -109,10 +109,10 @@ def map_json(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def readable(scalar: Any) -> Any:
-    """Return a scalar that every client can read: its text in UTF-8, its number a double.
+    """Return a scalar that every client can read: text in UTF-8 or a number in double range.
 
     Raises:
-        ValueError: It is a number beyond doubles.
+        ValueError: The number is out of double range.
     """
     if isinstance(scalar, str):
         return writable(scalar)
@@ -123,20 +123,20 @@ def readable(scalar: Any) -> Any:
 
 
 def _as_double(scalar: Any) -> Any:
-    """Return a number as JavaScript clients write it, where 1.0 is 1."""
+    """Return a number as a double, since JavaScript clients write 1.0 as 1."""
     number = number_of(scalar)
     return scalar if number is None else number + 0.0  # -0.0 is 0
 
 
 def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
-    """Parse what the model wrote: text, then tool calls if all of them can be read.
+    """Parse a completion into text and tool calls.
 
-    Calls that a client could not send back unchanged count as text.
+    If a call cannot be read, or a client could not send it back unchanged, everything is text.
     """
     calls = [_sendable_call(call) for call in read_tool_calls(text).calls] if has_tools else []
     sendable = tuple(call for call in calls if call is not None)
     if calls and len(sendable) == len(calls):
-        # Calls inside of thoughts do not count, nor do tags inside of the JSON of calls.
+        # Ignore calls inside thoughts, and tags inside the JSON of calls.
         masked = mask_calls(text)
         start = masked.index(CALL, masked.rfind("</think>") + 1)
         return ChatMessage(role="assistant", content=text[:start].rstrip(), calls=sendable)
@@ -149,7 +149,7 @@ def _sendable_call(call: Asked | Unreadable) -> ToolCall | None:
         return None
     try:
         arguments = map_json(readable, call.arguments)
-        # They become part of a body of `/v1/messages`, whose depth is limited.
+        # Clients send arguments back in a body of `/v1/messages`, whose nesting depth is limited.
         body = {"messages": [{"content": [{"input": arguments}]}]}
         is_too_deep_to_send = is_too_deep(json.dumps(body), body)
     except (ValueError, RecursionError):
@@ -165,8 +165,8 @@ class ChatHistory:
 
         Args:
             tokenizer: Tokenizer with the chat template.
-            max_prompt_tokens: Limit on a prompt.
-            max_tokens: Limit on all stored ids; the least recently used chats go first.
+            max_prompt_tokens: Limit on each prompt.
+            max_tokens: Limit on all stored ids; the least recently used chats are evicted first.
         """
         self._tokenizer, self._max_prompt_tokens = tokenizer, max_prompt_tokens
         self._longest_token = max(map(len, tokenizer.vocab_bytes))
@@ -211,9 +211,9 @@ class ChatHistory:
             self._stored[digest] = np.array(token_ids, np.int32)
 
     def _check_length(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
-        """Refuse text that cannot fit before spending minutes on its tokens.
+        """Refuse text that cannot fit, since tokenizing it could take minutes.
 
-        A token has a known longest text, and each message takes at least one token.
+        A token has a known maximum length in bytes, and each message takes at least one token.
         """
         fields: list[Any] = list(tools)
         num_bytes = 0
@@ -242,9 +242,9 @@ class ChatHistory:
     ) -> list[int] | None:
         """Return the ids that the template writes after the model's message.
 
-        They are taken from a short chat, from the end of its assistant message on, so that nothing
-        depends on how the template writes earlier messages. None if the template refuses the short
-        chat or writes no id that ends a message there.
+        The ids come from a short chat, from the end of its assistant message on, so they do not
+        depend on how the template renders earlier messages. None if the template refuses the short
+        chat or does not end its assistant message with an end-of-sequence id.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         chat += [message.to_template() for message in rest]
@@ -255,11 +255,11 @@ class ChatHistory:
         eos_ids = self._tokenizer.eos_ids
         if not ids or ids[0] not in eos_ids:
             return None
-        # Leave out the end of the message if the model has sampled it.
+        # Skip the end-of-sequence id if the model has sampled it.
         return ids[int(stored[-1]) in eos_ids :]
 
     def _check_template(self, tools: str) -> None:
-        """Refuse tools that the template ignores, or whose calls could not be parsed."""
+        """Refuse tools if the template ignores them or uses another call format."""
         chat = [{"role": "user", "content": "?"}]
         ids = self._tokenizer.render_prompt(chat, json.loads(tools))
         if CALL not in self._tokenizer.decode(ids):
@@ -270,7 +270,7 @@ class ChatHistory:
 
 
 def _digests(session: str, messages: Sequence[ChatMessage], tools: Tools) -> list[bytes]:
-    """Return a digest of each prefix of a chat that has at least one message."""
+    """Return a digest of each non-empty prefix of a chat."""
     state = hashlib.sha256(json.dumps([session, list(tools)], sort_keys=True).encode())
     digests = []
     for message in messages:

@@ -1,8 +1,8 @@
 """OpenAI's chat completions with vLLM's extensions for token ids, and plain token ids.
 
-`/inference/v1/generate` takes and returns ids: there the client renders prompts and parses tool
-calls, as the training client of verifiers does. Its answers have every sampled id, the one that
-stops included, since the next turn's prompt is made of them.
+`/inference/v1/generate` takes and returns ids: its client renders prompts and parses tool calls,
+as verifiers' training client does. Responses contain every sampled id, including the stop id,
+because the client builds the next prompt from them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_chat(data: bytes, session: str, model: ServedModel) -> CompletionReques
     """
     body = parse_body(data, ChatBody)
     refuse_unsupported(body.model_extra)
-    # A session's sampled tokens stay in its prompts anyway, as preserve_thinking asks.
+    # Prompts always keep a session's sampled tokens, which is what preserve_thinking=True means.
     expected = {**model.tokenizer.template_arguments, "preserve_thinking": True}
     for name, value in body.chat_template_kwargs.items():
         if value is not None and value != expected.get(name):
@@ -49,7 +49,7 @@ def read_chat(data: bytes, session: str, model: ServedModel) -> CompletionReques
 
 
 def chat_response(completion: Completion) -> dict[str, Any]:
-    """Return the response to a request that asks for no stream."""
+    """Return the response to a non-streaming request."""
     body = completion.request.body
     choices = []
     for index, choice in enumerate(completion.choices):
@@ -71,7 +71,7 @@ def chat_response(completion: Completion) -> dict[str, Any]:
 async def chat_events(completion: Completion) -> AsyncIterator[Event]:
     """Yield the events of a stream, one choice after another.
 
-    With tools the text of a choice comes at its end, when it is known what is a tool call.
+    With tools, the text of a choice is sent at its end, when its tool calls are known.
     """
     body = completion.request.body
     has_tools = bool(body.callable_tools())
@@ -105,9 +105,9 @@ async def chat_events(completion: Completion) -> AsyncIterator[Event]:
 
 
 class StreamDecoder:
-    """Text of a sample while its tokens arrive, never more than is certain.
+    """Incremental decoder of one sample.
 
-    Holds back incomplete characters and what may be the start of a stop string.
+    It holds back incomplete characters and text that may be the start of a stop string.
     """
 
     def __init__(self, completion: Completion):
@@ -119,9 +119,9 @@ class StreamDecoder:
         self._data, self._num_sent = bytearray(), 0
 
     def add(self, chunk: OutputChunk) -> str:
-        """Return the text that a chunk has made certain."""
+        """Return the new text that later tokens cannot change."""
         self._data += b"".join(self._vocab_bytes[id] for id in chunk.token_ids)
-        # A stop id counts as a token of the completion, but has no text.
+        # A stop id counts as a token of the completion but has no text.
         end = max(len(self._data) - self._num_held, self._num_sent)
         if chunk.finish_reason:
             end = chunk.text_bytes
@@ -150,7 +150,7 @@ def _tool_calls(completion: Completion, reply: ChatMessage, index: int) -> list[
 
 
 def _token_fields(completion: Completion, chunk: OutputChunk) -> dict[str, Any]:
-    """Return the ids and log-probabilities of a choice, if the client wants them."""
+    """Return the ids and log-probabilities of a chunk, if the client requested them."""
     body: ChatBody = completion.request.body
     fields: dict[str, Any] = {}
     if body.return_token_ids:
@@ -168,7 +168,7 @@ def _token_fields(completion: Completion, chunk: OutputChunk) -> dict[str, Any]:
 
 
 def usage_of(completion: Completion) -> dict[str, Any]:
-    """Return the token counts of a finished completion, over all samples."""
+    """Return the token counts of a finished completion, summed over its samples."""
     chunks = [choice.joined() for choice in completion.choices]
     num_prompt = len(completion.request.prompt_ids)
     num_sampled = sum(len(chunk.token_ids) for chunk in chunks)

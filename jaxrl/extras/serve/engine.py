@@ -1,11 +1,11 @@
-"""The rollout engine for requests that arrive one by one, each with its own sampling settings.
+"""Rollout engine for requests that arrive one at a time, each with its own sampling settings.
 
-What `sampling/engine.py` holds for all requests is held here per row: temperature, `top_p` and the
-random key. A request may be cancelled at any time, and truncated to some of its tokens: keys and
-values after that are overwritten when it resumes.
+Temperature, `top_p` and random key are stored per row, not once for all requests as in
+`sampling/engine.py`. A request can be cancelled at any time, or truncated to a prefix of its
+tokens; keys and values after the prefix are overwritten when it resumes.
 
-A chunk may be in flight meanwhile. What it samples for a cancelled or truncated request is not
-read. It writes before anything that is dispatched later, so the next owner of a page overwrites it.
+A chunk may be in flight at that time. Its samples for a cancelled or truncated request are ignored.
+It writes before any chunk that is dispatched later, so the next owner of a page overwrites it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from jaxrl.sampling.scheduler import BlockScheduler, Prompt, Row
 
 
 class SamplingParams(NamedTuple):
-    """How the tokens of a request are drawn; see `Engine.submit`."""
+    """Sampling settings of a request; see `Engine.submit`."""
 
     temperature: float
     top_p: float
 
 
 class ServedEngine(Engine):
-    """An engine whose requests share only its rows and pages."""
+    """An engine whose requests share only rows and pages."""
 
     draws_any = True
-    """Whether to compile every kind of draw; False for the given kinds only."""
+    """True to compile every sampling kind, False to compile only the given kinds."""
 
     def __init__(self, *arguments: Any, **settings: Any):
-        """Take the arguments of `Engine`; given kinds come before all others."""
+        """Initialize `Engine` with its arguments, with the given kinds before all others."""
         # The first kind has programs for the fewest rows, so it should be a common one.
         kinds = settings.pop("kinds", ())
         if self.draws_any:
@@ -46,18 +46,18 @@ class ServedEngine(Engine):
         self._params: dict[int, SamplingParams] = {}
 
     def clear(self) -> None:
-        """Drop all requests, and free the cache's memory."""
+        """Drop all requests and free the cache's memory."""
         super().clear()
         self._params.clear()
 
     def finish(self, request: int) -> None:
-        """Free the pages of a request, whether it has stopped or not."""
+        """Free the pages of a stopped or running request."""
         self._detach(request)
         super().finish(request)
         del self._params[request]
 
     def cancel(self, request: int) -> None:
-        """Drop a request, which may wait for a row."""
+        """Drop a running or queued request."""
         queue = deque(item for item in self._queue if item[0] != request)
         if len(queue) == len(self._queue):
             self.finish(request)
@@ -66,13 +66,13 @@ class ServedEngine(Engine):
             del self._params[request]
 
     def truncate(self, request: int, token_ids: Sequence[int]) -> None:
-        """Stop a request after the last of `token_ids`, its prompt and tokens up to there."""
+        """Stop a request and keep only `token_ids`, a prefix of its prompt and sampled ids."""
         self._detach(request)
         row = self._rows[request]
         row.length, row.pending, row.is_waiting = len(token_ids) - 1, token_ids[-1], True
 
     def _detach(self, request: int) -> None:
-        """Ignore what chunks in flight sample for a request."""
+        """Ignore the samples of in-flight chunks for a request."""
         for chunk in self._in_flight:
             chunk.rows[:] = [item for item in chunk.rows if item[0] != request]
         self._rows[request].in_flight = 0
@@ -86,21 +86,21 @@ class ServedEngine(Engine):
         sample_key: np.ndarray,
         params: SamplingParams,
     ) -> None:
-        """Resume a stopped request with other settings.
+        """Resume a stopped request with new settings.
 
         Args:
             request: Number of the request.
-            tokens: Ids to prefill after what it has sampled.
-            budget: Tokens that it may sample.
-            sample_key: Key uint32 [2] of these.
-            params: How these are drawn.
+            tokens: Ids to prefill after the request's stored ids.
+            budget: Maximum number of tokens to sample.
+            sample_key: Random key of these tokens, uint32 [2].
+            params: Sampling settings of these tokens.
         """
         self.resume([(request, tokens, budget)])
         self._keys[self._rows[request].slot], self._params[request] = sample_key, params
 
     @property
     def num_rows(self) -> int:
-        """Return the number of requests that decode side by side."""
+        """Return the number of requests that decode concurrently."""
         return self._rows_per_shard * self.num_shards
 
     @property
@@ -120,12 +120,12 @@ class ServedEngine(Engine):
 
     @property
     def lacks_pages(self) -> bool:
-        """Return True if running, returning or next requests lack pages; rows do not count."""
+        """Return True if running, swapped-out or next requests lack pages, not just rows."""
         return any(map(self._is_short, self._shards)) or self._lacks_pages_for_next
 
     @property
     def _lacks_pages_for_next(self) -> bool:
-        """Return True if the requests that will get a row need more pages than are free."""
+        """Return True if the requests that get a row next need more pages than are free."""
         running = [shard.missing(row) for shard in self._shards for row in shard.to_decode]
         prompts: set[Prompt] = set()
         num_free = self.num_free_pages - sum(running)
@@ -149,17 +149,17 @@ class ServedEngine(Engine):
         return bool(self._queue) and has_row and self._free_shard() is None
 
     def _draw_by(self, numbers: Sequence[int], temperature: float, top_p: float) -> None:
-        """Remember how these requests are drawn."""
+        """Store the sampling settings of new requests."""
         for number in numbers:
             self._params[number] = SamplingParams(temperature, top_p)
 
     def _kind_for(self, running: list[list[Row]]) -> str:
-        """Return the cheapest kind that draws for every row."""
+        """Return the cheapest sampling kind that supports every row."""
         kinds = {self._kind_of(*self._params[row.request]) for rows in running for row in rows}
         return max(kinds, key=next_token.KINDS.index)
 
     def _ways_of(self, running: list[list[Row]], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return temperature and `top_p` by row, float32 [r]."""
+        """Return the temperature and `top_p` of each row, float32 [r]."""
         params = np.ones((2, self.num_shards * num_rows), np.float32)
         for shard, rows in enumerate(running):
             for index, row in enumerate(rows[:num_rows], start=shard * num_rows):

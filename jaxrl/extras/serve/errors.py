@@ -17,12 +17,12 @@ _TYPES = {
 
 
 class RequestError(Exception):
-    """A request that gets an error in place of an answer.
+    """An error that the client receives instead of an answer.
 
     Attributes:
         status: HTTP status.
-        param: Name of the wrong field, if any.
-        code: Short name of the reason, for programs.
+        param: Name of the invalid field, if any.
+        code: Machine-readable reason.
         headers: HTTP headers of the response.
     """
 
@@ -45,7 +45,7 @@ class RequestError(Exception):
             self.code = "invalid_api_key"
 
     def body(self, *, is_anthropic: bool) -> dict[str, Any]:
-        """Return the body of the response in OpenAI's or in Anthropic's dialect."""
+        """Return the response body in OpenAI's or Anthropic's dialect."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, kind)
         if is_anthropic:
@@ -59,11 +59,11 @@ class RequestError(Exception):
 class ContextLengthError(RequestError):
     """A prompt that leaves no room for a completion.
 
-    Agents compact their history when they read these words of OpenAI or of Anthropic.
+    The messages are those of OpenAI and Anthropic, which make agents compact their history.
     """
 
     def __init__(self, num_tokens: int, max_total_tokens: int):
-        """Word the error.
+        """Build the messages of both dialects.
 
         Args:
             num_tokens: Lower bound on the prompt's length.

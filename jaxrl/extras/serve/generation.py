@@ -1,6 +1,6 @@
-"""Completions while they grow, and the cache of completions for clients that repeat a request.
+"""Completions in progress, and a cache of completions for repeated requests.
 
-Everything here runs on the event loop; the worker's thread hands over its chunks.
+Everything here runs on the event loop, to which the worker's thread passes its chunks.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from jaxrl.extras.serve.worker import (
 )
 
 Event = tuple[str, Any]
-"""An event of a stream: its name, which is empty in OpenAI's dialect, and its data."""
+"""Name and data of a stream event. OpenAI's events have an empty name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What the dialects know of the model.
+    """Model properties that the dialects use.
 
     Attributes:
         name: Name for clients.
         tokenizer: Tokenizer with the chat template.
         history: Chats of all sessions.
         max_total_tokens: Limit on prompt and completion together.
-        stops: Stop strings of requests that name none.
+        stops: Default stop strings.
     """
 
     name: str
@@ -59,11 +59,11 @@ class ServedModel:
     stops: tuple[str, ...] = ()
 
     def data_of(self, token_ids: Sequence[int]) -> bytes:
-        """Return the UTF-8 bytes of some ids."""
+        """Return the UTF-8 bytes of token ids."""
         return b"".join(self.tokenizer.vocab_bytes[id] for id in token_ids)
 
     def text_of(self, chunk: OutputChunk) -> str:
-        """Return the text of a whole completion, without what stops it."""
+        """Return the text of a finished completion, without its stop string."""
         return self.data_of(chunk.token_ids)[: chunk.text_bytes].decode("utf-8", "replace")
 
 
@@ -98,7 +98,7 @@ def build_request(
 
 
 class Choice:
-    """One sample of a completion, in chunks as they arrive."""
+    """One sample of a completion, as chunks."""
 
     def __init__(self) -> None:
         self.chunks: list[OutputChunk] = []
@@ -107,12 +107,12 @@ class Choice:
 
     @property
     def finish_reason(self) -> str:
-        """Return why the sample has ended; "" before."""
+        """Return the finish reason; "" before the end."""
         return self.chunks[-1].finish_reason if self.chunks else ""
 
     @property
     def must_start(self) -> bool:
-        """Return True if the sample was not drawn yet, or not to its end."""
+        """Return True if the sample is incomplete and no job is working on it."""
         is_running = self.job is not None and not self.job.is_cancelled and not self.finish_reason
         return not is_running and self.finish_reason not in (STOP, LENGTH)
 
@@ -125,7 +125,7 @@ class Choice:
         """Yield chunks as they arrive, up to the last one.
 
         Raises:
-            RequestError: The sample was not finished.
+            RequestError: The sample was late, cancelled or failed.
         """
         index = 0
         while not index or not self.chunks[index - 1].finish_reason:
@@ -143,7 +143,7 @@ class Choice:
             yield chunk
 
     def joined(self) -> OutputChunk:
-        """Return all chunks as one."""
+        """Return all chunks merged into one."""
         names = ("token_ids", "logprobs", "entropies", "versions")
         values: dict[str, Any] = {
             name: tuple(chain.from_iterable(getattr(chunk, name) for chunk in self.chunks))
@@ -153,7 +153,7 @@ class Choice:
 
 
 class Completion:
-    """All samples of a request, for every client that waits for them."""
+    """All samples of a request, shared by all clients that wait for them."""
 
     def __init__(
         self,
@@ -162,23 +162,23 @@ class Completion:
         session: str = "",
         keys: Sequence[np.ndarray] = (),
     ):
-        """Choose the random keys; nothing is sampled yet.
+        """Set the random keys; sampling starts later.
 
         Args:
-            model: The model.
+            model: The served model.
             request: The request.
-            session: Name of its session.
-            keys: Keys uint32 [2] of the samples; by default they follow from the seed.
+            session: Name of the session.
+            keys: Random keys of the samples, each uint32 [2]; by default derived from the seed.
         """
         self.model, self.request, self.session = model, request, session
         self.keys = keys or [
             sample_key(request.seed, index) for index in range(request.num_samples)
         ]
-        # The same for repeated requests.
+        # Equal keys give equal ids.
         self.id = hashlib.sha256(b"".join(key.tobytes() for key in self.keys)).hexdigest()[:24]
         self.choices = [Choice() for _ in self.keys]
         self.created = int(time.time())
-        self.is_undelivered = False  # the client left before it was sent
+        self.is_undelivered = False  # the client left before the end
         self.num_readers = 0
 
     @property
@@ -190,7 +190,7 @@ class Completion:
         """Wait for the end of all samples.
 
         Raises:
-            RequestError: One was not finished.
+            RequestError: A sample was late, cancelled or failed.
         """
         for choice in self.choices:
             async for _ in choice.follow():
@@ -199,11 +199,11 @@ class Completion:
     def reply(self, choice: Choice) -> tuple[ChatMessage, str]:
         """Parse a finished sample of a chat, and store the chat with its ids.
 
-        Without parallel calls the client sees the first call only. A chat that continues from it
-        does not match the stored one.
+        Without parallel calls, the client sees only the first call. If others were dropped, the
+        client's next chat does not match the stored one.
 
         Returns:
-            The message, and why it ends.
+            The message and its finish reason.
         """
         body, chunk = self.request.body, choice.joined()
         tools = body.callable_tools()
@@ -217,13 +217,13 @@ class Completion:
 
 
 def sample_key(seed: int | None, index: int) -> np.ndarray:
-    """Return the key uint32 [2] of a sample's draws."""
+    """Return the random key of a sample, uint32 [2]."""
     data = os.urandom(8) if seed is None else f"{seed},{index}".encode()
     return np.frombuffer(hashlib.sha256(data).digest()[:8], np.uint32).copy()
 
 
 class CompletionCache:
-    """Submits completions to the worker, and remembers them for repeated requests.
+    """Cache of completions for repeated requests, which also submits them to the worker.
 
     A request has one or two keys: the digest of its body, and the client's Idempotency-Key.
     """
@@ -232,22 +232,22 @@ class CompletionCache:
         """Start empty.
 
         Args:
-            worker: Worker that samples.
-            deadline_s: Seconds that a completion may take.
-            max_size: Keys of completions to remember, beside those that are being read.
+            worker: Worker of the engine.
+            deadline_s: Time limit per completion.
+            max_size: Number of keys to cache, not counting completions that are being read.
         """
         self._worker, self._deadline_s = worker, deadline_s
         self._active: dict[str, tuple[str, Completion]] = {}  # digest of the body, by key
         self._ended: LRUCache[str, tuple[str, Completion]] = LRUCache(max_size)
 
     def find(self, keys: Sequence[str], *, is_retry: bool, is_recorded: bool) -> Completion | None:
-        """Return the completion that a repeated request had before; None for a new request.
+        """Return the earlier completion of a repeated request; None for a new request.
 
         Args:
             keys: Keys of the request, the digest first.
-            is_retry: Whether the client says that it repeats a request.
-            is_recorded: Whether a run trains on what the client receives. There an equal request
-                counts as a repeated one if the first answer was not delivered.
+            is_retry: True if the client marks the request as a retry.
+            is_recorded: True if a run trains on the response. Then an equal request also counts as
+                repeated if the first response was not delivered.
 
         Raises:
             RequestError: The Idempotency-Key belongs to another body.
@@ -269,7 +269,7 @@ class CompletionCache:
 
     @contextlib.contextmanager
     def reading(self, completion: Completion, keys: Sequence[str]) -> Iterator[None]:
-        """Sample what is missing of a completion while at least one client reads it.
+        """Sample the missing parts of a completion while at least one client reads it.
 
         Raises:
             RequestError: The queue is full, or the server is ending.
@@ -290,7 +290,7 @@ class CompletionCache:
                         self._worker.cancel(choice.job)
 
     def _submit(self, completion: Completion) -> None:
-        """Queue the samples that were not drawn yet, or not to their end, with the same keys."""
+        """Queue all incomplete samples, with the same random keys as before."""
         choices, jobs = [], []
         for choice, key in zip(completion.choices, completion.keys, strict=True):
             if choice.must_start:
@@ -309,7 +309,7 @@ class CompletionCache:
 
 
 def _to_loop(callback: Callable[[OutputChunk], None]) -> Callable[[OutputChunk], None]:
-    """Wrap a callback of the event loop for the worker's thread."""
+    """Wrap an event-loop callback so that the worker's thread can call it."""
     loop = asyncio.get_running_loop()
 
     def call(chunk: OutputChunk) -> None:

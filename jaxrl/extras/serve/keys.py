@@ -1,4 +1,4 @@
-"""Keys of agents, programs that ask the model over HTTP."""
+"""Config keys of agents: programs that call the model over HTTP."""
 
 from jaxrl.config.keys import FREE, Key
 

@@ -1,4 +1,4 @@
-"""Load a run or a model folder into an engine that serves."""
+"""Load a run or a model folder into a serving engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LoadedModel:
         model: The policy.
         tokenizer: Tokenizer with the chat template.
         engine: Engine with the weights.
-        stops: Default stop strings: those that end a run's turns.
+        stops: Default stop strings, which are those of the run's turns.
     """
 
     name: str
@@ -71,17 +71,18 @@ def load_model(
     """Build an engine with the weights of a run or of a model folder.
 
     Args:
-        path: A run's workdir, or a model as `config.model.path`.
-        display: Shows progress.
-        model: Model to serve instead of what the run has trained.
-        step: Checkpoint of the run; its latest state by default.
-        rows: Completions that are decoded side by side.
+        path: Workdir of a run, or a model as in `config.model.path`.
+        display: Progress display.
+        model: Model to serve instead of the run's trained model.
+        step: Step of the run's checkpoint; by default the latest.
+        rows: Number of completions to decode concurrently.
         name: Name for clients; the last part of `path` by default.
         keys: Configuration keys to override.
 
     Raises:
         FileNotFoundError, ValueError: There is no such run, model, step or key.
     """
+    # A run has a configuration; a model folder gets the default one.
     if is_run(path):
         config = read_config(path)
         config.update_from_flattened_dict(dict(keys))
@@ -95,6 +96,7 @@ def load_model(
         config.model.path = str(model)
         leave_out_adapter(config)  # a run's export includes it
     config.policy.name = OWN_MODEL
+    # A prompt may take all tokens but one. The model's positions limit the total.
     rollout = config.rollout
     rollout.max_prompt_tokens = max(rollout.max_total_tokens - 1, 1)
     rollout.max_response_tokens = min(rollout.max_response_tokens, rollout.max_prompt_tokens)
@@ -105,7 +107,7 @@ def load_model(
     fit_mesh(config)
     config.model.replay = False
     rollout.max_prompt_tokens = rollout.max_total_tokens - 1
-    rollout.max_num_seqs *= -(-rows // rollout.max_num_seqs)  # a multiple of what the mesh needs
+    rollout.max_num_seqs *= -(-rows // rollout.max_num_seqs)  # a multiple of the mesh's minimum
     use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
     mesh = make_mesh(**config.mesh)
@@ -116,7 +118,7 @@ def load_model(
     policy = policy_architecture(resolved, architecture)
     if isinstance(policy, WrappedArchitecture):
         policy.check()
-    # Each request has its own stop strings, which the host looks for.
+    # Stop strings differ by request, so the host matches them instead of the automaton.
     automaton = StopAutomaton(tokenizer.vocab_bytes, ())
     engine = build_engine(resolved, policy, mesh, automaton, tokenizer, kind=ServedEngine)
     assert isinstance(engine, ServedEngine)

@@ -25,23 +25,23 @@ from jaxrl.utils.json_io import parse_json
 
 MAX_STOPS, MAX_CHOICES = 16, 128
 MIN_TEMPERATURE = 1e-3
-"""Smallest temperature above 0; logits divided by less might overflow."""
+"""Smallest temperature above 0. Logits divided by less could overflow."""
 
 UNSUPPORTED = (
-    # How tokens are drawn.
+    # Sampling.
     "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty",
     "length_penalty", "top_k", "min_p", "min_tokens", "best_of", "use_beam_search",
     "ignore_eos", "bad_words", "allowed_token_ids", "logits_processors", "structured_outputs",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format",
-    # What the prompt is.
+    # Prompt.
     "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message",
     "chat_template", "documents", "functions", "function_call", "thinking", "reasoning_effort",
     "verbosity", "mcp_servers", "container", "web_search_options", "features", "content_parts",
-    # What the answer shows.
+    # Output.
     "top_logprobs", "prompt_logprobs", "echo", "include_stop_str_in_output",
     "skip_special_tokens", "modalities", "audio", "output_format", "output_config",
 )  # fmt: skip
-"""Fields that would change the answer, and that are refused unless they have no effect."""
+"""Unsupported fields, refused unless their value has no effect."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
@@ -55,7 +55,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "thinking": ({"type": "disabled"},),
 }
-"""Values without effect of fields for which 0, false and empty values have one."""
+"""Values without effect, for fields in which 0, false or an empty value has an effect."""
 
 
 class Body(BaseModel):
@@ -81,7 +81,7 @@ def parse_body(data: bytes, model: type[BodyType]) -> BodyType:
         RequestError: The body is not UTF-8, not JSON, or not valid.
     """
     try:
-        # json.loads alone would accept UTF-16 and halves of surrogate pairs.
+        # json.loads alone would accept UTF-16 and lone surrogates.
         value = parse_json(data.decode("utf-8-sig"), "the body")
         value = map_json(readable, value) if b"\\ud" in data.lower() else value
     except ValueError as error:
@@ -93,7 +93,7 @@ def validate(value: Any, model: type[BodyType]) -> BodyType:
     """Validate a JSON value.
 
     Raises:
-        RequestError: The value is not valid; names the first wrong field.
+        RequestError: The value is not valid. The message names the first invalid field.
     """
     try:
         return model.model_validate(value)
@@ -106,7 +106,7 @@ def validate(value: Any, model: type[BodyType]) -> BodyType:
 
 
 def _field_path(location: Sequence[int | str]) -> str:
-    """Return the path of a field, without the names of block types in pydantic's location."""
+    """Return the path of a field, without the block types in pydantic's location."""
     path = ""
     for index, part in enumerate(location):
         is_type = 2 <= index < len(location) - 1 and location[index - 2] == "content"
@@ -118,25 +118,25 @@ def _field_path(location: Sequence[int | str]) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value as an error message shows it, cut to a few words."""
+    """Return the `repr` of a value, shortened for an error message."""
     return reprlib.repr(value)[:80]
 
 
 def unsupported(param: str, value: Any, expected: str = "nothing") -> RequestError:
-    """Return the error of a field that the server does not support."""
+    """Return the error for a field that the server does not support."""
     message = f"{param} is {show(value)}, which is not supported; expected {expected}."
     return RequestError(400, message, param=param, code="unsupported_parameter")
 
 
 def refuse_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> None:
-    """Refuse fields that would change the answer and that this server ignores.
+    """Refuse unsupported fields, unless their value has no effect.
 
     Args:
-        fields: Fields of a body beside those that its model reads.
-        prefix: Path of the object, with a dot at its end.
+        fields: Fields of a body that its schema does not declare.
+        prefix: Path of the object, with a trailing dot.
 
     Raises:
-        RequestError: Names the field.
+        RequestError: A field is not supported.
     """
     for name, value in (fields or {}).items():
         is_neutral = value in NEUTRAL[name] if name in NEUTRAL else not value
@@ -177,7 +177,7 @@ class SamplingFields(Body, extra="allow"):
 
 
 class ReplyFields(SamplingFields):
-    """What the client of a chat wants to see, in both dialects."""
+    """Output options of a chat request, in both dialects."""
 
     stream: bool = False
     logprobs: bool = False
@@ -185,7 +185,7 @@ class ReplyFields(SamplingFields):
 
 
 class TextPart(Body, extra="forbid"):
-    """Text in the content of a message. The other fields do not change what it says."""
+    """Text in the content of a message. All other fields are ignored."""
 
     type: Literal["text", "input_text", "output_text"] = "text"
     text: str
@@ -199,7 +199,7 @@ TextParts = Annotated[list[TextPart], BeforeValidator(_as_text_parts)]
 
 
 def join_text(parts: Sequence[Any] | None) -> str:
-    """Return the text of those parts that are text."""
+    """Return the concatenated text of all text parts."""
     return "".join(part.text for part in parts or () if isinstance(part, TextPart))
 
 
@@ -207,7 +207,7 @@ def join_text(parts: Sequence[Any] | None) -> str:
 
 
 class FunctionCall(Body, extra="forbid"):
-    """Name and arguments of a tool call: a JSON text, or an object."""
+    """Name and arguments of a tool call. Arguments are JSON text or an object."""
 
     name: str
     arguments: Annotated[Any, BeforeValidator(parse_arguments)] = {}
@@ -259,7 +259,7 @@ class ToolBody(Body):
 
 
 def _validate_only(value: Any, handler: Any) -> Any:
-    """Validate a tool, and return it as it was sent, in the order that the template shows."""
+    """Validate a tool but return it as sent, since the template shows its fields in order."""
     handler(value)
     return {name: item for name, item in value.items() if item is not None}
 
@@ -288,7 +288,7 @@ class ChatBody(ReplyFields):
         return [message.to_message() for message in self.messages]
 
     def callable_tools(self) -> Sequence[Any]:
-        """Return the tools for the chat template; none if none may be called."""
+        """Return the tools for the chat template; empty if tool calls are turned off."""
         return [] if self.tool_choice == "none" else self.tools
 
 
@@ -335,7 +335,7 @@ class AnthropicMessage(Body, extra="forbid"):
         return self
 
     def to_messages(self) -> list[ChatMessage]:
-        """Return messages for the chat history, one for each tool result and each run of text."""
+        """Return messages for the chat history, one per tool result and per run of text."""
         if self.role == "assistant":
             calls = tuple(
                 ToolCall(name=block.name, arguments=block.input, id=block.id)
@@ -366,7 +366,7 @@ class ClientTool(Body):
     input_schema: dict[str, Any] = {}
 
     def to_template(self) -> dict[str, Any]:
-        """Return the tool as OpenAI's dialect describes it."""
+        """Return the tool in OpenAI's format."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -376,7 +376,7 @@ class ClientTool(Body):
 
 
 class ToolChoice(Body):
-    """Whether the model may call tools, and how many at once."""
+    """Tool calling: on or off, and one call or several at once."""
 
     type: Literal["auto", "none"] = "auto"
     disable_parallel_tool_use: bool = False
@@ -393,7 +393,7 @@ class CountBody(ReplyFields):
 
     @property
     def parallel_tool_calls(self) -> bool:
-        """Return True if an answer may have several tool calls."""
+        """Return True if an answer may contain several tool calls."""
         return not self.tool_choice.disable_parallel_tool_use
 
     def chat(self) -> list[ChatMessage]:
@@ -404,7 +404,7 @@ class CountBody(ReplyFields):
         return chat
 
     def callable_tools(self) -> Sequence[Any]:
-        """Return the tools for the chat template; none if none may be called."""
+        """Return the tools for the chat template; empty if tool calls are turned off."""
         is_off = self.tool_choice.type == "none"
         return [] if is_off else [tool.to_template() for tool in self.tools]
 

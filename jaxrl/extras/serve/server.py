@@ -1,8 +1,8 @@
-"""The endpoint over HTTP: a Starlette application, access checks and the server's thread.
+"""HTTP endpoint: a Starlette application, access checks and the server's thread.
 
-A client may be any program, or any page in a browser on this machine. Hence the server listens on
-the loopback interface unless a key is set, the `Host` there must name it (else another site's name
-could resolve to it), and requests of other sites' pages are refused.
+Any program can be a client, and so can any page in a browser on this machine. So without a key the
+server listens on the loopback interface only. On loopback, the `Host` header must name the server,
+because another site's name could resolve to it. Requests from other sites' pages are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 """Addresses that no other machine can reach."""
 
 HOST_NAMES = ("localhost", "127.0.0.1", "[::1]")
-"""Hosts by which a program on this machine calls the server."""
+"""Host names by which programs on this machine call the server."""
 
 BODY_S = 60.0
 """Seconds for a request's body to arrive."""
@@ -55,13 +55,13 @@ BODY_S = 60.0
 MAX_CONNECTIONS, MAX_SESSION = 4096, 256
 MESSAGES = "/v1/messages"
 MAX_INLINE_BODY = 2**15
-"""Bytes of a body that is parsed on the event loop, where a thread would cost more."""
+"""Largest body in bytes to parse on the event loop, where a thread would cost more."""
 
 SHUTDOWN_S = 2
-"""Seconds for connections to close at the end; completions have ended before."""
+"""Seconds for connections to close at shutdown, after all completions have ended."""
 
 SESSION_PATH = re.compile(r"/r/([A-Za-z0-9._~:@-]{1,128})(/.*)")
-"""Address that names a session."""
+"""Path that names a session."""
 
 
 DIALECTS: Mapping[str, tuple[Any, Any, Any]] = {
@@ -77,11 +77,11 @@ DIALECTS: Mapping[str, tuple[Any, Any, Any]] = {
         messages.messages_events,
     ),
 }
-"""Functions by address: parse a body and build its prompt, return a response, yield a stream."""
+"""Functions by path: parse a body and build its prompt, return a response, yield a stream."""
 
 
 class Endpoint:
-    """The application: passes HTTP requests to the worker and its chunks to clients."""
+    """ASGI application that passes HTTP requests to the worker and its chunks to clients."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class Endpoint:
             tokenizer: Tokenizer with the chat template.
             name: Name of the model for clients.
             key: Key that clients must send; "" for none.
-            deadline_s: Seconds that a completion may take.
+            deadline_s: Time limit per completion.
             max_body_mib: Limit on a request's body.
-            max_cached: Completions to remember for repeated requests.
-            stops: Stop strings of requests that name none.
-            sessions: The only sessions that are served, if given, by name. The name is the key of
-                a session's clients.
+            max_cached: Number of completions to cache for repeated requests.
+            stops: Default stop strings.
+            sessions: Sessions by name; if given, no other session is served. A session's name is
+                its clients' key.
         """
         self.worker, self.sessions, self._max_body_mib = worker, sessions, max_body_mib
         self._key = key.encode("utf-8", "surrogateescape")
@@ -186,10 +186,10 @@ class Endpoint:
         return any(hmac.compare_digest(spelling, self._key) for spelling in spellings)
 
     def _session_of(self, request: Request) -> AgentSession:
-        """Return the recorded session of a request, by address or key.
+        """Return the recorded session of a request, by path or key.
 
         Raises:
-            RequestError: There is none.
+            RequestError: There is no such session.
         """
         assert self.sessions is not None
         names = [request.scope["session"], *keys_of(request)]
@@ -200,7 +200,7 @@ class Endpoint:
         return session
 
     def _session_name(self, request: Request) -> str:
-        """Return the name of the session in which a request runs.
+        """Return the name of a request's session.
 
         Raises:
             RequestError: There is no such session, or the name is too long.
@@ -237,7 +237,7 @@ class Endpoint:
         return bytes(data)
 
     async def _generate(self, request: Request) -> Any:
-        """Return a response as an ASGI application that stops if the client leaves.
+        """Return a response as an ASGI application that stops when the client leaves.
 
         Raises:
             RequestError: The request is refused.
@@ -259,7 +259,7 @@ class Endpoint:
         return respond
 
     async def _answer(self, request: Request, data: bytes, send: Any) -> None:
-        """Sample completions, and send them or their stream."""
+        """Sample completions and send them, as a stream or at once."""
         session = None if self.sessions is None else self._session_of(request)
         name, path = self._session_name(request), request.scope["path"]
         (read, response, events), prefix = DIALECTS[path], f"{name}\n{path}\n"
@@ -289,10 +289,11 @@ class Endpoint:
                     whole = JSONResponse(response(completion))
                     await whole(request.scope, request.receive, send)
             except BaseException:
-                completion.is_undelivered = True  # unless another client reads it
+                completion.is_undelivered = True  # another reader may reset this
                 raise
             completion.is_undelivered = not is_whole
-            if has_stream:  # the client has all of it before the end
+            # End the stream only now: a client that sees the end has the complete completion.
+            if has_stream:
                 await send({"type": "http.response.body", "body": b""})
 
     async def _prepare(
@@ -357,7 +358,7 @@ async def _send_events(
     events: AsyncIterator[Event],
     session: AgentSession | None,
 ) -> bool:
-    """Send a stream of server-sent events without its end; return False if it has an error."""
+    """Send server-sent events but not the end of the stream; return False after an error."""
 
     async def send_event(name: str, value: Any) -> None:
         data = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
@@ -388,19 +389,19 @@ def _is_anthropic(request: Request) -> bool:
 
 
 def _error(request: Request, error: RequestError) -> dict[str, Any]:
-    """Return the body of an error in the dialect of the request's address."""
+    """Return the body of an error in the dialect of the request's path."""
     return error.body(is_anthropic=_is_anthropic(request))
 
 
 def keys_of(request: Request) -> tuple[str, str]:
-    """Return the keys that a client sends, as OpenAI's and as Anthropic's do; "" for none."""
+    """Return the client's keys from OpenAI's and Anthropic's headers; "" for none."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     bearer = value.strip() if scheme.lower() == "bearer" else ""
     return bearer, request.headers.get("x-api-key", "")
 
 
 def metrics_text(worker: Worker) -> str:
-    """Return counts in Prometheus' text format.
+    """Return the worker's metrics in Prometheus' text format.
 
     See https://prometheus.io/docs/instrumenting/exposition_formats.
     """
@@ -426,7 +427,7 @@ def metrics_text(worker: Worker) -> str:
 
 
 def bind_port(host: str, port: int, key: str) -> socket.socket:
-    """Bind a port without listening, so that no client waits while a model loads.
+    """Bind a port without listening, so that clients do not hang while a model loads.
 
     Args:
         host: Address to listen on.
@@ -455,10 +456,10 @@ def bind_port(host: str, port: int, key: str) -> socket.socket:
 
 
 class Server:
-    """The endpoint on a port, in a thread of its own."""
+    """An endpoint on a port, served by a separate thread."""
 
     def __init__(self, endpoint: Endpoint, host: str, bound: socket.socket):
-        """Start to listen.
+        """Start listening.
 
         Args:
             endpoint: The application.
@@ -466,7 +467,7 @@ class Server:
             bound: Socket from `bind_port`.
 
         Raises:
-            OSError: Another process has started to listen there.
+            OSError: Another process listens on the port.
         """
         self.endpoint, self._socket = endpoint, bound
         self._socket.listen(1024)
@@ -499,7 +500,7 @@ class Server:
         return self._thread.is_alive() and self.endpoint.worker.is_alive
 
     def shutdown(self, limit_s: float) -> bool:
-        """Refuse new requests, let running ones end within a limit, and close the port.
+        """Refuse new requests, wait up to `limit_s` seconds for running ones, close the port.
 
         Returns:
             True if all completions ended in time.

@@ -1,9 +1,9 @@
-"""The thread that owns the engine: admits jobs between chunks and passes on what is sampled.
+"""Engine thread: admits jobs between chunks and forwards the sampled tokens.
 
-The row of a finished completion stays in the engine as a cached prefix. A request whose ids
-continue the longest cached prefix resumes its row and prefills only what is new. Cached rows are
-evicted, least recently used first, when pages are needed or more than `max_cached_rows` are left.
-Jobs that continue a cached row are admitted before others.
+The row of a finished completion stays in the engine as a cached prefix. A request resumes the row
+with the longest cached prefix of its ids and prefills only the rest. Cached rows are evicted, least
+recently used first, when pages are needed or there are more than `max_cached_rows`. Jobs that
+continue a cached row are admitted before others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxrl.utils.concurrency import failure_report
 
 STOP, LENGTH = "stop", "length"
 LATE, CANCELLED, FAILED = "late", "cancelled", "failed"
-"""Finish reasons of a completion. The first two are those of a whole one."""
+"""Finish reasons. Only "stop" and "length" mark a complete completion."""
 
 COUNTERS = (
     "samples_total",
@@ -40,27 +40,27 @@ COUNTERS = (
     "prompt_tokens_reused_total",
     "rows_released_total",
 )
-"""Names of the counts since the start, as `/metrics` shows them."""
+"""Counters in `/metrics`, counted since the start."""
 
 DAMAGED = "the model gives NaN: its weights are damaged."
 
 JOIN_S = 10.0
-"""Seconds for the current chunk to end when the worker does."""
+"""Seconds to wait for the current chunk at shutdown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputChunk:
-    """Tokens of a chunk of decoding steps; the last one says why the completion ends.
+    """Tokens from one chunk of decoding steps.
 
     Attributes:
-        token_ids: Sampled ids, with the id or the last token of the string that stops.
-        logprobs: Log-probabilities of these, in nats, at their temperature.
-        entropies: Entropies of the distributions that they were drawn from, in nats.
-        versions: Versions of the weights at these; see `Worker.resume`.
-        finish_reason: Why the completion ends; "" before its end.
-        text_bytes: Bytes of the whole completion's text; known at the end.
-        num_cached: Prompt tokens that were not prefilled again.
-        error: What failed, as a client may read it.
+        token_ids: Sampled ids, including the stop id or the last token of the stop string.
+        logprobs: Log-probabilities of `token_ids` in nats, at the sampling temperature.
+        entropies: Entropies of the sampling distributions, in nats.
+        versions: Weight version for each token; see `Worker.resume`.
+        finish_reason: Finish reason in the last chunk of a completion, else "".
+        text_bytes: Length of the complete text in bytes, set in the last chunk.
+        num_cached: Number of prompt tokens that were cached and not prefilled again.
+        error: Error message for the client.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -79,13 +79,13 @@ class CompletionRequest:
 
     Attributes:
         prompt_ids: Token ids of the prompt.
-        num_samples: Completions to sample.
-        params: How tokens are drawn.
-        seed: Seed of the draws; None for a random one.
+        num_samples: Number of completions to sample.
+        params: Sampling settings.
+        seed: Sampling seed; None for a random one.
         max_tokens: Limit on each completion.
         stop_ids: Token ids that end a completion.
         stops: Strings that end a completion.
-        body: The parsed body, which says what the client wants to see.
+        body: Parsed body, which holds the output options.
     """
 
     prompt_ids: tuple[int, ...]
@@ -104,10 +104,10 @@ class Job:
 
     Attributes:
         request: The request.
-        sample_key: Key uint32 [2] of the draws.
+        sample_key: Random key, uint32 [2].
         deadline: Time on the monotonic clock.
-        on_output: Called on the engine's thread with each chunk.
-        session: Name of its session; see `Worker.resume`.
+        on_output: Callback for each chunk, called on the engine's thread.
+        session: Name of the session; see `Worker.resume`.
     """
 
     request: CompletionRequest
@@ -144,18 +144,18 @@ class Worker:
         """Start the thread.
 
         Args:
-            engine: Engine with weights, used by this thread only from now on.
+            engine: Engine with weights. Only the worker's thread uses it from now on.
             vocab_bytes: Bytes of each token id.
             eos_ids: Ids at which the engine stops.
-            max_queue: Jobs that may wait, beside those for which there is a row.
+            max_queue: Limit on waiting jobs, not counting those that fit in free rows.
             max_cached_rows: Limit on cached rows; 0 for eight per row.
-            is_paused: Whether to accept jobs but start none before `resume`.
+            is_paused: True to accept jobs but start none before `resume`.
         """
         self.engine = engine
         self.stats = Counter(dict.fromkeys(COUNTERS, 0))
-        self.version = 0  # of the engine's weights
-        self.is_damaged = False  # whether a log-probability was not finite
-        self.failure: Exception | None = None  # the engine's latest since `resume`
+        self.version = 0  # of the weights
+        self.is_damaged = False  # a log-probability was not finite
+        self.failure: Exception | None = None  # latest engine error since `resume`
         self._vocab_bytes, self._eos_ids = vocab_bytes, frozenset(eos_ids)
         self._max_queue = max_queue
         self._max_cached_rows = max_cached_rows or 8 * engine.num_rows
@@ -189,7 +189,7 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Return False once the thread has ended, for whatever reason."""
+        """Return False once the thread has ended for any reason."""
         return self._thread.is_alive() and not self._has_ended
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -226,7 +226,7 @@ class Worker:
             self._wake()
 
     def cancel(self, job: Job) -> None:
-        """End a job that nobody waits for."""
+        """Cancel a job whose client has left."""
         with self._changed:
             job.is_cancelled = True
             self._wake()
@@ -235,8 +235,8 @@ class Worker:
         """Continue after a pause with the jobs of some sessions.
 
         Args:
-            sessions: Returns True for the sessions to serve; jobs of others stay on hold.
-            version: Version of the engine's weights, which chunks report.
+            sessions: Predicate on session names; jobs of other sessions stay on hold.
+            version: Version of the weights, reported in chunks.
             deadline_s: Minimum time left for jobs that were on hold.
         """
         with self._changed:
@@ -252,20 +252,20 @@ class Worker:
             self._wake()
 
     def pause(self) -> None:
-        """Stop after the current chunk, and leave the engine empty for others to use.
+        """Stop after the current chunk and clear the engine, so that others can use it.
 
-        Unfinished jobs are put on hold. They continue from their tokens, which are prefilled
-        again, with the same random key.
+        Unfinished jobs are put on hold. They resume with the same random key, after their tokens
+        are prefilled again.
         """
         with self._changed:
             self._is_paused = True
             self._is_served = lambda session: False
             self._wake()
-            # Without a limit: the current chunk may have to compile its program first.
+            # No timeout, because the current chunk may have to compile its program first.
             self._changed.wait_for(lambda: self._is_parked or self._has_ended)
 
     def shutdown(self, limit_s: float) -> bool:
-        """Accept no job, wait for those that run, and cancel what is left after a limit.
+        """Refuse new jobs, wait for accepted ones, and cancel the rest after `limit_s` seconds.
 
         Returns:
             True if all jobs ended in time.
@@ -291,12 +291,12 @@ class Worker:
             while self._wait():
                 try:
                     self._step()
-                except Exception as error:  # of the device, or a bug: the next job may succeed
+                except Exception as error:  # a device error or a bug: the next job may succeed
                     self._fail(error)
             reason = CANCELLED
         except Exception as error:
             _log("the engine has ended, as it could not be cleared after its failure: ", error)
-        finally:  # whatever ended the thread, nobody may wait forever
+        finally:  # no client may wait forever, whatever ended the thread
             with self._changed:
                 self._has_ended = True
                 jobs = [*self._queue, *self._jobs.values(), *self._held]
@@ -308,7 +308,7 @@ class Worker:
                 self._finish(job, reason, "" if reason == CANCELLED else "the engine has ended.")
 
     def _wait(self) -> bool:
-        """Wait for work; return False at the end."""
+        """Wait for work; return False when the thread must end."""
         with self._changed:
             while not (self._jobs or self._queue or self._must_wake):
                 if self.is_ending and not self._held:
@@ -343,7 +343,7 @@ class Worker:
             self._changed.notify_all()
 
     def _drop_jobs(self) -> None:
-        """End jobs that were cancelled or are late."""
+        """End jobs that are cancelled or past their deadline."""
         now = time.monotonic()
 
         def is_over(job: Job) -> bool:
@@ -351,7 +351,7 @@ class Worker:
 
         with self._changed:
             dropped = [job for job in self._queue if is_over(job)]
-            dropped += [job for job in self._held if job.is_cancelled]  # their time is stopped
+            dropped += [job for job in self._held if job.is_cancelled]  # no deadlines on hold
             self._queue = deque(job for job in self._queue if job not in dropped)
             self._held = [job for job in self._held if job not in dropped]
         for request, job in list(self._jobs.items()):
@@ -369,8 +369,8 @@ class Worker:
                 if not self._queue:
                     return
                 # The oldest job that continues a cached row goes first, unless the oldest of all
-                # has waited for half of its time. So sessions end before others start; with all
-                # of them side by side, their rows would be evicted and prefilled in every turn.
+                # has waited for half of its time. So sessions end before others start. If all of
+                # them ran at once, their rows would be evicted and prefilled on every turn.
                 job = self._queue[0]
                 if time.monotonic() <= job.yields_until:
                     job = next(filter(self._has_prefix, self._queue), job)
@@ -383,7 +383,7 @@ class Worker:
                 raise
 
     def _has_prefix(self, job: Job) -> bool:
-        """Return True if a row is cached that was the job's prefix when it was first checked."""
+        """Return True if the job's prefix, found at the first check, is still cached."""
         if job.prefix is None:
             request = self._find_prefix(job.context_ids)
             job.prefix = () if request is None else (request, self._cached[request])
@@ -411,7 +411,7 @@ class Worker:
         return number
 
     def _find_prefix(self, token_ids: tuple[int, ...]) -> int | None:
-        """Return the cached request with the longest prefix of some ids."""
+        """Return the cached request with the longest prefix of `token_ids`, if any."""
         matches = [
             (len(ids), request)
             for request, ids in self._cached.items()
@@ -432,7 +432,7 @@ class Worker:
         self.stats["rows_released_total"] += 1
 
     def _receive(self, event: Event) -> None:
-        """Add sampled tokens to their job, and finish it where it stops."""
+        """Append sampled tokens to their job, and finish the job if it stops."""
         job = self._jobs[event.request]
         if not np.isfinite(event.logprobs).all():
             del self._jobs[event.request]
@@ -461,7 +461,7 @@ class Worker:
         )
 
     def _cut_at_stop(self, job: Job, event: Event) -> tuple[list[int], str, int]:
-        """Return a chunk's ids up to a stop, the finish reason, and the bytes of the text."""
+        """Return a chunk's ids up to a stop, the finish reason, and the text's length in bytes."""
         stops = [stop.encode() for stop in job.request.stops]
         stop_ids = job.request.stop_ids | self._eos_ids
         longest = max(map(len, stops), default=1)
@@ -480,7 +480,7 @@ class Worker:
         return ids, reason, len(job.data)
 
     def _cache_row(self, request: int, job: Job) -> None:
-        """Keep the row of a finished job for its next turn, if it has room for one."""
+        """Cache the row of a finished job, if it has room for another turn."""
         ids = job.context_ids
         if len(ids) >= self.engine.max_total_tokens:
             self.engine.finish(request)
@@ -491,7 +491,7 @@ class Worker:
             self._evict()
 
     def _finish(self, job: Job, reason: str, error: str = "") -> None:
-        """Report the end of a job that is not whole."""
+        """Report the end of an incomplete job."""
         self.stats[f"samples_{reason}_total"] += 1
         job.on_output(
             OutputChunk(
@@ -515,11 +515,11 @@ class Worker:
 
 
 def _public_text(error: Exception) -> str:
-    """Return an error for clients: neither paths nor data, which the log has."""
+    """Return an error message for clients, without the paths and data in the log."""
     return f"the engine failed with {type(error).__name__}; the server's log says why."
 
 
 def _log(text: str, error: Exception | None = None) -> None:
     report = "" if error is None else failure_report(error)
-    with contextlib.suppress(OSError):  # nobody may read standard error
+    with contextlib.suppress(OSError):  # standard error may be closed
         print(f"error: {text}{report}", file=sys.stderr, flush=True)

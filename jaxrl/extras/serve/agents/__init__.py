@@ -1,1 +1,1 @@
-"""Episodes that clients play through the endpoint, with a training run that learns from them."""
+"""Training on episodes that external agents play through the endpoint."""

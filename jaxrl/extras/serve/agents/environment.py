@@ -1,4 +1,4 @@
-"""The environment whose episodes are played by agents: programs that only know an address."""
+"""Environment with episodes that are played by agents over HTTP."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jaxrl.extras.serve.engine import ServedEngine
 
 
 class PlayedEngine(ServedEngine):
-    """An engine whose requests are all drawn as the run says."""
+    """An engine that compiles only the run's sampling kinds."""
 
     draws_any = False
 
 
 @dataclass(kw_only=True)
 class AgentEpisode(Episode):
-    """An episode that an agent played, with the reward that it gave."""
+    """An episode that an agent played, with the agent's reward."""
 
     reward: RewardBody | None = None
 
 
 class AgentEnv(Env):
-    """Tasks for agents, each with an address at which the model answers.
+    """Environment in which agents play tasks by calling the model over HTTP.
 
-    An agent is a function or a program, with its own loop and tools. Its reward is the reward part
-    `reward`, and its verdict `is_correct` the part `exact_match`.
+    An agent is a function or a program with its own loop and tools. Its reward is the reward part
+    `reward`; its verdict `is_correct` is the part `exact_match`.
     """
 
     stop_strings = ()
@@ -41,11 +41,12 @@ class AgentEnv(Env):
 
         Args:
             agents: Keys of `config.env.agents`.
-            max_turns: Completions that an episode may have.
-            correct_by: `exact_match` for the agent's verdict; `reward` for a reward above 0.
+            max_turns: Limit on the completions of an episode.
+            correct_by: Criterion of a correct answer: `exact_match` for the agent's verdict,
+                `reward` for a reward above 0.
 
         Raises:
-            ValueError: Names a wrong key.
+            ValueError: A key is invalid.
         """
         self.settings = settings = AgentSettings(**agents)
         self.max_turns, self._correct_by = max_turns, correct_by
@@ -56,8 +57,8 @@ class AgentEnv(Env):
             )
         if settings.command and (settings.python or settings.settings):
             raise ValueError(
-                "config.env.agents.python or settings is set beside command; expected neither, "
-                "since they belong to a function."
+                "config.env.agents.python or settings is set together with command; expected "
+                "neither, since they belong to a function."
             )
         if settings.host in ("0.0.0.0", "::", ""):
             raise ValueError(
@@ -67,7 +68,7 @@ class AgentEnv(Env):
         self._rollout: Any = None
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Return the messages of the tasks, which agents may present otherwise."""
+        """Return the messages of the tasks; agents may present a task differently."""
         return [
             list(task.messages or [{"role": "user", "content": task.question or ""}])
             for task in tasks
@@ -95,8 +96,8 @@ class AgentEnv(Env):
         return rewards
 
     def rollout(self, *arguments: Any, log: Callable[[str], None]) -> Any:
-        """Return the rollout that plays with agents; the arguments are those of `AgentRollout`."""
-        if self._rollout is None:  # evaluations share its address and processes
+        """Return the rollout with agents; arguments are those of `AgentRollout`."""
+        if self._rollout is None:  # evaluations share its port and processes
             from jaxrl.extras.serve.agents.rollout import AgentRollout
 
             self._rollout = AgentRollout(self, *arguments, log=log)

@@ -1,8 +1,8 @@
-"""Processes in which agents run: started, replaced when they end or hang, ended with the run.
+"""Agent processes: start them, replace those that end or hang, and end them with the run.
 
-An agent that exceeds its deadline is stopped. A program is killed with all that it has started. A
-function that is not async cannot be: its thread stays behind, and a process with many of those gets
-no more episodes and is killed after the last of its others.
+An agent that exceeds its deadline is stopped. A program is killed with all processes that it
+started. A synchronous function cannot be killed, so its thread is abandoned. A process with many
+abandoned threads gets no more episodes, and is killed when its remaining ones have ended.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ START_S = 120.0
 """Seconds for a process to load its agent."""
 
 REACTION_S = 15.0
-"""Seconds for a process to report a stopped episode, after which it is killed."""
+"""Seconds for a process to report a stopped episode before it is killed."""
 
 MAX_LEFT = 32
-"""Threads of stopped episodes with which a process gets no more."""
+"""Number of abandoned threads at which a process gets no more episodes."""
 
-_OUTPUT = 1 << 13  # bytes of output that are kept
+_OUTPUT = 1 << 13  # bytes of output to keep
 _ENDING_S = 5.0
-_POLL_S = 5.0  # between checks whether a silent process is alive
+_POLL_S = 5.0  # between checks that a silent process is alive
 
 _START = (
     "import runpy, sys; path = sys.argv.pop(1); sys.argv[0] = path; "
@@ -47,15 +47,15 @@ _START = (
 )
 
 SHIPPED = {"verifiers": "verifiers.py:play"}
-"""Agents in this folder by the name in `function`: file and function."""
+"""Built-in agents: file in this folder and function, by name in `env.agents.function`."""
 
 OnEnd = Callable[[str, Any, str], None]
-"""Called with the name of an episode, its reward, and why it has none."""
+"""Callback with the name of an episode, its reward, and the reason for a missing one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
-    """The section `env.agents`."""
+    """Settings in `env.agents`."""
 
     function: str = ""
     command: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class AgentSettings:
 
     @property
     def function_path(self) -> str:
-        """Return the function as `runner.load` takes it."""
+        """Return the function in the format of `runner.load`."""
         file = SHIPPED.get(self.function)
         return str(Path(__file__).with_name(file)) if file else self.function
 
@@ -78,17 +78,17 @@ class AgentProcess(Child):
     """A process that runs agents, and its folder. Writing to it never blocks.
 
     Attributes:
-        folder: Folder whose name marks all that the agents have started.
-        episodes: Names of its episodes, with the monotonic time at which each was stopped, or 0.
-        num_left: Stopped episodes that still run.
-        is_ready: Whether it has loaded its agent and may get episodes.
+        folder: Folder with a name that marks all processes that the agents start.
+        episodes: Monotonic time of the stop by episode name; 0 for episodes that were not stopped.
+        num_left: Number of stopped episodes that still run.
+        is_ready: True if the agent is loaded and the process may get episodes.
     """
 
     def __init__(self, command: Sequence[str], *, what: str, env: Mapping[str, str]):
         """Start the process.
 
         Raises:
-            OSError: It cannot be started.
+            OSError: The process cannot be started.
         """
         self.folder = tempfile.mkdtemp(prefix="jaxrl-agents-")
         self.episodes: dict[str, float] = {}
@@ -104,15 +104,15 @@ class AgentProcess(Child):
 
     @property
     def output(self) -> str:
-        """Return the end of what the process has printed."""
+        """Return the end of the process's output."""
         return self.reported.decode(errors="replace").strip()[-1000:]
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a line for the process."""
         self._lines.put(json.dumps(message).encode() + b"\n")
 
-    def readline(self, patience_s: float = math.inf) -> dict[str, Any]:
-        """Return the next message; notice the end of a process whose pipes others hold."""
+    def hear(self, patience_s: float = math.inf) -> dict[str, Any]:
+        """Return the next message; detect the process's end even if others hold its pipes."""
         ends = time.monotonic() + patience_s
         while True:
             try:
@@ -124,7 +124,7 @@ class AgentProcess(Child):
                     raise
 
     def read(self, is_enough: Callable[[], bool], patience_s: float) -> bool:
-        """Read, and keep only the end of what the process prints."""
+        """Read, and keep only the end of the process's output."""
 
         def trim_and_check() -> bool:
             del self.reported[:-_OUTPUT]
@@ -133,7 +133,7 @@ class AgentProcess(Child):
         return super().read(trim_and_check, patience_s)
 
     def close(self) -> None:
-        """Kill the process with all that it has started."""
+        """Kill the process and everything that it started."""
         self.kill()
         kill_marked(self.folder)
         self._lines.put(b"")
@@ -156,12 +156,12 @@ class AgentProcesses:
         """Prepare the command line; no process starts yet.
 
         Args:
-            settings: The function or program, its interpreter and the number of processes.
-            on_end: Called from threads for each episode that has ended, also if it was stopped.
+            settings: Function or program, its interpreter and the number of processes.
+            on_end: Callback for each ended or stopped episode, called from other threads.
         """
         function, command, python = settings.function_path, settings.command, settings.python
         agent = {"function": function, "command": command, "settings": dict(settings.settings)}
-        # If it ran as a file, its folder would be the first in which modules are searched.
+        # Run as a script, the runner would put its own folder first in `sys.path`.
         runner = str(Path(__file__).with_name("runner.py"))
         self._command = [python or sys.executable, "-c", _START, runner, json.dumps(agent)]
         # Another interpreter has its own packages.
@@ -184,7 +184,7 @@ class AgentProcesses:
                 side_by_side(lambda _: self._start(), range(self._count), max_threads=self._count)
 
     def play(self, episode: Mapping[str, Any]) -> None:
-        """Start an episode: its name as `episode`, and what the agent receives.
+        """Start an episode, given its name under `episode` and the agent's input.
 
         Raises:
             ValueError: No process can be started.
@@ -198,7 +198,7 @@ class AgentProcesses:
         process.send(episode)
 
     def stop(self, name: str) -> None:
-        """Stop an episode; `on_end` is called for it soon unless it was before."""
+        """Stop an episode; `on_end` is called soon unless it already was."""
         with self._lock:
             for process in self._processes:
                 if process.episodes.get(name) == 0.0:
@@ -206,7 +206,7 @@ class AgentProcesses:
                     process.send({"stop": name})
 
     def check(self) -> None:
-        """Kill processes that do not react, and those that have nothing left to do."""
+        """Kill unresponsive processes, and those with only abandoned threads left."""
         now = time.monotonic()
         with self._lock:
             for process in self._processes:
@@ -216,14 +216,14 @@ class AgentProcesses:
                     process.kill()
 
     def close(self) -> None:
-        """End all processes; the end of this process does so too."""
+        """End all processes. This also happens at exit."""
         self._finalizer()
 
     def _start(self) -> AgentProcess:
         """Start a process.
 
         Raises:
-            ValueError: It cannot be started, or cannot load the agent.
+            ValueError: The process cannot be started, or cannot load the agent.
         """
         try:
             process = AgentProcess(self._command, what=self._what, env=self._environment)
@@ -245,7 +245,7 @@ class AgentProcesses:
         return process
 
     def _listen(self, process: AgentProcess) -> None:
-        """Report the ends of a process's episodes, up to its own end."""
+        """Report the ends of a process's episodes until the process ends."""
         try:
             while True:
                 message = process.readline()

@@ -1,8 +1,8 @@
-"""Rollouts of agents: started together, answered by the run's engine, trained on sampled ids.
+"""Agent rollouts: start agents, serve their requests with the run's engine, collect sampled ids.
 
-The server listens as long as the run lasts. Between rollouts the engine's thread pauses, and
-requests of agents wait. Up to `Sampling.unfinished` groups continue in the next rollout: they keep
-their tokens, with the version of the weights that drew them, and come back whole.
+The server runs as long as the run. Between rollouts the engine's thread is paused and agents'
+requests wait. Up to `Sampling.unfinished` groups continue in the next rollout. They keep their
+tokens, each with the version of the weights that sampled it, and are returned once complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MODEL = "policy"
 """Name of the model for agents."""
 
 MAX_CACHED = 1 << 14
-"""Completions to remember for repeated requests; a lost one would be sampled twice."""
+"""Completions to cache for repeated requests. An evicted one would be sampled twice."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -53,14 +53,12 @@ class _RunningEpisode:
     """An episode and its progress.
 
     Attributes:
-        session: Its session.
-        task: Its task.
-        sample_index: Its place in the group.
-        earlier_s: Seconds in earlier rollouts.
-        since: Monotonic time of its start in this rollout; None if it is not part of it.
-        is_started: Whether its agent was started.
-        error: Why it has no result.
-        ended: Monotonic time at which its result was known; None before.
+        sample_index: Index in the group.
+        earlier_s: Seconds played in earlier rollouts.
+        since: Monotonic time of the start in this rollout; None if not part of it.
+        is_started: True if the agent was started.
+        error: Reason for a missing result; "" for none.
+        ended: Monotonic time at which the result was known; None before.
     """
 
     session: AgentSession
@@ -92,12 +90,12 @@ class _RunningGroup:
 
     @property
     def ended(self) -> float:
-        """Return the time of its last end."""
+        """Return the monotonic time at which the last episode ended."""
         return max(episode.ended or 0.0 for episode in self.episodes)
 
 
 class AgentRollout(EpisodePlayer):
-    """Plays groups of episodes by agents that call the engine over HTTP."""
+    """Rollout of groups of episodes by agents that call the engine over HTTP."""
 
     def __init__(
         self,
@@ -113,8 +111,7 @@ class AgentRollout(EpisodePlayer):
     ):
         """Bind the port and load the agent; the server starts with the first rollout.
 
-        The arguments are those of `EpisodePlayer`, after the environment and its engine. `log`
-        prints a line of the run.
+        The other arguments are those of `EpisodePlayer`. `log` writes a line to the run's log.
 
         Raises:
             ValueError: The port or the agent is not available, or the model cannot be served.
@@ -135,8 +132,8 @@ class AgentRollout(EpisodePlayer):
         self._log = log
         self._sessions: dict[str, AgentSession] = {}  # of running agents, by name
         self._groups: dict[tuple[int, int, int], _RunningGroup] = {}  # for the next rollout
-        # Episodes whose agents run, by reward key. Code that knows only the key of the model
-        # cannot report an end in their place.
+        # Episodes with running agents, by reward key, so that code that knows only the API key of
+        # the model cannot report their end.
         self._running: dict[str, _RunningEpisode] = {}
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._worker: Worker | None = None
@@ -149,12 +146,12 @@ class AgentRollout(EpisodePlayer):
             raise ValueError(
                 f"config.env.agents.port is {port} and host {host!r}: {error}"
             ) from error
-        # Their threads run on their own; they end with this object, or with the process.
+        # Stop the server's and the agents' threads with this object or with the process.
         self._finalizer = weakref.finalize(self, _end, self._processes, self._servers, self._bound)
         self._processes.open()
 
     def prompt_fits(self, task: Task) -> bool:
-        """Return True for any task: its agent builds the prompts."""
+        """Return True, since the agent builds the prompts."""
         return True
 
     def __call__(
@@ -165,15 +162,15 @@ class AgentRollout(EpisodePlayer):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Group | None]:
-        """Play a group for each draw; None for those that continue in the next call.
+        """Return a group for each draw; None for groups that continue in the next call.
 
-        A draw of an unfinished group continues it.
+        A draw with an unfinished group continues that group.
 
         Args:
-            draws: The tasks.
-            sampling: Group size, how tokens are drawn, and how many groups may be unfinished.
-            should_stop: Called once a second.
-            progress: Called with the number of finished trajectories, and of all.
+            draws: Tasks to play.
+            sampling: Group size, sampling settings and number of groups that may stay unfinished.
+            should_stop: Callback that is polled once a second.
+            progress: Callback with the numbers of finished and of all trajectories.
 
         Raises:
             Interrupted: `should_stop` returned True.
@@ -182,7 +179,7 @@ class AgentRollout(EpisodePlayer):
         """
         worker = self._start_server()
         keys = places_of(draws, sampling)
-        if sampling.unfinished:  # not in an evaluation, which leaves training's groups alone
+        if sampling.unfinished:  # evaluations must not drop training's groups
             for key in [key for key in self._groups if key not in keys]:  # after a rollback
                 self._abandon(self._groups.pop(key))
         groups = self._open_groups(draws, keys, sampling)
@@ -209,7 +206,7 @@ class AgentRollout(EpisodePlayer):
                     episode.earlier_s += now - episode.since
                 episode.since = None
             worker.pause()
-        # Return as many groups as were waited for, in the order of their ends.
+        # Return the groups that ended first, as many as this call waited for. Keep the others.
         done = sorted((group for group in groups if group.is_done), key=lambda group: group.ended)
         done = done[: max(len(groups) - sampling.unfinished, 0)]
         for key, group in zip(keys, groups, strict=True):
@@ -251,7 +248,7 @@ class AgentRollout(EpisodePlayer):
         keys: Sequence[tuple[int, int, int]],
         sampling: Sampling,
     ) -> list[_RunningGroup]:
-        """Return the groups of all draws, unfinished and new ones."""
+        """Return the groups of all draws, both unfinished and new ones."""
         new = [draw for draw, key in zip(draws, keys, strict=True) if key not in self._groups]
         random_keys = iter(keys_of(new, sampling, self._engine.device))
         groups = []
@@ -282,7 +279,7 @@ class AgentRollout(EpisodePlayer):
         should_stop: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> None:
-        """Start agents, and wait until no more than `unfinished` groups are left."""
+        """Start agents, and wait until at most `unfinished` groups are left."""
         waiting = deque(episode for episode in episodes if not episode.is_started)
         max_concurrent = self._settings.max_concurrent or self._engine.num_rows
         while True:
@@ -301,7 +298,7 @@ class AgentRollout(EpisodePlayer):
             self._changed.wait(LOOK_S)
 
     def _num_active(self) -> int:
-        """Return the number of running agents, without those of later rollouts."""
+        """Return the number of running agents, without episodes that are on hold."""
         with self._lock:
             running = list(self._running.values())
         return sum(e.ended is not None or e.since is not None for e in running)
@@ -347,7 +344,7 @@ class AgentRollout(EpisodePlayer):
         self._processes.check()
 
     def _handle_exit(self, key: str, reward: Any, error: str) -> None:
-        """Record that an agent has ended; called from threads."""
+        """Record the end of an agent; called from other threads."""
         with self._lock:
             episode = self._running.pop(key, None)
         if episode is None:
@@ -366,7 +363,7 @@ class AgentRollout(EpisodePlayer):
         self._changed.set()
 
     def _abandon(self, group: _RunningGroup) -> None:
-        """End a group, and stop agents that still run without a result."""
+        """End a group's unfinished episodes, and stop their agents."""
         for episode in group.episodes:
             if episode.ended is None:
                 episode.end("it was stopped")
@@ -389,8 +386,10 @@ class AgentRollout(EpisodePlayer):
             token_ids=[],
             prompt_length=0,
         )
-        observations: list[str] = []  # text before each turn but the first
-        earlier: list[Sequence[int]] = []  # ids of the contexts before
+        # Write the contexts one after another. Only sampled ids are trained on: what a prompt adds
+        # is an observation, and the start of a context repeats ids of earlier ones.
+        observations: list[str] = []  # text before each turn except the first
+        earlier: list[Sequence[int]] = []  # ids of earlier contexts
         for context in contexts:
             before: tuple[int, ...] = ()
             for turn in context:
@@ -411,9 +410,11 @@ class AgentRollout(EpisodePlayer):
                 episode.turns.append(Turn(text=turn.text))
                 before = turn.ids
             earlier.append(before)
+        # A turn's observation is the text before the next turn, which is known only now.
         for index, observation in enumerate(observations):
             turn_before = episode.turns[index]
             episode.turns[index] = dataclasses.replace(turn_before, observation=observation)
+        # An episode without a turn gets an empty one to hold its error.
         error = running.error
         if not contexts and not error:
             error = "the agent gave a reward and never called the model"
@@ -432,12 +433,12 @@ class AgentRollout(EpisodePlayer):
         return sample
 
     def close(self) -> None:
-        """End server and agents."""
+        """Stop the server and all agents."""
         self._finalizer()
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method so that its object is not kept alive."""
+    """Wrap a method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:

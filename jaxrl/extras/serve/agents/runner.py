@@ -1,8 +1,8 @@
-"""The process in which agents run: `PYTHON runner.py AGENT`, started by `processes.AgentProcesses`.
+"""Agent process: `PYTHON runner.py AGENT`, started by `processes.AgentProcesses`.
 
-It may be another Python than the run's, without jaxrl, so it imports only the standard library.
-Each line of its input starts or stops an episode; each line of its output reports an end. What
-agents print goes to standard error. When its input ends, so do they.
+Its Python may lack jaxrl, so this file imports only the standard library. Each input line starts or
+stops an episode; each output line reports an end. Agents print to standard error. When the input
+ends, all agents end.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from pathlib import Path
 from typing import Any
 
 MAX_OUTPUT = 1 << 16
-"""Bytes of a program's output to keep, the last ones."""
+"""Bytes to keep from the end of a program's output."""
 
 MAX_REWARD = 1 << 20
-"""Bytes of JSON in a reward."""
+"""Largest size of a reward, in bytes of JSON."""
 
 POLL_S = 0.1
-"""Seconds between checks for processes that a program has left behind."""
+"""Seconds between checks for processes that outlive their program."""
 
 PARENT_POLL_S = 1.0
-"""Seconds between checks whether the run is alive."""
+"""Seconds between checks that the run is alive."""
 
 CANCEL_S = 5.0
-"""Seconds for a stopped agent to end, after which it is left behind."""
+"""Seconds for a stopped agent to end before it is abandoned."""
 
 FOLDER = "JAXRL_AGENTS_FOLDER"
-"""Variable with the folder of a process, which marks all that an agent has started."""
+"""Environment variable with this process's folder; it marks all processes that agents start."""
 
 STOPPED = "it was stopped"
 
@@ -56,7 +56,7 @@ def load(name: str) -> Callable[..., Any]:
     """Load the function `module.function`, `module:function` or `path/file.py:function`.
 
     Raises:
-        ImportError, AttributeError, TypeError: There is none.
+        ImportError, AttributeError, TypeError: There is no such function.
     """
     file, _, attribute = name.rpartition(":")
     if attribute.endswith(".py"):
@@ -65,7 +65,7 @@ def load(name: str) -> Callable[..., Any]:
         spec = importlib.util.spec_from_file_location("jaxrl_agent_" + Path(file).stem, file)
         if spec is None or spec.loader is None or not Path(file).is_file():
             raise ImportError(f"there is no file {os.path.abspath(file)}")
-        # Modules beside it are found last, so that none hides one of a library.
+        # Search the file's folder last, so that its modules do not hide those of libraries.
         sys.path.append(os.path.dirname(os.path.abspath(file)))
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
@@ -97,7 +97,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     def describe_errors() -> Any:
         try:
             return call()
-        except BaseException as error:  # some, such as StopIteration, no task can raise
+        except BaseException as error:  # a task cannot raise all of them, such as StopIteration
             raise RuntimeError(_describe(error)) from None
 
     future = _threads.submit(describe_errors)
@@ -109,10 +109,10 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 def play_program(command: list[str], folder: str) -> Play:
-    """Return a player that runs a program: the task is its input, the model in its environment.
+    """Return a player that runs a program for each episode.
 
-    The reward's file, address and key are part of the input: unlike the environment, it is not
-    inherited by what the program starts.
+    The program reads the task from its input and the model's address from its environment. The
+    reward's file, URL and key are in the input because child processes inherit the environment.
     """
 
     async def play(episode: Mapping[str, Any]) -> Any:
@@ -127,7 +127,7 @@ def play_program(command: list[str], folder: str) -> Play:
         }
         reward = {"file": file, "url": episode["reward_url"], "key": episode["episode"]}
         data = json.dumps({**episode["task"], "reward": reward}).encode()
-        # Nothing is awaited here, so that a stop finds all of the program or nothing.
+        # No await from here to the registration, so that a stop finds all of the program or none.
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -137,7 +137,7 @@ def play_program(command: list[str], folder: str) -> Play:
             env=os.environ | variables,
         )
         _groups.add(process.pid)
-        # It may print before it reads, or leave behind what prints after its end.
+        # Use threads: it may print before it reads, and its child processes may outlive it.
         _threads.submit(_write, process.stdin, data)
         reading = _threads.submit(_read_end, process.stdout)
         waiting = _threads.submit(process.wait)
@@ -147,7 +147,7 @@ def play_program(command: list[str], folder: str) -> Play:
             _kill_all(process.pid, mark)
         while not reading.done():
             await asyncio.sleep(POLL_S)
-            kill_marked(mark)  # a process that was just being started had no environment yet
+            kill_marked(mark)  # a process that was just starting had no environment to match
         value = _read_reward(file)
         if process.returncode:
             raise RuntimeError(f"the program ended with {process.returncode}: {reading.result()}")
@@ -158,7 +158,7 @@ def play_program(command: list[str], folder: str) -> Play:
 
 def _read_reward(file: str) -> Any:
     """Read the reward that a program wrote; None if it wrote none."""
-    if not os.path.isfile(file):  # opening a pipe may take forever
+    if not os.path.isfile(file):  # opening a pipe may block forever
         return None
     with open(file, "rb") as stream:
         data = stream.read(MAX_REWARD)
@@ -175,7 +175,7 @@ def _write(stream: Any, data: bytes) -> None:
 
 
 def _read_end(stream: Any) -> str:
-    """Read a stream to its end; return the end of its text."""
+    """Read a stream to its end and return the last 2000 characters."""
     data = b""
     with stream:
         while piece := stream.read1(MAX_OUTPUT):
@@ -186,13 +186,13 @@ def _read_end(stream: Any) -> str:
 _LIBRARIES = tuple(
     os.path.join(path, "") for name, path in sysconfig.get_paths().items() if "lib" in name
 )
-_threads = ThreadPoolExecutor(1 << 20)  # each call has a thread at once
+_threads = ThreadPoolExecutor(1 << 20)  # no call waits for a thread
 _groups: set[int] = set()  # process groups of programs
-_left_behind: list[Future[Any] | asyncio.Task[Any]] = []  # of agents that ignored their end
+_left_behind: list[Future[Any] | asyncio.Task[Any]] = []  # of agents that ignored a stop
 
 
 def _kill_all(group: int, mark: str) -> None:
-    """Kill a process group, and processes of other groups with a mark."""
+    """Kill a process group, and all processes of other groups with the mark."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
     _groups.discard(group)
@@ -200,7 +200,7 @@ def _kill_all(group: int, mark: str) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill processes with a text in their environment, whatever session they are in.
+    """Kill all processes with `mark` in their environment, in any session.
 
     Does nothing on systems without `/proc`.
     """
@@ -219,7 +219,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _exit(folder: str) -> None:
-    """Exit with all that agents have started; threads of agents may hang."""
+    """Kill everything that agents started and exit at once, since agents' threads may hang."""
     for group in [*_groups]:
         _kill_all(group, folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -228,15 +228,15 @@ def _exit(folder: str) -> None:
 
 
 def _exit_with(parent: int, folder: str) -> None:
-    """Exit once the run has ended, also while an agent blocks the event loop."""
+    """Exit once the run has ended, even if an agent blocks the event loop."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
-    time.sleep(PARENT_POLL_S)  # in which the loop may exit by itself
+    time.sleep(PARENT_POLL_S)  # time for the loop to exit by itself
     _exit(folder)
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an error, with the last line in the agent's own files if there is one."""
+    """Describe an error, with the last line in the agent's files if there is one."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     frames = own or frames
@@ -245,14 +245,14 @@ def _describe(error: BaseException) -> str:
 
 
 class Episodes:
-    """The episodes of this process, and the reports of their ends."""
+    """Running episodes of this process."""
 
     def __init__(self, play: Play, send: Callable[[Mapping[str, Any]], None]):
         """Start empty.
 
         Args:
-            play: Plays an episode.
-            send: Sends a message to the run.
+            play: Function that plays an episode.
+            send: Function that sends a message to the run.
         """
         self._play, self._send = play, send
         self._tasks: dict[str, asyncio.Task[Any]] = {}
@@ -264,7 +264,7 @@ class Episodes:
         task.add_done_callback(functools.partial(self._report, name))
 
     def stop(self, name: str) -> None:
-        """Stop an episode, and leave it behind if it ignores that."""
+        """Stop an episode, and abandon it if it ignores the stop."""
         if task := self._tasks.get(name):
             task.cancel()
             asyncio.get_running_loop().call_later(CANCEL_S, self._leave_behind, name, task)
@@ -288,7 +288,7 @@ class Episodes:
             self._end(name, {"error": text})
 
     def _end(self, name: str, outcome: Mapping[str, Any]) -> None:
-        if self._tasks.pop(name, None) is not None:  # else it was left behind
+        if self._tasks.pop(name, None) is not None:  # else it was abandoned
             num_left = sum(not call.done() for call in _left_behind)
             self._send({"episode": name, "num_left": num_left, **outcome})
 
@@ -297,7 +297,7 @@ async def main(agent: Mapping[str, Any], given: Any, out: Any) -> None:
     """Load the agent, report that it is ready, and play until the input ends.
 
     Args:
-        agent: Arguments of `processes.AgentProcesses`.
+        agent: Keys `function`, `command` and `settings`.
         given: Pipe from the run.
         out: Pipe to the run.
     """
@@ -335,8 +335,8 @@ async def main(agent: Mapping[str, Any], given: Any, out: Any) -> None:
 
 
 if __name__ == "__main__":
-    # Copies of the pipes are not inherited: what agents start neither reads the run's lines, which
-    # hold the reward keys of episodes, nor prints among ours.
+    # Child processes do not inherit duplicated descriptors. So what agents start can neither read
+    # the run's messages, which contain reward keys, nor print among ours.
     pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)

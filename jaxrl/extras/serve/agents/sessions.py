@@ -1,9 +1,9 @@
-"""Sessions of agents: the completions that each received, by token ids, and its reward.
+"""Agent sessions: the token ids of received completions, and the reward.
 
-An agent may continue a chat, cut its history, start again or have several conversations at once. A
-completion whose prompt starts with all ids of an earlier one continues its context; any other
-starts a context. So each sampled token is in the trajectory once as sampled, and as part of a
-prompt where a later context repeats it.
+An agent may continue a chat, cut its history, start over or hold several conversations at once. A
+completion continues a context if its prompt starts with all ids of that context; otherwise it
+starts a new one. So a trajectory contains each sampled token once as sampled, and again as part of
+a prompt if a later context repeats it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MAX_REWARD = 1e6
 
 
 class RewardBody(Body, extra="forbid"):
-    """Result of an episode, as its agent reports it.
+    """Result of an episode, reported by its agent.
 
     Attributes:
-        reward: A finite number, or true or false.
-        is_correct: By default whether the reward is at least 1.
-        is_abstention: Whether the answer says that the model does not know.
-        final_answer: For people and for custom reward parts.
+        reward: Finite number; true counts as 1 and false as 0.
+        is_correct: True if the answer is correct; by default, if the reward is at least 1.
+        is_abstention: True if the answer says that the model does not know.
+        final_answer: Answer for logs and custom reward parts.
     """
 
     reward: Annotated[
@@ -62,7 +62,7 @@ def parse_reward(value: Any) -> RewardBody:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A completion that an agent received: its prompt, what was sampled, and the text of that."""
+    """A completion that an agent received: prompt ids, sampled output and its text."""
 
     prompt_ids: tuple[int, ...]
     sampled: OutputChunk
@@ -70,24 +70,24 @@ class SampledTurn:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Return prompt and sampled ids."""
+        """Return the prompt and sampled ids."""
         return self.prompt_ids + self.sampled.token_ids
 
 
 AgentContext = tuple[SampledTurn, ...]
-"""Turns of which each continues the one before; the last one has all ids."""
+"""Turns that each continue the previous one, so the last turn holds all ids."""
 
 
 class AgentSession:
-    """The session of one episode. The event loop writes and the rollout reads, under a lock.
+    """The session of one episode. The event loop writes it and the rollout reads it, under a lock.
 
     Attributes:
-        name: Secret name by which its client reaches it.
+        name: Secret name by which the client reaches the session.
         reward_key: Secret that a posted reward needs. Neither `name` nor a completion reveals it.
-        reward: The reward; None before there is one.
-        conflict: How two rewards of the episode differ; "" while they agree.
-        warning: The first refused reward, for the run's log; "" for none.
-        is_spent: Whether a request was refused because no tokens or turns are left.
+        reward: Reward of the episode; None until it is set.
+        conflict: Difference between two rewards of the episode; "" if there is none.
+        warning: Description of the first refused reward, for the run's log; "" for none.
+        is_spent: True if a request was refused because no tokens or turns are left.
     """
 
     def __init__(
@@ -101,25 +101,25 @@ class AgentSession:
         """Open the session.
 
         Args:
-            key: Random key uint32 [2] of the episode.
-            params: How tokens are drawn, whatever the client asks for.
+            key: Random key of the episode, uint32 [2].
+            params: Sampling settings, which override the client's.
             limits: Token limits of the episode.
-            max_turns: Completions that the episode may have.
+            max_turns: Limit on the episode's completions.
         """
         self.name, self.reward_key = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
         self.reward: RewardBody | None = None
         self.conflict = self.warning = ""
         self.is_spent = self._is_over = False
         self._key, self._params, self._limits, self._max_turns = key, params, limits, max_turns
-        self._turns: dict[Completion, SampledTurn] = {}  # in the order of their ends
+        self._turns: dict[Completion, SampledTurn] = {}  # in order of completion
         self._num_requests = 0
         self._lock = threading.Lock()
 
     def admit(self, request: CompletionRequest) -> tuple[CompletionRequest, Sequence[np.ndarray]]:
-        """Return the request with the run's sampling and the budget that is left, and its key.
+        """Return the request with the run's sampling settings and remaining budget, and its keys.
 
         Raises:
-            RequestError: The episode is over, or nothing is left of its budget.
+            RequestError: The episode is over or its budget is spent, or `n` is not 1.
         """
         with self._lock:
             self._check_open()
@@ -154,7 +154,7 @@ class AgentSession:
         """Record a completion before it is sent.
 
         Raises:
-            RequestError: Completions that ran side by side have left no room for it.
+            RequestError: Concurrent completions have used up the budget.
         """
         with self._lock:
             is_new = completion not in self._turns
@@ -173,7 +173,7 @@ class AgentSession:
                 raise ContextLengthError(len(turn.ids), max(len(turn.ids) - max(excess, 1), 0))
 
     def post_reward(self, keys: Sequence[str], data: bytes) -> None:
-        """Record a reward that came over HTTP.
+        """Record a reward that was posted over HTTP.
 
         Raises:
             RequestError: No key is the reward key, or the reward is refused.
@@ -188,7 +188,7 @@ class AgentSession:
         """Set the reward of the episode, which continues until its agent ends.
 
         Raises:
-            RequestError: The episode is over, or has another reward.
+            RequestError: The episode is over, or has a different reward.
         """
         with self._lock:
             self._check_open()
@@ -205,20 +205,20 @@ class AgentSession:
         raise RequestError(409, f"{self.conflict}.", code="another_reward")
 
     def close(self) -> None:
-        """Refuse everything from now on."""
+        """Refuse all further requests and rewards."""
         with self._lock:
             self._is_over = True
 
     def turns(self) -> list[SampledTurn]:
-        """Return the completions that the agent received, in the order of their ends.
+        """Return the completions that the agent received, in order of completion.
 
-        One whose client left before it was sent counts if a later one continues it.
+        An undelivered completion counts if a later one continues it.
         """
         with self._lock:
             return self._delivered_turns()
 
     def _delivered_turns(self, sent: Completion | None = None) -> list[SampledTurn]:
-        """Return the turns that count, with `sent`, which is about to be sent."""
+        """Return the delivered turns, including `sent`, which is about to be sent."""
         turns = list(self._turns.values())
         return [
             turn
@@ -234,7 +234,7 @@ class AgentSession:
 
 
 def contexts_of(turns: Sequence[SampledTurn]) -> list[AgentContext]:
-    """Sort turns into contexts; each turn continues the longest context that it can."""
+    """Group turns into contexts; each turn continues the longest context that it matches."""
     contexts: list[AgentContext] = []
     for turn in turns:
         index = _find_context(contexts, turn.prompt_ids)
@@ -246,7 +246,7 @@ def contexts_of(turns: Sequence[SampledTurn]) -> list[AgentContext]:
 
 
 def _find_context(contexts: Sequence[AgentContext], prompt_ids: tuple[int, ...]) -> int | None:
-    """Return the index of the longest context that a prompt starts with, if any."""
+    """Return the index of the longest context that is a prefix of the prompt, if any."""
     lengths = {}
     for index, context in enumerate(contexts):
         ids = context[-1].ids
@@ -256,13 +256,13 @@ def _find_context(contexts: Sequence[AgentContext], prompt_ids: tuple[int, ...])
 
 
 def _num_tokens(contexts: Sequence[AgentContext]) -> tuple[int, int]:
-    """Return the number of all tokens, and of sampled ones."""
+    """Return the numbers of all tokens and of sampled tokens."""
     num_all = sum(len(context[-1].ids) for context in contexts)
     return num_all, sum(len(turn.sampled.token_ids) for context in contexts for turn in context)
 
 
 def num_common(token_ids: Sequence[int], others: Sequence[Sequence[int]]) -> int:
-    """Return the length of the longest prefix that some ids share with one of the others."""
+    """Return the length of the longest prefix that `token_ids` shares with any of `others`."""
     longest = 0
     for other in others:
         count = min(len(token_ids), len(other))

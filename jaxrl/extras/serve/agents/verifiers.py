@@ -1,8 +1,8 @@
 """Environments of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers) as an agent.
 
 `play` plays one episode: verifiers renders the prompts, runs the environment's tools and scores,
-and its training client requests token ids from the endpoint. This file runs in the interpreter with
-verifiers and needs nothing of jaxrl there. The command writes an environment's tasks:
+and its training client requests token ids from the endpoint. This file runs in the interpreter that
+has verifiers, without jaxrl. As a command, it writes an environment's tasks:
 
     python verifiers.py ENVIRONMENT [--arguments=JSON] [--num=N] > tasks.jsonl
 """
@@ -27,13 +27,13 @@ if __name__ == "__main__":  # else `import verifiers` would find this file
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != folder]
 
 CHAT = "jaxrl_chat"
-"""Name of the chat loop below among verifiers' harnesses."""
+"""Name under which verifiers finds the chat loop below as a harness."""
 
 NO_ANSWER = "judged by the environment"
 """Placeholder answer of a task without one."""
 
 SPENT = "config.rollout.max_turns"
-"""Part of the endpoint's error when an episode has had all of its turns."""
+"""Text in the endpoint's error when an episode has used all of its turns."""
 
 _environments: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = (
     weakref.WeakKeyDictionary()
@@ -54,10 +54,10 @@ async def play(
     solved_from: float = 1.0,
     traces: str = "",
 ) -> dict[str, Any]:
-    """Play an episode of an environment; return its reward.
+    """Play an episode of an environment and return its reward.
 
-    Episodes of an event loop share the environment, which is loaded once, and the tool processes
-    of its taskset. Tools of a task need a process per episode.
+    Episodes of an event loop share the environment, which is loaded once, and its taskset's tool
+    processes. Tools of a task need a process per episode.
 
     Args:
         task: Record from the command below; `metadata["verifiers"]` is verifiers' task.
@@ -70,15 +70,15 @@ async def play(
             `{"taskset": {"game": "Hangman-v0"}, "agent": {"max_turns": 8}}`.
         renderer: Name of the renderer of the model's family, or its configuration, such as
             `{"name": "qwen3", "thinking_retention": "all"}`.
-        sampling: Further fields of the requests, such as `{"max_tokens": 256}`.
-        solved_from: Reward from which an episode counts as correct.
+        sampling: Extra fields of the requests, such as `{"max_tokens": 256}`.
+        solved_from: Lowest reward of a correct episode.
         traces: File for verifiers' records of the episodes; "" for none.
 
     Returns:
         `reward`, `is_correct` and `final_answer`, the last message of the model.
 
     Raises:
-        ValueError: The task or the environment cannot be trained.
+        ValueError: The task or the environment does not support training.
         RuntimeError: verifiers reports that the episode failed.
     """
     if not isinstance(data := task.get("metadata", {}).get("verifiers"), Mapping):
@@ -114,7 +114,7 @@ async def play(
 def build_context(
     model: str, client: Mapping[str, Any], api_key: str, sampling: Mapping[str, Any]
 ) -> Any:
-    """Return the model of an episode for verifiers' training client."""
+    """Return verifiers' model context for an episode, with its training client."""
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import TrainClientConfig
     from verifiers.v1.types import SamplingConfig
@@ -129,7 +129,7 @@ def trained_trace(episode: Any, base_url: str) -> Any:
     """Return the trace of the one agent that called the endpoint.
 
     Raises:
-        ValueError: Several did, or none.
+        ValueError: Several agents called it, or none.
     """
     traces = [t for t in episode.traces if t.agent.config.client.base_url == base_url]
     if len(traces) != 1:
@@ -148,7 +148,7 @@ async def open_environment(environment: str, arguments: Mapping[str, Any]) -> An
     name = json.dumps([environment, arguments], sort_keys=True)
     if name not in loaded:
         ready: asyncio.Future[Any] = loop.create_future()
-        # Its scopes have to be entered and left by one task.
+        # The same task must enter and exit its context managers.
         loaded[name] = ready, loop.create_task(_serve(environment, arguments, ready))
     ready, _ = loaded[name]
     try:
@@ -164,8 +164,8 @@ async def _serve(
     try:
         env = load(environment, arguments)
         async with env.serving():
-            # Each episode has its own address, whose client in verifiers lives as long as the
-            # server between it and the agent; so each episode gets its own server too.
+            # Each episode has its own URL. verifiers keeps the URL's client as long as the server
+            # between it and the agent, so each episode gets its own server too.
             env._interception = None
             ready.set_result(env)
             await asyncio.get_running_loop().create_future()
@@ -176,7 +176,7 @@ async def _serve(
 
 
 def load(environment: str, arguments: Mapping[str, Any]) -> Any:
-    """Load an environment whose agents run here, as subprocesses or chats in this process.
+    """Load an environment and run its agents locally, as subprocesses or in-process chats.
 
     Raises:
         ValueError: verifiers refuses the arguments.
@@ -205,7 +205,7 @@ def load(environment: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def module_name(environment: str) -> str:
-    """Return the module of an environment, and make a file importable for its tool processes too.
+    """Return an environment's module name; make a file importable here and in tool processes.
 
     Raises:
         ValueError: There is no such file.
@@ -224,7 +224,7 @@ def module_name(environment: str) -> str:
 
 
 def _add_chat() -> None:
-    """Add a chat loop in this process to verifiers' harnesses, which start a program per turn."""
+    """Add an in-process chat loop to verifiers' harnesses, which start a program per turn."""
     if CHAT in sys.modules:
         return
     from openai import APIStatusError, AsyncOpenAI, omit
@@ -236,7 +236,7 @@ def _add_chat() -> None:
     from verifiers.v1.runtimes import ProgramResult
 
     class ChatHarness(Harness[HarnessConfig]):
-        """Chat until a message calls no tool."""
+        """Chat loop that ends with a message without tool calls."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_MCP = True
@@ -264,6 +264,7 @@ def _add_chat() -> None:
                 name: {"url": url, "timeout": self.config.tool_timeout}
                 for name, url in mcp_urls.items()
             }
+            # Tools of the environment are reached through MCP.
             async with contextlib.AsyncExitStack() as stack:
                 client: Any = await stack.enter_async_context(
                     AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None)
@@ -291,7 +292,7 @@ def _add_chat() -> None:
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
         async def call_tool(self, call: Any, routes: Any, connections: Any) -> Any:
-            """Return a tool's result; the model sees what is wrong with a call."""
+            """Return a tool's result, or an error message for the model."""
             try:
                 arguments = json.loads(call.arguments or "{}")
             except json.JSONDecodeError as error:
@@ -302,6 +303,7 @@ def _add_chat() -> None:
                 return f"error: no tool {call.name!r}; there are {', '.join(routes)}"
             return await call_mcp(connections, routes, call.name, arguments)
 
+    # verifiers imports a harness by its module name.
     module = types.ModuleType(CHAT)
     vars(module).update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
     sys.modules[CHAT] = module
@@ -313,7 +315,7 @@ def records(
     """Yield the tasks of an environment as records for jaxrl.
 
     Raises:
-        ValueError: The tasks never end and `num_tasks` is None.
+        ValueError: The tasks never end and `num_tasks` is None, or JSON would lose some fields.
     """
     taskset = load(environment, arguments).taskset
     environment = module_name(environment)
