@@ -129,7 +129,7 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
     """Yield each line as it is typed, stripped of whitespace."""
     is_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # one bad byte is no reason to end
+        sys.stdin.reconfigure(errors="replace")  # a bad byte must not end the chat
     if is_terminal:
         print(
             "One question per line. An empty line starts over, Ctrl-D ends.\n> ", end="", flush=True

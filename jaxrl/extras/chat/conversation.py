@@ -89,7 +89,7 @@ class Conversation:
         return chat
 
     def _play(self, question: str, images: Sequence[str], number: int) -> Trajectory:
-        # Environments score every episode, so give it an answer; the score is not used.
+        # Environments score every episode and need an answer for it; the score is not used.
         fields: dict[str, Any] = {"answers": ["?"], "images": list(images)}
         if self._exchanges:
             fields |= {"messages": self._messages(question)}
@@ -104,5 +104,5 @@ class Conversation:
         )
         draw = Draw(task=task, stream_index=number)  # the index seeds its sampling
         [group] = self._components.rollout([draw], sampling)
-        assert group is not None  # `sampling` leaves none unfinished
+        assert group is not None  # `sampling` allows no unfinished groups
         return group.trajectories[0]

@@ -92,7 +92,7 @@ def open_guard(
         endpoint: Class of the endpoint, not instantiated if only a recording is replayed.
         settings: Settings of the endpoint; see `Endpoint`.
         key: Config key of the settings, for messages.
-        identity: Settings that determine an answer. A recording is valid for equal ones only.
+        identity: Settings that determine an answer. A recording is valid only for equal settings.
         folder: Name of the recording's folder in the workdir.
         workdir: Folder of the run, or None.
         process: Index of this process.

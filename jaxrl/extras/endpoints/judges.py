@@ -50,10 +50,10 @@ class JudgeSettings:
     """Settings of a judge: the keys of an entry of `config.reward.judges`."""
 
     url: str = _setting("Address up to `/chat/completions`, such as `http://localhost:8000/v1`.")
-    model: str = _setting("Name of the model there.")
+    model: str = _setting("Name of the model at the endpoint.")
     prompt: str = _setting(
-        "Message of the user, with `{question}`, `{response}` and `{answers}` where these go. "
-        "Other braces are plain text."
+        "User message with the placeholders `{question}`, `{response}` and `{answers}`. Other "
+        "braces are plain text."
     )
     system: str = _setting("System message; empty for none.", "")
     pattern: str = _setting(
@@ -61,18 +61,18 @@ class JudgeSettings:
         "for a custom pattern, in its last 4,096 characters and within a second.",
         SCORE,
     )
-    low: float = _setting("Number that is worth 0. A lower one is not accepted.", 0.0)
-    high: float = _setting("Number that is worth 1. A higher one is not accepted.", 10.0)
+    low: float = _setting("Number that scores 0. Lower numbers are errors.", 0.0)
+    high: float = _setting("Number that scores 1. Higher numbers are errors.", 10.0)
     key_env: str = _setting("Environment variable with the key; empty for none.", "")
     temperature: float = _setting("Sampling temperature.", 0.0, at_least=0)
     max_tokens: int = _setting("Tokens of a reply.", 1024, above=0)
     options: Mapping[str, Any] = _setting(
-        "Further fields of a request, such as `{'reasoning_effort': 'low'}`.",
+        "Further request fields, such as `{'reasoning_effort': 'low'}`.",
         {},
         is_nested=True,
         example="low",
     )
-    deadline_s: float = _setting("Seconds until a call has failed.", 60.0, above=0)
+    deadline_s: float = _setting("Seconds per call.", 60.0, above=0)
     retries: int = _setting("Retries of a call that fails or gives no number.", 3, at_least=0)
     backoff_s: float = _setting("Seconds before the first retry, then doubled.", 1.0, at_least=0)
     concurrency: int = _setting("Calls in flight, up to 32.", 16, above=0)
@@ -82,15 +82,15 @@ class JudgeSettings:
         "Seconds without any answer, after which calls fail.", 120.0, above=0
     )
     replay: str = _setting(
-        "record: replies are kept on disk and not asked for again. only: these alone answer, "
-        "without the endpoint. off: neither.",
+        "record: keep replies on disk and reuse them. only: use recorded replies without the "
+        "endpoint. off: neither.",
         "record",
         one_of=REPLAY,
     )
     replay_folder: str = _setting("Folder of the replies; empty: judgements/ in the workdir.", "")
 
     def __post_init__(self) -> None:
-        """Check each setting, then what bounds cannot express.
+        """Check the bounds of each setting, then all other constraints.
 
         Raises:
             ValueError: A setting is wrong.
@@ -203,7 +203,7 @@ class Judge:
         """Open the endpoint and the recording; arguments and errors are those of `open_guard`."""
 
         def log_with_name(text: str) -> None:
-            # The log recognizes a warning by its first word.
+            # The log recognizes warnings by their prefix.
             mark = "warning: " if text.startswith("warning: ") else ""
             log(f"{mark}reward part {self.name!r}: {text.removeprefix(mark)}")
 

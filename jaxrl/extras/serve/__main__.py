@@ -57,13 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--key_env", default="", metavar="NAME", help="environment variable with the clients' key")
     add("--model", type=Path, metavar="DIR", help="default: what RUN trained")
     add("--step", type=int, metavar="N", help="checkpoint of the run; default: the last")
-    add("--name", default="", help="of the model; default: the last part of its path")
-    add("--rows", type=int, default=16, metavar="N", help="completions side by side; default: 16")
-    add("--queue", type=int, default=256, metavar="N", help="completions that wait; default: 256")
+    add("--name", default="", help="model name; default: the last part of its path")
+    add("--rows", type=int, default=16, metavar="N", help="concurrent completions; default: 16")
+    add("--queue", type=int, default=256, metavar="N", help="waiting completions; default: 256")
     add("--deadline_s", type=float, default=600.0, metavar="S",
-        help="seconds for a completion; default: 600")  # fmt: skip
+        help="seconds per completion; default: 600")  # fmt: skip
     add("--end_s", type=float, default=30.0, metavar="S",
-        help="seconds for running completions at the end; default: 30")  # fmt: skip
+        help="seconds for running completions at shutdown; default: 30")  # fmt: skip
     add("--max_body_mib", type=float, default=16.0, metavar="MIB")
     parser.epilog = "--config.key=value sets a key of the configuration."
     arguments, others = parser.parse_known_args(argv)

@@ -174,7 +174,7 @@ class Completion:
         self.keys = keys or [
             sample_key(request.seed, index) for index in range(request.num_samples)
         ]
-        # Equal keys give equal ids.
+        # The id depends only on the keys.
         self.id = hashlib.sha256(b"".join(key.tobytes() for key in self.keys)).hexdigest()[:24]
         self.choices = [Choice() for _ in self.keys]
         self.created = int(time.time())

@@ -55,7 +55,7 @@ BODY_S = 60.0
 MAX_CONNECTIONS, MAX_SESSION = 4096, 256
 MESSAGES = "/v1/messages"
 MAX_INLINE_BODY = 2**15
-"""Largest body in bytes to parse on the event loop, where a thread would cost more."""
+"""Largest body in bytes to parse on the event loop; larger ones are parsed in a thread."""
 
 SHUTDOWN_S = 2
 """Seconds for connections to close at shutdown, after all completions have ended."""

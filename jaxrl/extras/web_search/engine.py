@@ -37,8 +37,8 @@ class Provider:
         max_topk: Limit on the number of results.
         headers: Function from the API key to request headers.
         request: Function from address, query and number of results to a request.
-        results: Function from an answer to its raw results. Raises ValueError if there are none.
-        read_one: Function that parses a raw result. Raises ValueError if it is invalid.
+        results: Function from an answer to its raw results. Raises ValueError if it is invalid.
+        read_one: Function from a raw result to a hit. Raises ValueError if it is invalid.
     """
 
     url: str
@@ -67,8 +67,8 @@ class WebSearch(DocumentSearch):
 
     A result is a document: its URL is the id, its snippet the text. Operators in a query (quotes,
     `site:`) are passed to the provider. The web changes, so a run is repeatable only from its
-    recording. The API key is read from the environment at construction, and appears neither in a
-    configuration nor in a message.
+    recording. The API key is read from the environment at construction and appears in neither
+    configurations nor messages.
     """
 
     def __init__(

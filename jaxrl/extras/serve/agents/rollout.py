@@ -138,7 +138,7 @@ class AgentRollout(EpisodePlayer):
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._worker: Worker | None = None
         self._processes = AgentProcesses(env.settings, _weak(self._handle_exit))
-        self._servers: list[Server] = []  # one, once it has started
+        self._servers: list[Server] = []  # empty before the first rollout
         host, port = env.settings.host, env.settings.port
         try:
             self._bound = bind_port(host, port, key="that of each episode")
@@ -386,8 +386,8 @@ class AgentRollout(EpisodePlayer):
             token_ids=[],
             prompt_length=0,
         )
-        # Write the contexts one after another. Only sampled ids are trained on: what a prompt adds
-        # is an observation, and the start of a context repeats ids of earlier ones.
+        # Concatenate the contexts. Only sampled ids are trained on: new prompt ids are
+        # observations, and the start of a context repeats ids of earlier contexts.
         observations: list[str] = []  # text before each turn except the first
         earlier: list[Sequence[int]] = []  # ids of earlier contexts
         for context in contexts:

@@ -127,7 +127,7 @@ def play_program(command: list[str], folder: str) -> Play:
         }
         reward = {"file": file, "url": episode["reward_url"], "key": episode["episode"]}
         data = json.dumps({**episode["task"], "reward": reward}).encode()
-        # No await from here to the registration, so that a stop finds all of the program or none.
+        # No await before the program is registered, so that a stop cannot miss it.
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -298,8 +298,8 @@ async def main(agent: Mapping[str, Any], given: Any, out: Any) -> None:
 
     Args:
         agent: Keys `function`, `command` and `settings`.
-        given: Pipe from the run.
-        out: Pipe to the run.
+        given: Input pipe from the run.
+        out: Output pipe to the run.
     """
 
     def send(message: Mapping[str, Any]) -> None:
@@ -335,10 +335,10 @@ async def main(agent: Mapping[str, Any], given: Any, out: Any) -> None:
 
 
 if __name__ == "__main__":
-    # Child processes do not inherit duplicated descriptors. So what agents start can neither read
-    # the run's messages, which contain reward keys, nor print among ours.
+    # Child processes do not inherit duplicated descriptors. So programs that agents start can
+    # neither read the run's messages, which contain reward keys, nor print among ours.
     pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # what agents print
+    os.dup2(2, 1)  # agents' output
     asyncio.run(main(json.loads(sys.argv[1]), *pipes))

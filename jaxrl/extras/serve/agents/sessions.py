@@ -32,7 +32,7 @@ MAX_REWARD = 1e6
 
 
 class RewardBody(Body, extra="forbid"):
-    """Result of an episode, reported by its agent.
+    """Episode result from an agent.
 
     Attributes:
         reward: Finite number; true counts as 1 and false as 0.
