@@ -2,8 +2,8 @@
 
 The environment and the budgets are the same: the run's tokenizer counts and cuts texts. The ids of
 a trajectory come from tokenizing its texts. The endpoint's ids and their probabilities are unknown,
-so these trajectories cannot be trained on. Images are sent whole, but counted as the run's
-processor would cut them.
+so these trajectories cannot be trained on. Images are sent unprocessed and counted by the run's
+processor.
 
 An endpoint omits the stop string at which it stopped. If it reports the string (vLLM, SGLang), the
 string is appended. If not, an open tag is closed: `<search>` by `</search>`.

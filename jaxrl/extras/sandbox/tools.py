@@ -63,8 +63,8 @@ class BubblewrapTool(Tool):
     files, no standard input, and only the environment `_ENVIRONMENT`. A seccomp filter, installed
     before the code runs, denies new processes and threads, sockets, and signals to others.
 
-    If the run is root, the code is `NOBODY`, outside as well as inside the sandbox: root sets it
-    up, makes its devices read-only, and switches the user before the code runs.
+    If root starts the run, the code runs as `NOBODY`, on the host as well as in the sandbox: root
+    sets up the sandbox, makes its devices read-only, and switches users before the code runs.
     """
 
     name = "python"

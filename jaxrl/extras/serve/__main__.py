@@ -90,7 +90,7 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
         value = getattr(arguments, name)
         if not low <= value <= high:
             raise ValueError(f"--{name}={value:g}; expected {low:g} to {high:g}.")
-    # Refuse wrong flags and bind the port before the model loads, which takes minutes.
+    # Check the flags and bind the port first, because loading the model is slow.
     key = os.environ.get(arguments.key_env, "").strip()
     if arguments.key_env and not key:
         raise ValueError(f"--key_env={arguments.key_env} is not set; expected the key there.")

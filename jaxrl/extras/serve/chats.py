@@ -131,7 +131,7 @@ def _as_double(scalar: Any) -> Any:
 def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
     """Parse a completion into text and tool calls.
 
-    If a call cannot be read, or a client could not send it back unchanged, everything is text.
+    If any call cannot be read, or a client could not send it back unchanged, all calls are text.
     """
     calls = [_sendable_call(call) for call in read_tool_calls(text).calls] if has_tools else []
     sendable = tuple(call for call in calls if call is not None)

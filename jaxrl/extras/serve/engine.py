@@ -1,8 +1,8 @@
 """Rollout engine for requests that arrive one at a time, each with its own sampling settings.
 
-Temperature, `top_p` and random key are stored per row, not once for all requests as in
-`sampling/engine.py`. A request can be cancelled at any time, or truncated to a prefix of its
-tokens; keys and values after the prefix are overwritten when it resumes.
+Temperature and `top_p` are stored per row, not once for all requests as in `sampling/engine.py`,
+and change when a request resumes, like its random key. A request can be cancelled at any time, or
+truncated to a prefix of its tokens; keys and values after that are overwritten when it resumes.
 
 A chunk may be in flight at that time. Its samples for a cancelled or truncated request are ignored.
 It writes before any chunk that is dispatched later, so the next owner of a page overwrites it.

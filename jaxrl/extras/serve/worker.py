@@ -58,7 +58,7 @@ class OutputChunk:
         entropies: Entropies of the sampling distributions, in nats.
         versions: Weight version for each token; see `Worker.resume`.
         finish_reason: Finish reason in the last chunk of a completion, else "".
-        text_bytes: Length of the complete text in bytes, set in the last chunk.
+        text_bytes: Length of the completion's text so far, in bytes.
         num_cached: Number of prompt tokens that were cached and not prefilled again.
         error: Error message for the client.
     """

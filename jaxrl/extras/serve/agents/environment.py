@@ -1,4 +1,4 @@
-"""Environment with episodes that are played by agents over HTTP."""
+"""Environment for agents that play episodes over HTTP."""
 
 from __future__ import annotations
 
