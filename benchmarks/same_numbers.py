@@ -202,7 +202,8 @@ CASES = {
 
 def with_keys_of(tree: Path, case: Case) -> Case:
     """Return the case with the key names of a tree."""
-    schema = (tree / "jaxrl/config/schema.py").read_text(encoding="utf-8")
+    files = [path for path in (tree / "jaxrl").rglob("*.py") if "config" in str(path)]
+    schema = "".join(path.read_text(encoding="utf-8") for path in files)
     settings = []
     for setting in case.settings:
         for new, old in OLD_KEYS.items():

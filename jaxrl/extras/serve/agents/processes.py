@@ -111,7 +111,7 @@ class AgentProcess(Child):
         """Queue a line for the process."""
         self._lines.put(json.dumps(message).encode() + b"\n")
 
-    def hear(self, patience_s: float = math.inf) -> dict[str, Any]:
+    def readline(self, patience_s: float = math.inf) -> dict[str, Any]:
         """Return the next message; detect the process's end even if others hold its pipes."""
         ends = time.monotonic() + patience_s
         while True:
