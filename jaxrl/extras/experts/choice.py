@@ -1,4 +1,4 @@
-"""Choice of the products that compute the experts of a run: made once, on the host."""
+"""Selection of a run's expert kernels, once, on the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KERNELS = {
     },
     "tpu": {"megablox": "jaxrl.extras.experts.tpu:grouped_product"},
 }
-"""By platform the kernels that do not run everywhere, the preferred first."""
+"""Platform-specific kernels, by platform, in order of preference."""
 
 
 def choose(
@@ -36,20 +36,20 @@ def choose(
     expert_width: int = 0,
     check_dtype: DTypeLike | None = None,
 ) -> Experts:
-    """The products that `config.model.experts` names, on a mesh; see `decide`.
+    """Return the kernels of `config.model.experts` for a mesh; see `decide`.
 
     Args:
-        name: out of `config.EXPERTS`.
-        mesh: that computes.
-        width: of the model.
-        expert_width: of an expert's inner layer.
-        check_dtype: of the run, by which kernels are checked before they are used (see
-            `models.kernel_check`); None: nothing is run.
+        name: One of `config.EXPERTS`.
+        mesh: Mesh that runs the model.
+        width: Width of the model.
+        expert_width: Width of an expert's inner layer.
+        check_dtype: Dtype with which kernels are self-tested (see `models.kernel_check`); None runs
+            no test.
 
     Raises:
-        ValueError: the key names kernels that do not run on these devices, or that fail the check.
+        ValueError: The kernels do not run on these devices, or fail the self-test.
     """
-    device = mesh.local_devices[0]  # those of other processes are checked there
+    device = mesh.local_devices[0]  # other processes check theirs
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
     first, reason = decide(name, device.platform, dtype)
     chosen = _checked(name, device, width, expert_width, dtype)
@@ -65,14 +65,14 @@ def choose(
 
 @functools.cache
 def _checked(name: str, device: jax.Device, width: int, expert_width: int, dtype: Any) -> Choice:
-    """The products, checked once for all meshes of a process."""
+    """Select the kernels, once for all meshes of a process."""
     kernels = KERNELS.get(device.platform, {})
     line = {"auto": [one for one in kernels if takes(one, dtype)], "xla": []}.get(name, [name])
-    # A GPU's host would wait for the devices to learn the length of a loop.
+    # With a loop of unknown length the host would wait for a GPU at every product.
     on_gpu = device.platform == "gpu"
     return select_kernel(
         lambda _: [] if dtype is None else [trial_of(width, expert_width, dtype, device)],
-        # Imported when asked: those of other platforms are of no use to a process.
+        # Import lazily: a process never needs the kernels of other platforms.
         {one: partial(pkgutil.resolve_name, kernels[one]) for one in line},
         grouped_product_of_known_length if on_gpu else grouped_product,
         named_by="" if name == "auto" else "config.model.experts",
@@ -80,13 +80,13 @@ def _checked(name: str, device: jax.Device, width: int, expert_width: int, dtype
 
 
 def trial_of(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device) -> Trial:
-    """Products with the experts of a layer, forward and backward; rows beyond all are left out.
+    """Build the trial: expert products, forward and backward; rows beyond all groups are ignored.
 
     Args:
-        width: of the model.
-        expert_width: of an expert's inner layer.
-        dtype: of the run.
-        device: that runs it.
+        width: Width of the model.
+        expert_width: Width of an expert's inner layer.
+        dtype: Dtype of the run.
+        device: Device that runs the trial.
     """
     rng = np.random.default_rng(0)
     sizes = np.array([130, 0, 7, 61, 256, 1, 0, 33], np.int32)
@@ -115,10 +115,10 @@ def trial_of(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device
 
 
 def decide(name: str, platform: str, dtype: DTypeLike | None = None) -> tuple[str, str]:
-    """Picks the products `config.model.experts` stands for, never `auto`, and tells why.
+    """Resolve `config.model.experts` to a kernel name other than `auto`, and the reason.
 
     Raises:
-        ValueError: names the key where they do not run on the devices, or not in this dtype.
+        ValueError: The kernels do not support these devices or this dtype. Names the config key.
     """
     kernels = KERNELS.get(platform, {})
     if name == "auto":

@@ -1,8 +1,9 @@
-"""Tokens to their experts and back: sorted by expert, none dropped, no token x expert x width.
+"""Dispatch of tokens to experts: sorted by expert, dropless, no token x expert x width array.
 
-Where experts are split over the mesh axis `expert`, its devices gather each other's tokens, compute
-those of their own experts, and add up: each device gets the sums of its own tokens. How long it
-takes depends on the tokens that reach a device's experts; room is for the case that all do.
+If experts are split over the mesh axis `expert`, its devices gather each other's tokens, apply
+their own experts, and reduce-scatter the results: each device gets the sums of its own tokens. The
+time depends on the tokens that reach a device's experts; buffers are sized for the case that all
+do.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ Weights = Mapping[str, jax.Array]
 
 
 class Order(NamedTuple):
-    """Order in which the A = M * k pairs of a token and an expert are sorted, and put back.
+    """Sorting of the A = M * k token-expert pairs, and its inverse.
 
-    Room is for C of them: as many as can reach the experts at hand.
+    There are C slots: as many pairs as can reach the local experts.
     """
 
-    source: jax.Array  # int32 [C], of each place its pair
-    is_taken: jax.Array  # bool [C]
-    place: jax.Array  # int32 [A], of each pair its place
-    is_here: jax.Array  # bool [A], its expert is at hand
-    sizes: jax.Array  # int32 [G], of each expert at hand its pairs
+    source: jax.Array  # int32 [C], pair of each slot
+    is_taken: jax.Array  # bool [C], the slot holds a pair
+    place: jax.Array  # int32 [A], slot of each pair
+    is_here: jax.Array  # bool [A], the pair's expert is local
+    sizes: jax.Array  # int32 [G], pairs of each local expert
 
 
 def sort_pairs(chosen: Int[Array, "M k"], first: int | jax.Array, num_experts: int) -> Order:
-    """Sorts pairs by the experts from `first` on, `num_experts` of them; others are left out."""
+    """Sort pairs by the `num_experts` experts from `first` on; the others are left out."""
     M, k = chosen.shape
     room = M * min(k, num_experts)
     experts = chosen.reshape(-1) - first
@@ -55,13 +56,13 @@ def sort_pairs(chosen: Int[Array, "M k"], first: int | jax.Array, num_experts: i
 
 
 def _picked(x: jax.Array, index: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """The rows at `index`, 0 where that is not valid."""
+    """Gather the rows at `index`, with 0 at invalid entries."""
     return jnp.where(is_valid[:, None], x.at[index].get(mode="promise_in_bounds"), 0)
 
 
 @jax.custom_vjp
 def _spread(x: Float[Array, "M D"], order: Order) -> Float[Array, "C D"]:
-    """Copies each place its token; the gradient is gathered too, not scattered."""
+    """Copy tokens to their slots; the gradient is gathered too, not scattered."""
     num_chosen = len(order.place) // len(x)
     return _picked(x, order.source // num_chosen, order.is_taken)
 
@@ -82,7 +83,7 @@ _spread.defvjp(_spread_forward, _spread_backward)
 
 @jax.custom_vjp
 def _put_back(rows: Float[Array, "C D"], order: Order) -> Float[Array, "A D"]:
-    """Gathers each pair's row from its place, 0 where its expert is not at hand."""
+    """Gather each pair's row from its slot, 0 if its expert is not local."""
     return _picked(rows, order.place, order.is_here)
 
 
@@ -106,15 +107,15 @@ def mix(
     product: Product,
     first: int | jax.Array = 0,
 ) -> Float[Array, "M D"]:
-    """Applies the experts at hand to their tokens and adds up by shares; float32.
+    """Apply the local experts to their tokens and sum by shares; float32.
 
     Args:
-        x: the tokens.
-        weights: of the experts at hand.
-        chosen: experts of each token.
-        shares: of each, float32.
-        product: see `Product`.
-        first: number of the first expert at hand.
+        x: Tokens.
+        weights: Weights of the local experts.
+        chosen: Experts of each token.
+        shares: Weight of each chosen expert, float32.
+        product: See `Product`.
+        first: Index of the first local expert.
     """
     order = sort_pairs(chosen, first, len(weights["gate"]))
     rows = _spread(x, order)
@@ -128,16 +129,16 @@ def mix(
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Computation of the experts of a layer.
+    """Computation of a layer's experts.
 
     Attributes:
-        name: of the products, out of `config.EXPERTS`, never `auto`.
-        reason: why these, for the log.
-        product: of sorted rows and the weights of their experts.
-        mesh: over which tokens are split, experts over `expert` and their inner width over
-            `tensor`; None: of one device.
-        batch: the axes of the mesh over which tokens are split.
-        kernel_checks: what was found about kernels before the run; see `models.kernel_check`.
+        name: Kernel name, one of `config.EXPERTS`, never `auto`.
+        reason: Reason for the selection, for the log.
+        product: Product of sorted rows and their experts' weights.
+        mesh: Mesh over which tokens are split, experts over `expert` and their inner width over
+            `tensor`; None is one device.
+        batch: Mesh axes over which tokens are split.
+        kernel_checks: Self-test results; see `models.kernel_check`.
     """
 
     name: str
@@ -154,7 +155,7 @@ class Experts:
         chosen: Int[Array, "M k"],
         shares: Float[Array, "M k"],
     ) -> Float[Array, "M D"]:
-        """Applies each token's experts to it and adds up by their shares."""
+        """Apply each token's experts and sum by shares."""
         if self.mesh is None or self.mesh.size == 1:
             return mix(x, weights, chosen, shares, product=self.product).astype(x.dtype)
         splits_width = weights["gate"].shape[-1] % self.mesh.shape["tensor"] == 0
@@ -195,4 +196,4 @@ class Experts:
 
 
 XLA = Experts(name="xla", reason="which every platform has", product=grouped_product)
-"""Computation on one device of any platform."""
+"""XLA computation on one device of any platform."""

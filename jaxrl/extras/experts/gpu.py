@@ -1,7 +1,7 @@
-"""Products of sorted rows with the weights of their groups on NVIDIA GPUs.
+"""Grouped matrix products on NVIDIA GPUs: sorted rows times the weights of their groups.
 
-Pallas kernels for its Triton backend. The host never learns the groups' sizes: there are as many
-programs as there could have to be, and those that find no rows end at once.
+Pallas kernels for the Triton backend. The host does not know the groups' sizes: it launches as many
+programs as could be needed, and those without rows exit immediately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.extras.experts.products import differentiable, find_tiles, sum_up, tile_rows
 
 LEAST = 16
-"""Multiple that the chip multiplies along each axis; arrays are padded to it."""
+"""Minimum tile along each axis of the matrix units; arrays are padded to it."""
 
 
 def grouped_product(
@@ -30,9 +30,9 @@ def grouped_product(
     *,
     interpret: bool = False,
 ) -> Float[Array, "A F"]:
-    """A `Product`, forwards and backwards by kernels; float32 sums, in the rows' dtype.
+    """Compute a `Product` with forward and backward kernels; float32 sums, in the rows' dtype.
 
-    Widths are padded to multiples of 16, which costs a copy of the weights where they are not.
+    Widths that are not multiples of 16 are padded, which copies the weights.
     """
     F = weights.shape[-1]
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % LEAST)))
@@ -43,15 +43,15 @@ def grouped_product(
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Block sizes of a program, so that three stages fit an Ampere chip's memory."""
+    """Block sizes of a program, small enough for three stages in an Ampere chip's shared memory."""
 
     rows: int
     columns: int
-    inner: int  # of the axis that is summed over
+    inner: int  # of the contracted axis
 
     @classmethod
     def of(cls, rows: int, columns: int, inner: int, dtype: DTypeLike) -> Blocks:
-        """Blocks for arrays of these sizes: the largest power of two that divides each axis."""
+        """Return the largest powers of two that divide each axis, up to a limit."""
         is_short = jnp.dtype(dtype).itemsize == 2
         most, most_inner = (128, 64) if is_short else (64, 32)
         return cls(
@@ -62,7 +62,7 @@ class Blocks:
 
     @property
     def settings(self) -> triton.CompilerParams:
-        """Warps enough that what comes out has room in their registers."""
+        """Return settings with enough warps to hold the output in registers."""
         num_warps = 8 if self.rows * self.columns >= 128 * 128 else 4
         return triton.CompilerParams(num_warps=num_warps, num_stages=3)
 
@@ -72,7 +72,7 @@ def _by_tiles(
 ) -> jax.Array:
     """Multiply rows by their group's weights, or by the transpose.
 
-    A program has a tile of rows of one group, and a block of what comes out.
+    A program computes one output block for a tile of rows of one group.
     """
     (A, inner), (G, *shape) = rows.shape, weights.shape
     columns = shape[0 if is_transposed else 1]
@@ -129,8 +129,8 @@ def _of_weights(
 ) -> jax.Array:
     """Return the gradient of the weights; 0 for a group without rows.
 
-    A program has a block of one group's, and goes over the group's rows: each block is written
-    once, and sums are in the same order always.
+    A program computes a block of one group's gradient in a loop over the group's rows: each block
+    is written once, and the order of summation is fixed.
     """
     (A, D), F, G = rows.shape, gradient.shape[1], len(sizes)
     blocks = Blocks.of(D, F, 64, rows.dtype)
@@ -175,7 +175,7 @@ def _weights_kernel(
 
 
 def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """The product over an axis of each; float32 operands are not rounded to TF32."""
+    """Contract one axis of each operand; float32 operands are not rounded to TF32."""
     return jax.lax.dot_general(
         a,
         b,

@@ -1,8 +1,8 @@
-"""Products of sorted rows with the weights of their groups, in XLA; the cost follows the rows.
+"""Grouped matrix products in XLA: sorted rows times the weights of their groups.
 
-`jax.lax.ragged_dot` computes the same. On CPUs and CUDA it multiplies every row with the weights of
-every group, through an array of rows x groups x width; here a loop takes one tile of rows after
-another, each with the weights of its one group.
+`jax.lax.ragged_dot` computes the same, but on CPUs and CUDA it multiplies every row with every
+group's weights, through an array of rows x groups x width. The loop here multiplies one tile of
+rows at a time with its group's weights, so the cost is proportional to the rows.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Rows `[A, D]`, sorted by group, weights `[G, D, F]` and the groups' sizes `[G]` to `[A, F]`.
+"""Function from rows `[A, D]`, sorted by group, weights `[G, D, F]` and sizes `[G]` to `[A, F]`.
 
-The sizes add up to at most A. What comes out of rows beyond is not specified, nor is their
-gradient; they have no part in that of the weights.
+The groups' sizes add up to at most A. Results and gradients of rows beyond the groups are
+unspecified; these rows do not contribute to the gradient of the weights.
 """
 
 MAX_TILE = 128
-"""Rows of a tile, at most: more of them are padding where groups are small."""
+"""Maximum rows of a tile: larger tiles are mostly padding if groups are small."""
 
 
 class Tiles(NamedTuple):
-    """Runs of rows of one group each; only the first `number` exist, others begin behind all."""
+    """Runs of rows of one group each; only the first `number` exist, others start past all rows."""
 
     start: jax.Array  # int32 [T]
     group: jax.Array  # int32 [T]
@@ -37,27 +37,27 @@ class Tiles(NamedTuple):
 
 
 def tile_rows(num_rows: int, num_groups: int, *, least: int = 8) -> int:
-    """Rows of a tile: about those of a group, a power of two from `least` to `MAX_TILE`."""
+    """Return the rows of a tile: about a group's, a power of two from `least` to `MAX_TILE`."""
     return min(max(1 << max(num_rows // num_groups - 1, 0).bit_length(), least), MAX_TILE)
 
 
 def count_up_to(ordered: Int[Array, " A"], values: Int[Array, " G"]) -> Int[Array, " G"]:
-    """Counts the ordered numbers that are at most each value.
+    """Count the sorted numbers that are at most each value.
 
-    Without a loop, which a GPU would go through launch by launch in every layer.
+    Unrolled, because a GPU would launch every iteration of a loop, in every layer.
     """
     counts = jnp.searchsorted(ordered, values, side="right", method="scan_unrolled")
     return counts.astype(jnp.int32)
 
 
 def sum_up(sizes: Int[Array, " G"]) -> Int[Array, " G"]:
-    """Cumulative sums, without a loop either; JAX 0.12 lowers `jnp.cumsum` to one."""
+    """Compute cumulative sums without a loop; JAX 0.12 lowers `jnp.cumsum` to one."""
     return jax.lax.associative_scan(jnp.add, sizes)
 
 
 def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
-    """The tiles of groups of these sizes, together at most `num_rows` rows."""
-    filled = min(num_rows, len(sizes))  # groups that have rows, at most
+    """Compute the tiles of groups with these sizes, `num_rows` rows at most in total."""
+    filled = min(num_rows, len(sizes))  # maximum number of nonempty groups
     most = filled + (num_rows - filled) // tile
     needed = -(-sizes // tile)
     ends = sum_up(needed)
@@ -74,28 +74,28 @@ def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
 def grouped_product(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """Multiply as a `Product` in a loop over the tiles there are; float32 sums."""
+    """Compute a `Product` in a loop over the existing tiles; float32 sums."""
     return differentiable(_by_tiles, _of_weights, has_known_length=False)(rows, weights, sizes)
 
 
 def grouped_product_of_known_length(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """Multiply as a `Product` in the longest possible loop, without the host; float32 sums."""
+    """Compute a `Product` in a loop of the maximum length, without host sync; float32 sums."""
     return differentiable(_by_tiles, _of_weights, has_known_length=True)(rows, weights, sizes)
 
 
 def differentiable(
     multiply: Callable[..., Any], sum_outer: Callable[..., Any], **settings: bool
 ) -> Product:
-    """Make a `Product` with a gradient from two kernels.
+    """Build a differentiable `Product` from two kernels.
 
     Args:
         multiply: Function of rows, weights and sizes. With `is_transposed=True` it multiplies by
             the transposes of the weights.
         sum_outer: Function of rows, the product's gradient, sizes and a dtype. It returns the
             gradient of the weights: for each group the sum of outer products of its rows.
-        settings: Further keyword arguments of both.
+        settings: Further keyword arguments of both functions.
     """
     multiply, sum_outer = partial(multiply, **settings), partial(sum_outer, **settings)
 
@@ -136,7 +136,7 @@ def _by_tiles(
         block = jax.lax.dynamic_slice_in_dim(padded, tiles.start[index], tile)
         own = jax.lax.dynamic_index_in_dim(weights, tiles.group[index], keepdims=False)
         product = jnp.einsum(axes, block, own, preferred_element_type=jnp.float32)
-        # What a tile computes of rows behind its group, the next group's tiles write over.
+        # Results for rows after the group are overwritten by the next group's tiles.
         return jax.lax.dynamic_update_slice_in_dim(
             out, product.astype(out.dtype), tiles.start[index], axis=0
         )

@@ -1,14 +1,14 @@
-"""Qwen3 mixtures of experts: the dense decoder with experts in place of the MLP of some layers.
+"""Qwen3 mixture of experts: the dense decoder with experts in place of some layers' MLP.
 
-The parameter tree is that of `qwen`, but `blocks/mlp` is stacked over the dense layers alone, and
-over the N others, with E experts each:
+The parameter tree is that of `qwen`, except that `blocks/mlp` is stacked over the dense layers
+only, and the other N layers have E experts each:
 
     blocks/moe/router/kernel                        [N, D, E]
     blocks/moe/{gate,up}/kernel                     [N, E, D, F]
     blocks/moe/down/kernel                          [N, E, F, D]
 
-A token's experts are the most likely ones of a softmax over all (`experts/routing.py`); their
-products are computed for sorted tokens (`experts/dispatch.py`).
+A token's experts are the top k of a softmax over all (`experts/routing.py`); their products are
+computed on sorted tokens (`experts/dispatch.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HF_NAMES = {
     "blocks/moe/up/kernel": _EXPERT + "up_proj.weight",
     "blocks/moe/down/kernel": _EXPERT + "down_proj.weight",
 }
-"""Names beside those of `qwen`: the second `{}` is the expert."""
+"""HF names in addition to those of `qwen`; the second `{}` is the expert."""
 
 _SIZES = (
     "moe_intermediate_size",
@@ -59,14 +59,14 @@ _SIZES = (
 )
 
 _MOST_EXPERTS = 1_000_000
-"""Limit for all layers; each has tensors of its own, which are looked for by their names."""
+"""Limit over all layers: each expert has its own tensors, which are looked up by name."""
 
 Carried = tuple[jax.Array, Found]
-"""Number of the next layer with experts, and the findings of those before."""
+"""Index of the next layer with experts, and the routing results of the layers before."""
 
 
 class Kernels(nnx.Module):
-    """Declares a matrix of each expert."""
+    """One matrix per expert."""
 
     def __init__(self, num_experts: int, inputs: int, outputs: int, *, rngs: nnx.Rngs):
         make = nnx.initializers.lecun_normal(batch_axis=0)
@@ -74,7 +74,7 @@ class Kernels(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Declares a router and its experts."""
+    """A router and its experts."""
 
     def __init__(self, config: QwenMoeConfig, *, rngs: nnx.Rngs):
         E, D, F = config.num_experts, config.width, config.expert_width
@@ -86,18 +86,18 @@ class MoE(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenMoeConfig(QwenConfig):
-    """Every field of a Qwen3-MoE `config.json` that changes the arithmetic, and the kernels.
+    """Fields of a Qwen3-MoE `config.json` that change the computation, and the kernels.
 
     Attributes:
-        experts: computes those of a layer; see `on_mesh`.
+        experts: Computation of a layer's experts; see `on_mesh`.
     """
 
     expert_width: int
     num_experts: int
-    num_chosen: int  # experts of a token
-    normalises_shares: bool  # those of a token add up to 1
-    expert_layers: tuple[int, ...]  # with experts, in order
-    experts: Experts = field(default=XLA, compare=False)  # a model is the same on every mesh
+    num_chosen: int  # experts per token
+    normalises_shares: bool  # a token's shares add up to 1
+    expert_layers: tuple[int, ...]  # sorted indices of the layers with experts
+    experts: Experts = field(default=XLA, compare=False)  # models are equal on every mesh
 
     @property
     def program_key(self) -> Hashable:
@@ -106,10 +106,10 @@ class QwenMoeConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
-        """Reads the old and the new spelling of its fields; null is as absent.
+        """Parse a `config.json`, in the old or the new spelling; null means absent.
 
         Raises:
-            ValueError: as `QwenConfig`, or numbers of experts or layers make no sense.
+            ValueError: See `QwenConfig`; or the numbers of experts or layers are inconsistent.
         """
         if fields.get("model_type") != "qwen3_moe":
             raise ValueError(
@@ -123,7 +123,7 @@ class QwenMoeConfig(QwenConfig):
         dense = QwenConfig.from_dict({**complete, "model_type": "qwen3"}, source=source)
         fields = without_nulls(complete)
         sizes = {name: whole_number(fields, name, source) for name in _SIZES}
-        # transformers 5 has another name for it; a default stands under that one.
+        # transformers 5 renames this field, and `completed` adds a default under the new name.
         is_old = given.get("num_local_experts") is None and "num_experts" in fields
         name = "num_experts" if is_old else "num_local_experts"
         sizes["num_experts"] = whole_number(fields, name, source)
@@ -156,7 +156,7 @@ class QwenMoeConfig(QwenConfig):
         )
 
     def hf_config(self) -> dict[str, Any]:
-        """The inverse of `from_dict`."""
+        """Return the `config.json` fields; the inverse of `from_dict`."""
         return {
             **super().hf_config(),
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -175,17 +175,17 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def stacks(self) -> Stacks:
-        """The layers with an MLP and those with experts, where some layers are dense."""
+        """Return the layers with an MLP and those with experts, if some layers are dense."""
         dense = tuple(self._dense_layers)
         return {"mlp": dense, "moe": self.expert_layers} if dense else {}
 
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """Experts; beside them an MLP where some layers have one."""
+        """Declare experts, and an MLP if some layers have one."""
         dense = super().declare_feed_forward(rngs) if self._dense_layers else {}
         return {**dense, "moe": MoE(self, rngs=rngs)}
 
     def feed_forward_axes(self) -> dict[str, Any]:
-        """Experts over `expert`, each as an MLP is; routers whole but for the width."""
+        """Split experts over `expert` and each like an MLP; routers only along the width."""
         outwards = {"kernel": ("layer", "expert", "width of an expert", "mlp")}
         moe = {
             "router": {"kernel": ("layer", "width", None)},
@@ -196,18 +196,18 @@ class QwenMoeConfig(QwenConfig):
         return {**(super().feed_forward_axes() if self._dense_layers else {}), "moe": moe}
 
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Weights of the dense model; routers stay float32, and are cast where multiplied."""
+        """Return the weights; routers stay float32 and are cast where they are multiplied."""
         weights = super().train_weights(params, dtype)
         moe = {**weights["blocks"]["moe"], "router": params["blocks"]["moe"]["router"]}
         return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
 
     def linear_layers(self) -> tuple[str, ...]:
-        """Linear layers of the dense model, without routers and experts."""
+        """Return the dense model's linear layers, without routers and experts."""
         return tuple(name for name in super().linear_layers() if not name.startswith("blocks/moe/"))
 
     @property
     def recorded(self) -> Mapping[str, TokenArray]:
-        """The experts that each token has reached; unknown ones have a number that is no expert."""
+        """Return the array of each token's chosen experts; unknown ones hold an invalid index."""
         dtype = routing.recorded_dtype(self.num_experts)
         shape = len(self.expert_layers), self.num_chosen
         return {ROUTED: TokenArray(shape=shape, dtype=dtype, fill=np.iinfo(dtype).max)}
@@ -226,21 +226,21 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def shown_kernels(self) -> str:
-        """Products that compute experts, and why."""
+        """Return the expert kernels and the reason for them."""
         return f"experts: {self.experts.name}, {self.experts.reason}"
 
     @property
     def kernel_checks(self) -> tuple[KernelCheck, ...]:
-        """Findings about the experts' kernels."""
+        """Return the self-test results of the expert kernels."""
         return self.experts.kernel_checks
 
     @property
     def statistics(self) -> routing.RouterStatistics:
-        """Reads how the routers use their experts."""
+        """Return the statistics of expert usage."""
         return routing.RouterStatistics()
 
     def begin_layers(self, beside: AuxArrays, num_tokens: int) -> Carried:
-        """Number of the first layer with experts, and empty findings."""
+        """Return the index of the first layer with experts, and empty routing results."""
         noted = routing.begin(
             beside,
             num_layers=len(self.expert_layers),
@@ -251,13 +251,13 @@ class QwenMoeConfig(QwenConfig):
         return jnp.zeros((), jnp.int32), noted
 
     def end_layers(self, beside: AuxArrays, carried: Carried) -> None:
-        """Experts chosen, and their use."""
+        """Store the chosen experts and their usage in `beside`."""
         routing.end(beside, carried[1])
 
     def feed_forward_beside(
         self, layer: Params, x: Float[Array, "M D"], carried: Carried, beside: AuxArrays
     ) -> tuple[Float[Array, "M D"], Carried]:
-        """Experts where the layer has some, else the MLP."""
+        """Apply the experts if the layer has some, else the MLP."""
         if "moe" not in layer:
             return self.feed_forward(layer, x), carried
         number, noted = carried
@@ -274,11 +274,11 @@ class QwenMoeConfig(QwenConfig):
         return added, (number + 1, routing.note(beside, noted, number, choice))
 
     def feed_forward_names(self) -> dict[str, str]:
-        """Names of the MLP, and of the experts."""
+        """Return the names of the MLP and of the experts."""
         return {**super().feed_forward_names(), **HF_NAMES}
 
     def hf_fused(self) -> dict[str, Fused]:
-        """A layer's experts as transformers 5 has them in memory."""
+        """Return a layer's experts as transformers 5 fuses them."""
         E, D, F = self.num_experts, self.width, self.expert_width
         fused = {}
         for layer in self.expert_layers:
@@ -295,18 +295,18 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def num_idle(self) -> int:
-        """Parameters of experts that a token does not reach."""
+        """Return the number of expert parameters that a token does not use."""
         of_one = 3 * self.width * self.expert_width
         return len(self.expert_layers) * (self.num_experts - self.num_chosen) * of_one
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Terms of the dense model, with an MLP only where layers have one."""
+        """Return the dense model's terms, with an MLP only if some layers have one."""
         width = self.mlp_width if self._dense_layers else 0
         dense = {one.name: getattr(self, one.name) for one in fields(QwenConfig)}
         return QwenConfig(**{**dense, "mlp_width": width}).memory_terms(tensor)
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Values of the pairs of tokens and experts there is room for, and of own tokens' pairs."""
+        """Count values for the capacity of token-expert pairs, and for the device's own pairs."""
         rows = expert * min(self.num_chosen, self.num_experts // expert)
         pairs = expert * self.num_chosen
         width = self.expert_width
@@ -319,8 +319,8 @@ class QwenMoeConfig(QwenConfig):
                 "dots": 0,
                 "names": 2 * rows * inner + 2 * self.num_experts,
             },
-            # A forward pass holds one array of whole pairs and two inside.
+            # A forward pass holds one array of pairs at full width and two at the inner width.
             read_activations=rows * (self.width + 2 * inner),
-            # Of six arrays of whole pairs and six inside a GPU holds five and four, a TPU less.
+            # Of six arrays at full and six at inner width, a GPU holds five and four, a TPU fewer.
             reused=rows * (self.width + 2 * inner),
         )

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: which they reach, how evenly, and what a pass keeps of that."""
+"""Routing of tokens to experts: choices, load balance, and what a pass records of them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxrl.models.aux_arrays import AuxArrays
 
 ROUTED = "routed_experts"
-"""Name of an array by token: the numbers of the experts chosen in each layer, `[layers, k]`."""
+"""Name of the per-token array of chosen experts, `[layers, k]`."""
 
 
 class Choice(NamedTuple):
     """Experts chosen for M tokens in one layer."""
 
     chosen: jax.Array  # int32 [M, k], experts
-    shares: jax.Array  # float32 [M, k], by which what they make is added up
-    log_probabilities: jax.Array  # float32 [M, E], of all experts, nats
-    differs: jax.Array | None = None  # bool [M], given experts are not the most likely ones
+    shares: jax.Array  # float32 [M, k], weights of the chosen experts' outputs
+    log_probabilities: jax.Array  # float32 [M, E], of all experts, in nats
+    differs: jax.Array | None = None  # bool [M], the given experts are not the top k
 
 
 def route(
@@ -33,15 +33,14 @@ def route(
     normalises: bool,
     given: Integer[Array, "M k"] | None = None,
 ) -> Choice:
-    """The most likely experts of each token, by a softmax before the top-k.
+    """Choose the top-k experts of each token, by a softmax over all experts.
 
     Args:
-        logits: float32.
-        num_chosen: experts of a token.
-        normalises: the shares of a token add up to 1; else they are the probabilities.
-        given: experts to take in place of the most likely, their shares computed here
-            (https://arxiv.org/abs/2510.11370); a token whose numbers are no experts' takes the
-            most likely.
+        logits: Router logits, float32.
+        num_chosen: Experts per token.
+        normalises: True if a token's shares add up to 1; otherwise they are the probabilities.
+        given: Experts to use instead of the top k, with shares computed here
+            (https://arxiv.org/abs/2510.11370). A token with an invalid index uses the top k.
     """
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
     probabilities = jnp.exp(log_probabilities)
@@ -59,40 +58,39 @@ def route(
 
 
 def is_recorded(given: Integer[Array, "M k"], num_experts: int) -> Bool[Array, " M"]:
-    """True where tokens have recorded experts: the numbers of others are no experts'."""
+    """Return True for tokens with recorded experts; the others hold invalid indices."""
     return (given < num_experts).all(axis=-1)
 
 
 def recorded_dtype(num_experts: int) -> np.dtype:
-    """The smallest dtype of recorded experts whose highest number is none of theirs."""
+    """Return the smallest dtype for expert indices with its maximum free to mean invalid."""
     return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
 
 
 @struct.dataclass
 class Usage:
-    """Use of the experts of L layers by the tokens that count; sums over these tokens, float32."""
+    """Usage of the experts of L layers: weighted sums over counted tokens, float32."""
 
     num_tokens: Any  # scalar
-    counts: Any  # [L, E], tokens that chose it
+    counts: Any  # [L, E], tokens that chose the expert
     probabilities: Any  # [L, E]; differentiable
-    entropies: Any  # [L], of a token's distribution over the experts, nats
-    num_replayed: Any = None  # scalar, tokens with given experts; None where none are given
-    differences: Any = None  # [L], of these, those whose most likely experts are others
+    entropies: Any  # [L], of a token's distribution over the experts, in nats
+    num_replayed: Any = None  # scalar, tokens with given experts; None without given experts
+    differences: Any = None  # [L], tokens whose given experts are not the top k
 
 
 def balance_loss(
     probabilities: Float[Array, "L E"], counts: Float[Array, "L E"], num_tokens: Any
 ) -> Float[Array, ""]:
-    """E times the sum over experts of the share of tokens times the mean probability.
+    """Compute E times the sum over experts of the share of tokens times the mean probability.
 
     Equations 4 to 6 of Switch Transformers (https://arxiv.org/abs/2101.03961), over all layers
-    together as transformers has it: k where experts are used alike, up to E where they are not.
-    The counts are constants.
+    together as in transformers: k for uniform usage, up to E otherwise. The counts are constants.
 
     Args:
-        probabilities: sums over tokens.
-        counts: tokens that chose the expert.
-        num_tokens: that were counted.
+        probabilities: Sums over tokens.
+        counts: Tokens that chose each expert.
+        num_tokens: Number of counted tokens.
     """
     rows = num_tokens * len(probabilities)
     shares = jax.lax.stop_gradient(counts).sum(axis=0) / rows
@@ -100,11 +98,12 @@ def balance_loss(
 
 
 def usage_metrics(usage: Usage) -> dict[str, jax.Array]:
-    """`entropy` (mean over layers, nats), `load_max` and `load_min` of an expert over the mean.
+    """Compute routing metrics.
 
-    The loads are of each layer, the most and least of all layers'; `load_max_mean` is the mean over
-    layers of their highest. Where experts are given, `replay_difference` is the share of choices,
-    of a token in a layer, that the router would have made otherwise.
+    `entropy` is the mean over layers, in nats. `load_max` and `load_min` are an expert's load
+    relative to its layer's mean, the extremes over all layers; `load_max_mean` is the mean over
+    layers of the highest load. With given experts, `replay_difference` is the share of (token,
+    layer) choices in which the router's top k differs.
     """
     tokens = jnp.maximum(usage.num_tokens, 1.0)
     mean = jnp.maximum(usage.counts.mean(axis=-1, keepdims=True), 1e-9)
@@ -124,31 +123,31 @@ def usage_metrics(usage: Usage) -> dict[str, jax.Array]:
 
 
 class RouterStatistics:
-    """`Usage` as metrics, and the balance loss with the counts of a whole mini-batch."""
+    """Metrics of `Usage`, and the balance loss with the counts of a complete mini-batch."""
 
     def metrics(self, sums: Usage) -> dict[str, jax.Array]:
-        """Metrics of `usage_metrics`, as `router/...`."""
+        """Return `usage_metrics` as `router/...`."""
         return {f"router/{name}": value for name, value in usage_metrics(sums).items()}
 
     def balance_weights(self, sums: Usage, coef: jax.Array) -> jax.Array:
-        """float32 [E]: times the probabilities of a token, summed over layers, the loss."""
+        """Return float32 [E], to be multiplied by token probabilities summed over layers."""
         num_layers, num_experts = sums.counts.shape
         rows = sums.num_tokens * num_layers
         return coef * num_experts * sums.counts.sum(axis=0) / rows**2
 
     def balance_loss(self, weights: jax.Array, sums: Usage) -> jax.Array:
-        """Equals `balance_loss` where the sums are of the whole mini-batch."""
+        """Compute the share of `balance_loss`; equal to it if the sums cover the mini-batch."""
         return (weights * sums.probabilities.sum(axis=0)).sum()
 
 
 Found = tuple[jax.Array | None, Usage | None]
-"""Findings of a pass in the layers so far: the experts chosen `[L, M, k]`, and their use."""
+"""Routing results of the layers so far: the chosen experts `[L, M, k]`, and their usage."""
 
 
 def begin(
     beside: AuxArrays, *, num_layers: int, num_tokens: int, num_chosen: int, num_experts: int
 ) -> Found:
-    """Findings before the first layer: what is asked of the pass, with nothing found yet."""
+    """Return empty routing results for what the pass is asked to compute."""
     chosen = usage = None
     if beside.records:
         dtype = recorded_dtype(num_experts)
@@ -168,12 +167,12 @@ def begin(
 
 
 def given_in(beside: AuxArrays, number: Any) -> jax.Array | None:
-    """Experts `[M, k]` to take in the layer of that number among those with experts."""
+    """Return the given experts `[M, k]` of layer `number` among those with experts."""
     return None if (given := beside.given.get(ROUTED)) is None else given[:, number]
 
 
 def note(beside: AuxArrays, noted: Found, number: Any, choice: Choice) -> Found:
-    """Adds the choice in that layer to those in earlier ones."""
+    """Add a layer's choice to the routing results."""
     chosen, usage = noted
     if chosen is not None:
         chosen = chosen.at[number].set(choice.chosen.astype(chosen.dtype))
@@ -198,7 +197,7 @@ def note(beside: AuxArrays, noted: Found, number: Any, choice: Choice) -> Found:
 
 
 def end(beside: AuxArrays, noted: Found) -> None:
-    """Keeps what is asked for, after the last layer."""
+    """Store the requested results after the last layer."""
     chosen, beside.statistics = noted
     if chosen is not None:
         beside.recorded[ROUTED] = jnp.moveaxis(chosen, 1, 0)

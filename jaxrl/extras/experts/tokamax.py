@@ -1,7 +1,7 @@
-"""Products of sorted rows with the weights of their groups on Hopper GPUs: kernels for Mosaic.
+"""Grouped matrix products on Hopper GPUs: Mosaic kernels of tokamax and JAX.
 
-Those of rows are tokamax's. The gradient of weights is JAX's: on an H100 that of tokamax takes five
-times as long as a Triton kernel does, by the timings that tokamax 0.0.17 brings along.
+The products of rows are tokamax's. The gradient of weights is JAX's: tokamax's takes five times as
+long as a Triton kernel on an H100, by the timings that ship with tokamax 0.0.17.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxrl.extras.experts.products import differentiable
 from jaxrl.models.kernel_check import tokamax_part
 
 ROWS = 8
-"""Rows are padded to multiples, as they are copied to the chip by so many."""
+"""Rows are padded to multiples, the granularity of copies to the chip."""
 
 WIDTH = 64
-"""Widths are padded to multiples; where they are not, that costs a copy of the weights."""
+"""Widths are padded to multiples, which copies the weights unless they are multiples already."""
 
 TILE = 128
-"""Multiple of both widths in the gradient of weights."""
+"""Both widths are padded to multiples in the gradient of weights."""
 
 
 def grouped_product(
@@ -33,17 +33,17 @@ def grouped_product(
     *,
     interpret: bool = False,
 ) -> Float[Array, "A F"]:
-    """A `Product`, forwards and backwards by kernels; float32 sums, in the rows' dtype.
+    """Compute a `Product` with forward and backward kernels; float32 sums, in the rows' dtype.
 
     Args:
-        rows: sorted by group.
-        weights: of each group.
-        sizes: rows of each group.
-        interpret: compute what the kernels do by `jax.lax.ragged_dot`; for tests.
+        rows: Rows sorted by group.
+        weights: Weights of each group.
+        sizes: Number of rows of each group.
+        interpret: True to use `jax.lax.ragged_dot` in place of the kernels, for tests.
 
     Raises:
-        ImportError: tokamax is not installed, or in another version.
-        ValueError: these are not 16-bit floats, which the kernels multiply.
+        ImportError: tokamax is not installed, or its version differs.
+        ValueError: The rows are not 16-bit floats.
     """
     if rows.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
@@ -82,9 +82,10 @@ def _of_rows(
 
 
 def _settings(rows_of_group: int) -> Any:
-    """Block sizes: the fastest of those that tokamax timed on an H100, where groups have so many.
+    """Return the block sizes that were fastest in tokamax's H100 timings at these group sizes.
 
-    A program goes over tiles where groups have rows enough to fill some. Few rows have one each.
+    Programs are persistent over tiles if groups fill tiles. With few rows, each tile has its own
+    program.
     """
     kernels = tokamax_part("ragged_dot.pallas_mosaic_gpu")
     has_tiles = rows_of_group >= 128
@@ -104,8 +105,8 @@ def _of_weights(
     rows: jax.Array, gradient: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, interpret: bool
 ) -> jax.Array:
     """Return the gradient of the weights; 0 for a group without rows."""
-    # The kernel multiplies rows of others in a group's first and last block by 0, and so must
-    # find numbers there.
+    # The kernel multiplies other groups' rows in a group's first and last block by 0, so they must
+    # be finite.
     is_taken = (jnp.arange(len(rows)) < sizes.sum())[:, None]
     rows, gradient = (jnp.where(is_taken, x, 0) for x in (rows, gradient))
     if interpret:
@@ -118,7 +119,7 @@ def _of_weights(
             rows, gradient, sizes, numbers, preferred_element_type=jnp.float32
         )
         return summed.astype(rows.dtype).astype(dtype)
-    # Imported when asked: it brings parts of JAX that are for its tests.
+    # Import lazily: it imports JAX modules that are meant for tests.
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
     D, F = rows.shape[1], gradient.shape[1]
@@ -130,8 +131,8 @@ def _of_weights(
         block_n=TILE,
         block_k=64,
         max_concurrent_steps=4,
-        # In plain order: what a group's tiles read fits the cache that all share. Others found that
-        # 6 to 8% faster than snaking (https://github.com/marin-community/marin/pull/6880).
+        # Plain order: the data that a group's tiles read fits the L2 cache. Others measured it 6 to
+        # 8% faster than snaking (https://github.com/marin-community/marin/pull/6880).
         grid_block_n=1,
     )
     return blocks[:, :D, :F].astype(dtype)

@@ -1,4 +1,4 @@
-"""Products of sorted rows with the weights of their groups on TPUs."""
+"""Grouped matrix products on TPUs: sorted rows times the weights of their groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax.experimental.pallas.ops.tpu.megablox import ops
 from jaxtyping import Array, Float, Int
 
 TILE_ROWS = 128
-"""Rows are padded to whole tiles."""
+"""Rows are padded to full tiles."""
 
 MAX_TILE = 512
 """Largest tile along the other two axes, in multiples of the 128 lanes."""
@@ -21,7 +21,7 @@ def grouped_product(
     *,
     interpret: bool = False,
 ) -> Float[Array, "A F"]:
-    """A `Product`, by JAX's megablox kernels, forwards and backwards."""
+    """Compute a `Product` with JAX's megablox kernels, forward and backward."""
     padded = jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0)))
     inner, outer = (min(-(-size // 128) * 128, MAX_TILE) for size in weights.shape[1:])
     tiling = (TILE_ROWS, inner, outer)

@@ -1,4 +1,4 @@
-"""Attention on NVIDIA GPUs: Pallas kernels for its Triton backend."""
+"""Attention on NVIDIA GPUs: Pallas kernels for the Triton backend."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def train(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """Computes `reference.train` in kernels whose scores never leave the chip.
+    """Compute `reference.train` in kernels that keep scores on the chip.
 
-    A program has a block of queries of one head, or a block of keys of one key head, and goes over
-    those blocks of the other kind that hold something for it: for queries those of a shared prompt
-    and from the first segment's start to the diagonal, for keys from there to the last reader.
-    Tokens are padded to whole blocks, heads to a power of two.
+    A program processes a block of queries of one head, or a block of keys of one key head, in a
+    loop over the relevant blocks of the other kind: for queries, those of a shared prompt and from
+    the first segment's start to the diagonal; for keys, from the diagonal to the last reader.
+    Tokens are padded to full blocks, heads to a power of two.
     """
     Q, H = q.shape[1], q.shape[3]
     hows = Hows.of(H, q.dtype, interpret)
@@ -53,26 +53,26 @@ def train(
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """Settings of the kernels of a pass."""
+    """Settings of one pass's kernels."""
 
     block: int  # tokens of a program's block
-    step: int  # tokens of a block that it goes over, a divisor of these
+    step: int  # tokens of the blocks that it loops over, a divisor of `block`
     num_warps: int
     num_stages: int
-    scale: float  # of scores, which are powers of two: the chip has logarithm and power of these
+    scale: float  # of base-2 scores: the chip has exp2 and log2 instructions
     interpret: bool
-    first: int = 0  # place of the first query among the keys, a multiple of `block`
+    first: int = 0  # index of the first query among the keys, a multiple of `block`
 
     def of(self, q: jax.Array, k: jax.Array) -> How:
-        """Settings for these queries of the last tokens."""
+        """Return the settings for queries of the last tokens."""
         return replace(self, first=k.shape[1] - q.shape[1])
 
     def queries(self, index: Any, size: int) -> jax.Array:
-        """Places of the queries of block `index` of so many."""
+        """Return the positions of the queries of block `index`, with `size` queries per block."""
         return self.first + _places(index, size)
 
     def call(self, kernel: Any, name: str, **settings: Any) -> Any:
-        """The kernel as a function of arrays."""
+        """Return the kernel as a function of arrays."""
         return pl.pallas_call(
             partial(kernel, how=self),
             compiler_params=triton.CompilerParams(
@@ -86,14 +86,14 @@ class How:
 
 @dataclass(frozen=True)
 class Hows:
-    """Settings of each pass; the blocks of the forward one are multiples of the backward one's."""
+    """Settings of both passes; the forward block size is a multiple of the backward one."""
 
     forward: How
     backward: How
 
     @classmethod
     def of(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> Hows:
-        """Blocks with which a Hopper chip has shared memory and registers enough for all values."""
+        """Return block sizes that fit a Hopper chip's shared memory and registers."""
         scale = head_dim**-0.5 * math.log2(math.e)
         make = partial(How, num_warps=8, num_stages=2, scale=scale, interpret=interpret)
         if jnp.dtype(dtype).itemsize == 2 and head_dim <= 128:
@@ -109,7 +109,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, hows: Ho
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, hows: Hows
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The outputs, and what the backward pass needs: with them their log-sum-exp, to base 2."""
+    """Return the outputs, and residuals for the backward pass with the log-sum-exp to base 2."""
     how = hows.forward.of(q, k)
     R, Q, N, _ = q.shape
     queries, keys, tokens, numbers = _query_specs(q, k, how)
@@ -127,9 +127,9 @@ def _forward(
 
 
 def _query_specs(q: jax.Array, k: jax.Array, how: How) -> tuple[pl.BlockSpec, ...]:
-    """Parts of each kind of array that a program over (block of queries, query head, row) sees.
+    """Return the block specs of a program over (block of queries, query head, row).
 
-    Of queries the block, of keys the whole row, of `[R, 3, Q]` and of `[R, N, Q]` the block.
+    For queries the block, for keys the complete row, for `[R, 3, Q]` and `[R, N, Q]` the block.
     """
     N, H = q.shape[2:]
     T, groups = k.shape[1], N // k.shape[2]
@@ -142,7 +142,7 @@ def _query_specs(q: jax.Array, k: jax.Array, how: How) -> tuple[pl.BlockSpec, ..
 
 
 def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """The product over an axis of each; float32 operands are not rounded to TF32."""
+    """Contract one axis of each operand; float32 operands are not rounded to TF32."""
     return jax.lax.dot_general(
         a,
         b,
@@ -153,7 +153,7 @@ def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
 
 
 def _places(index: jax.Array, size: int) -> jax.Array:
-    """Places of the tokens of a block."""
+    """Return the positions of a block's tokens."""
     return index * size + jnp.arange(size)
 
 
@@ -169,7 +169,8 @@ def _forward_kernel(
         keys, block = _places(j, how.step), pl.ds(j * how.step, how.step)
         mask = is_read(_columns(reads), keys) & (keys <= queries[:, None])
         scores = jnp.where(mask, _dot(q, k_ref[block, :], (1, 1)) * how.scale, LOWEST)
-        # What a query adds up before its segment's first block is finite, and fades to nothing.
+        # Sums of masked blocks before a query's segment are finite, and `fade` later reduces them
+        # to 0.
         new = jnp.maximum(highest, scores.max(axis=1))
         weights, fade = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
         values = v_ref[block, :]
@@ -184,7 +185,7 @@ def _forward_kernel(
 
 
 Reads = tuple[jax.Array, ...]
-"""The three numbers of `kernels.find_reads`, of a block's tokens."""
+"""The three numbers of `kernels.find_reads` for a block's tokens."""
 
 
 def _reads_at(ref: Any, block: Any = slice(None)) -> Reads:
@@ -196,7 +197,7 @@ def _columns(reads: Reads) -> Reads:
 
 
 def _blocks_of_keys(reads: Reads, how: How) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Number of blocks of keys that a program's queries read, and each one's index."""
+    """Return the number of key blocks that a program's queries read, and a map to their indices."""
     first = how.first // how.step + pl.program_id(0) * (how.block // how.step)
     shared, num_shared, own = key_blocks(reads, first, how.step)
     count = num_shared + first + how.block // how.step - own
@@ -263,7 +264,7 @@ def _backward_queries_kernel(
         return total + _dot(of_scores.astype(k.dtype), k, (1, 0))
 
     total = jax.lax.fori_loop(0, count, add, jnp.zeros(q.shape, jnp.float32))
-    # The scale of the products alone: `how.scale` has the base of the logarithm in it.
+    # `how.scale` includes the base-2 conversion; the gradient needs the plain scale.
     out_ref[...] = (total * (how.scale * math.log(2))).astype(out_ref.dtype)
 
 
@@ -282,7 +283,7 @@ def _backward_keys_kernel(
     how: How,
 ) -> None:
     k, v, keys = k_ref[...], v_ref[...], _places(pl.program_id(0), how.block)
-    # Blocks of queries are counted from the first query on, which may be behind these keys.
+    # Query blocks are counted from the first query, which may come after these keys.
     before = how.first // how.step
     first = jnp.maximum(pl.program_id(0) * (how.block // how.step) - before, 0)
     count = jnp.maximum(pl.cdiv(ends_ref[...].max(), how.step) - before - first, 0)
@@ -291,7 +292,7 @@ def _backward_keys_kernel(
         head, i = index // count, first + index % count
         queries, block = how.queries(i, how.step), pl.ds(i * how.step, how.step)
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
-        # Keys by queries: so the two sums take them as they come.
+        # Transposed scores (keys by queries), so the two sums need no transpose.
         reads = _reads_at(reads_ref, block)
         mask = is_read(reads, keys[:, None]) & (keys[:, None] <= queries)
         scores = jnp.where(mask, _dot(k, q, (1, 1)) * how.scale, LOWEST)
@@ -311,7 +312,7 @@ _attend.defvjp(_forward, _backward)
 
 
 MAX_ROWS = 128
-"""Rows of queries of a program that goes over pages: sums of more would not stay in registers."""
+"""Maximum query rows of a program over pages: accumulators of more would exceed the registers."""
 
 
 def attend_pages(
@@ -323,12 +324,11 @@ def attend_pages(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """Computes `reference.attend_pages`, reading no page beyond a block's highest limit.
+    """Compute `reference.attend_pages`, reading no page beyond a block's highest limit.
 
-    A program has a block's queries of one key head, or `MAX_ROWS` of them, padded to as many rows
-    as the chip multiplies at least, and goes over the pages of the block's table one by one. Heads
-    whose size is no power of two are multiplied in parts that are; a copy of the pages, padded,
-    would cost more.
+    A program processes a block's queries of one key head, or `MAX_ROWS` of them, padded to the
+    minimum tile, in a loop over the pages of the block's table. Heads whose size is not a power of
+    two are multiplied in power-of-two parts; a padded copy of the pages would cost more.
     """
     B, Q, N, H = q.shape
     P, K, page, _ = keys.shape
@@ -392,12 +392,12 @@ def _pages_kernel(
 
 
 def num_live(limits: jax.Array, page: int) -> jax.Array:
-    """Pages that a program reads for queries below such limits: the first ones of its table."""
+    """Return the number of pages that a program reads, the first ones of its table."""
     return (limits.max() + page - 1) // page
 
 
 def _powers_of_2(size: int) -> list[Any]:
-    """Slices of so many values, each as long as a power of two, the longest first."""
+    """Split `size` values into slices of power-of-two lengths, the longest first."""
     starts, lengths = [], [1 << bit for bit in range(size.bit_length()) if size >> bit & 1][::-1]
     for index in range(len(lengths)):
         starts.append(sum(lengths[:index]))

@@ -1,4 +1,4 @@
-"""Attention of the update on NVIDIA GPUs from Hopper on: the kernels of tokamax for Mosaic."""
+"""Attention of the update on NVIDIA GPUs from Hopper on, with tokamax's Mosaic kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxrl.models.attention.reference import in_blocks
 from jaxrl.models.kernel_check import tokamax_part
 
 BLOCK = 128
-"""Tokens are padded to multiples: a kernel's two warp groups have 64 each, and check no bounds."""
+"""Tokens are padded to multiples: a kernel's two warpgroups process 64 each, unchecked."""
 
 HEAD_MULTIPLE = 64
-"""Heads are padded to multiples, as the backward kernels want them."""
+"""Heads are padded to multiples, which the backward kernels require."""
 
 MAX_HEAD_DIM = 128
-"""Heads for which `gradients_hopper` has registers."""
+"""Maximum head size for the registers of `gradients_hopper`."""
 
 
 def train(
@@ -33,25 +33,25 @@ def train(
     interpret: bool = False,
     shares_prompts: bool = True,
 ) -> Float[Array, "R Q N H"]:
-    """Computes `reference.train` by kernels that know one range of keys a query.
+    """Compute `reference.train` with kernels that support one range of keys per query.
 
-    Each query has two ranges, its own segment and a prompt that it shares. So there are two passes
-    over the keys, merged by their log-sum-exp, each of which leaves out blocks that nobody reads.
-    Tokamax's kernels leave out none before the diagonal backwards, so on Hopper `gradients_hopper`
-    goes that way. Elsewhere, and with wide heads, it takes two passes too: each gets output and
-    log-sum-exp of the whole softmax, which is all that it needs, and the gradients add up.
+    Each query has two ranges, its own segment and a shared prompt. So there are two passes over the
+    keys, merged by their log-sum-exp, each of which skips blocks that no query reads. Tokamax's
+    backward kernels skip none before the diagonal, so Hopper uses `gradients_hopper`. Other GPUs
+    and wide heads take two backward passes: each needs only output and log-sum-exp of the complete
+    softmax, and the gradients add up.
 
     Args:
-        q: queries of the last Q tokens.
-        k: keys of all T.
-        v: values of all T.
-        reads: which tokens each reads; see `kernels.find_reads`.
-        interpret: compute what the kernels do in XLA, with all scores in memory; for tests.
-        shares_prompts: False leaves the second pass out, for segments that are whole.
+        q: Queries of the last Q tokens.
+        k: Keys of all T tokens.
+        v: Values of all T tokens.
+        reads: Tokens that each token reads; see `kernels.find_reads`.
+        interpret: True to use XLA in place of the kernels, with all scores in memory; for tests.
+        shares_prompts: False skips the second pass, for segments without shared prompts.
 
     Raises:
-        ImportError: tokamax is not installed, or in another version.
-        ValueError: these are not 16-bit floats, which the kernels multiply.
+        ImportError: tokamax is not installed, or its version differs.
+        ValueError: The queries are not 16-bit floats.
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
@@ -67,18 +67,18 @@ def train(
 
 
 class Keys(NamedTuple):
-    """The keys that each query reads: those from `start` on, before `end`, and not behind it."""
+    """Range of keys that each query reads: from `start`, before `end`, and causal."""
 
     start: jax.Array  # int32 [R, Q]
-    end: jax.Array | None  # int32 [R, Q]; None: to the query itself
+    end: jax.Array | None  # int32 [R, Q]; None means up to the query itself
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Stands for the kernels, in XLA.
+    """XLA substitute for the kernels.
 
     Attributes:
-        scale: of the products of queries and keys.
+        scale: Scale of the scores.
     """
 
     scale: float
@@ -86,7 +86,7 @@ class Dense:
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys
     ) -> tuple[jax.Array, jax.Array]:
-        """Outputs `[R, Q, N, H]` and the log-sum-exp `[R, N, Q]`, minus infinity of nothing."""
+        """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`, -inf without keys."""
         R, Q, N, _ = q.shape
         scores = self._scores(q, k, keys)
         lse = jax.nn.logsumexp(scores, axis=-1)
@@ -97,7 +97,7 @@ class Dense:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Gradients of queries, keys and values by way of the keys in this range."""
+        """Compute the gradients of queries, keys and values through the keys in this range."""
         (R, Q, N, H), K = q.shape, k.shape[2]
         by_group = (R, Q, K, N // K, H)
         lse = lse.reshape(R, K, N // K, Q)
@@ -129,7 +129,7 @@ class Dense:
 
 
 def _ends(keys: Keys, T: int) -> jax.Array:
-    """First key that each query does not read."""
+    """Return the end of each query's range of keys."""
     if keys.end is not None:
         return keys.end
     Q = keys.start.shape[1]
@@ -138,10 +138,10 @@ def _ends(keys: Keys, T: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class Tokamax:
-    """The kernels, with the block sizes that tokamax takes unless it is asked to try others.
+    """Tokamax's kernels, with its default block sizes, not autotuned.
 
     Attributes:
-        scale: of the products of queries and keys.
+        scale: Scale of the scores.
     """
 
     scale: float
@@ -149,7 +149,7 @@ class Tokamax:
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns what `Dense.forward` does."""
+        """Compute `Dense.forward`."""
         attention = tokamax_part("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         settings = self._settings(q, k, keys)
         config = attention.bind(q, k, v, return_residuals=True, **settings).heuristics_config
@@ -161,11 +161,11 @@ class Tokamax:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Returns what `Dense.backward` does, over all blocks before the diagonal, or over all."""
+        """Compute `Dense.backward`, over all blocks before the diagonal, or over all blocks."""
         attention = tokamax_part("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         bound = attention.bind(q, k, v, **self._settings(q, k, keys))
         settings = {key: x for key, x in bound.kwargs.items() if key != "return_residuals"}
-        # A softmax whose highest score is the log-sum-exp has a sum of 1.
+        # With the log-sum-exp as the maximum score, the softmax sum is 1.
         arguments = (lse, jnp.ones_like(lse)), out, gradient, q, k, v
         backward = attention.vjp
         config = backward.bind(*arguments, **settings).heuristics_config
@@ -173,11 +173,11 @@ class Tokamax:
         return gradients["q"], gradients["k"], gradients["v"]
 
     def is_hopper(self) -> bool:
-        """Return True if these are Hopper GPUs, which `gradients_hopper` is written for."""
+        """Return True on Hopper GPUs, which `gradients_hopper` requires."""
         return bool(tokamax_part("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
     def _settings(self, q: jax.Array, k: jax.Array, keys: Keys) -> dict[str, Any]:
-        """Scale and mask; one that is causal leaves out blocks behind the diagonal."""
+        """Return scale and mask; a causal mask skips blocks after the diagonal."""
         is_causal = keys.end is None and q.shape[1] == k.shape[1]
         mask = tokamax_part("attention.base").Mask(
             is_causal=is_causal,
@@ -204,7 +204,7 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
     kernels: Dense | Tokamax, shares_prompts: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
-    """The outputs, and what the backward pass needs: with them their log-sum-exp `[R, N, Q]`."""
+    """Return the outputs, and residuals for the backward pass with the log-sum-exp `[R, N, Q]`."""
     ranges = _ranges(q, reads, shares_prompts)
     outs, sums = zip(*[kernels.forward(q, k, v, one) for one in ranges], strict=True)
     out, lse = outs[0], sums[0]

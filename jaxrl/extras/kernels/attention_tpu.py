@@ -1,4 +1,4 @@
-"""Attention on TPUs."""
+"""Attention on TPUs: splash attention for the update, a Pallas kernel for pages."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from jaxrl.models.attention.reference import (
 )
 
 LANES = 128
-"""Blocks and heads are multiples of these."""
+"""Block and head sizes are multiples."""
 
 MAX_BLOCK = 512
-"""Tokens of a block of queries or keys, at most."""
+"""Maximum tokens of a block of queries or keys."""
 
 
 def train(
@@ -38,11 +38,11 @@ def train(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """Computes `reference.train` by JAX's splash attention, of segments that share nothing.
+    """Compute `reference.train` with JAX's splash attention, for segments without shared prompts.
 
-    Tokens are padded to whole blocks and heads to lanes. Queries carry the scale. The backward pass
-    is in two kernels: the one that does both writes a part of the queries' gradient for each block
-    of keys.
+    Tokens are padded to full blocks and heads to lanes. The scale is applied to the queries. The
+    backward pass uses two kernels: the fused one would write a partial query gradient for each
+    block of keys.
     """
     Q, N, H = q.shape[1:]
     num_blocks = -(-Q // MAX_BLOCK)
@@ -72,22 +72,22 @@ def train(
     pad = ((0, 0), (0, 0), (0, 0), (0, -H % LANES))
     q = (q.astype(jnp.float32) * H**-0.5).astype(q.dtype)
     q, k, v = (jnp.pad(x, pad).swapaxes(1, 2) for x in (q, k, v))
-    ids = reads[:, 0]  # a segment's tokens have one start
+    ids = reads[:, 0]  # all tokens of a segment have the same start
     out = jax.vmap(attend)(q, k, v, splash.SegmentIds(ids[:, -num_queries:], ids))
     return out.swapaxes(1, 2)[:, :Q, :, :H]
 
 
 SUBLANES = 16
-"""Rows of a matrix are multiples of these, in bfloat16 and float32."""
+"""Rows of a matrix are padded to multiples, which suit bfloat16 and float32."""
 
 STEP_PAGES = 4
-"""Pages of a step, at most: one page is fetched faster than its chain of two products ends."""
+"""Maximum pages of a step: a page is fetched faster than its chain of two products runs."""
 
 NUM_SLOTS = 4
-"""Steps whose pages are on the chip or on their way to it, where there is room."""
+"""Maximum number of steps with pages on the chip or in flight."""
 
 BUFFER_BYTES = 6 << 20
-"""Room for these pages; a kernel has 16 MiB on a TPU v4, which is least, and queries take some."""
+"""Memory for these pages; a kernel has at least 16 MiB (TPU v4), and queries need some."""
 
 
 def attend_pages(
@@ -99,12 +99,12 @@ def attend_pages(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """Computes `reference.attend_pages`, fetching no page beyond a block's highest limit.
+    """Compute `reference.attend_pages`, fetching no page beyond a block's highest limit.
 
-    The steps go over the live pages of one block after another, a few pages a step; a block that
-    reads nothing has none. Pages are copied to the chip some steps before they are read.
-    Key heads with few queries share a matrix of queries, of whose product with the keys of each the
-    rows of the others are left out.
+    Each step processes a few live pages of one block; blocks follow one another, and a block that
+    reads nothing has no step. Pages are prefetched some steps ahead. Key heads with few queries
+    share a query matrix; in its product with each head's keys, the rows of other heads are
+    discarded.
     """
     call = pages_call(q, keys, tables, limits)
     merged, below = by_key_head(q, limits, keys.shape[1] // call.joined, call.num_rows)
@@ -130,62 +130,62 @@ def attend_pages(
         name="attention_pages",
     )(*call.steps, merged, below[:, :, None], keys, values)
     out, lse = by_query(out, lse[..., 0], q.shape)
-    reads = (limits > 0)[:, :, None]  # a block without a step is not written
+    reads = (limits > 0)[:, :, None]  # blocks without steps are not written
     return jnp.where(reads[..., None], out, 0.0), jnp.where(reads, lse, FLOOR)
 
 
 class Steps(NamedTuple):
-    """Pages of each step, known from before the first one."""
+    """Pages of each step, prefetched as scalars before the first one."""
 
     tables: Any  # int32 [B, M]
-    num_pages: Any  # int32 [B], live ones of each block
+    num_pages: Any  # int32 [B], live pages of each block
     starts: Any  # int32 [B], each block's first step
     blocks: Any  # int32 [S], the block of each step
 
     def first(self, step: Any, width: int) -> tuple[Any, Any]:
-        """The block of a step, and the first of its `width` pages in the block's table."""
+        """Return the block of a step, and the table index of the first of its `width` pages."""
         block = self.blocks[step]
         return block, (step - self.starts[block]) * width
 
     def page(self, step: Any, index: int, width: int) -> tuple[Any, Any]:
-        """Place in `tables` of a page of a step, and whether it is live."""
+        """Return the index in `tables` of a step's page, and whether it is live."""
         block, first = self.first(step, width)
         return (block, first + index), first + index < self.num_pages[block]
 
     @classmethod
     def of(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
-        """The steps over these pages of the tables, and their number."""
+        """Build the steps over the live pages of the tables; also returns their number."""
         B, M = tables.shape
         num_steps = -(-num_pages // width)
         ends = jnp.cumsum(num_steps)
         steps = jnp.arange(B * -(-M // width))
-        # The blocks that end before it, counted: a TPU is slow to look up single numbers.
+        # Count the blocks that end before each step: scalar lookups are slow on a TPU.
         blocks = (ends <= steps[:, None]).sum(axis=1, dtype=jnp.int32)
         return cls(tables, num_pages, ends - num_steps, jnp.minimum(blocks, B - 1)), ends[-1]
 
 
 class PagesCall(NamedTuple):
-    """Grid and specifications of the kernel for some arguments of `attend_pages`."""
+    """Grid and block specs of the kernel for given arguments of `attend_pages`."""
 
     grid: tuple[Any, ...]
     steps: Steps
     queries: pl.BlockSpec  # of queries and outputs
     limits: pl.BlockSpec
     numbers: pl.BlockSpec  # of the log-sum-exp
-    pages: pl.BlockSpec  # stay where they are; `copied` tells what is copied of them
+    pages: pl.BlockSpec  # left in HBM; see `copied`
     scratch: list[Any]
     width: int  # pages of a step
-    joined: int  # key heads whose queries are one matrix
+    joined: int  # key heads that share a query matrix
     num_rows: int  # of this matrix
 
     def copied(self, step: int) -> list[int]:
-        """The pages of which keys and values are copied for a step."""
+        """Return the pages whose keys and values are copied for a step."""
         pages = [self.steps.page(step, index, self.width) for index in range(self.width)]
         return [int(self.steps.tables[place]) for place, is_live in pages if is_live]
 
 
 def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
-    """Lays out the steps of `attend_pages`; of queries and keys, shapes and types count."""
+    """Lay out the steps of `attend_pages`; of `q` and `keys`, only shapes and dtypes matter."""
     (_, Q, N, H), (P, K, page, _) = q.shape, keys.shape
     page_bytes = 2 * K * page * -(-H // LANES) * LANES * keys.dtype.itemsize
     room = max(BUFFER_BYTES // page_bytes, 2)
@@ -224,7 +224,7 @@ def _pages_kernel(
     values_ref: Any, arrived_ref: Any, highest_ref: Any, total_ref: Any, *, scale: float,
     joined: int, groups: int,
 ) -> None:  # fmt: skip
-    """Adds a step's pages to the softmax of a block; outputs hold the sums until its last step."""
+    """Add a step's pages to a block's softmax; outputs hold the sums until the last step."""
     steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
     (slots, width), (page, H) = keys_ref.shape[:2], keys_ref.shape[3:]
     step, num_steps = pl.program_id(0), pl.num_programs(0)
@@ -246,7 +246,8 @@ def _pages_kernel(
 
     @pl.when(step == 0)
     def _() -> None:
-        # No page is copied to where a block has none: what lies there is multiplied by 0.
+        # Buffers without a live page keep their content, which is multiplied by 0: it must be
+        # finite.
         for slot in range(slots):
             values_ref[slot] = jnp.zeros(values_ref.shape[1:], values_ref.dtype)
         for early in range(slots - 1):

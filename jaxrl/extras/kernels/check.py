@@ -20,35 +20,36 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.preemption import Interrupted
 
 LEAST_ERROR = {2: 0.005, 4: 0.001}
-"""Relative errors that pass in any case, by bytes of a value: rounding of bfloat16, of TF32."""
+"""Relative errors that always pass, by bytes per value: the rounding of bfloat16 and of TF32."""
 
 LEAST_WORST = 0.05
-"""Like `LEAST_ERROR`, of the worst vector."""
+"""Like `LEAST_ERROR`, for the worst vector."""
 
 LEAST_OF_PIECE = {2: 0.009, 4: 0.002}
-"""Like `LEAST_ERROR`, of each piece: over many draws ours rounded bfloat16 by at most 0.41%, and
-other sound orders of summation by 0.46%.
+"""Like `LEAST_ERROR`, for each piece. Over many random inputs, our kernels' bfloat16 error was at
+most 0.41%; other valid orders of summation reached 0.46%.
 """
 
 MAX_ALONE = 128
-"""Length up to which each index of an axis, a head say, is a piece."""
+"""Maximum length of an axis, such as heads, of which each index is a piece."""
 
 CUTS = 16
-"""Pieces of a longer axis. In 64 pieces of 1,000 tokens sound kernels are off by up to 0.45%, since
-gradients of a segment's first tokens nearly cancel; in 8, an error of late keys alone hardly shows.
+"""Number of pieces of a longer axis. With 64 pieces of 1,000 tokens, valid kernels are off by up to
+0.45%, since gradients of a segment's first tokens nearly cancel; with 8, an error in only the late
+keys hardly shows.
 """
 
 LEAST_LENGTH = 0.01
-"""Part of the usual length of vectors that those of a piece have at least: zeros have none."""
+"""Minimum vector length assumed for a piece, relative to the average; a piece may be all zeros."""
 
 LATE_S = 120.0
-"""Seconds after which a warning says that a check still runs: a kernel that hangs has no end."""
+"""Seconds after which a warning reports that a check is still running: a kernel may hang."""
 
 UNTUNED: dict[str, str | bool] = {
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": False,
 }
-"""Options for XLA, which else compiles and times tens of tilings for each product on a GPU."""
+"""XLA options that skip compiling and timing tens of tilings for each product on a GPU."""
 
 
 def select_kernel(
@@ -58,7 +59,7 @@ def select_kernel(
     *,
     named_by: str = "",
 ) -> Choice:
-    """Try the kernels of a line; see `models.kernel_check.select_kernel`."""
+    """Try the candidate kernels in order; see `models.kernel_check.select_kernel`."""
     kernel_checks: list[KernelCheck] = []
     for name, load in line.items():
         for trial in make_trials(name):
@@ -106,7 +107,7 @@ def _told_when_late(trial: Trial, kernel: str) -> Iterator[None]:
 def _results(
     trial: Trial, function: Callable[..., Any], *, widens: bool = False
 ) -> list[np.ndarray]:
-    """Compile and run the operation; with `widens` in float32, from the same rounded values."""
+    """Compile and run the operation; `widens` runs it in float32 on the same rounded values."""
     placed = []
     for x in trial.arrays:
         is_wide = x.dtype == np.float32
@@ -118,7 +119,7 @@ def _results(
 
 
 def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
-    """Tells whether a kernel computes what XLA does, and what was measured."""
+    """Return whether a kernel agrees with XLA, and the measurements."""
     begin = time.monotonic()
     try:
         results = _results(trial, load())
@@ -131,7 +132,7 @@ def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool
     itemsize = jnp.dtype(trial.dtype).itemsize
     with jax.default_matmul_precision("highest"):
         in_float32 = _results(trial, trial.reference, widens=True)
-    rounded = _results(trial, trial.reference)  # any kernel may round as much
+    rounded = _results(trial, trial.reference)  # the rounding error that any kernel may have
     errors = []
     for name, got, exact, usual in zip(trial.names, results, in_float32, rounded, strict=True):
         if got.shape != exact.shape:
@@ -162,13 +163,13 @@ def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool
 class Errors(NamedTuple):
     """Relative errors of vectors `[..., values]`."""
 
-    whole: float  # of all
-    worst: float  # of the vector that is off most, beside the usual length of one
-    pieces: dict[str, float]  # along each axis, beside their own length, by indices as in numpy
+    whole: float  # of the complete array
+    worst: float  # of the worst vector, relative to the average length
+    pieces: dict[str, float]  # per axis, relative to the piece's length; keys are NumPy slices
 
     @classmethod
     def of(cls, got: np.ndarray, exact: np.ndarray) -> Errors:
-        """Compares both: over the whole array one of ten heads, or late keys, would hardly count.
+        """Compute the errors, also by piece: one of ten heads or late keys hardly affect the total.
 
         Late keys have short gradients, since few queries read them.
         """
@@ -188,7 +189,7 @@ class Errors(NamedTuple):
 
 
 def _expect_sound_device(trial: Trial, failure: Exception) -> None:
-    """Ends the run where a kernel has broken its device, as a wild write does on a GPU."""
+    """Raise if a kernel has broken its device, as an out-of-bounds write can on a GPU."""
     try:
         np.asarray(jax.device_put(np.ones(2), trial.device) + 1)
     except Exception as error:

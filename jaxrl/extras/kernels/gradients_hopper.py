@@ -1,7 +1,7 @@
-"""Gradients of attention on Hopper GPUs: Pallas kernels for Mosaic that leave out blocks.
+"""Attention gradients on Hopper GPUs: Pallas Mosaic kernels that skip blocks.
 
-Kernels of libraries go backwards over all blocks before the diagonal, or know one range of keys a
-query. These go over the blocks that hold something to read, of both ranges.
+Library kernels process all blocks before the diagonal in the backward pass, or support one range of
+keys per query. These process only blocks with something to read, in both ranges.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from jaxrl.extras.kernels.readers import last_readers
 from jaxrl.models.attention.reference import key_blocks
 
 GROUPS = 2
-"""Warp groups of a program that compute; a third copies what they need to the chip."""
+"""Warpgroups of a program that compute; one more copies their operands to the chip."""
 
 BLOCK = 64
-"""Tokens of a warp group's block, and of the blocks that it goes over."""
+"""Tokens of a warpgroup's block, and of the blocks that it loops over."""
 
 TILE = GROUPS * BLOCK
-"""Tokens of a program; a multiple of these has to be in every array."""
+"""Tokens of a program; every array's length is a multiple."""
 
 STAGES = 2
-"""Blocks on their way to the chip and on it."""
+"""Pipeline stages: blocks in flight to the chip or on it."""
 
 GRID = ("tile", "row", "head")
-"""Axes of the grids, the last one the fastest.
+"""Axes of the grids; the last varies fastest.
 
-Programs start in this order, a multiprocessor has one at a time, and what they go over differs by
-tile. The last queries of a segment go over most keys, and its first keys over most queries: these
-start first, but for what stands late in a row of several segments.
+Programs start in this order, each multiprocessor runs one at a time, and their work differs by
+tile. A segment's last queries read the most keys, and its first keys have the most queries: these
+tiles start first, except for those late in a row of several segments.
 """
 
 ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
-"""Layouts by which threads of a warp group hold a number a row or column of a product."""
+"""Layouts of one value per row or per column of a product, over a warpgroup's threads."""
 
 
 load: Any = mosaic.load
-"""Without an index, as JAX has it since 0.11; this is for no version before."""
+"""`mosaic.load` without an index, which requires JAX 0.11."""
 
 
 def gradients(
@@ -60,23 +60,23 @@ def gradients(
     *,
     scale: float,
 ) -> tuple[Float[Array, "R Q N H"], Float[Array, "R T K H"], Float[Array, "R T K H"]]:
-    """The gradients of queries, keys and values of `reference.train`; sums in float32.
+    """Compute the gradients of `reference.train` for queries, keys and values; sums in float32.
 
-    A program has a tile of queries of one head, or a tile of keys of one key head. It goes over
-    those blocks of the other kind that hold something for it, as in `attention_gpu`. Masks are
-    computed in blocks that are not read as a whole.
+    A program processes a tile of queries of one head, or a tile of keys of one key head, in a loop
+    over the relevant blocks of the other kind, as in `attention_gpu`. Masks are computed only for
+    blocks that are not read completely.
 
     Args:
-        q: queries of the last Q tokens, a multiple of `TILE`; bfloat16 or float16.
-        k: keys of all T, a multiple of `TILE`.
-        v: values of all T.
-        reads: which tokens each reads; see `kernels.find_reads`.
-        out: outputs.
-        lse: log-sum-exp of the scores, nats.
-        gradient: of the outputs.
-        scale: of the products of queries and keys.
+        q: Queries of the last Q tokens, a multiple of `TILE`; bfloat16 or float16.
+        k: Keys of all T tokens, a multiple of `TILE`.
+        v: Values of all T tokens.
+        reads: Tokens that each token reads; see `kernels.find_reads`.
+        out: Outputs.
+        lse: Log-sum-exp of the scores, in nats.
+        gradient: Gradient of the outputs.
+        scale: Scale of the scores.
     """
-    # Of wider heads than 128 the two sums of a block of keys would not fit a thread's registers.
+    # For heads wider than 128, a key block's two accumulators would not fit a thread's registers.
     (R, Q, N), (T, K) = q.shape[:3], k.shape[1:3]
     how = How(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
     delta = jnp.einsum("rqnh,rqnh->rnq", out, gradient, preferred_element_type=jnp.float32)
@@ -115,16 +115,16 @@ def gradients(
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """Settings of the kernels, known before they are compiled."""
+    """Compile-time settings of the kernels."""
 
     scale: float
-    first: int  # place of the first query among the keys, a multiple of `TILE`
+    first: int  # index of the first query among the keys, a multiple of `TILE`
     num_queries: int
-    groups: int  # query heads of a key head
+    groups: int  # query heads per key head
 
 
 def _transforms(dtype: Any) -> tuple[Any, ...]:
-    """Layout on the chip for its matrix units: lines of 128 bytes, eight of them a tile."""
+    """Return the shared-memory layout of the matrix units: 8 lines of 128 bytes per tile."""
     return (
         mosaic.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
         mosaic.SwizzleTransform(128),
@@ -132,17 +132,17 @@ def _transforms(dtype: Any) -> tuple[Any, ...]:
 
 
 def _on_chip(x: jax.Array) -> Any:
-    """Room for a block of each warp group."""
+    """Allocate shared memory for one block per warpgroup."""
     shape = GROUPS, BLOCK, x.shape[-1]
     return mosaic.SMEM(shape, x.dtype, transforms=_transforms(x.dtype))
 
 
 def _blocks_of_keys(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
-    """The key blocks of each tile of queries, and from which key on each block reads all.
+    """Compute the key blocks of each query tile, and the first key from which a block reads all.
 
     Returns:
-        int32 `[R, Q / TILE, 4]`: the first block of a shared prompt and how many there are, the
-        first of the own ones, and how many there are together. int32 `[R, Q / BLOCK]`.
+        int32 `[R, Q / TILE, 4]`: first block and number of blocks of a shared prompt, first own
+        block, and total number of blocks. int32 `[R, Q / BLOCK]`.
     """
     R = len(reads)
     own_reads = reads[..., how.first :].reshape(R, 3, -1, TILE)
@@ -155,11 +155,11 @@ def _blocks_of_keys(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
 
 
 def _blocks_of_queries(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
-    """The query blocks of each tile of keys, and before which token all read each block.
+    """Compute the query blocks of each key tile, and the token before which all read each block.
 
     Returns:
-        int32 `[R, T / TILE, 2]`: the first block and how many there are, at least one. int32 `[R,
-        T / BLOCK]`: tokens behind the block and before this one read all of it.
+        int32 `[R, T / TILE, 2]`: first block and number of blocks, at least one. int32 `[R, T /
+        BLOCK]`: tokens after the block and before this one read all of it.
     """
     R, _, T = reads.shape
     ends = last_readers(reads)
@@ -188,7 +188,7 @@ def _load(ref: Any, layout: Any) -> jax.Array:
 
 
 SCORES = (BLOCK, BLOCK)
-"""Shape of the scores of a block of queries and one of keys."""
+"""Shape of the scores of a query block and a key block."""
 
 
 def _queries_kernel(
@@ -335,7 +335,7 @@ def _keys_kernel(
         def multiply_values(room: Any) -> jax.Array:
             mosaic.wgmma(room, own_v.at[group], gradient.T)
             mosaic.wgmma(of_values, weights.astype(gradient.dtype), gradient)
-            # The second product goes on while the first one's result is used.
+            # The second product runs while the first one's result is used.
             return mosaic.wgmma_accumulator_load(room, wait_n=1)
 
         of_scores = weights * (pl.run_scoped(multiply_values, room) - spread(deltas))

@@ -1,10 +1,10 @@
-"""Attention over pages on NVIDIA's Hopper chips: a Pallas kernel for its Mosaic GPU backend.
+"""Attention over pages on NVIDIA Hopper GPUs: a Pallas kernel for the Mosaic GPU backend.
 
-A page of a key head that some row reads is a unit of work, and so is the beginning of a key head.
-The units of all rows, one behind the other, are shared out evenly among as many programs as the
-chip has multiprocessors, so a few long rows keep as much of it busy as many short ones. Where a
-row's units fall to several programs, each leaves its part of the softmax, and XLA merges them:
-flash-decoding (https://pytorch.org/blog/flash-decoding/), with the work shared out as stream-K does
+A unit of work is a page of a key head that some row reads, or the start of a key head. The units of
+all rows are concatenated and divided evenly among as many programs as the chip has multiprocessors,
+so a few long rows keep it as busy as many short ones. If a row's units fall to several programs,
+each writes a partial softmax, and XLA merges them: flash-decoding
+(https://pytorch.org/blog/flash-decoding/) with stream-K work partitioning
 (https://arxiv.org/abs/2301.03598).
 """
 
@@ -24,16 +24,16 @@ from jaxtyping import Array, Float, Int
 from jaxrl.models.attention.reference import FLOOR, LOWEST, by_key_head, by_query
 
 PROGRAMS = 132
-"""Programs of the kernel: the multiprocessors of an H100 or H200, each of which holds one."""
+"""Number of programs: the multiprocessors of an H100 or H200, each of which holds one program."""
 
 MAX_PARTS = 16
-"""Programs that share a row's key head at most: so many parts XLA merges."""
+"""Maximum number of programs that share a row's key head, whose parts XLA merges."""
 
 ROWS = 64
 """Rows of the matrices that a warpgroup multiplies."""
 
 STAGES_BYTES = 128 * 1024
-"""Shared memory for pages that are on their way."""
+"""Shared memory for pages in flight."""
 
 
 def attend_pages(
@@ -45,14 +45,14 @@ def attend_pages(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """Computes `reference.attend_pages`, reading no page beyond a block's highest limit.
+    """Compute `reference.attend_pages`, reading no page beyond a block's highest limit.
 
-    A block's queries of one key head are the rows of one matrix; where these are more than `ROWS`,
-    they are several matrices, and each reads the pages below its own highest limit. Pallas'
-    interpreter, since JAX 0.12, takes other sizes and float32 as well.
+    A block's queries of one key head are the rows of one matrix. More than `ROWS` of them are
+    several matrices, and each reads the pages below its own highest limit. Pallas' interpreter
+    (since JAX 0.12) also supports other sizes and float32.
 
     Raises:
-        ValueError: for operands that the chip's matrix units do not take as they are.
+        ValueError: The chip's matrix units do not support the operands.
     """
     B, H = q.shape[0], q.shape[3]
     K, page = keys.shape[1:3]
@@ -78,7 +78,7 @@ def attend_pages(
 
 
 def _check(dtype: Any, head_dim: int, page: int) -> None:
-    """Refuses what the kernel does not multiply exactly."""
+    """Raise for operands that the kernel does not multiply exactly."""
     if jnp.dtype(dtype).itemsize != 2:
         problem = f"{dtype} operands, which a Hopper chip would round; it takes bfloat16"
     elif head_dim % 16 or head_dim > 256:
@@ -94,18 +94,19 @@ def _check(dtype: Any, head_dim: int, page: int) -> None:
 
 
 class Work(NamedTuple):
-    """Units of work, and whose they are. F matrices of queries, one of each key head.
+    """Units of work and their assignment to programs. F query matrices, each with every key head.
 
-    Units of a matrix are the beginning of its first key head and its pages, that of its second one
-    and its pages, …. A program to which only a beginning falls leaves it to the next one.
+    The units of a matrix are the start of its first key head, then that head's pages, then the
+    start and pages of its second head, and so on. A program whose last unit is a start leaves it to
+    the next one.
 
     Attributes:
-        pages: int32 [F], of one key head.
-        ends: int32 [F], units up to a matrix' last one, its own included.
+        pages: int32 [F], pages per key head.
+        ends: int32 [F], cumulative units, including the matrix's own.
         following: int32 [F], the next matrix that has units.
-        programs: int32 [PROGRAMS, 6], for each program the matrix, key head and page where it
-            starts, how many spans it has (see `next_span`), how many pages, and the last program
-            that has pages of the key head that its own end in.
+        programs: int32 [PROGRAMS, 6], per program: first matrix, key head and page, number of spans
+            (see `next_span`), number of pages, and the last program with pages of the key head in
+            which its own units end.
         num_programs: int32 [], programs that have units.
     """
 
@@ -117,16 +118,16 @@ class Work(NamedTuple):
 
 
 def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Work:
-    """Shares out the pages below each limit, of so many key heads, among `PROGRAMS`.
+    """Divide the pages below each limit, for each key head, among `PROGRAMS`.
 
-    A program has a share of one size, or one unit more. There are fewer programs where the longest
-    row would fall to more than `MAX_PARTS`. That a span begins and ends costs about what a page
-    does: times of three loads on an H200 fit 1.35 us, 1.03 for a page of 64 tokens and 128 values,
-    and 30 for a call.
+    Programs get equal numbers of units, up to one. Fewer programs are used if the longest row would
+    be split among more than `MAX_PARTS`. Starting and ending a span costs about as much as a page:
+    times of three loads on an H200 fit 1.35 us per span, 1.03 us per page of 64 tokens and 128
+    values, and 30 us per call.
     """
     F = len(limits)
     pages = (limits + page_tokens - 1) // page_tokens
-    # Sums over all pairs are one kernel of XLA's, running sums are several.
+    # Pairwise sums compile to one XLA kernel, cumulative sums to several.
     order = jnp.arange(F)
     is_after, is_live = order > order[:, None], pages > 0
     width = jnp.where(is_live, pages + 1, 0)  # units of one key head
@@ -147,12 +148,12 @@ def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Wor
 
     matrix, head, place = at(bounds)
     start = jnp.maximum(place - 1, 0)
-    # Units are pages and beginnings, of which there are as many as key heads.
+    # Units are pages and starts; there is one start per key head.
     before = ends - width * num_heads - (rank - is_live) * num_heads
     num_before = before[matrix] + head * pages[matrix] + start
     num_pages = jnp.diff(num_before)
     last_matrix, last_head, place = at(jnp.maximum(bounds[1:] - 1, 0))
-    last_head -= place == 0  # the key head before it, also where that is another matrix'
+    last_head -= place == 0  # the previous key head, even if it is another matrix's
     last_end = ends[last_matrix] - width[last_matrix] * (num_heads - 1 - last_head)
     matrix, head, start = (x[:-1] for x in (matrix, head, start))
     num_spans = (rank[last_matrix] - rank[matrix]) * num_heads + last_head - head + 1
@@ -164,16 +165,16 @@ def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Wor
 
 
 class Span(NamedTuple):
-    """Pages of one key head of a matrix, one behind the other, that a program reads.
+    """Consecutive pages of one key head of a matrix that a program reads.
 
     Attributes:
-        matrix: of queries.
-        head: key head.
-        start: place of the first page in the matrix' table.
-        count: pages.
-        slot: where the result goes. The first ones are those of whole key heads, by matrix and
-            head; then come two of each program, for the end of what an earlier one began and for
-            the beginning of what a later one ends.
+        matrix: Index of the query matrix.
+        head: Key head.
+        start: Index of the first page in the matrix's table.
+        count: Number of pages.
+        slot: Output slot. The first slots hold complete key heads, by matrix and head; then each
+            program has two, for the end of a head that an earlier program began and for the start
+            of one that a later program ends.
     """
 
     matrix: Any
@@ -184,11 +185,11 @@ class Span(NamedTuple):
 
 
 Place = tuple[Any, Any, Any, Any]
-"""Matrix, key head and page of a program's next unit, and how many units are left."""
+"""Matrix, key head and page of a program's next unit, and the number of units left."""
 
 
 def next_span(place: Place, program: Any, pages: Any, following: Any, K: int) -> tuple[Span, Place]:
-    """The span at a place of a program's walk, and the place after it."""
+    """Return a program's next span, and the state after it."""
     matrix, head, start, left = place
     width = pages[matrix]
     count = jnp.minimum(width - start, left)
@@ -209,14 +210,14 @@ def _attend(
     work: Work,
     interpret: bool,
 ) -> tuple[Float[Array, "slots rows H"], Float[Array, "slots rows"]]:
-    """Output and log-sum-exp of each span, at its slot; other slots are not written.
+    """Compute each span's output and log-sum-exp at its slot; other slots are not written.
 
-    Of a program's two warpgroups one fetches pages into a ring, the other one multiplies. The rows
-    of a matrix that are not there are computed too and left behind: the chip waits for memory.
+    One of a program's two warpgroups copies pages to a ring buffer, the other multiplies. Padding
+    rows of a matrix are computed and discarded: the kernel is bound by memory.
     """
     F, K, rows, H = q.shape
     page = keys.shape[2]
-    # The output's columns by parts, each of so many registers a thread.
+    # Split the output's columns into parts, to limit the registers per thread.
     width = H if H <= 128 else math.gcd(H, 64)
     num_stages = max(min(STAGES_BYTES // (2 * page * H * keys.dtype.itemsize), 8), 2)
     ring = plgpu.SMEM((num_stages, page, H), keys.dtype)
@@ -247,8 +248,8 @@ def _attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
-        # By its name in a dictionary, since not every version of JAX has it. The interpreter raises
-        # where two threads touch memory in no order.
+        # Looked up by name, since not every version of JAX has it. With race detection the
+        # interpreter raises if two threads access memory without ordering.
         interpret=vars(plgpu)["InterpretGPUParams"](detect_races=True) if interpret else None,
         kernel_name="attention_pages",
     )
@@ -257,10 +258,10 @@ def _attend(
 
 
 class Shared(NamedTuple):
-    """Shared memory of a program, and the barriers that tell what is in it.
+    """Shared memory of a program, and the barriers that guard it.
 
-    The two rings of keys and values have as many pages as are on their way at once. Each page of
-    a ring has a barrier for when it is there and one for when it was read.
+    The ring buffers of keys and values hold the pages in flight. Each of their pages has one
+    barrier for its arrival and one for its release.
     """
 
     queries: Any
@@ -280,7 +281,7 @@ def _kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
     program = jax.lax.axis_index("program")
 
     def walk(visit: Callable[[Span, jax.Array], None]) -> None:
-        """Visits the program's spans, each with the number of pages before it."""
+        """Visit the program's spans, each with the number of pages before it."""
 
         def step(_: jax.Array, carry: tuple[Place, jax.Array]) -> tuple[Place, jax.Array]:
             place, num_before = carry
@@ -310,7 +311,7 @@ def _fetch(
     span: Span,
     num_before: Any,
 ) -> None:
-    """Copies keys and values of a span to the rings, each page as soon as there is room."""
+    """Copy a span's keys and values to the ring buffers, each page when there is room."""
     num_stages = shared.rings[0].shape[0]
     row = jax.lax.div(span.matrix, jnp.int32(matrices_per_row))
 
@@ -332,7 +333,7 @@ def _fetch(
 def _multiply(
     arrays: tuple[Any, ...], shared: Shared, span: Span, num_before: Any, *, scale: float
 ) -> None:
-    """Goes over the pages of a span as they come, and copies the result to its slot."""
+    """Process a span's pages as they arrive, and copy the result to its slot."""
     q, all_limits, all_out, all_lse = arrays
     rows, H = q.shape[2:]
     keys, values = shared.rings
@@ -380,7 +381,7 @@ def _multiply(
 
 
 def _product(a: Any, b: Any) -> jax.Array:
-    """The product of two matrices in shared memory, in float32."""
+    """Multiply two matrices in shared memory, in float32."""
 
     def multiply(total: Any) -> jax.Array:
         plgpu.wgmma(total, a, b)
@@ -390,17 +391,17 @@ def _product(a: Any, b: Any) -> jax.Array:
 
 
 def _columns(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The value of each row for all columns."""
+    """Broadcast a value per row over all columns."""
     return jax.lax.broadcast_in_dim(x, like.shape, [0])
 
 
 def _merge(
     out: Float[Array, "slots rows H"], lse: Float[Array, "slots rows"], work: Work, K: int
 ) -> tuple[Float[Array, "FK rows H"], Float[Array, "FK rows"]]:
-    """The results of all key heads, the parts of those that several programs share put together.
+    """Collect the results of all key heads, merging those that several programs share.
 
-    A program is the first of one such key head at most: the one that its units end in. So the parts
-    are merged by programs, and a key head looks up its first one.
+    A program is the first of at most one shared key head: the one in which its units end. So parts
+    are merged per program, and a key head looks up its first program.
     """
     F = len(work.pages)
     pages = jnp.repeat(work.pages, K)

@@ -1,4 +1,4 @@
-"""Readers of keys in packed rows, for kernels that go over blocks of queries."""
+"""Last readers of keys in packed rows, for kernels that loop over blocks of queries."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from jaxtyping import Array, Int
 
 
 def last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
-    """First token after each from which on none reads it.
+    """Return, for each token, the first later token from which on no token reads it.
 
-    That is the end of its segment; of a prompt that segments share, the end of the last of these.
+    This is the end of the token's segment or, in a shared prompt, of the last segment that shares
+    it.
 
     Args:
-        reads: which tokens each reads; see `kernels.find_reads`.
+        reads: Tokens that each token reads; see `kernels.find_reads`.
     """
     starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
     T = starts.shape[1]
@@ -26,10 +27,10 @@ def last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
         return jax.lax.cummin(following, axis=1, reverse=True)
 
     ends = next_after(starts == places)
-    # Those that share a prompt stand one after another behind the first, and share as much of it.
+    # Segments that share a prompt follow it consecutively, and share equally much of it.
     following = jnp.minimum(ends, T - 1)
     of_next = (jnp.take_along_axis(x, following, axis=1) for x in (shared_starts, shared_ends))
     next_start, next_end = of_next
     is_shared = (ends < T) & (next_start == starts) & (places < next_end)
-    # Where nothing is shared, the end is 0 in padded and in moved rows too.
+    # Without a shared prompt the end is 0, also in padded and shifted rows.
     return jnp.where(is_shared, next_after((starts == places) & (shared_ends == 0)), ends)

@@ -1,4 +1,4 @@
-"""Attention on small random arrays, by which its kernels are checked before a run."""
+"""Trials of attention kernels: small random arrays for the startup self-test."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxrl.models.attention.kernels import find_reads
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.kernel_check import Trial
 
-ROW_TOKENS = 1000  # several blocks of any kernel, and not a whole number of them
+ROW_TOKENS = 1000  # several blocks of any kernel, the last one partial
 ROWS = (
-    # Lengths of a row's segments, each with how much of the prompt before it continues.
+    # For each segment of a row: its length, and the length of the prompt that it continues.
     ((300, 0), (200, 150), (3, 150), (260, 150), (129, 0)),
     ((ROW_TOKENS, 0),),
 )
@@ -31,15 +31,15 @@ def of_train(
     *,
     shares_prompts: bool,
 ) -> Trial:
-    """Attention of the update: two rows, forward and backward; outputs of padding are left open.
+    """Build the update's trial: two rows, forward and backward; outputs of padding are ignored.
 
     Args:
-        num_heads: of queries on one device.
-        num_kv_heads: of keys there.
-        head_dim: values of a head.
-        dtype: of the run.
-        device: that runs it.
-        shares_prompts: segments continue the prompt of an earlier one.
+        num_heads: Query heads on one device.
+        num_kv_heads: Key heads on one device.
+        head_dim: Head size.
+        dtype: Dtype of the run.
+        device: Device that runs the trial.
+        shares_prompts: True if segments continue the prompt of an earlier one.
     """
     rng = np.random.default_rng(0)
     shape = (len(ROWS), ROW_TOKENS)
@@ -86,22 +86,22 @@ def of_pages(
     page_tokens: int,
     num_queries: int,
 ) -> Trial:
-    """Attention of the sampler: rows that end at and around the edges of pages, and an empty one.
+    """Build the sampler's trial: rows that end at or next to page boundaries, and an empty one.
 
     Args:
-        num_heads: of queries on one device.
-        num_kv_heads: of keys there.
-        head_dim: values of a head.
-        dtype: of the run.
-        device: that runs it.
-        page_tokens: of a page.
-        num_queries: of a row: one in decoding, several where tokens are read.
+        num_heads: Query heads on one device.
+        num_kv_heads: Key heads on one device.
+        head_dim: Head size.
+        dtype: Dtype of the run.
+        device: Device that runs the trial.
+        page_tokens: Tokens of a page.
+        num_queries: Queries per row: one in decode, several in prefill.
     """
     rng = np.random.default_rng(0)
     ends = np.array([0, 1, page_tokens - 1, page_tokens, page_tokens + 1, 5 * page_tokens + 7,
                      9 * page_tokens, 3 * page_tokens])  # fmt: skip
     num_pages, most = 24, 10
-    tables = np.full((len(ends), most), num_pages, np.int32)  # beyond a row's pages, none
+    tables = np.full((len(ends), most), num_pages, np.int32)  # "no page" past a row's pages
     for row, end in enumerate(ends):
         count = -(-end // page_tokens)
         tables[row, :count] = rng.permutation(num_pages)[:count]  # some rows share pages
@@ -115,8 +115,9 @@ def of_pages(
         tables: jax.Array, limits: jax.Array,
     ) -> Sequence[jax.Array]:  # fmt: skip
         out, lse = attend_pages(q, keys, values, tables, limits)
-        # A mean of n values is about n^-1/2 long, and n weights add up to about n: without that a
-        # few queries, which read the least or the most, would hide what is wrong with the others.
+        # A mean of n random values has a length of about n^-1/2, and n weights add up to about n.
+        # Without the scaling, the few queries that read least or most would hide errors of the
+        # others.
         count = jnp.maximum(limits, 1)[:, :, None]
         return out * jnp.sqrt(count)[..., None], (jnp.exp(lse) / count)[..., None]
 
