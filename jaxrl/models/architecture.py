@@ -1,9 +1,9 @@
-"""Architectures: a model as everything outside this folder knows it.
+"""Interface of a model to everything outside this folder.
 
 An architecture is a frozen dataclass: its fields are the sizes of one model, its methods compute
 with that model's parameters. The parameters are a nested dict: `blocks` holds the layers, every
-array with a leading axis over them; each other entry, an embedding say, is a dict of arrays. All
-compute is pure, so that callers jit, split and differentiate it as they need.
+array with a leading layer axis; each other entry, such as an embedding, is a dict of arrays. All
+computation is pure, so callers can jit, split and differentiate it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from jaxrl.utils.callables import is_user_code
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerms:
-    """Sizes of a layer for the plan: values on one device.
+    """Per-layer memory for the planner, in values per token on one device.
 
     Attributes:
-        activations: of a token, while the layer is differentiated.
-        saved_activations: of a token, kept for the backward pass by each `model.remat` but `full`
-            and `offload`; without the layer's input and without scores.
-        read_activations: of a token, while prompts and observations are read.
-        reused: Part of experts' `activations` that an accelerator writes over others.
+        activations: Peak while the layer is differentiated.
+        saved_activations: Values saved for the backward pass under each `model.remat` except `full`
+            and `offload`, without the layer's input and without scores.
+        read_activations: Peak during prefill of prompts and observations.
+        reused: Part of the experts' `activations` that an accelerator overlaps with others.
     """
 
     activations: int
@@ -45,11 +45,11 @@ class MemoryTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """An HF tensor of matrices that holds several tensors.
+    """An HF tensor that fuses several tensors.
 
     Attributes:
-        shape: of the whole, three axes.
-        parts: by the names of `hf_names`, in which matrix each stands, and in which of its rows.
+        shape: Shape of the fused tensor, three axes.
+        parts: For each name in `hf_names`, the index of its matrix and the range of its rows.
     """
 
     shape: tuple[int, int, int]
@@ -58,13 +58,13 @@ class Fused:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCheck:
-    """Finding about a kernel before it was used.
+    """Result of a kernel's self-test.
 
     Attributes:
-        operation: that it computes.
-        kernel: its name in the configuration.
-        is_sound: it may be used.
-        finding: what was measured, or how it failed; one line.
+        operation: Operation that the kernel computes.
+        kernel: Kernel's name in the configuration.
+        is_sound: True if the kernel may be used.
+        finding: Measured error, or how the kernel failed; one line.
     """
 
     operation: str
@@ -74,31 +74,31 @@ class KernelCheck:
 
 
 class Architecture(ABC):
-    """One model's sizes, and how to compute with its parameters."""
+    """Sizes of one model, and the computation with its parameters."""
 
-    vocab_size: int  # V, ids that the tables hold
+    vocab_size: int  # V, ids in the embedding and output tables
     width: int  # D, of the hidden states
     num_layers: int  # L
     num_heads: int  # N, of queries
-    num_kv_heads: int  # K, of keys and values, as the cache holds them
+    num_kv_heads: int  # K, of keys and values, as in the KV cache
     head_dim: int  # H, of keys and values
     max_positions: int  # tokens of the longest sequence
     tie_embeddings: bool  # the output layer is the embedding
-    head_dtype: str = ""  # of the output layer's product; "": as all others
-    num_experts: int = 0  # of a layer that has some, which `mesh.expert` splits
-    tower: Tower | None = None  # reads attachments, images say; None in a model of text alone
+    head_dtype: str = ""  # of the output layer's product; "": the compute dtype
+    num_experts: int = 0  # per MoE layer; `mesh.expert` splits them
+    tower: Tower | None = None  # encoder of attachments such as images; None in a text model
 
     @property
     def program_key(self) -> Hashable:
-        """Equal only for architectures whose passes are the same programs on the same mesh.
+        """Return a key that is equal only for architectures with the same compiled programs.
 
-        None where nothing equals it: a class of the user's may have been edited and loaded again.
+        None equals nothing: a user's class may have been edited and reloaded.
         """
         return None if is_user_code(type(self)) else self
 
     @property
     def plain(self) -> Architecture:
-        """The model itself, without an architecture around it."""
+        """Return the model without a wrapper around it."""
         return self
 
     @property
@@ -107,45 +107,45 @@ class Architecture(ABC):
         return None
 
     def parts(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
-        """The parameters that are trained, and the others: the entries `frozen`."""
+        """Return the specs of the trained parameters and of the `frozen` entries."""
         return split_params(self, lambda path: path[0] not in frozen)
 
     @property
     def recorded(self) -> Mapping[str, TokenArray]:
-        """Return the per-token arrays that a pass records, and that a later pass can replay."""
+        """Return the per-token arrays that a pass records and a later pass can replay."""
         return {}
 
     def on_mesh(
         self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
     ) -> Architecture:
-        """Returns this model with the kernels for a mesh.
+        """Return this model with the kernels for a mesh.
 
         Args:
-            mesh: that computes.
-            experts: `config.model.experts`.
-            check_dtype: of the run, by which kernels are checked; None: nothing is run.
+            mesh: Mesh that runs the model.
+            experts: Value of `config.model.experts`.
+            check_dtype: Dtype with which kernels are self-tested; None runs no test.
 
         Raises:
-            ValueError: names the key where such kernels do not run on the devices, or fail there.
+            ValueError: The kernels do not run on the devices, or fail there. Names the config key.
         """
         return self
 
     def check_kernels(self, platform: str, *, experts: str, dtype: DTypeLike) -> None:
-        """Refuses what `on_mesh` would for a platform and a dtype, whose devices need not be there.
+        """Raise what `on_mesh` would for a platform and dtype, without needing the devices.
 
         Raises:
-            ValueError: names the key.
+            ValueError: The kernels do not run on the platform. Names the config key.
         """
-        return  # most models have attention alone
+        return  # most models have no kernels except attention
 
     def with_head(self, dtype: str) -> Architecture:
-        """Returns this model with an output layer that multiplies in a dtype of its own.
+        """Return this model with an output layer that multiplies in its own dtype.
 
-        Sampler and trainer alike read its table, and the hidden states, in that dtype. The model
-        has it as `head_dtype`, and `output` names the table's entry.
+        Sampler and trainer both read its table and the hidden states in that dtype. The model
+        stores it as `head_dtype`, and `output` names the table's entry.
 
         Raises:
-            ValueError: the architecture has no such product; names the key.
+            ValueError: The architecture does not support this. Names the config key.
         """
         raise ValueError(
             f"config.model.head_dtype is {dtype!r}, but the architecture {type(self).__name__} "
@@ -155,17 +155,17 @@ class Architecture(ABC):
 
     @property
     def output(self) -> str:
-        """The entry of the parameters with the output layer's table; "" without `with_head`."""
+        """Return the parameter entry of the output layer's table; "" without `with_head`."""
         return ""
 
     @property
     def shown_kernels(self) -> str:
-        """The kernels of `on_mesh` beside those of attention, for the log; "" without any."""
+        """Return the kernels of `on_mesh` other than attention, for the log, or ""."""
         return ""
 
     @property
     def kernel_checks(self) -> tuple[KernelCheck, ...]:
-        """Findings about the kernels of `on_mesh` before they were used."""
+        """Return the self-test results of the kernels of `on_mesh`."""
         return ()
 
     @property
@@ -175,72 +175,73 @@ class Architecture(ABC):
 
     @property
     def stacks(self) -> Stacks:
-        """Entries of `blocks` that only some layers have, over which their leading axis is."""
+        """Return the entries of `blocks` that only some layers have, with those layers."""
         return {}
 
     @classmethod
     @abstractmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Architecture:
-        """The model of a parsed `config.json`; `source` is named in errors.
+        """Build the model from a parsed `config.json`; `source` names the file in errors.
 
         Raises:
-            ValueError: the file asks for something that is not computed here.
+            ValueError: The file requires an unsupported feature.
         """
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
-        """The inverse of `from_dict`: a `config.json` for a model that came from none."""
+        """Return a `config.json` for a model that was not loaded from one."""
 
     @abstractmethod
     def abstract_params(self) -> Params:
-        """The parameters as `jax.ShapeDtypeStruct`s, without making any."""
+        """Return the parameters as `jax.ShapeDtypeStruct`s, without allocating them."""
 
     @abstractmethod
     def logical_axes(self) -> dict[str, Any]:
-        """Names of each parameter's axes, in the shape of the parameters; see `sharding.RULES`."""
+        """Return axis names as a tree like the parameters'; see `sharding.RULES`."""
 
     def decode_axes(self) -> dict[str, Any]:
-        """Names of the axes of `decode_weights`; may have weights that are on some devices only."""
+        """Return axis names of `decode_weights`; some weights may be on some devices only."""
         return self.logical_axes()
 
     @abstractmethod
     def hf_names(self) -> dict[str, str]:
-        """Path of each parameter, `/` between names, to its HF tensor.
+        """Return the HF tensor name of each parameter path, `/` between names.
 
-        A `{}` stands for the layer; a second one for the number on the parameter's next axis, as of
-        an expert. The order is that of an export. A `kernel` is [in, out] here and [out, in] there.
+        The first `{}` is the layer; a second one indexes the parameter's next axis, such as
+        experts. The order is that of an export. A `kernel` is [in, out] here and [out, in] in HF
+        files.
         """
 
     def hf_renamed(self) -> dict[str, str]:
-        """Other beginnings that names of tensors may have, and those that `hf_names` has."""
+        """Return alternative prefixes of tensor names, mapped to those in `hf_names`."""
         return {}
 
     def linear_layers(self) -> tuple[str, ...]:
-        """Layers of `blocks` that `decoder.linear` computes, as `blocks/attention/q`.
+        """Return the layers of `blocks` that use `decoder.linear`, such as `blocks/attention/q`.
 
-        These may have an adapter, and int8 weights; each has a `kernel` [L, in, out].
+        These support adapters and int8 weights; each has a `kernel` [L, in, out].
         """
         return ()
 
     def hf_copies(self) -> dict[str, str]:
-        """HF tensors that a folder may hold though they repeat another, which is the value."""
+        """Map redundant HF tensors that a folder may contain to the tensors they duplicate."""
         return {}
 
     def hf_fused(self) -> dict[str, Fused]:
-        """HF tensors that a folder may hold in place of several of `hf_names`."""
+        """Return HF tensors that a folder may contain in place of several of `hf_names`."""
         return {}
 
     @abstractmethod
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Weights as `hidden_states` and `unembed` read them for a gradient.
+        """Return the weights as `hidden_states` and `unembed` read them during training.
 
-        In an entry outside `blocks` there may be arrays that the parameters do not have; they lie
-        on the devices as its first one does.
+        Entries outside `blocks` may hold arrays that are not parameters; these are sharded like the
+        entry's first parameter.
         """
 
     @abstractmethod
     def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Weights as `sample_states` and `unembed` read them; `blocks` stacked still."""
+        """Return the weights as `sample_states` and `unembed` read them; `blocks` stay stacked."""
 
     @abstractmethod
     def hidden_states(
@@ -251,25 +252,25 @@ class Architecture(ABC):
         attend: Attend,
         through: LayerScan,
     ) -> Float[Array, "R T D"]:
-        """The full pass: final hidden states of packed rows.
+        """Compute the final hidden states of packed rows.
 
-        Of tokens with attachments `through.beside` has the arrays of `Tower.arrays`, whose
-        positions count, and what is attached: `patches` and `places`, see `Tower.embeddings`.
+        With attachments, `through.beside` has the arrays of `Tower.arrays`, whose positions replace
+        `positions`, and as attached `patches` and `places`, see `Tower.embeddings`.
 
         Args:
-            params: parameters, or their `train_weights`.
-            token_ids: ids of the rows, or of pieces of them (`config.mesh.context`): a token knows
-                of others by `attend` alone.
-            positions: position of each token in its own sequence.
-            attend: lets each of the R * T tokens, row by row, read what it may; of every layer.
-            through: goes through the layers and says what the backward pass computes again.
+            params: Parameters, or their `train_weights`.
+            token_ids: Rows, or pieces of rows (`config.mesh.context`): tokens interact only through
+                `attend`.
+            positions: Position of each token in its own sequence.
+            attend: Masked attention over the R * T tokens, row by row, for every layer.
+            through: Iterates over the layers and sets what the backward pass recomputes.
         """
 
     @abstractmethod
     def unembed(
         self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
     ) -> Float[Array, "... V"]:
-        """Float32 logits; ids from `num_tokens` on, which no tokenizer knows, get the lowest."""
+        """Compute float32 logits; ids from `num_tokens` on are padding and get the lowest value."""
 
     @abstractmethod
     def sample_states(
@@ -279,33 +280,34 @@ class Architecture(ABC):
         positions: Int[Array, " M"],
         through: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
-        """The sampler's pass: final hidden states of M tokens, of one row or of many.
+        """Compute the final hidden states of M tokens, of one row or of many, in the sampler.
 
-        With a tower, `through.beside` may have the arrays of `Tower.arrays`, whose positions count,
-        and as attached what `Tower.embeddings` gave, `[S, U, E]` of S shards.
+        With a tower, `through.beside` may have the arrays of `Tower.arrays`, whose positions
+        replace `positions`, and as attached the result of `Tower.embeddings`, `[S, U, E]` for S
+        shards.
 
         Args:
-            weights: of `decode_weights`.
-            token_ids: the tokens.
-            positions: of each in its own sequence.
-            through: goes through `blocks`, and hands each layer its `attend`, to be called once: it
-                lets each token read what is before it in its sequence.
+            weights: Result of `decode_weights`.
+            token_ids: Token ids.
+            positions: Position of each token in its own sequence.
+            through: Iterates over `blocks` and passes each layer an `attend`, to be called once,
+                which lets each token read its sequence up to itself.
         """
 
     @abstractmethod
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Terms of a layer without experts, heads and inner width split over `tensor` devices."""
+        """Return a layer's terms without experts; heads and inner width split over `tensor`."""
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Terms that experts of a layer add, split over `expert` devices and each over `tensor`."""
+        """Return the terms added by a layer's experts, split over `expert` and `tensor` devices."""
         raise NotImplementedError
 
     @property
     def num_idle(self) -> int:
-        """Parameters of experts that a token does not reach."""
+        """Return the number of expert parameters that a token does not use."""
         return 0
 
 
 def is_axes(node: Any) -> bool:
-    """True if a node of a tree of axes names those of one array; layers of a model are a tuple."""
+    """Return True if a node holds one array's axis names; a tuple of dicts holds layers instead."""
     return isinstance(node, tuple) and not any(isinstance(part, dict) for part in node)

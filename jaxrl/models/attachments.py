@@ -1,4 +1,4 @@
-"""Attachments of a text, as images: a model's tower reads them into the place of tokens."""
+"""Attachments of a text, such as images, and the interface of the tower that encodes them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from jaxrl.models.architecture import MemoryTerms
 
 POSITIONS, UNITS = "positions", "units"
-"""Arrays by token of a model with a tower: the position on each axis, and the index of the token's
+"""Per-token arrays of a model with a tower: the position on each axis, and the index of the token's
 unit among those of all attachments on its shard, -1 for text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arranged:
-    """Attachments one behind the other, as the devices read them.
+    """Attachments concatenated in the layout that the devices read.
 
     Attributes:
-        patches: in the order in which they are read, P of them.
-        places: of each patch where it is, as `Tower.embeddings` reads it; 0 is padding.
-        units: of each attachment, the indices of its tokens' units among all that are arranged.
+        patches: Patches in reading order, P of them.
+        places: Location of each patch, as `Tower.embeddings` reads it; 0 is padding.
+        units: For each attachment, the indices of its tokens' units among all units.
     """
 
     patches: np.ndarray  # float32 [P, patch_values]
@@ -38,15 +38,15 @@ class Arranged:
 
 
 class Tower(ABC):
-    """Reader of attachments in a model: a token stands for each unit of patches of one.
+    """Encoder of attachments; each unit of patches takes the place of one token.
 
     Attributes:
-        token_id: the token.
-        width: of the patches' hidden states.
-        num_layers: that read them.
-        num_axes: numbers of a token's position.
-        place_values: numbers that say where a patch is.
-        entry: of the model's parameters, under which the tower's are.
+        token_id: Placeholder token.
+        width: Width of the patches' hidden states.
+        num_layers: Number of the tower's layers.
+        num_axes: Number of axes of a token's position.
+        place_values: Number of values that locate a patch.
+        entry: Entry of the model's parameters that holds the tower's.
     """
 
     token_id: int
@@ -58,7 +58,7 @@ class Tower(ABC):
 
     @property
     def arrays(self) -> Mapping[str, TokenArray]:
-        """Arrays by token that passes are given where there are attachments."""
+        """Return the per-token arrays that passes take if there are attachments."""
         int32 = np.dtype(np.int32)
         return {
             POSITIONS: TokenArray(shape=(self.num_axes,), dtype=int32, fill=0),
@@ -67,63 +67,63 @@ class Tower(ABC):
 
     @property
     def num_added(self) -> int:
-        """The decoder's first layers to whose states something is added at attachments."""
+        """Return the number of first decoder layers after which the tower adds to hidden states."""
         return 0
 
     @abstractmethod
     def memory_terms(self) -> MemoryTerms:
-        """Terms of a patch in a layer, in place of a token."""
+        """Return a layer's memory terms per patch instead of per token."""
 
     @abstractmethod
     def num_scores(self, num_patches: int) -> int:
-        """Values of attention scores that are in memory at a time, of so many patches."""
+        """Return the number of attention scores in memory at a time, for `num_patches` patches."""
 
     @property
     @abstractmethod
     def unit(self) -> int:
-        """Patches that become one token."""
+        """Return the number of patches that become one token."""
 
     @property
     @abstractmethod
     def patch_values(self) -> int:
-        """Numbers of one patch."""
+        """Return the number of values of one patch."""
 
     @abstractmethod
     def num_tokens(self, attachment: Any) -> int:
-        """Tokens in whose place an attachment stands.
+        """Return the number of tokens of an attachment.
 
         Raises:
-            ValueError: it is not one that this model reads.
+            ValueError: The model does not support the attachment.
         """
 
     @abstractmethod
     def runs(self, token_ids: np.ndarray, attachments: Sequence[Any]) -> list[np.ndarray]:
-        """The places of each attachment's tokens; raises as `positions`."""
+        """Return the indices of each attachment's tokens; raises like `positions`."""
 
     @abstractmethod
     def positions(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> np.ndarray:
-        """Positions of tokens, int32 [L, num_axes]; text behind an attachment goes on by axis.
+        """Compute token positions, int32 [L, num_axes].
 
         Args:
-            token_ids: of a sequence, or of what is appended to one.
-            attachments: whose tokens are in it.
-            start: the position of the first token.
+            token_ids: Tokens of a sequence, or of a piece appended to one.
+            attachments: Attachments that the tokens contain.
+            start: Position of the first token.
 
         Raises:
-            ValueError: tokens and attachments disagree.
+            ValueError: Tokens and attachments disagree.
         """
 
     def token_arrays(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """The entries of `arrays`, `[L, ...]`, but for units; arguments as of `positions`."""
+        """Compute the entries of `arrays`, `[L, ...]`, except units; see `positions`."""
         return {POSITIONS: self.positions(token_ids, attachments, start=start)}
 
     @abstractmethod
     def arrange(self, attachments: Sequence[Any]) -> Arranged:
-        """Attachments as the devices read them."""
+        """Concatenate attachments in the layout that the devices read."""
 
     @abstractmethod
     def embeddings(
@@ -133,14 +133,14 @@ class Tower(ABC):
         places: Int[Array, "S P W"],
         through: LayerScan,
     ) -> Float[Array, "S U E"]:
-        """Embeds units of attachments: `1 + num_added` times D numbers each.
+        """Embed units of attachments as `1 + num_added` vectors of D values each.
 
-        The first D stand in the place of the token. Each D behind them are added to its hidden
-        state after a layer of the decoder, from the first on (DeepStack).
+        The first vector replaces the token's embedding. The others are added to its hidden state
+        after the decoder's first layers, one each (DeepStack).
 
         Args:
-            params: what is under `entry` of the model's, in the compute dtype.
-            patches: of S rows that do not read each other; P is a multiple of `unit`.
-            places: of each patch, see `Arranged`.
-            through: goes through the layers.
+            params: Entry `entry` of the model's parameters, in the compute dtype.
+            patches: Patches of S independent rows; P is a multiple of `unit`.
+            places: Location of each patch, see `Arranged`.
+            through: Iterates over the layers.
         """

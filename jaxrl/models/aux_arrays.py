@@ -1,9 +1,9 @@
-"""Arrays by token beside ids, positions and states, and sums over tokens.
+"""Per-token arrays other than ids, positions and states, and sums over tokens.
 
-An architecture declares arrays by token. A pass leaves those of `Architecture.recorded`: the
-sampler keeps them, rollouts carry them with the trajectory, packing lays them beside the ids, and
-passes of training find them again. Those of `Tower.arrays` follow from a text and its attachments.
-None of these rooms reads what is recorded; engine and packing fill what a tower asks for.
+An architecture declares per-token arrays. A pass outputs those in `Architecture.recorded`: the
+sampler stores them, rollouts carry them with the trajectory, packing aligns them with the ids, and
+training passes read them. Those in `Tower.arrays` follow from a text and its attachments. Sampler,
+rollouts and packing do not interpret recorded arrays; engine and packing compute a tower's arrays.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class TokenArray:
-    """An array by token, as an architecture declares it.
+    """Declaration of a per-token array.
 
     Attributes:
-        shape: of one token's value.
-        dtype: of the value.
-        fill: of padding, and of tokens that no pass has read.
+        shape: Shape of one token's value.
+        dtype: Dtype of the value.
+        fill: Value for padding, and for tokens that no pass has processed.
     """
 
     shape: tuple[int, ...]
@@ -32,44 +32,44 @@ class TokenArray:
     fill: int
 
     def filled(self, *sizes: int) -> np.ndarray:
-        """An array `[*sizes, *shape]` of `fill`."""
+        """Return an array `[*sizes, *shape]` of `fill`."""
         return np.full((*sizes, *self.shape), self.fill, self.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one token's value."""
+        """Return the bytes of one token's value."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @runtime_checkable
 class Statistics(Protocol):
-    """Metrics and a loss of a tree of sums over tokens, which passes of a model leave."""
+    """Metrics and loss computed from a tree of sums over tokens that a pass outputs."""
 
     def metrics(self, sums: Any) -> dict[str, jax.Array]:
-        """Scalars by name of metric, of the sums over a mini-batch."""
+        """Compute scalar metrics from the sums over a mini-batch."""
         ...
 
     def balance_weights(self, sums: Any, coef: jax.Array) -> Any:
-        """The constant part of `balance_loss`, of the sums over the whole mini-batch."""
+        """Compute the constant part of `balance_loss` from the sums over the mini-batch."""
         ...
 
     def balance_loss(self, weights: Any, sums: Any) -> jax.Array:
-        """A micro-batch's part of a loss that has experts used alike; a scalar."""
+        """Compute a micro-batch's share of the load-balancing loss over experts; a scalar."""
         ...
 
 
 @dataclass(kw_only=True)
 class AuxArrays:
-    """Inputs of a pass over M tokens beside ids and positions, and outputs beside states.
+    """Auxiliary inputs and outputs of a forward pass over M tokens.
 
     Attributes:
-        given: arrays `[M, ...]` by name: of `Architecture.recorded`, and of `Tower.arrays`.
-        attached: the attachments among the tokens: `patches` and `places` in the full pass, what
-            `Tower.embeddings` gave in the sampler's; None without any.
-        counted: float32 `[M]`, how often each token counts in `statistics`; None: none are wanted.
-        records: `recorded` is wanted.
-        recorded: after the pass, arrays `[M, ...]` by name.
-        statistics: after the pass, a tree of sums over tokens; None of a model that has none, see
+        given: Input arrays `[M, ...]` by name: those of `Architecture.recorded` and `Tower.arrays`.
+        attached: Attachments among the tokens, or None: `patches` and `places` in the full pass,
+            the result of `Tower.embeddings` in the sampler's.
+        counted: Weight of each token in `statistics`, float32 `[M]`; None requests no statistics.
+        records: True to request `recorded`.
+        recorded: Output arrays `[M, ...]` by name.
+        statistics: Output tree of sums over tokens; None if the model has none, see
             `Architecture.statistics`.
     """
 

@@ -1,6 +1,6 @@
-"""The decoder that families share: parameter tree, attention, norms, rotary angles, both passes.
+"""Decoder shared by all families: parameter tree, attention, norms, rotary angles, both passes.
 
-The parameter tree, with the leading layer axis L of stacked blocks:
+The parameter tree, with a leading layer axis L of stacked blocks:
 
     embed/embedding                                 [V, D]
     blocks/input_norm/scale                         [L, D]
@@ -11,12 +11,11 @@ The parameter tree, with the leading layer axis L of stacked blocks:
     norm/scale                                      [D]
     lm_head/kernel                                  [D, V]            (untied only)
 
-A family adds to `blocks` what stands after the second norm. It is declared once in NNX and computed
-on plain nested dicts.
+A family adds its feed-forward part to `blocks`. Weights are declared once in NNX; all computation
+is on plain nested dicts.
 
-Two ways through the same block: `hidden_states` over packed rows (training, scanned over the
-stacked layers) and `sample_states` over tokens of many rows (the sampler, which has their keys and
-values). The first reads `train_weights`, the second `decode_weights`.
+The same block serves two passes: `hidden_states` over packed rows (training) reads `train_weights`;
+`sample_states` over tokens of many rows (the sampler, with its KV cache) reads `decode_weights`.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from jaxrl.types import Params
 
 
 def whole_number(fields: Mapping[str, Any], name: str, source: str = "config.json") -> int:
-    """Return a field that holds a whole number above 0.
+    """Return a field that holds an integer above 0.
 
     Raises:
-        ValueError: The field holds something else, or is missing.
+        ValueError: The field is missing or holds something else.
     """
     value = fields.get(name)
     if type(value) is not int or not 1 <= value < 2**31:
@@ -56,7 +55,7 @@ def whole_number(fields: Mapping[str, Any], name: str, source: str = "config.jso
 
 
 def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that are not null, also inside of others."""
+    """Return the fields without nulls, recursively."""
     return {
         name: without_nulls(value) if isinstance(value, dict) else value
         for name, value in fields.items()
@@ -65,19 +64,19 @@ def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def canonical_activation(name: Any) -> Any:
-    """Return the one name of an activation that `config.json` may spell in two ways."""
+    """Return the canonical name of an activation."""
     return "silu" if name == "swish" else name
 
 
 def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The RoPE settings, by the names of transformers 5 or of earlier versions."""
+    """Return the RoPE settings, under the names of transformers 5 or of earlier versions."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     rope_type = str(rope.get("rope_type", rope.get("type", "default")))
     return {"rope_theta": fields.get("rope_theta"), **rope, "rope_type": rope_type}
 
 
 def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
-    """Refuse by name what no parity test covers."""
+    """Raise for features that no parity test covers."""
     rope = _rope_fields(fields)
     activation = canonical_activation(fields.get("hidden_act", "silu"))
     refused = {
@@ -94,21 +93,21 @@ def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
 
 
 def refuse(features: dict[str, bool], source: str) -> None:
-    """Refuse the first of these features that is present."""
+    """Raise for the first feature that is present."""
     for feature, is_present in features.items():
         if is_present:
             raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
 
 
 def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dict[str, Any]:
-    """Return the fields of `Decoder` that every family spells alike in `config.json`.
+    """Return the fields of `Decoder` that all families name alike in `config.json`.
 
     Args:
         fields: Fields of the file, `completed` and without nulls.
         source: Name of the file, for errors.
 
     Raises:
-        ValueError: A size is missing, or sizes or settings of the RoPE do not go together.
+        ValueError: A size is missing, or sizes or RoPE settings are inconsistent.
     """
     vocab_size, num_layers, max_positions, width, num_heads = (
         whole_number(fields, name, source)
@@ -135,7 +134,7 @@ def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dic
         )
     scaling = None
     if kind is not None:
-        name = "original_max_position_embeddings"  # outside the settings it has precedence
+        name = "original_max_position_embeddings"  # at the top level it takes precedence
         outside = {name: fields[name]} if name in fields else {}
         scaling = kind.read(rope | outside, max_positions=max_positions, source=source)
     return {
@@ -154,7 +153,7 @@ def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dic
 
 
 class Attention(nnx.Module):
-    """Declares grouped-query attention weights."""
+    """Grouped-query attention weights."""
 
     def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -168,7 +167,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Declares one decoder layer."""
+    """Weights of one decoder layer."""
 
     def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
         self.input_norm = nnx.RMSNorm(config.width, rngs=rngs)
@@ -179,7 +178,7 @@ class Block(nnx.Module):
 
 
 class ParamSpec(nnx.Module):
-    """Declares the decoder's weights; `Decoder` computes with them."""
+    """Declaration of the decoder's weights; `Decoder` computes with them."""
 
     def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=config.num_layers)
@@ -195,12 +194,12 @@ class ParamSpec(nnx.Module):
 
 
 def init_params(config: Decoder, seed: int) -> Params:
-    """Random float32 parameters, for tests and benchmarks."""
+    """Initialize random float32 parameters, for tests and benchmarks."""
     return _own_stacks(config, ParamSpec(config, rngs=nnx.Rngs(seed)))
 
 
 def _own_stacks(config: Decoder, declared: ParamSpec) -> Params:
-    """The parameters that were declared for all layers, of each entry those of its own layers."""
+    """Return the declared parameters; entries of only some layers keep only these layers."""
     params = nnx.to_pure_dict(nnx.state(declared, nnx.Param))
     for name, layers in config.stacks.items():
         own = jax.tree.map(lambda leaf, count=len(layers): leaf[:count], params["blocks"][name])
@@ -210,12 +209,12 @@ def _own_stacks(config: Decoder, declared: ParamSpec) -> Params:
 
 @cache
 def _traced_params(config: Decoder) -> Params:
-    # Asked for dozens of times a run, and a quarter of a second to trace.
+    # Cached: called dozens of times per run, and tracing takes a quarter of a second.
     return jax.eval_shape(lambda: _own_stacks(config, ParamSpec(config, rngs=nnx.Rngs(0))))
 
 
 def cast(params: Params, dtype: DTypeLike) -> Params:
-    """The parameters in the dtype that matrix products use."""
+    """Cast the parameters to the dtype of matrix products."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
@@ -223,14 +222,14 @@ def cast(params: Params, dtype: DTypeLike) -> Params:
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
 ) -> Float[Array, "... D"]:
-    """Root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32, result in x's dtype."""
+    """Apply RMSNorm (https://arxiv.org/abs/1910.07467) in float32; the result has x's dtype."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 def layer_norm(x: Float[Array, "*M D"], weights: Params, epsilon: float) -> Float[Array, "*M D"]:
-    """Layer norm (https://arxiv.org/abs/1607.06450) in float32, result in x's dtype."""
+    """Apply LayerNorm (https://arxiv.org/abs/1607.06450) in float32; the result has x's dtype."""
     x32 = x.astype(jnp.float32)
     centred = x32 - x32.mean(axis=-1, keepdims=True)
     normed = centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon)
@@ -241,12 +240,12 @@ def layer_norm(x: Float[Array, "*M D"], weights: Params, epsilon: float) -> Floa
 Angles = tuple[jax.Array, jax.Array]
 """Cosines `[M, 1, 1, H / 2]` and sines `[M, 1, 2, H / 2]` of rotary angles, float32.
 
-The sines that turn the first half are negative.
+The sines for the first half are negative.
 """
 
 
 def rope_angles(positions: Int[Array, "*M"], config: Decoder) -> Angles:
-    """The rotary angles of positions `[M]`, or `[M, H / 2]` of each pair, made for all layers."""
+    """Compute the rotary angles of positions `[M]`, or `[M, H / 2]` per pair, for all layers."""
     half, scaling = config.head_dim // 2, config.rope_scaling
     if scaling is None:
         frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -261,20 +260,20 @@ def rope_angles(positions: Int[Array, "*M"], config: Decoder) -> Angles:
 
 @jax.named_scope("rope")
 def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
-    """Rotary embedding (https://arxiv.org/abs/2104.09864), pairs (i, i + H/2) as HF has them."""
+    """Apply rotary embeddings (https://arxiv.org/abs/2104.09864) to HF's pairs (i, i + H/2)."""
     cos, sin = angles
     halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
-    # The halves are swapped by reversing an axis, which a CPU does faster than joining slices.
+    # Swap the halves by reversing an axis, which is faster on a CPU than concatenating slices.
     rotated = halves * cos + halves[..., ::-1, :] * sin
     return rotated.reshape(x.shape).astype(x.dtype)
 
 
 @jax.named_scope("linear")
 def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
-    """The product with `kernel` [I, O], and `bias` [O] where the layer has one.
+    """Multiply by `kernel` [I, O] and add `bias` [O] if present.
 
-    An int8 kernel has `kernel_scale` [O]; whole numbers up to 127 are exact in any float dtype. A
-    layer with an adapter has `kernel_a` [I, r] and `kernel_b` [r, O], whose product is added.
+    An int8 kernel has `kernel_scale` [O]; integers up to 127 are exact in any float dtype. A layer
+    with an adapter has `kernel_a` [I, r] and `kernel_b` [r, O], whose product is added.
     """
     out = x @ layer["kernel"].astype(x.dtype)
     if "kernel_scale" in layer:
@@ -283,13 +282,13 @@ def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
         out = out + (x @ layer["kernel_a"]) @ layer["kernel_b"]
     if "bias" not in layer:
         return out
-    # Cast after it is repeated, so that its gradient is summed over tokens in its own dtype.
+    # Cast after broadcasting, so that the gradient is summed over tokens in the bias's dtype.
     return out + jnp.broadcast_to(layer["bias"], out.shape).astype(out.dtype)
 
 
 @jax.custom_vjp
 def look_up(table: jax.Array, master: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows of a table; the gradient goes to `master` alone and is summed in its dtype."""
+    """Look up rows of a table; the gradient goes only to `master` and is summed in its dtype."""
     return table[ids]
 
 
@@ -318,17 +317,17 @@ def project(
     master: jax.Array,
     precision: jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """Float32 products of hidden states with a table; the gradient goes to `master`, not to it.
+    """Multiply hidden states by a table, in float32; the gradient goes to `master`, not `table`.
 
-    Backwards too, products take both operands in the dtype of these and give float32. So what many
-    chunks of tokens add to the gradient is summed in float32.
+    In both passes, products take operands in the dtype of `hidden` and accumulate in float32. So
+    the gradient is summed over chunks of tokens in float32.
 
     Args:
-        axes: of the table: "vd" or "dv".
-        hidden: `[..., D]`.
-        table: in the dtype of `hidden`.
-        master: the same in float32.
-        precision: of all three products; None: the platform's default.
+        axes: Axes of the table: "vd" or "dv".
+        hidden: Hidden states `[..., D]`.
+        table: Table in the dtype of `hidden`.
+        master: The same table in float32.
+        precision: Precision of all three products; None is the platform's default.
     """
     product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
     return product(f"...d,{axes}->...v", hidden, table)
@@ -354,7 +353,7 @@ def _project_backward(
     gradient = gradient.astype(table.dtype)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
     of_hidden = product(f"...v,{axes}->...d", gradient, table).astype(hidden.dtype)
-    # In the table's own order of axes: a CPU's compiler cannot turn this product's result.
+    # Keep the table's axis order: the CPU compiler cannot transpose this product's result.
     order = "...v,...d->vd" if axes == "vd" else "...d,...v->dv"
     operands = (gradient, hidden) if axes == "vd" else (hidden, gradient)
     return of_hidden, None, product(order, *operands)
@@ -378,7 +377,7 @@ FIRST_HF_NAMES = {
     "blocks/attention/k_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
     "blocks/post_attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
 }
-"""Parameter to HF tensor, `{}` the layer, up to what a family computes after the second norm."""
+"""HF tensor of each parameter, with `{}` for the layer, up to the second norm."""
 
 LAST_HF_NAMES = {"norm/scale": "model.norm.weight", "lm_head/kernel": "lm_head.weight"}
 
@@ -386,37 +385,37 @@ OUTPUT_AXES = {"lm_head": {"kernel": ("width", "vocab")}}
 
 
 def linear_axes(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, Any]:
-    """Names of the axes of a stacked linear layer."""
+    """Return the axis names of a stacked linear layer."""
     kernel = {"kernel": ("layer", inputs, outputs)}
     return {**kernel, "bias": ("layer", outputs)} if has_bias else kernel
 
 
 Carry = tuple[tuple[jax.Array, Any], jax.Array | None]
-"""Between layers: states and what a family carries beside them; the next one's number, where one is
-needed."""
+"""Value passed between layers: the states with a family's extra state, and the next layer's number
+if it is needed."""
 
 
 def first_number(added: jax.Array | None) -> jax.Array | None:
-    """The number that `add_after` counts on, of the first layer."""
+    """Return the first layer's number, from which `add_after` counts, or None."""
     return None if added is None else jnp.zeros((), jnp.int32)
 
 
 def add_after(
     x: Float[Array, "M D"], number: jax.Array | None, added: Float[Array, "n M D"] | None
 ) -> tuple[Float[Array, "M D"], jax.Array | None]:
-    """The states after a layer, one of the first n, with what is added to them (DeepStack).
+    """Add `added[number]` to the states after each of the first n layers (DeepStack).
 
     Source: https://arxiv.org/abs/2406.04334.
     """
     if added is None or number is None:
         return x, None
-    own = jax.lax.dynamic_index_in_dim(added, number, keepdims=False)  # behind the last: the last
+    own = jax.lax.dynamic_index_in_dim(added, number, keepdims=False)  # clamps to the last
     return x + jnp.where(number < len(added), own, 0), number + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(Architecture):
-    """A decoder of attention and what a family puts after it."""
+    """A decoder with attention and a family-specific feed-forward part."""
 
     vocab_size: int
     width: int
@@ -432,23 +431,23 @@ class Decoder(Architecture):
     qk_norm: bool
     max_positions: int
     rope_scaling: RopeScaling | None = None
-    head_dtype: str = ""  # of the output layer's product; "": as all others
+    head_dtype: str = ""  # of the output layer's product; "": the compute dtype
 
     @abstractmethod
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """Declares a layer's parts beside norms and attention, by the names of the parameters."""
+        """Declare a layer's modules other than norms and attention, by parameter name."""
 
     @abstractmethod
     def feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
-        """Computes what a layer's second half adds to M tokens, from their normed states."""
+        """Compute the second residual of a layer from the normed states of M tokens."""
 
     @abstractmethod
     def feed_forward_axes(self) -> dict[str, Any]:
-        """`logical_axes` of what `declare_feed_forward` gives."""
+        """Return the `logical_axes` of `declare_feed_forward`'s parameters."""
 
     @abstractmethod
     def feed_forward_names(self) -> dict[str, str]:
-        """`hf_names` of what `declare_feed_forward` gives."""
+        """Return the `hf_names` of `declare_feed_forward`'s parameters."""
 
     @property
     def output(self) -> str:
@@ -460,7 +459,7 @@ class Decoder(Architecture):
         return replace(self, head_dtype=dtype)
 
     def common_hf_fields(self) -> dict[str, Any]:
-        """The inverse of `common_fields`, and what all that is computed here has in common."""
+        """Return the inverse of `common_fields`, and the fields that all families share."""
         rope = {"rope_type": "default"}
         if self.rope_scaling is not None:
             rope = {"rope_type": self.rope_scaling.rope_type, **self.rope_scaling.hf_fields()}
@@ -476,7 +475,7 @@ class Decoder(Architecture):
             "rms_norm_eps": self.rms_norm_eps,
             "rope_parameters": {**rope, "rope_theta": self.rope_theta},
             "rope_theta": self.rope_theta,
-            # By its name before transformers 5, which other programs read still.
+            # The name before transformers 5, which other programs still read.
             **({"rope_scaling": rope} if self.rope_scaling is not None else {}),
             "tie_word_embeddings": self.tie_embeddings,
             "use_sliding_window": False,
@@ -484,11 +483,11 @@ class Decoder(Architecture):
         }
 
     def abstract_params(self) -> Params:
-        """Traced once."""
-        return jax.tree.map(lambda leaf: leaf, _traced_params(self))  # a tree that is the caller's
+        """Return the cached abstract parameters."""
+        return jax.tree.map(lambda leaf: leaf, _traced_params(self))  # a copy for the caller
 
     def logical_axes(self) -> dict[str, Any]:
-        """Heads and inner widths over `tensor`, widths over `fsdp` and `context`."""
+        """Split heads and inner widths over `tensor`, widths over `fsdp` and `context`."""
         scale = {"scale": ("layer", None)}
         attention = {
             "q": linear_axes("width", "heads", self.qkv_bias),
@@ -510,17 +509,17 @@ class Decoder(Architecture):
         return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
 
     def begin_layers(self, beside: AuxArrays, num_tokens: int) -> Any:
-        """A tree that goes through the layers beside the states of M tokens; None without one."""
+        """Return an extra state that passes through the layers with the M tokens, or None."""
         return None
 
     def feed_forward_beside(
         self, layer: Params, x: Float[Array, "M D"], carried: Any, beside: AuxArrays
     ) -> tuple[Float[Array, "M D"], Any]:
-        """`feed_forward`, and the tree of `begin_layers` after this layer."""
+        """Return `feed_forward`'s result and the extra state after this layer."""
         return self.feed_forward(layer, x), carried
 
     def end_layers(self, beside: AuxArrays, carried: Any) -> None:
-        """Puts what was carried through the layers into `beside`."""
+        """Store the final extra state in `beside`."""
 
     def _block(
         self,
@@ -530,9 +529,9 @@ class Decoder(Architecture):
         attend: Attend,
         beside: AuxArrays,
     ) -> tuple[Float[Array, "M D"], Any]:
-        """One layer over M tokens, rows already merged.
+        """Compute one layer over M tokens of merged rows.
 
-        The products are two-dimensional on purpose: on a CPU a 3-D by 2-D product is several times
+        The products are two-dimensional on purpose: on a CPU, 3-D by 2-D products are several times
         slower.
         """
         x, carried = carry
@@ -553,12 +552,12 @@ class Decoder(Architecture):
         return x + added, carried
 
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast, but for two kinds.
+        """Cast the weights, except where gradients are summed over tokens in float32.
 
-        Sums over tokens are float32. Biases stay float32, and are cast where they are added.
-        AuxArrays embedding and output layer stands `master`, the float32 table of the same shape,
-        to which their gradient goes; its values are read by a product in `head_dtype` alone. Other
-        kernels get their gradient from one product, which sums in float32 and rounds once.
+        Biases stay float32 and are cast where they are added. Embedding and output layer also get
+        `master`, the float32 table of the same shape, which receives their gradient; only a product
+        in `head_dtype` reads its values. Other kernels get their gradient from one product, which
+        accumulates in float32 and rounds once.
         """
         weights = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params
@@ -569,19 +568,19 @@ class Decoder(Architecture):
                     continue
                 [table] = params[name].values()
                 if name == self.output and self.head_dtype:
-                    table = table.astype(self.head_dtype)  # which a frozen one need not have
+                    table = table.astype(self.head_dtype)  # a frozen table may have another dtype
                 weights[name] = {**weights[name], "master": table}
         return weights
 
     def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast; a tied model gets an `lm_head` too on a CPU, and one in `head_dtype` anywhere."""
+        """Cast the weights; a tied model also gets an `lm_head` on a CPU or with `head_dtype`."""
         weights = cast(params, dtype)
         [table] = cast(params[self.output], self.head_dtype or dtype).values()
         if not self.tie_embeddings:
             weights["lm_head"] = {"kernel": table}
         elif self.head_dtype or jax.default_backend() == "cpu":
-            # A product with a transposed matrix takes a CPU up to twice as long. Elsewhere it costs
-            # nothing, and a copy in the same dtype would cost memory.
+            # A product with a transposed matrix takes up to twice as long on a CPU. Elsewhere it
+            # costs nothing, and a copy in the same dtype would cost memory.
             weights["lm_head"] = {"kernel": table.T}
         return weights
 
@@ -593,7 +592,7 @@ class Decoder(Architecture):
         attend: Attend,
         through: LayerScan,
     ) -> Float[Array, "R T D"]:
-        """Final normed hidden states of packed rows."""
+        """Compute the final normed hidden states of packed rows."""
         x = self._embed(params["embed"], token_ids.reshape(-1))
         hidden = self._full_pass(params, x, positions.reshape(-1), attend, through)
         return hidden.reshape(*token_ids.shape, -1)
@@ -613,7 +612,7 @@ class Decoder(Architecture):
         through: LayerScan,
         added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
-        """Final normed hidden states, from the embeddings and what first layers are added."""
+        """Compute the final normed hidden states from embeddings and DeepStack's `added` states."""
         angles, beside = rope_angles(positions, self), through.beside
 
         def layer(carry: Carry, weights: Params) -> Carry:
@@ -631,10 +630,10 @@ class Decoder(Architecture):
     def unembed(
         self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
     ) -> Float[Array, "... V"]:
-        """Float32 logits; ids from `num_tokens` on get the lowest value.
+        """Compute float32 logits; ids from `num_tokens` on get the lowest value.
 
-        Checkpoints pad their vocabulary. Masking those ids here, in sampler and trainer alike,
-        keeps both on one distribution.
+        Checkpoints pad their vocabulary. Masking the padding here gives sampler and trainer the
+        same distribution.
         """
         is_tied = "lm_head" not in params
         table = params["embed" if is_tied else "lm_head"]
@@ -658,7 +657,7 @@ class Decoder(Architecture):
         positions: Int[Array, " M"],
         through: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
-        """Final normed hidden states."""
+        """Compute the final normed hidden states."""
         x = self._embed(weights["embed"], token_ids)
         return self._sampler_pass(weights, x, positions, through)
 
@@ -684,17 +683,17 @@ class Decoder(Architecture):
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:
-        """Axes of `decode_weights`, with an `lm_head` that it may have."""
+        """Return the axes of `decode_weights`, with an optional `lm_head`."""
         return {**super().decode_axes(), **OUTPUT_AXES}
 
     def hf_names(self) -> dict[str, str]:
-        """Names in the order of the layers' computation."""
+        """Return the names in the order of computation."""
         params = flatten_dict(self.abstract_params(), sep="/")
         names = {**FIRST_HF_NAMES, **self.feed_forward_names(), **LAST_HF_NAMES}
         return {name: tensor for name, tensor in names.items() if name in params}
 
     def linear_layers(self) -> tuple[str, ...]:
-        """All with a kernel [L, in, out]."""
+        """Return all layers with a kernel [L, in, out]."""
         params = flatten_dict(self.abstract_params()["blocks"], sep="/")
         matrices = {name for name, leaf in params.items() if leaf.ndim == 3}
         names = (name.removeprefix("blocks/") for name in self.hf_names())
@@ -702,5 +701,5 @@ class Decoder(Architecture):
         return tuple(f"blocks/{name.removesuffix('/kernel')}" for name in kernels)
 
     def hf_copies(self) -> dict[str, str]:
-        """A tied output layer, which older exports hold."""
+        """Return a tied model's output layer, which older exports contain."""
         return {"lm_head.weight": self.hf_names()["embed/embedding"]} if self.tie_embeddings else {}

@@ -13,7 +13,7 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "depth", "num_heads", "out_hidden_size"),
 )
-"""Sizes of models and their towers."""
+"""Size fields of models and towers; they get no default."""
 
 
 def completed(
@@ -24,17 +24,17 @@ def completed(
     *,
     source: str,
 ) -> dict[str, Any]:
-    """Return the fields, with defaults of transformers' class for those that are missing or null.
+    """Return the fields, with the defaults of transformers' class for missing and null ones.
 
-    A size that every model sets (`SIZES`) stays missing. The RoPE base is `rope_theta` in the
-    result, unless `fields` name it. `"num_key_value_heads": null` means as many as queries, so null
-    stays.
+    A size that every model sets (`SIZES`) stays missing. The result holds the RoPE base as
+    `rope_theta`, unless the RoPE settings in `fields` include it. `"num_key_value_heads": null`
+    means as many as queries, so null stays.
 
     Args:
         fields: Fields of a `config.json`, or of a part of it.
         model_type: Model type of the configuration class.
-        part: Name of the part; "" for the whole file.
-        derived: Fields that the class computes from others. They stay missing.
+        part: Name of the part; "" for the complete file.
+        derived: Fields that the class computes from others; they stay missing.
         source: Name of the file, for errors.
 
     Raises:
@@ -62,7 +62,7 @@ def completed(
 
 @cache
 def _defaults(model_type: str, part: str) -> dict[str, Any]:
-    """All fields of a fresh configuration as JSON has them, but those that are null."""
+    """Return the non-null fields of a default configuration, as JSON types."""
     with quiet_transformers():
         from transformers import CONFIG_MAPPING
 

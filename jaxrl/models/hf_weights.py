@@ -1,4 +1,4 @@
-"""Hugging Face folders to parameters and back, bit for bit."""
+"""Bit-exact conversion between Hugging Face folders and parameters."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from jaxrl.utils.files import atomic_folder
 from jaxrl.utils.json_io import read_object
 
 Progress = Callable[[int, int], None]
-"""Told how many are done, of how many."""
+"""Callback with the number of finished units and the total."""
 
 Log = Callable[[str], None]
-"""Callback for lines of log."""
+"""Callback for log lines."""
 
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""The dtypes that weights come in, as safetensors calls them; float32 holds each exactly."""
+"""Supported dtypes of weights, by their safetensors names; float32 holds each exactly."""
 
 SIDE_FILES = (
     "config.json",
@@ -58,7 +58,7 @@ SIDE_FILES = (
     "*processor_config.json",
     "LICENSE*",
 )
-"""Files that an export takes over from its source, byte for byte."""
+"""Files that an export copies from its source, byte for byte."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -66,21 +66,21 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Place:
-    """Place of an HF tensor in the parameters."""
+    """Location of an HF tensor in the parameters."""
 
     param: str
-    index: tuple[int, ...]  # on the leading axes: none, the layers', the layers' and experts'
-    shape: tuple[int, ...]  # as HF has it
+    index: tuple[int, ...]  # on the leading axes: (), (layer,) or (layer, expert)
+    shape: tuple[int, ...]  # in HF's axis order
 
     @property
     def is_transposed(self) -> bool:
-        """True if HF's axes are the reverse of the parameter's."""
+        """Return True if HF's axes are the reverse of the parameter's."""
         return self.param.endswith("/kernel")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file, on disk until it is sliced."""
+    """A tensor of a safetensors file, not read until it is sliced."""
 
     name: str
     file: Path
@@ -88,22 +88,22 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape by the file's header."""
+        """Return the shape in the file's header."""
         return tuple(self.data.get_shape())
 
     @property
     def dtype(self) -> str:
-        """A key of `DTYPES`."""
+        """Return the dtype in the file's header, a key of `DTYPES`."""
         return self.data.get_dtype()
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A matrix within a stored tensor, read as safetensors' slices are."""
+    """A matrix within a stored tensor, with the interface of a safetensors slice."""
 
     data: Any
-    number: int  # of the matrix
-    rows: range  # of it
+    number: int  # index of the matrix
+    rows: range  # rows of the matrix
 
     def get_shape(self) -> list[int]:
         return [len(self.rows), self.data.get_shape()[2]]
@@ -119,24 +119,24 @@ class _Part:
 
 @runtime_checkable
 class HasWeights(Protocol):
-    """Model whose tensors are read: part of an `Architecture`."""
+    """The part of `Architecture` that loading needs."""
 
     def hf_names(self) -> dict[str, str]:
-        """Path of each parameter to its HF tensor."""
+        """Return the HF tensor name of each parameter path."""
         ...
 
     @property
     def stacks(self) -> Stacks:
-        """Entries of `blocks` that only some layers have."""
+        """Return the entries of `blocks` that only some layers have."""
         ...
 
     def abstract_params(self) -> Params:
-        """The parameters' shapes."""
+        """Return the parameters' shapes."""
         ...
 
 
 def hf_places(config: HasWeights) -> dict[str, Place]:
-    """Every tensor that an HF folder of this model holds, by HF name."""
+    """Return the location of every tensor of this model's HF folder, by HF name."""
     leaves = flatten_dict(config.abstract_params(), sep="/")
     places = {}
     for param, name in config.hf_names().items():
@@ -148,7 +148,7 @@ def hf_places(config: HasWeights) -> dict[str, Place]:
 
 
 def _hf_name(config: HasWeights, param: str, name: str, index: Sequence[int]) -> str:
-    """The HF tensor of a part of a parameter, whose first index is that on its stack."""
+    """Return the HF name of a slice of a parameter; `index[0]` is the position in its stack."""
     layers = config.stacks.get(param.split("/")[1]) if index else None
     return name.format(layers[index[0]], *index[1:]) if layers else name.format(*index)
 
@@ -164,22 +164,22 @@ def load_hf(
     is_late: bool = False,
     log: Log = lambda _: None,
 ) -> Params:
-    """Parameters of an HF folder, each device reading only its own part of each tensor.
+    """Load the parameters of an HF folder; each device reads only its own part of each tensor.
 
     Args:
-        path: a folder with `config.json` and `model.safetensors`, or several safetensors files
-            and their index.
-        mesh: the parameters get `sharding.param_shardings` on it; None means the first device.
-        architecture: see `read_model`.
-        entries: of the parameters, which alone are read; None: all.
-        dtype: of the parameters; float32 holds every checkpoint exactly.
-        progress: told after each parameter how many MiB are loaded, of how many.
-        is_late: leave them on disk: each is a function that reads and returns it.
-        log: Callback for the warning about tensors that are ignored.
+        path: Folder with `config.json` and `model.safetensors`, or several safetensors files and
+            their index.
+        mesh: Mesh for `sharding.param_shardings`; None means the first device.
+        architecture: See `read_model`.
+        entries: Parameter entries to load; None loads all.
+        dtype: Dtype of the parameters; float32 holds every checkpoint exactly.
+        progress: Callback with the loaded and total MiB, called after each parameter.
+        is_late: True to return, for each parameter, a function that reads and returns it.
+        log: Callback for the warning about ignored tensors.
 
     Raises:
-        FileNotFoundError: the folder, its `config.json` or a weights file is not there.
-        ValueError: a file is damaged, or its tensors are not those of the config.
+        FileNotFoundError: The folder, its `config.json` or a weights file does not exist.
+        ValueError: A file is damaged, or its tensors do not match the config.
     """
     config, stored = check_hf(path, architecture, log)
     shapes = flatten_dict(config.abstract_params(), sep="/")
@@ -201,16 +201,17 @@ def load_stored(
     dtype: DTypeLike = jnp.float32,
     progress: Progress = lambda done, total: None,
 ) -> Params:
-    """Parameters out of tensors on disk, those that have a layout.
+    """Load the parameters that have a layout from tensors on disk.
 
     Args:
-        config: of the model.
-        stored: tensors by the names of `config.hf_names()`, checked. Or what opens them: then
-            nothing is read yet, and each parameter is a function that opens them, reads its own and
-            returns it. What was read of a file is in memory until the file is closed.
-        layouts: by the paths of the parameters, `/` between names.
-        dtype: of the parameters.
-        progress: as `load_hf` has it.
+        config: Model of the tensors.
+        stored: Validated tensors by the names in `config.hf_names()`, or a function that opens
+            them. With a function nothing is read yet: each parameter is a function that opens the
+            tensors, reads its own and returns it. What was read of a file stays in memory until the
+            file is closed.
+        layouts: Sharding of each parameter path, `/` between names.
+        dtype: Dtype of the parameters.
+        progress: See `load_hf`.
     """
     names, leaves = config.hf_names(), flatten_dict(config.abstract_params(), sep="/")
     shapes = {param: leaves[param] for param in leaves if param in layouts}
@@ -223,15 +224,15 @@ def load_stored(
         tensors = stored() if callable(stored) else stored
 
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # only shapeless arrays have none
+            assert index is not None  # None only for scalars
             axes, shape = names[param].count("{}"), shapes[param].shape
             ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
             wanted = [len(numbers) for numbers in ranges]
-            array = np.empty(wanted, dtype)  # filled as it is read: there is no second copy of it
+            array = np.empty(wanted, dtype)  # filled in place, to avoid a second copy
             places = product(*map(range, wanted[:axes]))
             for place, at in zip(places, product(*ranges[:axes]), strict=True):
                 data, part = tensors[_hf_name(config, param, names[param], at)].data, index[axes:]
-                # HF has the axes of a kernel the other way round.
+                # HF stores kernels transposed.
                 array[place] = data[part[::-1]].T if param.endswith("/kernel") else data[part]
             return array
 
@@ -249,10 +250,10 @@ def load_stored(
 def check_hf(
     path: str | Path, architecture: str = "", log: Log = lambda _: None
 ) -> tuple[Architecture, dict[str, StoredTensor]]:
-    """The config and the tensors of an HF folder, checked by their headers without reading them.
+    """Open an HF folder and validate its config and tensor headers, without reading the tensors.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_hf` does.
+        FileNotFoundError, ValueError: See `load_hf`.
     """
     config = read_model(path, architecture)
     return config, open_known(config, Path(path), log)
@@ -261,7 +262,7 @@ def check_hf(
 def open_checked(
     folder: Path, config: Architecture, log: Log = lambda _: None
 ) -> dict[str, StoredTensor]:
-    """All tensors by the names of the files, checked; apart where one stands for several."""
+    """Open and validate all tensors, by their names in the files; fused tensors are split."""
     stored = open_tensors(folder)
     for name, fused in config.hf_fused().items():
         if name in stored:
@@ -282,14 +283,14 @@ def open_checked(
 
 
 BUFFERS = re.compile(r"(^|\.)(rotary_(pos_)?emb\.\w+|position_ids|masked_bias)$")
-"""Tensors that old checkpoints hold although they follow from the config."""
+"""Names of buffers in old checkpoints; their values follow from the config."""
 
 
 def _tensors_beside(config: Architecture, stored: Iterable[str]) -> set[str]:
     """Return the names of tensors that do not change the model's output.
 
-    Like transformers, this ignores `BUFFERS` and modules beside the model's own, such as the value
-    head of an earlier training. An unknown tensor within one of the model's modules might matter.
+    Like transformers, this ignores `BUFFERS` and modules outside the model, such as the value head
+    of an earlier training. An unknown tensor within one of the model's modules might matter.
     """
     expected = {*hf_places(config), *config.hf_copies()}
     modules = {name.partition(".")[0] for name in expected}
@@ -305,13 +306,13 @@ def _tensors_beside(config: Architecture, stored: Iterable[str]) -> set[str]:
 def open_known(
     config: Architecture, folder: Path, log: Log = lambda _: None
 ) -> dict[str, StoredTensor]:
-    """All tensors of an HF folder by the names of `hf_names`, checked; errors as of `load_hf`."""
+    """Open and validate all tensors of an HF folder, by `hf_names`; raises like `load_hf`."""
     stored = open_checked(folder, config, log)
     return {known_name(config, name): tensor for name, tensor in stored.items()}
 
 
 def known_name(config: Architecture, name: str) -> str:
-    """The name of `hf_names` that a tensor has by another spelling."""
+    """Return the name in `hf_names` of a tensor with an alternative prefix."""
     for beginning, known in config.hf_renamed().items():
         if name.startswith(beginning):
             return known + name.removeprefix(beginning)
@@ -319,10 +320,10 @@ def known_name(config: Architecture, name: str) -> str:
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of an HF folder by name; only the headers of its files are read.
+    """Open all tensors of an HF folder by name, reading only the headers of its files.
 
     Raises:
-        FileNotFoundError: there are no weights, or a file that the index names is missing.
+        FileNotFoundError: The folder has no weights, or a file named by the index is missing.
         ValueError: The index or a safetensors file is damaged.
     """
     if (folder / SINGLE_FILE).is_file():
@@ -341,7 +342,7 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{index_file} is damaged: expected a JSON object with a 'weight_map' of tensor to "
             f"file name ({type(error).__name__}: {error}); fetch it again."
         ) from error
-    # By their names: files of the folder may be links to wherever a download has put them.
+    # Check names, not resolved paths: downloads may store files as links to a cache.
     outside = [
         file for file in weight_map.values() if Path(file).name != file or file in ("", "..")
     ]
@@ -354,12 +355,12 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def open_file(file: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file, of which only the header is read; errors likewise."""
+    """Open the tensors of a safetensors file, reading only its header; see `open_tensors`."""
     if not file.is_file():
         raise FileNotFoundError(
             f"{file} is missing; {INDEX_FILE} names it, so the download is incomplete."
         )
-    file.open("rb").close()  # safetensors calls a file missing that it may not read
+    file.open("rb").close()  # safetensors reports an unreadable file as missing
     try:
         handle = safe_open(file, framework="np")
         return [StoredTensor(name, file, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118
@@ -371,14 +372,14 @@ def open_file(file: Path) -> list[StoredTensor]:
 
 
 def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, folder: Path) -> None:
-    """Refuses tensors that are missing, unexpected, misshapen or of an unknown dtype."""
+    """Raise if a tensor is missing, unexpected, of a wrong shape or of an unknown dtype."""
     places, copies = hf_places(config), config.hf_copies()
     for name, place in places.items():
         if name not in stored:
             raise lacking_tensor(folder, name, place, stored)
     for name, tensor in stored.items():
         if name in copies:
-            # A stored output layer of tied embeddings must be the embedding once more.
+            # A stored output layer of tied embeddings must equal the embedding.
             tied = stored[copies[name]]
             if tensor.shape != tied.shape or not np.array_equal(tensor.data[:], tied.data[:]):
                 raise ValueError(
@@ -402,7 +403,7 @@ def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, fol
 def lacking_tensor(
     folder: Path, name: str, place: Place, stored: Mapping[str, StoredTensor]
 ) -> ValueError:
-    """The error of a folder without a tensor that its config.json calls for."""
+    """Build the error for a folder that lacks a tensor required by its config.json."""
     files = sorted({tensor.file.name for tensor in stored.values()})
     return ValueError(
         f"{str(folder)!r} lacks the tensor {name!r} of shape {list(place.shape)} that its "
@@ -411,7 +412,7 @@ def lacking_tensor(
 
 
 def check_shape(tensor: StoredTensor, place: Place) -> None:
-    """Refuses a tensor of another shape than its config.json calls for."""
+    """Raise if a tensor's shape is not the one required by config.json."""
     if tensor.shape != place.shape:
         raise ValueError(
             f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}; config.json "
@@ -427,23 +428,22 @@ def save_hf(
     source: str | Path | None = None,
     max_shard_size: int = 5 * 10**9,
 ) -> None:
-    """Writes parameters as an HF folder that appears whole or not at all.
+    """Write parameters as an HF folder, atomically.
 
-    Every process calls this; the first one writes. An export that is already at `path` is
-    replaced.
+    Every process must call this; the first one writes. An existing export at `path` is replaced.
 
     Args:
-        params: stacked parameters, wherever they lie.
-        config: the sizes that the parameters were made with.
-        path: the folder to write.
-        source: the HF folder that training began with. Its config, tokenizer and generation
-            settings are copied byte for byte, and each tensor is stored in the dtype it has there.
-            None writes a new config.json and float32 tensors.
-        max_shard_size: bytes of tensors a file holds at most, unless one tensor has more.
+        params: Stacked parameters, on any devices.
+        config: Architecture of the parameters.
+        path: Folder to write.
+        source: HF folder from which training started. Its config, tokenizer and generation settings
+            are copied byte for byte, and each tensor is stored in its dtype there. None writes a
+            new config.json and float32 tensors.
+        max_shard_size: Maximum bytes of tensors per file, except for a single larger tensor.
 
     Raises:
-        ValueError: The source is another model.
-        FileExistsError: `path` holds something else.
+        ValueError: The source is a different model.
+        FileExistsError: `path` exists and is not an export.
     """
     leaves = flatten_dict(params, sep="/")
     dtypes = dict.fromkeys(hf_places(config), "F32")
@@ -456,8 +456,8 @@ def save_hf(
         place = places[name]
         leaf = leaves[place.param]
         host = host_array(leaf[place.index] if place.index else leaf)
-        # The host casts, since XLA on a CPU may flush subnormal numbers to zero. The result is in C
-        # order: safetensors stores other orders wrongly.
+        # Cast on the host: XLA may flush subnormal numbers to zero on a CPU. The result must be in
+        # C order, since safetensors stores other orders wrongly.
         return np.ascontiguousarray((host.T if place.is_transposed else host).astype(dtype))
 
     write_hf(tensor_of, config, path, source=source, dtypes=dtypes, max_shard_size=max_shard_size)
@@ -472,15 +472,16 @@ def write_hf(
     dtypes: Mapping[str, str],
     max_shard_size: int = 5 * 10**9,
 ) -> None:
-    """Writes tensors as an HF folder; see `save_hf`, whose arguments these are.
+    """Write tensors as an HF folder; see `save_hf`.
 
     Args:
-        tensor_of: from a tensor's name and dtype to its value on the host; asked of each in turn.
-        config: of the model.
-        path: the folder to write.
-        source: whose small files are copied.
-        dtypes: of each tensor, a key of `DTYPES`.
-        max_shard_size: bytes of tensors a file holds at most.
+        tensor_of: Function from a tensor's name and dtype to its value on the host; called for each
+            in order.
+        config: Architecture of the tensors.
+        path: Folder to write.
+        source: HF folder whose small files are copied.
+        dtypes: Dtype of each tensor, a key of `DTYPES`.
+        max_shard_size: Maximum bytes of tensors per file.
     """
     places = _export_places(config, dtypes)
     sizes = {
@@ -502,7 +503,7 @@ def write_hf(
             is_writer=is_writer,
         )
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("wrote an export")  # none leaves before it is there
+        multihost_utils.sync_global_devices("wrote an export")  # wait until the folder exists
 
 
 def write_tensors(
@@ -513,22 +514,22 @@ def write_tensors(
     max_shard_size: int = 5 * 10**9,
     is_writer: bool = True,
 ) -> None:
-    """Writes the safetensors of an HF folder that has a config.json, and their index.
+    """Write the safetensors files and index of an HF folder that already has a config.json.
 
     Args:
-        folder: where they are written.
-        sizes: bytes of each tensor, by HF name.
-        tensor_of: from a name to the value on the host; asked of each in turn.
-        max_shard_size: bytes of tensors a file holds at most.
-        is_writer: whether this process touches the disk.
+        folder: Folder to write to.
+        sizes: Bytes of each tensor, by HF name.
+        tensor_of: Function from a name to the value on the host; called for each in order.
+        max_shard_size: Maximum bytes of tensors per file.
+        is_writer: True if this process writes to disk.
     """
     files = _split(sizes, max_shard_size)
     for file, names in files.items():
-        # One file's tensors are on the host at a time.
+        # Hold only one file's tensors on the host at a time.
         tensors = {name: tensor_of(name) for name in names}
         if is_writer:
             save_file(tensors, folder / file, metadata={"format": "pt"})
-            # safetensors lets nobody but the owner read its files.
+            # safetensors makes its files readable by the owner only.
             shutil.copymode(folder / "config.json", folder / file)
     if is_writer and len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
@@ -537,7 +538,7 @@ def write_tensors(
 
 
 def _export_places(config: Architecture, names: Iterable[str]) -> dict[str, Place]:
-    """Places of tensors in the spelling of the source, those of `hf_names` first, in its order."""
+    """Return tensor locations by the source's names; first those of `hf_names`, in its order."""
     known, copies = hf_places(config), config.hf_copies()
     spelt = {known_name(config, name): name for name in names}
     places = {spelt[name]: place for name, place in known.items()}
@@ -548,7 +549,7 @@ def _export_places(config: Architecture, names: Iterable[str]) -> dict[str, Plac
 def _check_source(config: Architecture, source: Path, path: Path) -> None:
     fields, file = read_fields(source)
     origin = config.from_dict(fields, source=file)
-    if config.head_dtype:  # which no folder says
+    if config.head_dtype:  # not part of config.json
         config = config.with_head("")
     if origin != config:
         wanted = vars(config)
@@ -562,19 +563,19 @@ def _check_source(config: Architecture, source: Path, path: Path) -> None:
 
 
 def tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
-    """Return the dtype of each tensor of an HF folder of that model."""
+    """Return the dtype of each tensor of an HF folder of the model."""
     return {name: tensor.dtype for name, tensor in open_checked(source, config).items()}
 
 
 def host_array(array: jax.Array) -> np.ndarray:
-    """A whole array on the host; every process calls this."""
+    """Gather a complete array on the host. Every process must call this."""
     if getattr(array, "is_fully_addressable", True):
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _split(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:
-    """Tensor names by file, filled in order."""
+    """Assign tensor names to files, filled in order."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
@@ -590,12 +591,12 @@ def _split(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Content as JSON for people, whose keys are sorted."""
+    """Write indented JSON with sorted keys."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
-    """Copies the files of `SIDE_FILES` as they are."""
+    """Copy the files of `SIDE_FILES` unchanged."""
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():

@@ -1,4 +1,4 @@
-"""The weights that a policy begins with, from the folder of its model."""
+"""Loading of a policy's initial weights from its model folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from jaxrl.types import Params
 
 
 def load_base(model: Model, folder: str, architecture: str, progress: Progress) -> Params:
-    """Load what is not trained onto the mesh: frozen entries in float32, or an adapter's base.
+    """Load the frozen weights onto the mesh: frozen entries in float32, or an adapter's base.
 
-    The arguments are those of `load_hf`; the folder was checked.
+    The arguments are those of `load_hf`. The folder must be validated.
     """
     if model.architecture.wrapper is not None:
         return model.architecture.wrapper.load_base(folder, model.mesh, progress)
@@ -29,10 +29,10 @@ def load_trained(
     seed: int,
     is_late: bool = False,
 ) -> Params:
-    """Load what is trained onto the mesh, as a run begins with it.
+    """Load the initial trained parameters onto the mesh.
 
-    Parameters that the folder does not have are drawn from `seed`. The other arguments are those of
-    `load_hf`; the folder was checked.
+    An adapter's parameters are initialized from `seed`. The other arguments are those of `load_hf`.
+    The folder must be validated.
     """
     if model.architecture.wrapper is not None:
         return model.architecture.wrapper.begin(model.mesh, seed)

@@ -1,9 +1,9 @@
-"""Choice of kernels that pass a self-test before a run uses them.
+"""Selection of kernels that pass a self-test before a run uses them.
 
-A kernel that was compiled for another chip, or by another release of its compiler, may fail, or
-worse, be wrong. Each operation has a line of kernels that compute it, of which XLA is the last, and
-a trial: small random arrays of the run's heads, pages and dtype. The first kernel of the line that
-passes is the run's. Kernels are extras, and so is the comparison with XLA.
+A kernel that was compiled for another chip, or by another release of its compiler, may fail or
+return wrong results. Each operation has a list of candidate kernels, of which XLA is the last, and
+a trial: small random arrays with the run's heads, pages and dtype. The run uses the first candidate
+that passes. Kernels are extras, and so is the comparison with XLA.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXTRA = "jaxrl.extras.kernels"
 """The extra whose `check.select_kernel` compares kernels with XLA."""
 
 HALF_ALONE = ("mosaic_gpu",)
-"""Kernels that multiply 16-bit floats alone, by name: a Hopper chip would round others."""
+"""Names of kernels for 16-bit floats only: a Hopper chip would round wider ones."""
 
 
 @dataclass(kw_only=True)
@@ -34,11 +34,11 @@ class Trial:
     """An operation on small random arrays.
 
     Attributes:
-        operation: Name for people.
-        names: Names of what is compared: outputs and gradients.
-        run: Function from a kernel and `arrays` to what is compared, `[..., values]`, whose heads
-            have an axis. Nothing in it depends on what the kernel's contract leaves open.
-        arrays: Arguments on the host; those of float32 are rounded to the run's dtype.
+        operation: Display name.
+        names: Names of the compared values: outputs and gradients.
+        run: Function from a kernel and `arrays` to the compared values, `[..., values]`, with a
+            head axis. Nothing in them depends on what the kernel's contract leaves undefined.
+        arrays: Arguments on the host; float32 arrays are rounded to the run's dtype.
         reference: The operation in XLA.
         dtype: Dtype of the run.
         device: Device that runs it.
@@ -54,24 +54,24 @@ class Trial:
 
 
 def takes(kernel: str, dtype: DTypeLike | None) -> bool:
-    """Return True if a kernel of this name multiplies numbers of a dtype; None: one all take."""
+    """Return True if a kernel supports a dtype; None is a dtype that every kernel supports."""
     return dtype is None or kernel not in HALF_ALONE or jnp.dtype(dtype).itemsize == 2
 
 
 def excluded(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
-    """Return a clause that names kernels which are not tried with a dtype; "" without any."""
+    """Return a clause that names the kernels skipped for a dtype, or ""."""
     names = [name for name in kernels if not takes(name, dtype)]
     return f" and {' and '.join(names)} is for bfloat16" if names else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The kernel of an operation.
+    """The selected kernel of an operation.
 
     Attributes:
-        name: Name in the configuration.
-        function: The operation.
-        kernel_checks: Findings about each kernel that was tried.
+        name: Kernel's name in the configuration.
+        function: Implementation of the operation.
+        kernel_checks: Result for each kernel that was tried.
     """
 
     name: str
@@ -86,22 +86,22 @@ def select_kernel(
     *,
     named_by: str = "",
 ) -> Choice:
-    """Return the first kernel of a line that computes what XLA does; all processes call this.
+    """Return the first candidate kernel that agrees with XLA. Every process must call this.
 
-    If one process finds that a kernel fails, none uses it.
+    A kernel that fails on one process is used by none.
 
     Args:
-        make_trials: Function from a kernel's name to the trials that it has to pass. A kernel
+        make_trials: Function from a kernel's name to the trials that the kernel must pass. A kernel
             without trials is not run.
-        line: Function that imports each kernel, by name, the preferred first.
-        reference: The operation in XLA, the result if no kernel passes.
-        named_by: Key by which the user named the kernel, which then has to pass.
+        line: Importer of each candidate kernel by name, in order of preference.
+        reference: The operation in XLA, returned if no kernel passes.
+        named_by: Config key with which the user named the kernel; that kernel must pass.
 
     Raises:
         ValueError: The kernel that the user named does not pass.
-        RuntimeError: A kernel has left the device unable to compute anything.
+        RuntimeError: A kernel has left the device unusable.
     """
-    # That extra can be deleted, and no kernel is used untested.
+    # The extra may be absent; no kernel is used untested.
     if not line or not (named_by or importlib.util.find_spec(EXTRA)):
         return Choice(name="xla", function=reference)
     return pkgutil.resolve_name(f"{EXTRA}.check:select_kernel")(
@@ -110,18 +110,18 @@ def select_kernel(
 
 
 TOKAMAX = "0.0.17"
-"""The version of tokamax whose parts are used: masks, backward kernels and settings are not public.
+"""Required version of tokamax; pyproject.toml pins the same one.
 
-pyproject.toml names the same.
+Masks, backward kernels and settings are not public API.
 """
 
 
 @functools.cache
 def tokamax_part(module: str) -> Any:
-    """Imports a module of tokamax's operations; the first takes 4 seconds of a processor.
+    """Import a module of tokamax's operations; the first import takes 4 seconds of CPU time.
 
     Raises:
-        ImportError: tokamax, or what it imports, is not installed, or it has another version.
+        ImportError: tokamax or a dependency of it is not installed, or the version differs.
     """
     try:
         import tokamax

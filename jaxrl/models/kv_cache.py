@@ -1,9 +1,9 @@
-"""The sampler's key-value cache: pages of a fixed number of tokens, head-major, split by shards.
+"""Paged key-value cache of the sampler: head-major pages of a fixed number of tokens, per shard.
 
-Pages are split over S shards (the mesh's data, fsdp, expert and context axes) and named by indices
-local to the shard: what follows works on one shard's part, and nothing moves between devices. An
-index equal to the number of pages of a shard stands for "no page": it reads any page and writes
-none.
+Pages are split over S shards (the mesh's data, fsdp, expert and context axes) and numbered within
+the shard: all functions here work on one shard's part, and nothing moves between devices. An index
+equal to a shard's number of pages means "no page": reading it returns any page, and writing it has
+no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Pages = tuple[jax.Array, jax.Array]
 """Keys and values of n layers, `[P, n * K, page, H]`."""
 
 Cache = tuple[Pages, ...]
-"""Pages of each layer, n = 1; or one pair with those of all, for a loop over layers."""
+"""Pages of each layer (n = 1), or one pair with the pages of all layers, for a loop over layers."""
 
 
 def allocate(
@@ -32,7 +32,7 @@ def allocate(
     *,
     scan_layers: bool = False,
 ) -> Cache:
-    """Zeroed pages, a pair of arrays for each layer or for all."""
+    """Allocate zeroed pages: one pair of arrays per layer, or one pair for all."""
     apart = 1 if scan_layers else config.num_layers
     heads = config.num_layers // apart * config.num_kv_heads
     shape = (num_pages, heads, page_tokens, config.head_dim)
@@ -42,9 +42,9 @@ def allocate(
 def of_layer(
     pages: Float[Array, "P nK page H"], tables: Int[Array, "B M"], layer: Any, num_layers: int
 ) -> tuple[Float[Array, "nP K page H"], Int[Array, "B M"]]:
-    """The pages of n layers as pages of one, and where in them the tables' lie of a layer.
+    """View the pages of n layers as pages of one, and map the tables to one layer's pages.
 
-    No page is moved: the layers of a page lie one after another.
+    No page is copied: the layers of a page are contiguous.
     """
     apart = pages.reshape(-1, pages.shape[1] // num_layers, *pages.shape[2:])
     return apart, tables * num_layers + layer
@@ -58,22 +58,22 @@ def write_tokens(
     counts: Int[Array, " B"],
     new: Float[Array, "B K C H"],
 ) -> Float[Array, "P K page H"]:
-    """Writes consecutive tokens of some rows.
+    """Write consecutive tokens of some rows.
 
     Args:
-        pages: keys or values of one layer.
-        tables: the pages of each row, in order.
-        start: position of each row's first new token.
-        counts: how many of the C tokens count; the others are not written.
-        new: of the tokens.
+        pages: Keys or values of one layer.
+        tables: Pages of each row, in order.
+        start: Position of each row's first new token.
+        counts: Number of valid tokens among the C; the others are not written.
+        new: Keys or values of the tokens.
     """
     P, K, page, H = pages.shape
     index = jnp.arange(new.shape[2])
     positions = start[:, None] + index
     at = jnp.take_along_axis(tables, positions // page, axis=1, mode="clip")
     at = jnp.where(index < counts[:, None], at, P)
-    # Each token of each head is a row of one matrix: where a token's heads are written together, a
-    # TPU's compiler moves all pages so that they lie together.
+    # Each head of each token is one row of a matrix: if a token's heads were written together, the
+    # TPU compiler would relayout all pages to make them contiguous.
     heads = at[:, None] * K + jnp.arange(K)[:, None]
     rows = heads * page + (positions % page)[:, None]
     table = pages.reshape(-1, H).at[rows.reshape(-1)].set(new.reshape(-1, H), mode="drop")
@@ -83,12 +83,12 @@ def write_tokens(
 def read_pages(
     pages: Float[Array, "P K page H"], sources: Int[Array, " n"]
 ) -> Float[Array, "n K page H"]:
-    """The content of some pages."""
+    """Return the content of some pages."""
     return pages.at[sources].get(mode="clip")
 
 
 def write_pages(
     pages: Float[Array, "P K page H"], targets: Int[Array, " n"], new: Float[Array, "n K page H"]
 ) -> Float[Array, "P K page H"]:
-    """Whole pages replaced."""
+    """Overwrite complete pages."""
     return pages.at[targets].set(new, mode="drop")

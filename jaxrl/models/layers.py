@@ -1,4 +1,4 @@
-"""Passes through the layers: the full one, and what it keeps of them; the sampler's."""
+"""Iteration over layers: the full pass with rematerialization, and the sampler's pass."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.types import Params
 
 Layer = Callable[[Any, Params], Any]
-"""Activations, or a tree with them, and one layer's parameters to the next ones."""
+"""Function from activations (or a tree that contains them) and one layer's parameters to the next
+activations."""
 
 Stacks = Mapping[str, Sequence[int]]
-"""Entries of `blocks` that only some layers have, and which layers these are, in order."""
+"""Entries of `blocks` that only some layers have, with the sorted indices of those layers."""
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Queries `[M, N, H]`, keys and values `[M, K, H]` of M tokens to outputs `[M, N, H]`."""
 
 AttendInLayer = Callable[..., tuple[jax.Array, Any]]
-"""From a layer's index in the memory, the memory, what is only read, and the arguments of `Attend`
-to its outputs and the memory with the layer's new keys and values."""
+"""Function from a layer's index in the memory, the memory, the read-only past, and the arguments of
+`Attend` to its outputs and the memory with the layer's new keys and values."""
 
 NAMES = ("q", "k", "v", "attended", "lse", "o", "router", "gate", "up")
-"""Values that `names` keeps, under these names of `jax.ad_checkpoint.checkpoint_name`.
+"""Values that `names` saves, by their `jax.ad_checkpoint.checkpoint_name`.
 
-An architecture names products before norms and rotations, the attention its result and the
-log-sum-exp of its scores: all products but the scores' are then computed once.
+Architectures name products before norms and rotations; attention names its result and the
+log-sum-exp of its scores. All products except the scores are then computed only once.
 """
 
 HOST_MEMORY = "pinned_host"
-"""The kind of a device's memories that is the host's."""
+"""JAX memory kind of the host memory."""
 
 INPUT = "layer_input"
 
 OFFLOADED = (INPUT, "attended", "lse")
-"""Values `offload` keeps: of these, attention costs most to compute again in a long context."""
+"""Values that `offload` saves; attention is the costliest to recompute in a long context."""
 
 _POLICIES = jax.checkpoint_policies
 
@@ -57,23 +58,24 @@ REMAT: dict[str, Any] = {
         offload_dst=HOST_MEMORY,
     ),
 }
-"""Policies by `model.remat`: what of a layer is kept, the rest being computed again; None: all.
+"""Checkpoint policy for each `model.remat`: which values are saved, not recomputed. None saves all.
 
-`dots` keeps the products with weights, but neither scores nor what is made of them. `offload` keeps
-a layer's input and attention's result, in the host's memory, and nothing on the device.
+`dots` saves the products with weights, but not the scores or anything computed from them. `offload`
+saves a layer's input and attention's result in host memory, and nothing on the device.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerScan:
-    """Goes through stacked layers.
+    """Iteration over stacked layers in the full pass.
 
     Attributes:
-        remat: a name in `REMAT`.
-        scan: as a loop, compiled once for all layers that are alike and follow each other; else one
-            layer after another, of which a CPU keeps all whatever `remat` says.
-        beside: what goes with the tokens.
-        on_shards: keeps what leads with an axis of shards where their tokens are.
+        remat: Name in `REMAT`.
+        scan: True to loop over consecutive layers of one kind, compiling each kind once. Otherwise
+            layers are unrolled, and a CPU saves all activations whatever `remat` says.
+        beside: Auxiliary arrays of the tokens.
+        on_shards: Sharding constraint that keeps arrays with a leading shard axis on the shards of
+            their tokens.
     """
 
     remat: str = "none"
@@ -82,13 +84,13 @@ class LayerScan:
     on_shards: Callable[[jax.Array], jax.Array] = field(default=lambda x: x, compare=False)
 
     def __call__(self, layer: Layer, x: Any, blocks: Params, stacks: Stacks | None = None) -> Any:
-        """The activations after all layers.
+        """Compute the activations after all layers.
 
         Args:
-            layer: computes one.
-            x: the activations before them, or a tree with them.
-            blocks: parameters, each with a leading axis over the layers.
-            stacks: entries that only some layers have; their axis is over these.
+            layer: Function that computes one layer.
+            x: Activations before the layers, or a tree that contains them.
+            blocks: Parameters, each with a leading layer axis.
+            stacks: Entries that only some layers have; their leading axis covers only these.
         """
         layer = self._kept(layer)
         for run in _split(_find_runs(blocks, stacks), blocks) if stacks else [blocks]:
@@ -102,7 +104,7 @@ class LayerScan:
     def noting(
         self, layer: Layer, x: jax.Array, blocks: Params, layers: Sequence[int]
     ) -> tuple[jax.Array, jax.Array]:
-        """The activations after all layers, and one above the other those after n of them."""
+        """Return the activations after all layers, and those after each of `layers`, stacked."""
         layer = self._kept(layer)
         if not self.scan:
             after = []
@@ -114,35 +116,35 @@ class LayerScan:
         def step(carry: tuple[Any, Any], numbered: tuple[Any, Params]) -> tuple[Any, None]:
             (x, noted), (number, weights) = carry, numbered
             x = layer(x, weights)
-            # A sum, of which the backward pass keeps nothing of the size of `x`.
+            # A sum: the backward pass saves nothing the size of `x` for it.
             is_noted = (jnp.array(layers) == number).reshape(-1, *(1,) * x.ndim)
             return (x, noted + is_noted.astype(x.dtype) * x), None
 
-        # Stacks of a part of the layers would be copies of their weights.
+        # Slicing the stacks at `layers` would copy their weights.
         numbers = jnp.arange(len(jax.tree.leaves(blocks)[0]))
         noted = jnp.zeros((len(layers), *x.shape), x.dtype)
         return jax.lax.scan(step, (x, noted), (numbers, blocks))[0]
 
     def _kept(self, layer: Layer) -> Layer:
-        """The layer, of which the backward pass keeps what `remat` says."""
+        """Wrap the layer so that the backward pass saves only what `remat` says."""
         policy = REMAT[self.remat]
         if self.remat == "offload":
             layer = _with_named_input(layer)
         if policy is None:
             return layer
-        # A loop keeps what is computed again apart by itself.
+        # Inside a loop, XLA cannot merge the recomputation with the forward pass anyway.
         return jax.checkpoint(layer, policy=policy, prevent_cse=not self.scan)
 
 
 @dataclass
 class SamplerLayerScan:
-    """Goes through the layers of `for_sampler`, which read and write what they have in memory.
+    """Iteration over the layers of `for_sampler`, which read and write the KV cache.
 
     Attributes:
-        attend: in a layer.
-        memory: of each layer; after a call with what that added. Of all in one, for a loop.
-        past: likewise, what is only read.
-        beside: what goes with the tokens.
+        attend: Attention of one layer.
+        memory: Cache of each layer, or one cache of all layers for a loop. A call replaces it.
+        past: Read-only cache in the same layout.
+        beside: Auxiliary arrays of the tokens.
     """
 
     attend: AttendInLayer
@@ -151,7 +153,7 @@ class SamplerLayerScan:
     past: tuple[Any, ...] = ()
 
     def __call__(self, layer: Callable[[Any, Params, Attend], Any], x: Any, blocks: Any) -> Any:
-        """The activations after all layers, or the tree with them."""
+        """Compute the activations after all layers, or the tree that contains them."""
 
         def one(x: Any, memory: Any, past: Any, weights: Params, place: Any) -> tuple[Any, Any]:
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -164,10 +166,10 @@ class SamplerLayerScan:
         past: Sequence[Any] = self.past or [None] * len(self.memory)
 
         if isinstance(blocks, tuple):
-            # A function of its own is traced once for all layers that are alike.
+            # Under jit, the function is traced once for all layers of one kind.
             apart, memories = jax.jit(one), list(self.memory)
             for number, weights in enumerate(blocks):
-                own = min(number, len(memories) - 1)  # each has its own, or all are in one
+                own = min(number, len(memories) - 1)  # one memory per layer, or one for all
                 x, memories[own] = apart(x, memories[own], past[own], weights, number - own)
             self.memory = tuple(memories)
             return x
@@ -182,7 +184,7 @@ class SamplerLayerScan:
 
 
 def _with_named_input(layer: Layer) -> Layer:
-    """The layer, whose input may be kept elsewhere than on the device."""
+    """Name the layer's input, so that it can be offloaded to host memory."""
 
     def named(x: Any, weights: Params) -> Any:
         return layer(jax.tree.map(lambda leaf: checkpoint_name(leaf, INPUT), x), weights)
@@ -191,9 +193,9 @@ def _with_named_input(layer: Layer) -> Layer:
 
 
 def for_sampler(weights: Params, *, scan: bool, stacks: Stacks | None = None) -> Params:
-    """The weights with their layers as they are; without `scan` apart, in a tuple.
+    """Return the weights with stacked layers, or as a tuple of layers without `scan`.
 
-    With `stacks` they are apart too: the sampler's loop over layers needs them alike.
+    With `stacks` the layers are a tuple too: the sampler's loop needs layers of one kind.
     """
     if scan and not stacks:
         return weights
@@ -203,11 +205,11 @@ def for_sampler(weights: Params, *, scan: bool, stacks: Stacks | None = None) ->
 
 
 Run = tuple[tuple[str, int, int], ...]
-"""Layers that are alike and follow each other: of each of their entries the span in its stack."""
+"""Consecutive layers with the same entries: each entry's name, first and end index in its stack."""
 
 
 def entries_of(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
-    """Entries of `blocks`, out of `names`, that a layer has."""
+    """Return the entries of `blocks`, among `names`, that a layer has."""
     return tuple(name for name in names if name not in stacks or layer in stacks[name])
 
 
@@ -225,7 +227,7 @@ def _find_runs(blocks: Params, stacks: Stacks) -> tuple[Run, ...]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _split(runs: tuple[Run, ...], blocks: Params) -> list[Params]:
-    """The parameters of each run; their gradients are joined, rather than added up."""
+    """Return the parameters of each run; gradients are concatenated instead of summed."""
     return [
         {name: jax.tree.map(lambda x, a=a, b=b: x[a:b], blocks[name]) for name, a, b in run}
         for run in runs
@@ -250,7 +252,7 @@ _split.defvjp(_split_forward, _split_backward)
 
 @jax.custom_vjp
 def _unstack(blocks: Params) -> list[Params]:
-    """One tree of parameters a layer; their gradients are stacked, rather than added up."""
+    """Return one parameter tree per layer; gradients are stacked instead of summed."""
     [count] = {len(leaf) for leaf in jax.tree.leaves(blocks)}
     return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(count)]
 

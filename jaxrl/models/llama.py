@@ -1,8 +1,7 @@
-"""Llama's dense decoders, and Mistral's: that of Qwen2.5 with biases everywhere or nowhere.
+"""Dense decoders of Llama and Mistral: Qwen2.5's with biases everywhere or nowhere.
 
-SmolLM2, Llama 3.x and Mistral's dense models are of this class. It is the example of an
-architecture that derives from another one: `config.json` is read differently, and all that is
-computed is inherited.
+SmolLM2, Llama 3.x and Mistral's dense models use this class. It shows how an architecture derives
+from another: it parses `config.json` differently and inherits all computation.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from jaxrl.models.qwen import QwenConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(QwenConfig):
-    """A Llama or Mistral `config.json`; neither normalises queries and keys."""
+    """A Llama or Mistral `config.json`; neither normalizes queries and keys."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> LlamaConfig:
-        """Fields that are missing or null are what transformers takes for them, see `completed`.
+        """Parse a `config.json`; missing and null fields get transformers' defaults.
 
         Raises:
-            ValueError: the file names an architecture or a feature without a parity test here.
+            ValueError: The file names an architecture or a feature that no parity test covers.
         """
         model_type = fields.get("model_type")
         if model_type not in ("llama", "mistral"):
@@ -38,7 +37,7 @@ class LlamaConfig(QwenConfig):
                 f"{source}: model_type {model_type!r:.80} is not supported; expected 'llama' "
                 "(SmolLM2, Llama 3) or 'mistral', dense text models."
             )
-        # A window that is missing is 4096 tokens to transformers, and null is none.
+        # In transformers a missing window means 4096 tokens, and null means no window.
         has_window = model_type == "mistral" and fields.get("sliding_window", 0) is not None
         derived = {"llama": ("head_dim", "num_key_value_heads"), "mistral": ("head_dim",)}
         fields = without_nulls(
@@ -64,7 +63,7 @@ class LlamaConfig(QwenConfig):
         return model
 
     def hf_config(self) -> dict[str, Any]:
-        """The inverse of `from_dict`; a model of Mistral's is a Llama without biases."""
+        """Return the `config.json` fields; a Mistral model becomes a Llama without biases."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

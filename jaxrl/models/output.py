@@ -1,7 +1,7 @@
-"""The output layer of the tokens that count: log-probabilities and entropies without all logits.
+"""Output layer for the wanted tokens: log-probabilities and entropies without all logits.
 
-Pieces of rows lie on S shards. On each, the hidden states before the wanted tokens are
-moved side by side, `[S, C, D]`, and their logits exist chunk by chunk, written over in blocks.
+Pieces of rows are split over S shards. On each shard, the hidden states of the wanted tokens are
+compacted to `[S, C, D]`; their logits exist one chunk at a time and are overwritten in blocks.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.runtime.sharding import piece_sharding
 
 LOGIT_CAPACITIES = (1, 2, 3, 4)
-"""Shares of the tokens that have room for logits, in quarters; each compiles a program."""
+"""Capacities for wanted tokens, in quarters of all; each one in use compiles a program."""
 
 Unembed = Callable[[Any, jax.Array], jax.Array]
-"""Tables and hidden states `[..., D]` to float32 logits `[..., V]`."""
+"""Function from tables and hidden states `[..., D]` to float32 logits `[..., V]`."""
 
 
 class Places(NamedTuple):
-    """Places of a shard's wanted tokens; M tokens, room for C."""
+    """Slots of each shard's wanted tokens: M tokens, C slots."""
 
-    source: jax.Array  # int32 [S, C], of each place its token
-    is_taken: jax.Array  # bool [S, C], the place has a token
-    place: jax.Array  # int32 [S, M], of each token its place
+    source: jax.Array  # int32 [S, C], token of each slot
+    is_taken: jax.Array  # bool [S, C], the slot holds a token
+    place: jax.Array  # int32 [S, M], slot of each token
     is_wanted: jax.Array  # bool [S, M]
 
 
 def find_places(is_wanted: jax.Array, num_shards: int, room: int) -> Places:
-    """Places for the wanted tokens `[b, T]`, in their order; at most `room` of each shard's."""
+    """Assign slots to the wanted tokens `[b, T]` in order, at most `room` per shard."""
     is_wanted = is_wanted.reshape(num_shards, -1)
     counts = jnp.cumsum(is_wanted, axis=1, dtype=jnp.int32)
     source = jnp.argsort(~is_wanted, axis=1, stable=True).astype(jnp.int32)
@@ -53,9 +53,9 @@ def find_places(is_wanted: jax.Array, num_shards: int, room: int) -> Places:
 def _move(
     x: jax.Array, index: jax.Array, is_valid: jax.Array, back: jax.Array, is_valid_back: jax.Array
 ) -> jax.Array:
-    """Gathers at `index` of each shard, 0 where that is not valid.
+    """Gather at `index` on each shard, with 0 at invalid entries.
 
-    `back` is the inverse: the gradient is moved as well, rather than scattered.
+    `back` is the inverse index: the gradient is gathered too, not scattered.
     """
     moved = jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, index)
     return jnp.where(is_valid.reshape(*is_valid.shape, *[1] * (x.ndim - 2)), moved, 0)
@@ -74,41 +74,41 @@ _move.defvjp(_move_forward, _move_backward)
 
 
 def take(x: jax.Array, places: Places) -> jax.Array:
-    """Gathers the wanted ones `[S, C, ...]` of tokens `[S, M, ...]`."""
+    """Gather the wanted tokens `[S, C, ...]` from tokens `[S, M, ...]`."""
     return _move(x, places.source, places.is_taken, places.place, places.is_wanted)
 
 
 def put(x: jax.Array, places: Places) -> jax.Array:
-    """Scatters results of wanted tokens `[S, C]` to their places `[S, M]`, elsewhere 0."""
+    """Scatter results of wanted tokens `[S, C]` to their tokens `[S, M]`, 0 elsewhere."""
     return _move(x, places.place, places.is_wanted, places.source, places.is_taken)
 
 
 def chunks_of(num_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Number of chunks into which so many tokens of a shard are cut, and the tokens of each."""
+    """Return the number of chunks for a shard's tokens, and the tokens of each chunk."""
     count = -(-num_tokens // max_tokens)
     return count, -(-num_tokens // count)
 
 
 def block_tokens(platform: str, num_ids: int) -> int:
-    """Tokens of a block: on a CPU 2 MB of logits, since each step to gradients is an array."""
+    """Return the tokens per block: on a CPU, which materializes each step, 2 MB of logits."""
     return max(2**19 // num_ids, 1) if platform == "cpu" else sys.maxsize
 
 
 class _Measures(NamedTuple):
-    """Measures of tokens `[..., C]`, float32, nats."""
+    """Measures of tokens `[..., C]`, float32, in nats."""
 
     logprobs: jax.Array
     entropies: jax.Array
-    log_sums: jax.Array  # of the exponentials of the logits
+    log_sums: jax.Array  # log-sum-exp of the logits
 
 
 def _measure(logits: jax.Array, targets: jax.Array) -> _Measures:
-    """Measures `[..., V]` logits; masked ids have a huge negative logit and add exactly nothing."""
+    """Measure logits `[..., V]`; masked ids have a very low logit and contribute exactly 0."""
     highest = logits.max(axis=-1, keepdims=True)
     centred = logits - highest
     weights = jnp.exp(centred)
     total = weights.sum(axis=-1)
-    # A sum over one-hot rather than a gather: it splits over a sharded vocabulary.
+    # A sum over one-hot, not a gather: it splits over a sharded vocabulary.
     logprobs = jnp.where(_is_target(logits, targets), centred, 0.0).sum(axis=-1) - jnp.log(total)
     products = jnp.where(weights > 0, weights * centred, 0.0)
     entropies = jnp.log(total) - products.sum(axis=-1) / total
@@ -121,18 +121,18 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputLayer:
-    """Computes the output layer, chunk by chunk.
+    """Output layer, computed chunk by chunk.
 
-    In the backward pass logits are computed again, unless one chunk is all. What chunks add to a
-    table's gradient is summed in float32, on each shard of the batch alone until the end.
+    The backward pass recomputes logits, unless there is only one chunk. The chunks' contributions
+    to a table's gradient are summed in float32, on each batch shard separately until the end.
 
     Attributes:
-        unembed: gives the logits.
-        mesh: its data, fsdp, expert and context axes are the shards.
-        chunk_tokens: of a shard, whose logits are in memory at a time.
-        block_tokens: of these, whose logits are treated at a time.
-        entropy_gradient: gradients flow through the entropies.
-        trains_tables: gradients flow to the tables; else they get none.
+        unembed: Function that computes the logits.
+        mesh: Device mesh; its data, fsdp, expert and context axes are the shards.
+        chunk_tokens: Tokens per shard with logits in memory at a time.
+        block_tokens: Tokens of a chunk processed at a time.
+        entropy_gradient: True if gradients flow through the entropies.
+        trains_tables: True if gradients flow to the tables.
     """
 
     unembed: Unembed
@@ -146,31 +146,31 @@ class OutputLayer:
     def logprobs_and_entropies(
         self, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: float | jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Scores the targets `[S, C]` by the logits of the hidden states `[S, C, D]`.
+        """Score the targets `[S, C]` by the logits of the hidden states `[S, C, D]`.
 
         Args:
-            tables: all that `unembed` reads.
-            hidden: in the compute dtype.
-            targets: int32.
-            temperature: the distribution is softmax(logits / temperature).
+            tables: Arrays that `unembed` reads.
+            hidden: Hidden states in the compute dtype.
+            targets: Token ids, int32.
+            temperature: The distribution is softmax(logits / temperature).
         """
         temperature = jnp.asarray(temperature, jnp.float32)
         return _logprobs_and_entropies(self, tables, hidden, targets, temperature)
 
     def by_chunk(self, x: jax.Array) -> jax.Array:
-        """`[S, C, ...]` as `[chunks, S, c, ...]`, padded so that chunks, and blocks, are alike."""
+        """Reshape `[S, C, ...]` to `[chunks, S, c, ...]`, padded to equal chunks and blocks."""
         count, width = chunks_of(x.shape[1], self.chunk_tokens)
         width += -width % chunks_of(width, self.block_tokens)[0]
         x = jnp.pad(x, [(0, 0), (0, count * width - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(x.shape[0], count, width, *x.shape[2:]).swapaxes(0, 1)
 
     def whole(self, chunks: jax.Array, num_tokens: int) -> jax.Array:
-        """The inverse of `by_chunk`."""
+        """Invert `by_chunk`."""
         x = chunks.swapaxes(0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_tokens]
 
     def by_block(self, compute: Callable[..., Any], into: Any, *given: Any) -> Any:
-        """Replaces blocks of `into` by what `compute` makes of them and `given`, `[S, c, ...]`."""
+        """Replace each block of `into` by `compute` of that block and of `given`, `[S, c, ...]`."""
         num_tokens = jax.tree.leaves(into)[0].shape[1]
         count, width = chunks_of(num_tokens, self.block_tokens)
 
@@ -183,7 +183,7 @@ class OutputLayer:
         return jax.lax.fori_loop(0, count, block, into)
 
     def on_shards(self, x: jax.Array) -> jax.Array:
-        """The leading axis over the shards, the others wherever they are."""
+        """Shard the leading axis, and leave the others unconstrained."""
         free = [P.UNCONSTRAINED] * (x.ndim - 1)
         spec = P(*piece_sharding(self.mesh).spec, *free)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -229,8 +229,8 @@ def _backward(
         products: jax.Array, targets: jax.Array, measures: _Measures, gradients: Any
     ) -> jax.Array:
         logits = products / temperature
-        # With p the probabilities and H the entropy, logits have `one_hot - p` times the gradient
-        # of a log-probability, and `-p * (log p + H)` times that of an entropy.
+        # With probabilities p and entropy H, the gradient at the logits is `one_hot - p` times that
+        # of the log-probability, plus `-p * (log p + H)` times that of the entropy.
         of_logprobs, of_entropies = (one[..., None] for one in gradients)
         log_p = logits - measures.log_sums[..., None]
         p = jnp.exp(log_p)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of packed rows: what scores and losses are made of."""
+"""Log-probabilities and entropies of packed rows, used for scoring and losses."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from jaxrl.types import Batch, Params
 
 
 def entries_with_layers(model: Architecture) -> set[str]:
-    """Entries of the parameters with layers of their own, by name.
+    """Return the parameter entries that have layers.
 
-    All others, embedding, final norm and output layer, are handed to the output layer.
+    All others (embedding, final norm and output layer) are passed to the output layer.
     """
     return {"blocks", *([model.tower.entry] if model.tower else [])}
 
 
 class Model:
-    """The policy without its trained parameters: architecture, mesh, kernels, settings of passes.
+    """The policy without its trained parameters: architecture, mesh, kernels and pass settings.
 
     Attributes:
-        base: the weights that are not trained, on the mesh; {} until they are loaded.
-        trained, frozen: the declarations of both parts of the parameters.
+        base: Frozen weights on the mesh; {} until they are loaded.
+        trained, frozen: Specs of the trained and of the frozen parameters.
     """
 
     def __init__(
@@ -61,24 +61,24 @@ class Model:
         logits_chunk_tokens: int = 2048,
         frozen: Sequence[str] = (),
     ):
-        """Static settings.
+        """Set up the model.
 
         Args:
-            architecture: of the policy.
-            mesh: rows are split over its data, fsdp and expert axes, and each over context.
-            attention: the kernels.
-            num_tokens: ids the tokenizer knows; larger ones have probability 0.
-            dtype: of activations and matrix products; master weights stay float32.
-            remat: what of a layer is computed again in the backward pass; see `layers.REMAT`.
-            scan_layers: compile one layer for all.
-            logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
-            frozen: entries of the parameters that are not trained; see `Architecture.parts`.
+            architecture: Architecture of the policy.
+            mesh: Device mesh. Its data, fsdp and expert axes split the rows, context each row.
+            attention: Attention kernels.
+            num_tokens: Number of token ids of the tokenizer; larger ids have probability 0.
+            dtype: Dtype of activations and matrix products; master weights are float32.
+            remat: Name in `layers.REMAT`: what the backward pass recomputes.
+            scan_layers: True to compile one layer for all.
+            logits_chunk_tokens: Maximum number of tokens with logits in memory at a time.
+            frozen: Parameter entries that are not trained; see `Architecture.parts`.
         """
         passes = mesh, attention, num_tokens, dtype, remat, scan_layers, logits_chunk_tokens
-        # Of what the passes compute; see `Architecture.program_key`.
+        # Identifies the compiled passes; see `Architecture.program_key`.
         self.program_key = joined(architecture.program_key, passes, tuple(frozen))
         self.architecture = architecture
-        self.base: Params = {}  # the weights that stay as they are, on the mesh
+        self.base: Params = {}  # frozen weights, on the mesh
         self.mesh = mesh
         self.num_tokens = num_tokens
         self.dtype = dtype
@@ -92,45 +92,45 @@ class Model:
 
     @property
     def without_base(self) -> Model:
-        """A copy without weights, for programs that are kept; they get weights as arguments."""
+        """Return a copy without weights, for cached programs that take weights as arguments."""
         model = copy.copy(self)
         model.base = {}
         return model
 
     def whole(self, params: Params) -> Params:
-        """All parameters of the policy, from those that are trained."""
+        """Merge the trained parameters with the frozen ones."""
         return join(self.base, params)
 
     def split(self, policy: Params) -> tuple[Params, Params]:
-        """The inverse: those that are trained, and the others."""
+        """Return the trained and the frozen parameters; the inverse of `whole`."""
         return split(policy, self.trained)
 
     @property
     def shards_with_prompts(self) -> int:
-        """Devices that rows are split over, where segments may share prompts; else 0."""
+        """Return the number of row shards if segments may share prompts, else 0."""
         return num_batch_shards(self.mesh) if self.attention.shares_prompts else 0
 
     @property
     def num_pieces(self) -> int:
-        """Number of pieces into which a row is cut; it divides the row's tokens."""
+        """Return the number of pieces that a row is split into; it divides the row's tokens."""
         return self.mesh.shape[CONTEXT]
 
     def of_text(self, batch: Batch) -> Batch:
-        """The batch without attachments and their arrays; every token is read as text."""
+        """Return the batch without attachments and their arrays; every token is treated as text."""
         tower = self.architecture.tower
         kept = {n: x for n, x in batch.token_arrays.items() if not tower or n not in tower.arrays}
         return replace(batch, token_arrays=kept, attached=None)
 
     def without_recorded(self, batch: Batch) -> Batch:
-        """The batch without what a sampler has recorded."""
+        """Return the batch without the arrays that the sampler recorded."""
         recorded = self.architecture.recorded
         kept = {name: x for name, x in batch.token_arrays.items() if name not in recorded}
         return replace(batch, token_arrays=kept)
 
     def beside(self, batch: Batch, *, counts: bool = True) -> AuxArrays:
-        """The `AuxArrays` of a pass over a micro-batch.
+        """Build the `AuxArrays` of a pass over a micro-batch.
 
-        It asks for the model's statistics unless `counts` is False.
+        If `counts`, the pass computes the model's statistics.
         """
         given = {name: in_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
         given = {name: x.reshape(-1, *x.shape[2:]) for name, x in given.items()}
@@ -150,28 +150,28 @@ class Model:
         logit_capacity: int = 4,
         beside: AuxArrays | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Log-probability of each token given those before it, and the entropy it was drawn with.
+        """Compute each token's log-probability given those before it, and the entropy at that step.
 
-        The one place of the shift: index t of the results is about token t, scored by the logits
-        at t - 1. A token outside `loss_mask` gets 0, and a trajectory's first.
+        Only this function shifts: index t of the results is about token t, scored by the logits at
+        t - 1. Tokens outside `loss_mask` and a trajectory's first token get 0.
 
         Args:
-            params: Parameters of the whole policy; trained ones are float32.
+            params: All parameters of the policy; trained ones are float32.
             batch: One micro-batch, `[b, T]`.
             temperature: The distribution is softmax(logits / temperature), as in the sampler.
-            entropy_gradient: Let gradients flow through the entropies.
-            logit_capacity: Quarters of each shard's tokens that have room in the output layer;
-                `loss_mask` may have no more.
-            beside: Auxiliary arrays of the pass, to read their outputs afterwards.
+            entropy_gradient: True to let gradients flow through the entropies.
+            logit_capacity: Capacity of the output layer, in quarters of each shard's tokens;
+                `loss_mask` must not exceed it.
+            beside: Auxiliary arrays of the pass; the caller can read their outputs afterwards.
 
         Returns:
-            Log-probabilities and entropies, float32 [b, T], nats.
+            Log-probabilities and entropies, float32 [b, T], in nats.
         """
         params = self._gather_tables(self.architecture.train_weights(params, self.dtype))
         hidden = self._hidden_states(params, batch, beside or self.beside(batch, counts=False))
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
-        # Hidden states stay where they are, and what is about the next token moves to them.
+        # Hidden states stay in place; targets and masks shift to the token before.
         is_wanted, targets = (
             in_pieces(self.mesh, jnp.pad(x[:, 1:], ((0, 0), (0, 1))))
             for x in (batch.loss_mask & has_past, batch.token_ids)
@@ -199,7 +199,7 @@ class Model:
         return logprobs, entropies
 
     def _hidden_states(self, params: Params, batch: Batch, beside: AuxArrays) -> jax.Array:
-        """Hidden states of the last layer `[C * b, T / C, D]`; see `in_pieces`."""
+        """Compute the final hidden states `[C * b, T / C, D]`; see `in_pieces`."""
         on_shards = partial(jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh))
         hidden = self.architecture.hidden_states(
             params,
@@ -217,18 +217,19 @@ class Model:
         return on_shards(hidden)
 
     def _gather_tables(self, params: Params) -> Params:
-        """Embedding and output layer whole along the width, as reading rows of tokens wants it.
+        """Gather embedding and output layer along the width, which row-sharded tokens need.
 
-        Their gradients are split along it again, where they arise: each device adds up its part of
-        the width for all tokens, rather than all of a table for its own tokens, to be added to the
-        others' tables. With a `data` axis the compiler would copy all tokens to every device.
+        Their gradients are split along the width again where they arise: each device sums its part
+        of the width over all tokens, instead of a full table's gradient over its own tokens, which
+        would need an all-reduce. With a `data` axis the compiler would copy all tokens to every
+        device.
         """
         whole = param_shardings(self.mesh, self.architecture, for_decode=True)
         is_split = self.mesh.shape["data"] == 1
         back = param_shardings(self.mesh, self.architecture) if is_split else whole
 
         def gathered(name: str, leaf: str, array: jax.Array) -> jax.Array:
-            # The first one's also for what `train_weights` has put beside it.
+            # Arrays that `train_weights` added to an entry are sharded like its first one.
             pair = [of[name].get(leaf, next(iter(of[name].values()))) for of in (whole, back)]
             return _constrain(array, *pair)
 
@@ -241,7 +242,7 @@ class Model:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _constrain(array: jax.Array, sharding: Any, of_gradient: Any) -> jax.Array:
-    """The array, split in one way, and its gradient in another."""
+    """Constrain the sharding of an array, and of its gradient to `of_gradient`."""
     return jax.lax.with_sharding_constraint(array, sharding)
 
 

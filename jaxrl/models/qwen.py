@@ -1,6 +1,6 @@
 """Qwen2.5 and Qwen3 dense decoders: the shared decoder with a gated MLP.
 
-Beside the parameters of `decoder`, with the leading layer axis L of stacked blocks:
+In addition to the parameters of `decoder`, with a leading layer axis L of stacked blocks:
 
     blocks/mlp/{gate,up}/kernel     [L, D, F]
     blocks/mlp/down/kernel          [L, F, D]
@@ -31,7 +31,7 @@ from jaxrl.types import Params
 
 
 class MLP(nnx.Module):
-    """Declares SwiGLU weights."""
+    """SwiGLU weights."""
 
     def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
         self.gate = nnx.Linear(config.width, config.mlp_width, use_bias=False, rngs=rngs)
@@ -41,16 +41,16 @@ class MLP(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenConfig(Decoder):
-    """Every field of a Qwen `config.json` that changes the arithmetic."""
+    """Fields of a Qwen `config.json` that change the computation."""
 
     mlp_width: int
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
-        """The old and the new spelling of its fields; null is as absent, see `completed`.
+        """Parse a `config.json`; null means absent (see `completed`).
 
         Raises:
-            ValueError: the file names an architecture or a feature without a parity test here.
+            ValueError: The file names an architecture or a feature that no parity test covers.
         """
         model_type = fields.get("model_type")
         if model_type not in ("qwen2", "qwen3"):
@@ -70,7 +70,7 @@ class QwenConfig(Decoder):
         )
 
     def hf_config(self) -> dict[str, Any]:
-        """The inverse of `from_dict`."""
+        """Return the `config.json` fields; the inverse of `from_dict`."""
         is_qwen3 = self.qk_norm
         fields = {
             "architectures": ["Qwen3ForCausalLM" if is_qwen3 else "Qwen2ForCausalLM"],
@@ -81,17 +81,17 @@ class QwenConfig(Decoder):
         return {**fields, "attention_bias": self.qkv_bias} if is_qwen3 else fields
 
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """A gated MLP."""
+        """Declare a gated MLP."""
         return {"mlp": MLP(self, rngs=rngs)}
 
     def feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
-        """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+        """Apply SwiGLU (https://arxiv.org/abs/2002.05202)."""
         mlp = layer["mlp"]
         gate, up = (checkpoint_name(linear(mlp[name], x), name) for name in ("gate", "up"))
         return linear(mlp["down"], jax.nn.silu(gate) * up)
 
     def feed_forward_axes(self) -> dict[str, Any]:
-        """The inner width over `tensor`."""
+        """Return the axes; the inner width is split over `tensor`."""
         return {
             "mlp": {
                 "gate": linear_axes("width", "mlp"),
@@ -101,19 +101,20 @@ class QwenConfig(Decoder):
         }
 
     def feed_forward_names(self) -> dict[str, str]:
-        """`gate_proj`, `up_proj` and `down_proj` of `mlp`."""
+        """Return the HF names `gate_proj`, `up_proj` and `down_proj` of `mlp`."""
         return {
             f"blocks/mlp/{name}/kernel": f"model.layers.{{}}.mlp.{name}_proj.weight"
             for name in ("gate", "up", "down")
         }
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Attention and a gated MLP, both split over `tensor` devices where that divides."""
+        """Count attention and a gated MLP, each split over `tensor` devices if its size divides."""
         inner = self.mlp_width if self.mlp_width % tensor else self.mlp_width // tensor
         attended = self.num_heads // tensor * self.head_dim
         read = self.num_kv_heads // tensor * self.head_dim
         products = attended + 2 * read + self.width + 2 * inner  # all but the last
-        # While the inner width is there, or after it, where `tensor` splits that and not the width.
+        # The peak is during the inner products, or after them if `tensor` splits only the inner
+        # width.
         mlp = max(4 * inner + 4 * self.width, 2 * inner + 8 * self.width)
         return MemoryTerms(
             activations=mlp + 10 * attended + 8 * read,

@@ -1,4 +1,4 @@
-"""A model's architecture, from the `config.json` of its folder."""
+"""Resolution of a model folder's `config.json` to its architecture."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxrl.utils.paths import similar_path
 
 
 def read_model(path: str | Path, architecture: str = "") -> Architecture:
-    """The model of an HF folder, from its `config.json` alone.
+    """Build the architecture of an HF folder, reading only its `config.json`.
 
     Args:
-        path: the folder.
-        architecture: a name in `ARCHITECTURES`, or a dotted name; "" goes by the `model_type` that
-            `config.json` gives.
+        path: HF model folder.
+        architecture: Name in `ARCHITECTURES` or dotted path; "" selects by the `model_type` in
+            `config.json`.
 
     Raises:
-        FileNotFoundError: there is no such folder or no `config.json` in it.
-        ValueError: the path is a GGUF file, or the file or the name is of no known architecture,
-            or of one with a feature that is not computed here.
+        FileNotFoundError: The folder or its `config.json` does not exist.
+        ValueError: The path is a GGUF file, or the architecture or one of its features is not
+            supported.
     """
     fields, source = read_fields(path)
     family = find_architecture(fields, architecture, source)
@@ -32,7 +32,7 @@ def read_model(path: str | Path, architecture: str = "") -> Architecture:
         model = family.from_dict(fields, source=source)
     except Exception as error:
         if not is_user_code(family):
-            raise  # ours say what is wrong with the file
+            raise  # built-in architectures already explain what is wrong with the file
         raise ValueError(
             f"config.model.architecture is {architecture!r}, which could not be made of {source}: "
             f"{format_failure(error)}."
@@ -46,7 +46,7 @@ def read_model(path: str | Path, architecture: str = "") -> Architecture:
 
 
 def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
-    """The content of an HF folder's `config.json`, and the file's name for errors."""
+    """Return the parsed `config.json` of an HF folder, and its file name for errors."""
     file = Path(path) / "config.json"
     if Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir():
         raise ValueError(
@@ -68,9 +68,9 @@ def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def suggest_model(path: str | Path) -> str:
-    """Return a sentence on a model folder that does not exist, or ""; one that exists gets none.
+    """Return a hint for a model folder that does not exist, or "".
 
-    A path that may be a name on the Hugging Face Hub gets the command that downloads it.
+    A path that could be a Hugging Face Hub name gets the command that downloads it.
     """
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not Path(path).parent.exists()
     if not is_name:
@@ -83,7 +83,7 @@ def suggest_model(path: str | Path) -> str:
 
 
 def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Architecture]:
-    """The architecture of that name, or without one of the `model_type` in `fields`."""
+    """Resolve the architecture's name, or the `model_type` in `fields` if `name` is empty."""
     if not name:
         name = str(fields.get("model_type"))
         if name not in ARCHITECTURES:
@@ -110,4 +110,4 @@ ARCHITECTURES = {
     "qwen3_vl": "jaxrl.extras.vision.qwen3_vl.Qwen3VLConfig",
     "qwen3_moe": "jaxrl.extras.experts.qwen_moe.QwenMoeConfig",
 }
-"""The `model_type` of `config.json` to the class that computes it, which is imported when asked."""
+"""Dotted path of the class for each `model_type` of `config.json`; imported on use."""

@@ -1,7 +1,7 @@
-"""Frequencies of rotary embeddings for contexts longer than those of pretraining.
+"""Rotary frequencies for contexts longer than those of pretraining.
 
-Each kind computes what `transformers` does for the `rope_type` of that name, in float32 and in the
-same order, so that angles of far positions agree.
+Each class computes what `transformers` computes for the same `rope_type`, in float32 and in the
+same order of operations, so that angles at distant positions agree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def default_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """Turns of each pair of a head by one position, in radians, float32 `[H / 2]`."""
+    """Return the rotation of each pair of a head per position, in radians, float32 `[H / 2]`."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     return np.float32(1.0) / np.float32(theta) ** exponents
 
@@ -25,12 +25,12 @@ _LARGEST = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(ABC):
-    """A kind of scaling; its fields are the settings, named as in `config.json`.
+    """A RoPE scaling; its fields are the settings, named as in `config.json`.
 
     Attributes:
         rope_type: Name of the kind in `config.json`.
-        attention_factor: Factor of cosines and sines; its square scales the scores.
-        factor: Ratio of the longer context to that of pretraining, at least 1.
+        attention_factor: Multiplier of cosines and sines; its square scales the scores.
+        factor: Ratio of the longer context to the pretraining context, at least 1.
     """
 
     rope_type: ClassVar[str]
@@ -39,15 +39,15 @@ class RopeScaling(ABC):
 
     @classmethod
     def read(cls, values: dict[str, Any], *, max_positions: int, source: str) -> RopeScaling:
-        """Return the scaling with the settings of a `config.json`.
+        """Parse the settings of a `config.json`.
 
         Args:
             values: `rope_scaling`, or `rope_parameters` since transformers 5.
-            max_positions: `max_position_embeddings`, the default of the pretraining length.
+            max_positions: `max_position_embeddings`, the default pretraining length.
             source: Name of the file, for errors.
 
         Raises:
-            ValueError: A setting is missing or has a value that makes no sense.
+            ValueError: A setting is missing or out of range.
         """
         values = {"original_max_position_embeddings": max_positions, **values}
         given = {f.name: values[f.name] for f in fields(cls) if f.name in values}
@@ -68,7 +68,7 @@ class RopeScaling(ABC):
 
     @classmethod
     def with_derived(cls, given: dict[str, Any], mscales: dict[str, Any]) -> dict[str, Any]:
-        """Return the given settings with those that follow from others."""
+        """Return the settings with the derived ones added."""
         return given
 
     @abstractmethod
@@ -91,17 +91,17 @@ class Linear(RopeScaling):
     rope_type = "linear"
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Divide all alike."""
+        """Divide all frequencies by `factor`."""
         return default_frequencies(head_dim, theta) / np.float32(self.factor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3(RopeScaling):
-    """Long waves divided by a factor, short ones as they are, smoothly between (Llama 3.1).
+    """Long waves slowed by a factor, short ones unchanged, with a smooth transition (Llama 3.1).
 
     Attributes:
-        low_freq_factor: Waves longer than the pretraining length over this are long.
-        high_freq_factor: Waves shorter than the pretraining length over this are short.
+        low_freq_factor: Waves longer than the pretraining length divided by this are long.
+        high_freq_factor: Waves shorter than the pretraining length divided by this are short.
         original_max_position_embeddings: Tokens of the longest sequence in pretraining.
     """
 
@@ -127,15 +127,15 @@ _MSCALES = ("mscale", "mscale_all_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn(RopeScaling):
-    """YaRN (https://arxiv.org/abs/2309.00071): fast pairs as they are, slow ones divided.
+    """YaRN (https://arxiv.org/abs/2309.00071): fast pairs unchanged, slow ones divided.
 
-    A pair that turns `beta_fast` times or more in the pretraining context keeps its frequency, one
-    that turns `beta_slow` times or less has it divided by `factor`. Between them the weight is
-    linear in the number of the pair.
+    A pair that turns at least `beta_fast` times in the pretraining context keeps its frequency; one
+    that turns at most `beta_slow` times has it divided by `factor`. In between, the weight is
+    linear in the index of the pair.
 
     Attributes:
         original_max_position_embeddings: Tokens of the longest sequence in pretraining.
-        truncate: True if the line begins and ends at whole numbers of pairs.
+        truncate: True to round the ends of the linear range to whole pairs.
     """
 
     rope_type = "yarn"
@@ -156,7 +156,7 @@ class Yarn(RopeScaling):
         return {"attention_factor": attention_factor, **given}
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Move from pair to pair, from frequencies as they are to divided ones."""
+        """Interpolate from original to divided frequencies."""
 
         def pair_that_turns(times: float) -> float:
             turn = self.original_max_position_embeddings / (times * 2 * math.pi)
@@ -166,7 +166,7 @@ class Yarn(RopeScaling):
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
-        # Wide enough to divide by.
+        # Avoid division by zero.
         span = last - first if last != first else 0.001
         pairs = np.arange(head_dim // 2, dtype=np.float32)
         kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(span), 0, 1)
@@ -175,7 +175,7 @@ class Yarn(RopeScaling):
         return divided * (1 - kept) + whole * kept
 
     def max_positions(self, given: int) -> int:
-        """Return the scaled length: published files name that of pretraining."""
+        """Return the scaled length: published files give the pretraining length."""
         return max(given, int(self.original_max_position_embeddings * self.factor))
 
 
@@ -184,8 +184,8 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 SCALINGS: dict[str, type[RopeScaling]] = {"yarn": Yarn, "linear": Linear, "llama3": Llama3}
-"""Scalings by `rope_type`; others are refused, since no parity test covers them.
+"""Scalings by `rope_type`; others are refused because no parity test covers them.
 
-Those that scale by the length of a sequence (`dynamic`, `longrope`) would have to turn keys again
-that are in the cache.
+Scalings that depend on the sequence length (`dynamic`, `longrope`) would have to rotate cached keys
+again.
 """

@@ -1,4 +1,4 @@
-"""An architecture around another: with parameters beside that one's, some of which are trained."""
+"""Architecture wrapper that adds trainable parameters, such as LoRA."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _of_model(name: str) -> Any:
 
 
 class WrappedArchitecture(Architecture):
-    """An architecture with a model inside, whose methods a class of this kind has by default."""
+    """An architecture that wraps a model and delegates to it by default."""
 
     model: Architecture
 
-    # Listed, since the class finds an inherited default before it would ask `__getattr__`.
+    # Listed because inherited defaults take precedence over `__getattr__`.
     vocab_size: int = _of_model("vocab_size")
     width: int = _of_model("width")
     num_layers: int = _of_model("num_layers")
@@ -78,48 +78,48 @@ class WrappedArchitecture(Architecture):
     def on_mesh(
         self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
     ) -> Architecture:
-        """Around the model's; see `Architecture`."""
+        """Wrap the model's result; see `Architecture`."""
 
     @property
     @abstractmethod
     def plan(self) -> str:
-        """The module that counts the sampler's weights, with `decode_bytes`."""
+        """Return the module that counts the sampler's weights, with `decode_bytes`."""
 
     @abstractmethod
     def check(self) -> None:
-        """Refuses what a run could not begin with.
+        """Check that a run can start.
 
         Raises:
-            FileNotFoundError, ValueError: names the key.
+            FileNotFoundError, ValueError: A file or setting is wrong. Names the config key.
         """
 
     @abstractmethod
     def load_base(self, folder: str | Path, mesh: Mesh, progress: Progress) -> Params:
-        """The parameters that are not trained, of an HF folder of the model that was checked."""
+        """Load the parameters that are not trained from a validated HF folder."""
 
     @abstractmethod
     def begin(self, mesh: Mesh, seed: int) -> Params:
-        """Parameters that are trained, as a run begins with them."""
+        """Return the initial trained parameters."""
 
     @abstractmethod
     def export(self, params: Params, parent: Path, source: str | Path) -> None:
-        """Writes those that are trained into folders below `parent`; every process calls this.
+        """Write the trained parameters into folders below `parent`. Every process must call this.
 
-        One of them is `export`, the whole model in HF's format.
+        One of the folders is `export`, the merged model in HF format.
 
         Args:
-            params: that are trained.
-            parent: of the folders.
-            source: the HF folder that the run began with.
+            params: Trained parameters.
+            parent: Parent of the folders.
+            source: HF folder from which the run started.
         """
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Architecture:
-        """No `config.json` is of this kind."""
+        """Raise NotImplementedError: no `config.json` describes a wrapper."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of a family of models that `Architecture` does not declare."""
+        """Return attributes of the model that `Architecture` does not declare."""
         if name.startswith("__") or name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)

@@ -1,20 +1,20 @@
-"""Low-rank adapters: a small number of trained values beside weights that stay as they are.
+"""Low-rank adapters: a small number of trained weights added to frozen ones.
 
 LoRA (https://arxiv.org/abs/2106.09685) computes a linear layer of weights W [in, out] as
 
     x W + s x A B,    A [in, r], B [r, out],    s = alpha / r, or alpha / sqrt(r)
 
-and trains A and B alone. The second s is rsLoRA's (https://arxiv.org/abs/2312.03732), under which
-the learning rate of one rank is that of another. B begins at zero: a new adapter changes nothing.
+and trains only A and B. The second s is rsLoRA's (https://arxiv.org/abs/2312.03732), with which a
+learning rate transfers between ranks. B is initialized to zero, so a new adapter changes nothing.
 
-The parameters of a policy are then one tree of two parts, which `join` makes and `split` undoes:
-the base, as the architecture has it, and in the layers with an adapter, beside `kernel`,
+The parameters of a policy are one tree of two parts, joined by `join` and separated by `split`: the
+architecture's parameters (the base), and next to the `kernel` of each layer with an adapter
 
     blocks/.../kernel_a    float32 [L, in, r]
     blocks/.../kernel_b    float32 [L, r, out]
 
-An int8 base has its linear layers as `kernel` int8 [L, in, out] and `kernel_scale` float32
-[L, out]: the weight is the product of both.
+An int8 base stores linear layers as `kernel` int8 [L, in, out] and `kernel_scale` float32 [L, out];
+the weight is their product.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ ALL_LINEAR = "all-linear"
 """Target for every linear layer of the blocks."""
 
 TRAINED = ("kernel_a", "kernel_b")
-"""The parameters of an adapter, by their last name."""
+"""Last path names of an adapter's parameters."""
 
 QUANTISED = ("kernel", "kernel_scale")
 """Arrays of an int8 layer."""
 
 
 def quantise(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weights `[in, out]` as int8 and the scale of each output, whose largest becomes 127."""
+    """Quantize weights `[in, out]` to int8; a scale per output maps its largest value to 127."""
     scale = scales(kernel)
     return rounded(kernel, scale), scale
 
 
 def scales(kernel: np.ndarray) -> np.ndarray:
-    """The scale of each output of weights `[in, out]`, float32; 1 where all are zero."""
+    """Compute the scale of each output of weights `[in, out]`, float32; 1 if all are zero."""
     largest = np.abs(kernel).max(axis=0).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
 
 def rounded(kernel: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Weights `[in, out]` in steps of their output's scale, int8."""
+    """Round weights `[in, out]` to int8 multiples of their output's scale."""
     return np.clip(np.rint(kernel.astype(np.float32) / scale), -127, 127).astype(np.int8)
 
 
@@ -70,15 +70,15 @@ class Adapter(WrappedArchitecture):
     """A model with an adapter.
 
     Attributes:
-        model: whose layers it adapts.
-        rank: r.
-        alpha: the numerator of s.
-        targets: layers that have it, as `blocks/attention/q`; see `find_targets`.
-        is_rank_stabilised: s has the root of the rank below alpha.
-        base_dtype: of the base: a float dtype, or int8 for its linear layers.
-        other_dtype: of an int8 base's other weights.
-        is_merged: the sampler computes with `W + s A B`, in place of base and adapter apart.
-        path: folder of the adapter to begin with, in PEFT's format; "": a new one.
+        model: Model that the adapter changes.
+        rank: Rank r.
+        alpha: Numerator of s.
+        targets: Layers with an adapter, such as `blocks/attention/q`; see `find_targets`.
+        is_rank_stabilised: True to divide alpha by the square root of the rank.
+        base_dtype: Dtype of the base: a float dtype, or int8 for its linear layers.
+        other_dtype: Dtype of an int8 base's other weights.
+        is_merged: True if the sampler uses `W + s A B` instead of base and adapter separately.
+        path: Folder of the initial adapter in PEFT format; "" initializes a new one.
     """
 
     model: Architecture
@@ -93,11 +93,11 @@ class Adapter(WrappedArchitecture):
 
     @property
     def scaling(self) -> float:
-        """The factor s of the product of both matrices."""
+        """Return the factor s."""
         return self.alpha / (self.rank**0.5 if self.is_rank_stabilised else self.rank)
 
     def parts(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
-        """The adapter's own parameters, and the base's, all of which are frozen."""
+        """Return the specs of the adapter's parameters and of the base's, which are all frozen."""
         return split_params(self, lambda path: path[-1] in TRAINED)
 
     def on_mesh(self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None) -> Adapter:
@@ -112,7 +112,7 @@ class Adapter(WrappedArchitecture):
         return "jaxrl.extras.lora.memory"
 
     def check(self) -> None:
-        """Refuses an adapter in `path` that is not the one that is configured."""
+        """Raise if the adapter in `path` does not match the configured one."""
         from jaxrl.extras.lora import files  # late: it imports this module
 
         if self.path:
@@ -125,7 +125,7 @@ class Adapter(WrappedArchitecture):
         return files.load_base(folder, mesh, self, progress)
 
     def begin(self, mesh: Mesh, seed: int) -> Params:
-        """The adapter of `path`, or a new one, which changes nothing yet; one of its seed."""
+        """Load the adapter of `path`, or initialize a new one from `seed`."""
         from jaxrl.extras.lora import files
 
         if self.path:
@@ -134,19 +134,19 @@ class Adapter(WrappedArchitecture):
         return jax.jit(self.init, out_shardings=layouts)(jax.random.key(seed))
 
     def export(self, params: Params, parent: Path, source: str | Path) -> None:
-        """Writes the adapter as PEFT has it, in `adapter`, and the merged model, in `export`."""
+        """Write the adapter in PEFT format to `adapter`, and the merged model to `export`."""
         from jaxrl.extras.lora import files
 
         files.save_adapter(params, self, parent / "adapter", source=source)
         files.save_merged(params, self, parent / "export", source=source)
 
     def is_quantised(self, path: tuple[str, ...]) -> bool:
-        """True if a parameter of the architecture is int8 here."""
+        """Return True if a parameter of the model is stored as int8."""
         is_kernel = path[-1] == "kernel" and "/".join(path[:-1]) in self.model.linear_layers()
         return is_kernel and self.base_dtype == "int8"
 
     def abstract_params(self) -> Params:
-        """The parameters of base and adapter."""
+        """Return the parameters of base and adapter."""
         plain = self.other_dtype if self.base_dtype == "int8" else self.base_dtype
         shapes = {}
         for path, leaf in flatten_dict(self.model.abstract_params()).items():
@@ -164,11 +164,11 @@ class Adapter(WrappedArchitecture):
         return unflatten_dict(shapes)
 
     def logical_axes(self) -> dict[str, Any]:
-        """An adapter's matrices are split as the weights that they change; ranks are whole."""
+        """Split an adapter's matrices like the weights that they change; the rank is not split."""
         return self._with_own_axes(self.model.logical_axes())
 
     def decode_axes(self) -> dict[str, Any]:
-        """Names of the axes of `decode_weights`."""
+        """Return the axis names of `decode_weights`."""
         axes = self._with_own_axes(self.model.decode_axes())
 
         def is_there(path: tuple[str, ...]) -> bool:
@@ -190,7 +190,7 @@ class Adapter(WrappedArchitecture):
         return unflatten_dict(flat)
 
     def init(self, key: jax.Array) -> Params:
-        """A new adapter: A uniform within 1 / sqrt(in), as PEFT draws it, and B zero."""
+        """Initialize a new adapter: A uniform within 1 / sqrt(in), as in PEFT, and B zero."""
         drawn = {}
         for number, (path, leaf) in enumerate(
             flatten_dict(self.parts()[0].abstract_params()).items()
@@ -203,11 +203,11 @@ class Adapter(WrappedArchitecture):
         return unflatten_dict(drawn)
 
     def train_weights(self, policy: Params, dtype: DTypeLike) -> Params:
-        """Weights of the architecture; int8 weights and their scales stay as they are."""
+        """Return the model's weights; int8 weights and their scales keep their dtypes."""
         return self._cast(self.model.train_weights, self._scaled(policy), dtype)
 
     def decode_weights(self, policy: Params, dtype: DTypeLike) -> Params:
-        """Weights of the architecture, merged or not; int8 ones and their scales stay."""
+        """Return the model's weights, merged or not; int8 weights and scales keep their dtypes."""
         weights = self._merged(policy, dtype) if self.is_merged else self._scaled(policy)
         return self._cast(self.model.decode_weights, weights, dtype)
 
@@ -223,14 +223,14 @@ class Adapter(WrappedArchitecture):
         return join(floats, only(weights, is_kept))
 
     def _scaled(self, policy: Params) -> Params:
-        """Puts s into B, so that a layer has all that it computes with."""
+        """Multiply B by s, so that a layer's weights are self-contained."""
         flat = flatten_dict(policy)
         return unflatten_dict(
             {p: x * self.scaling if p[-1] == "kernel_b" else x for p, x in flat.items()}
         )
 
     def _merged(self, policy: Params, dtype: DTypeLike) -> Params:
-        """The weights of the architecture alone, those of the targets in the dtype."""
+        """Merge the adapter into the weights of its targets, in the given dtype."""
         flat = flatten_dict(self._scaled(policy))
         for path in [path for path in flat if path[-1] == "kernel_a"]:
             where = path[:-1]
@@ -239,13 +239,13 @@ class Adapter(WrappedArchitecture):
                 for name in (*QUANTISED, *TRAINED)
                 if (*where, name) in flat
             }
-            # One layer after another: the float32 product of all would take much memory at once.
+            # One layer at a time: the float32 product of all layers would need much memory.
             flat[*where, "kernel"] = jax.lax.map(lambda one: merged(one).astype(dtype), layer)
         return unflatten_dict(flat)
 
 
 def merged(layer: Params) -> jax.Array:
-    """The weights `[in, out]` of a layer with its adapter, whose B has the factor s, float32."""
+    """Merge a layer's adapter, with B scaled by s, into weights `[in, out]`, float32."""
     kernel = layer["kernel"].astype(jnp.float32)
     if "kernel_scale" in layer:
         kernel = kernel * layer["kernel_scale"]
@@ -253,15 +253,15 @@ def merged(layer: Params) -> jax.Array:
 
 
 def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
-    """The layers that names stand for, in the model's order.
+    """Resolve target names to layers, in the model's order.
 
     Args:
-        model: whose `linear_layers` they are among.
-        names: `all-linear`; our names or the ends of them, as `attention/q` or `q`; those of HF's
-            modules or the ends of them, as `q_proj`.
+        model: Model with `linear_layers`.
+        names: `all-linear`; our layer names or suffixes of them, such as `attention/q` or `q`; HF
+            module names or suffixes of them, such as `q_proj`.
 
     Raises:
-        ValueError: a name stands for none.
+        ValueError: A name matches no layer.
     """
     layers = {layer: module_of(model, layer) for layer in model.linear_layers()}
     if not layers:
@@ -290,23 +290,23 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def module_of(model: Architecture, layer: str) -> str:
-    """The HF module of a layer, `{}` for its number, as `model.layers.{}.self_attn.q_proj`."""
+    """Return a layer's HF module with `{}` for its number: `model.layers.{}.self_attn.q_proj`."""
     return model.hf_names()[f"{layer}/kernel"].removesuffix(".weight")
 
 
 def modules_of(model: Architecture, layer: str) -> list[str]:
-    """The HF modules of a layer, in the order of its leading axis."""
+    """Return the HF modules of a layer, in the order of its leading axis."""
     numbers = model.stacks.get(layer.split("/")[1]) or range(model.num_layers)
     return [module_of(model, layer).format(number) for number in numbers]
 
 
 def around(keys: Mapping[str, Any], model: Architecture, dtype: str) -> Adapter:
-    """The model with the adapter that the section `model.lora` asks for.
+    """Wrap a model with the adapter of the config section `model.lora`.
 
     Args:
-        keys: of the section.
-        model: that has none.
-        dtype: `model.dtype`.
+        keys: Values of the section.
+        model: Model without an adapter.
+        dtype: Value of `model.dtype`.
 
     Raises:
         ValueError: `model.lora.targets` names no layer of the model.

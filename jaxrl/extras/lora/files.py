@@ -1,6 +1,6 @@
-"""Adapters and the weights beside them, from files and to files: those of PEFT, and merged ones.
+"""Loading and saving of adapters in PEFT format, their base weights, and merged models.
 
-PEFT (https://github.com/huggingface/peft) keeps an adapter in a folder with `adapter_config.json`
+PEFT (https://github.com/huggingface/peft) stores an adapter in a folder with `adapter_config.json`
 and `adapter_model.safetensors`, which holds A as [r, in] and B as [out, r] of each module.
 """
 
@@ -39,7 +39,7 @@ from jaxrl.utils.json_io import read_object
 
 CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
-"""Prefix of the name of each module, as PEFT wraps the model."""
+"""Prefix of each module's name in PEFT's wrapped model."""
 
 MATRICES = {"kernel_a": "lora_A", "kernel_b": "lora_B"}
 
@@ -62,10 +62,10 @@ UNSUPPORTED = (
     "kasa_config",
     "monteclora_config",
 )
-"""Fields of PEFT's that change what is computed, unless they are empty, false or `none`."""
+"""PEFT fields that change the computation, unless they are empty, false or `none`."""
 
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` with which PEFT also changes the weights beside an adapter."""
+"""Prefixes of `init_lora_weights` with which PEFT also changes the base weights."""
 
 
 def load_base(
@@ -74,10 +74,10 @@ def load_base(
     adapter: Adapter,
     progress: Progress = lambda done, total: None,
 ) -> Params:
-    """The weights beside an adapter, of an HF folder that was checked.
+    """Load the base weights of an adapter from a validated HF folder.
 
-    Floats are read as `load_hf` reads them. A layer that becomes int8 is read whole by every
-    process, since its scales are those of all of its inputs.
+    Floats are loaded as in `load_hf`. Every process reads all of a layer that becomes int8, since
+    its scales depend on all inputs.
     """
     model, stored = adapter.model, open_known(adapter.model, Path(path))
     shapes = flatten_dict(adapter.parts()[1].abstract_params(), sep="/")
@@ -97,12 +97,12 @@ def load_base(
 
 
 def _put(array: np.ndarray, layout: Sharding) -> jax.Array:
-    """An array that every process has, each device with its part."""
+    """Shard an array that every process has."""
     return jax.make_array_from_callback(array.shape, layout, array.__getitem__)
 
 
 def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
-    """The adapter of a folder that was checked, on the mesh."""
+    """Load the adapter of a validated folder onto the mesh."""
     stored = {tensor.name: tensor for tensor in open_file(Path(path) / TENSORS_FILE)}
     layouts = flatten_dict(sharding.param_shardings(mesh, adapter.parts()[0]), sep="/")
     params = {}
@@ -114,14 +114,14 @@ def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
 
 
 def _tensor_names(adapter: Adapter, param: str) -> list[str]:
-    """PEFT's names of a parameter's parts, one a layer."""
+    """Return PEFT's tensor names of a parameter, one per layer."""
     where, _, matrix = param.rpartition("/")
     modules = (_in_memory(adapter.model, one) for one in modules_of(adapter.model, where))
     return [f"{PREFIX}{module}.{MATRICES[matrix]}.weight" for module in modules]
 
 
 def _in_memory(model: Architecture, name: str) -> str:
-    """The name that a module has in transformers, where files have another."""
+    """Return a module's name in transformers if it differs from that in files."""
     for beginning, known in model.hf_renamed().items():
         if name.startswith(known):
             return beginning + name.removeprefix(known)
@@ -129,11 +129,11 @@ def _in_memory(model: Architecture, name: str) -> str:
 
 
 def check_adapter(path: str | Path, adapter: Adapter) -> None:
-    """Refuses a folder whose adapter is not the one that is configured.
+    """Raise if a folder's adapter does not match the configured one.
 
     Raises:
-        FileNotFoundError: the folder or a file of it is not there.
-        ValueError: it is damaged, or of other sizes, layers, or another base.
+        FileNotFoundError: The folder or one of its files does not exist.
+        ValueError: The adapter is damaged, or has another rank, other layers, or another base.
     """
     folder = Path(path)
     for file in (folder / CONFIG_FILE, folder / TENSORS_FILE):
@@ -177,7 +177,7 @@ def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
 def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
     stored = {tensor.name: tensor for tensor in open_file(file)}
     made_for = fields.get("base_model_name_or_path")
-    # PEFT's name and shape of every tensor: of one layer, [out, in] where we have [L, in, out].
+    # PEFT's name and shape of each tensor: one layer's [out, in] for our [L, in, out].
     shapes = {
         name: leaf.shape[:0:-1]
         for param, leaf in flatten_dict(adapter.parts()[0].abstract_params(), sep="/").items()
@@ -208,13 +208,13 @@ def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None
 
 
 def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: str | Path) -> None:
-    """Writes an adapter as PEFT does, a folder that appears whole; every process calls this.
+    """Write an adapter in PEFT format, atomically. Every process must call this.
 
     Args:
-        params: the trained ones.
-        adapter: what they are of.
-        path: the folder; an adapter that is there is replaced.
-        source: the HF folder of the base, which is noted.
+        params: Trained parameters.
+        adapter: Adapter of the parameters.
+        path: Folder to write; an existing adapter there is replaced.
+        source: HF folder of the base, recorded in the config file.
     """
     host = {p: host_array(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     is_writer = jax.process_index() == 0
@@ -227,14 +227,14 @@ def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: 
                 for name, part in zip(_tensor_names(adapter, param), stacked, strict=True)
             }
             save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
-            # safetensors lets nobody but the owner read its files.
+            # safetensors makes its files readable by the owner only.
             shutil.copymode(folder / CONFIG_FILE, folder / TENSORS_FILE)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("wrote an adapter")
 
 
 def peft_fields(adapter: Adapter, source: str | Path) -> dict[str, Any]:
-    """The content of `adapter_config.json`."""
+    """Return the content of `adapter_config.json`."""
     alpha = adapter.alpha
     return {
         "peft_type": "LORA",
@@ -258,10 +258,10 @@ def peft_fields(adapter: Adapter, source: str | Path) -> dict[str, Any]:
 
 
 def _target_modules(adapter: Adapter) -> list[str]:
-    """The shortest names by which PEFT finds the targets and no other layer.
+    """Return the shortest names with which PEFT selects exactly the targets.
 
-    It takes every module whose name ends as one of them, also where no adapter can be here: an
-    image tower's, or experts.
+    PEFT selects every module whose name ends with one of them, including modules that cannot have
+    an adapter here, such as those of an image tower or of experts.
     """
     model = adapter.model
     targets = {layer: module_of(model, layer) for layer in adapter.targets}
@@ -279,11 +279,11 @@ def _target_modules(adapter: Adapter) -> list[str]:
 
 
 def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: str | Path) -> None:
-    """Writes the model with its adapter merged as an HF folder; every process calls this.
+    """Write the merged model as an HF folder. Every process must call this.
 
-    Each tensor is that of the source, to which an adapter's product is added in float32, in the
-    dtype that it has there. So an int8 base is no part of it: it is what PEFT makes of the source
-    and of the folder that `save_adapter` writes.
+    Each tensor is the source's plus the adapter's product, summed in float32 and stored in the
+    source's dtype. So an int8 base has no effect: the result equals what PEFT computes from the
+    source and the folder written by `save_adapter`.
     """
     host = {p: host_array(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     model = adapter.model

@@ -1,4 +1,4 @@
-"""Keys of an adapter."""
+"""Config keys of adapters."""
 
 from jaxrl.config.keys import DTYPES, Key, Rule, are_texts
 
@@ -37,4 +37,4 @@ RULES = (
         "at least one layer, as ('all-linear',)",
     ),
 )
-"""Combinations of keys that an adapter refuses."""
+"""Invalid combinations of keys."""

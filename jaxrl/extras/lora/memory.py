@@ -1,4 +1,4 @@
-"""Memory of a policy with an adapter, for the plan."""
+"""Memory of a policy with an adapter, for the planner."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxrl.runtime.weight_memory import leaves
 
 @functools.cache
 def decode_bytes(adapter: Adapter, mesh: Any, dtype: np.dtype, *, may_share: bool) -> int:
-    """Bytes of the sampler's weights with an adapter, on one device.
+    """Return the bytes of the sampler's weights with an adapter, on one device.
 
     Args:
-        adapter: of the policy.
-        mesh: whose layout the base has.
-        dtype: of the sampler.
-        may_share: it reads arrays of the base that are in its dtype and layout where they are.
+        adapter: Adapter of the policy.
+        mesh: Mesh that determines the layout of the base.
+        dtype: Dtype of the sampler.
+        may_share: True if the sampler reuses base arrays that have its dtype and layout.
     """
     parts = leaves(adapter, mesh, for_decode=True)
     held = leaves(adapter, mesh)

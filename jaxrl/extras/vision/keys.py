@@ -1,4 +1,4 @@
-"""Keys of images."""
+"""Config keys of images."""
 
 from jaxrl.config.keys import FREE, Key, Rule
 
@@ -20,4 +20,4 @@ RULES = (
         "at least images.min_pixels, or 0",
     ),
 )
-"""Combinations of keys that are refused."""
+"""Invalid combinations of keys."""

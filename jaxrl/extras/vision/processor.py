@@ -1,8 +1,8 @@
-"""Encoded images to what a vision model reads, by the checkpoint's own processor, without torch.
+"""Preprocessing of images with the checkpoint's own processor, without torch.
 
-The processor is that of transformers which works with Pillow and NumPy. How many tokens an image
-takes is told from its size alone, which the first bytes of a file tell. Images are decoded when a
-prompt or an observation shows them; the last ones stay in memory, up to a limit.
+The processor is transformers' variant for Pillow and NumPy. An image's number of tokens follows
+from its size alone, which the first bytes of its file give. Images are decoded when a prompt or an
+observation shows them; a bounded cache keeps the most recent ones.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ FILE = "preprocessor_config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Image:
-    """An image as a vision model reads it, cut into patches by the model's own processor."""
+    """An image cut into patches by the model's processor."""
 
     patches: np.ndarray  # float32 [t * h * w, C * temporal patch * patch * patch], `pixel_values`
     grid: tuple[int, int, int]  # (t, h, w), patches in time, height and width
 
     @property
     def num_patches(self) -> int:
-        """Rows of `patches`."""
+        """Return the number of patches."""
         return math.prod(self.grid)
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal for images of equal content, which are equal."""
+        """Return a hash of the content; images are equal if their hashes are."""
         content = np.ascontiguousarray(self.patches, np.float32)
         shape = repr(self.grid).encode()
         return hashlib.blake2b(shape + content.tobytes(), digest_size=16).digest()
@@ -54,23 +54,23 @@ class Image:
 
 
 class Processor:
-    """Makes images of pictures; several threads may ask at once."""
+    """Converter from pictures to images. Thread-safe."""
 
     is_blank = False
 
     def __init__(
         self, folder: str, *, min_pixels: int = 0, max_pixels: int = 0, cache_mib: float = 256.0
     ):
-        """Reads the checkpoint's `preprocessor_config.json`.
+        """Load the checkpoint's `preprocessor_config.json`.
 
         Args:
-            folder: of the checkpoint.
-            min_pixels: a smaller image is enlarged to so many; 0: as the checkpoint has it.
-            max_pixels: a larger one is made smaller; likewise.
-            cache_mib: of the images made last, which stay in memory.
+            folder: Checkpoint folder.
+            min_pixels: Pixels to which a smaller image is enlarged; 0 uses the checkpoint's value.
+            max_pixels: Pixels to which a larger image is reduced; 0 uses the checkpoint's value.
+            cache_mib: Size of the cache of recent images, MiB.
 
         Raises:
-            ValueError: the folder has no such file, or it is of another processor.
+            ValueError: The folder has no such file, or the file describes another processor.
         """
         self._processor = _load(folder)
         size = dict(self._processor.size)
@@ -85,10 +85,10 @@ class Processor:
         self._num_bytes = 0
 
     def num_tokens(self, picture: Picture) -> int:
-        """Tokens that an image takes in a prompt; of a file, only the size is looked at.
+        """Return the number of tokens of an image in a prompt, reading only its size.
 
         Raises:
-            UnreadableError: it is no image.
+            UnreadableError: The file is not an image.
         """
         with reading(picture), opened(picture) as image:
             width, height = image.size
@@ -100,25 +100,25 @@ class Processor:
         }
         try:
             count = self._processor.get_number_of_image_patches(height, width, limits)
-        except ValueError as error:  # much wider than high
+        except ValueError as error:  # extreme aspect ratio
             raise UnreadableError(
                 f"{picture.name} has {width} x {height} pixels: {error}"
             ) from error
         return int(count) // self.unit
 
     def num_units(self, image: Image) -> int:
-        """Tokens of an image that was read."""
+        """Return the number of tokens of a decoded image."""
         return image.num_patches // self.unit
 
     def blank(self) -> BlankProcessor:
-        """Makes a processor of images without content."""
+        """Return a processor that blanks images."""
         return BlankProcessor(self)
 
     def __call__(self, picture: Picture) -> Image:
-        """The image, decoded and cut into patches.
+        """Decode an image and cut it into patches.
 
         Raises:
-            UnreadableError: it is no image, or damaged.
+            UnreadableError: The file is damaged or not an image.
         """
         with reading(picture):
             digest = picture.digest
@@ -142,11 +142,11 @@ class Processor:
         return made
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
-        """Groups from another process or a checkpoint, with the images that they name.
+        """Attach the images that groups from another process or a checkpoint name.
 
         Raises:
-            UnreadableError: a file is not there any more.
-            ValueError: a file holds another image than it did.
+            UnreadableError: A file no longer exists.
+            ValueError: The image in a file has changed.
         """
         return [
             dataclasses.replace(
@@ -161,12 +161,12 @@ class Processor:
 
 
 class BlankProcessor(Processor):
-    """Reads each image as one of the same size without content: the control of what looks."""
+    """Processor that replaces images by blank ones of equal size, as a control experiment."""
 
     is_blank = True
 
     def __init__(self, processor: Processor):
-        """Takes the settings of `processor`."""
+        """Use the settings of `processor`."""
         self._seen = processor
         self.unit, self.patch_values = processor.unit, processor.patch_values
 
@@ -175,13 +175,13 @@ class BlankProcessor(Processor):
         return self._seen.num_tokens(picture)
 
     def __call__(self, picture: Picture) -> Image:
-        """Patches of 0, which is the mean colour."""
+        """Return patches of 0, the mean color."""
         image = self._seen(picture)
         return dataclasses.replace(image, patches=np.zeros_like(image.patches))
 
 
 def _load(folder: str) -> Any:
-    """The image processor of a checkpoint, of the kind that needs no torch."""
+    """Load a checkpoint's image processor, in the variant without torch."""
     file = Path(folder) / FILE
     if not file.is_file():
         raise ValueError(
@@ -195,7 +195,7 @@ def _load(folder: str) -> Any:
             processor = AutoImageProcessor.from_pretrained(
                 folder, backend="pil", local_files_only=True, trust_remote_code=False
             )
-    except Exception as error:  # whatever transformers makes of a damaged file
+    except Exception as error:  # transformers raises various types for a damaged file
         raise ValueError(
             f"{file} cannot be loaded: {type(error).__name__}: {error}; expected the image "
             "processor of the model in config.model.path."

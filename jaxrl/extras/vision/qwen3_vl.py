@@ -1,7 +1,7 @@
-"""Qwen3-VL: the decoder of Qwen3, which sees images at several depths (DeepStack).
+"""Qwen3-VL: Qwen3's decoder with images injected at several depths (DeepStack).
 
-The parameters are those of `models.qwen`, and under `vision` those of the tower, with the leading
-axis L over its layers, n over those whose outputs are added in the decoder's first n layers:
+The parameters are those of `models.qwen`, and under `vision` those of the tower, with leading axis
+L over its layers and n over the layers whose outputs are added in the decoder's first n layers:
 
     patch/{filter,bias}                           [D, C, temporal patch, patch, patch], [D]
     positions/embedding                           [side^2, D]
@@ -14,10 +14,10 @@ axis L over its layers, n over those whose outputs are added in the decoder's fi
     merger/up/{kernel,bias}                       [merge^2 * D, merge^2 * D]
     merger/down/{kernel,bias}                     [merge^2 * D, width of the decoder]
     deepstack/norm/{scale,bias}                   [n, merge^2 * D]
-    deepstack/{up,down}/{kernel,bias}             as of `merger`, behind n
+    deepstack/{up,down}/{kernel,bias}             like `merger`, with leading axis n
 
-All layers attend within the whole image. Beside rotary positions, a patch has one of a learned grid
-of positions, interpolated between four of them to the grid of the image. Source:
+All layers attend within the complete image. In addition to rotary positions, each patch gets a
+learned position, interpolated from four neighbors in a fixed grid to the image's grid. Source:
 https://arxiv.org/abs/2511.21631.
 """
 
@@ -82,16 +82,16 @@ HF_NAMES = {
         }
     ),
 }
-"""Parameter to HF tensor, `{}` the layer."""
+"""HF tensor of each parameter, with `{}` for the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Vision(VisionTower):
-    """Every field of a `vision_config` that changes the arithmetic, and where images stand.
+    """Fields of a `vision_config` that change the computation, and the image token.
 
     Attributes:
-        side: positions along a side of the learned grid.
-        deep_layers: indices, in order, of the layers whose outputs the decoder sees too.
+        side: Positions per side of the learned grid.
+        deep_layers: Sorted indices of the layers whose outputs the decoder also gets.
     """
 
     names = HF_NAMES
@@ -121,7 +121,7 @@ class Qwen3Vision(VisionTower):
         return cls(**common, token_id=image_id, side=side, deep_layers=tuple(deep))
 
     def hf_fields(self) -> dict[str, Any]:
-        """The inverse of `from_fields`."""
+        """Return the `vision_config` fields; the inverse of `from_fields`."""
         return {
             **super().hf_fields(),
             "num_position_embeddings": self.side**2,
@@ -130,11 +130,11 @@ class Qwen3Vision(VisionTower):
 
     @property
     def num_added(self) -> int:
-        """The decoder's first layers, as many as there are deep ones."""
+        """Return the number of deep layers, which are added after as many first decoder layers."""
         return len(self.deep_layers)
 
     def memory_terms(self) -> MemoryTerms:
-        """Attention and an MLP; nothing is split over devices."""
+        """Count attention and an MLP; nothing is split over devices."""
         products = 4 * self.width + self.mlp_width  # all but the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -147,14 +147,14 @@ class Qwen3Vision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Scores of a block of queries over all patches."""
+        """Count the scores of a block of queries over all patches."""
         return self.num_heads * min(num_patches, QUERY_BLOCK) * num_patches
 
     def arrange(self, images: Sequence[Image]) -> Arranged:
-        """Arranges images in their own order, unit by unit.
+        """Concatenate images in their own order, unit by unit.
 
-        The places of a patch are the number of its image, from 1, that image's rows and columns,
-        and the patch's number in it.
+        A patch's place is its image's number (from 1), the image's rows and columns, and the
+        patch's index in the image.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
         places = [np.zeros((0, 4), np.int32)]
@@ -178,13 +178,13 @@ class Qwen3Vision(VisionTower):
         places: Int[Array, "S P W"],
         through: LayerScan,
     ) -> Float[Array, "S U E"]:
-        """The tower's output, of the units of `merge^2` patches, and behind it that of deep layers.
+        """Compute the tower's output per unit of `merge^2` patches, followed by the deep layers'.
 
-        E is the decoder's width, times one more than there are deep layers.
+        E is the decoder's width times `1 + number of deep layers`.
         """
         S, P, _ = patches.shape
         at, sizes = self._rows_and_columns(places.reshape(S * P, 4))
-        # Left alone, the compiler splits the width over devices, and all have the patches of all.
+        # Without the constraint the compiler splits the width, so every device holds all patches.
         x = through.on_shards(self._read_patches(params["patch"], patches))
         x = x + self._learned_positions(params["positions"]["embedding"], at, sizes).astype(x.dtype)
         angles, attend = self._angles(at), partial(attend_within, ids=places[..., 0])
@@ -202,7 +202,7 @@ class Qwen3Vision(VisionTower):
         return through.on_shards(seen.swapaxes(0, 1).reshape(S, P // self.unit, -1))
 
     def _merged(self, weights: Params, x: Float[Array, "M D"]) -> Float[Array, "U W"]:
-        """Units of patches to what the decoder sees; the norm is over a patch or over a unit."""
+        """Merge units of patches to the decoder's width; the norm is per patch or per unit."""
         norm = weights["norm"]
         x = layer_norm(x.reshape(-1, len(norm["scale"])), norm, EPSILON)
         x = x.reshape(-1, self.unit * self.width)
@@ -211,7 +211,7 @@ class Qwen3Vision(VisionTower):
     def _rows_and_columns(
         self, places: Int[Array, "M 4"]
     ) -> tuple[Int[Array, "M 2"], Int[Array, "M 2"]]:
-        """Finds each patch's row and column in its image, and that image's rows and columns."""
+        """Return each patch's row and column in its image, and the image's rows and columns."""
         sizes, (unit, within) = places[:, 1:3], divmod(places[:, 3], self.unit)
         units_in_row = jnp.maximum(sizes[:, 1] // self.merge, 1)  # padding has no rows
         of_unit, in_unit = divmod(unit, units_in_row), divmod(within, self.merge)
@@ -220,9 +220,9 @@ class Qwen3Vision(VisionTower):
     def _learned_positions(
         self, table: Float[Array, "G D"], at: Int[Array, "M 2"], sizes: Int[Array, "M 2"]
     ) -> Float[Array, "M D"]:
-        """Positions of the learned grid, whose corners are those of the image; float32.
+        """Interpolate the learned grid to the image's, corners aligned; float32.
 
-        Between four of them the average, weighted by the distances along rows and columns.
+        Bilinear: the average of four grid positions, weighted by distance along rows and columns.
         """
         place = at.astype(jnp.float32) * (self.side - 1) / jnp.maximum(sizes - 1, 1)
         low = jnp.floor(place).astype(jnp.int32)
@@ -239,7 +239,7 @@ class Qwen3Vision(VisionTower):
     # Parameters.
 
     def abstract_params(self) -> Params:
-        """The parameters as `jax.ShapeDtypeStruct`s."""
+        """Return the parameters as `jax.ShapeDtypeStruct`s."""
         merged, deep = self.unit * self.width, len(self.deep_layers)
         norms = {
             "blocks/norm1": (self.num_layers, self.width),
@@ -267,7 +267,7 @@ class Qwen3Vision(VisionTower):
         )
 
     def logical_axes(self) -> dict[str, Any]:
-        """Inner widths over `tensor` where heads need not be apart, widths over `fsdp`."""
+        """Split inner widths over `tensor`, except of attention, and widths over `fsdp`."""
         norm = {"scale": ("layer", None), "bias": ("layer", None)}
         return {
             "patch": {"filter": ("width", None, None, None, None), "bias": (None,)},
@@ -296,7 +296,7 @@ class Qwen3Vision(VisionTower):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLConfig(QwenVLConfig):
-    """Qwen3 beside Qwen2.5: norms of queries and keys, and interleaved rotary positions."""
+    """Qwen3-VL's differences from Qwen2.5-VL: query and key norms, interleaved rotary positions."""
 
     model_type = "qwen3_vl"
     text_type = "qwen3"
@@ -307,14 +307,14 @@ class Qwen3VLConfig(QwenVLConfig):
     ties_in_text = False
 
     def _axes_of_pairs(self) -> np.ndarray:
-        """Time, height, width in turn, as long as height and width have pairs left; then time."""
+        """Alternate time, height and width while height and width have pairs left; then time."""
         axes = np.zeros(self.head_dim // 2, np.int32)
         for axis in (1, 2):
             axes[axis : 3 * self.mrope_section[axis] : 3] = axis
         return axes
 
     def hf_names(self) -> dict[str, str]:
-        """Names as published, and as transformers 5 has them."""
+        """Return the published names, which transformers 5 also uses."""
         return {
             name: tensor
             if name.startswith("vision/")
@@ -323,5 +323,5 @@ class Qwen3VLConfig(QwenVLConfig):
         }
 
     def hf_renamed(self) -> dict[str, str]:
-        """Empty: names of tensors have no other beginnings."""
+        """Return {}: tensor names have no alternative prefixes."""
         return {}

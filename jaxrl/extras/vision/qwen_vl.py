@@ -1,8 +1,8 @@
-"""Qwen2.5-VL: the decoder of Qwen2.5, whose image tokens are what a vision tower sees.
+"""Qwen2.5-VL: Qwen2.5's decoder, with image tokens embedded by a vision tower.
 
-The parameters are those of `models.qwen`, and under `vision` those of the tower. Rotary
-positions have three rows, of time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923); for
-text they are equal, so that a text alone is computed as Qwen2.5 computes it.
+The parameters are those of `models.qwen`, and under `vision` those of the tower. Rotary positions
+have three axes: time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923). For text all
+three are equal, so text alone is computed as in Qwen2.5.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.types import Params
 
 RENAMED = {"model.language_model.": "model.", "model.visual.": "visual."}
-"""Beginnings of names that transformers 5 gives tensors in memory, and those of published files."""
+"""Prefixes of tensor names in transformers 5's memory, mapped to those in published files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVLConfig(QwenConfig):
-    """Every field of a `config.json` that changes the arithmetic, of models that read images.
+    """Fields of a vision-language `config.json` that change the computation.
 
     Attributes:
-        tower: reads images.
-        mrope_section: pairs of a head that turn by the position in time, in height and in width.
-        video_id: the token of videos, which are not read.
+        tower: Encoder of images.
+        mrope_section: Number of a head's pairs rotated by the position in time, height and width.
+        video_id: Token of videos, which are not supported.
     """
 
     model_type: ClassVar[str] = "qwen2_5_vl"
@@ -45,19 +45,19 @@ class QwenVLConfig(QwenConfig):
     hf_class: ClassVar[str] = "Qwen2_5_VLForConditionalGeneration"
     tower_class: ClassVar[type[VisionTower]] = QwenVision
     default_sections: ClassVar[tuple[int, ...]] = (16, 24, 24)
-    is_interleaved: ClassVar[bool] = False  # time, height and width take turns over the pairs
-    ties_in_text: ClassVar[bool] = True  # `tie_word_embeddings` counts in `text_config` too
+    is_interleaved: ClassVar[bool] = False  # time, height and width alternate over the pairs
+    ties_in_text: ClassVar[bool] = True  # `tie_word_embeddings` may also be in `text_config`
 
-    tower: VisionTower = field()  # every one has it
+    tower: VisionTower = field()  # required here
     mrope_section: tuple[int, ...]
     video_id: int
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenVLConfig:
-        """Reads both spellings: the decoder's fields in `text_config`, or as published beside it.
+        """Parse a `config.json` with the decoder's fields in `text_config` or at the top level.
 
         Raises:
-            ValueError: the file names an architecture or a feature without a parity test here.
+            ValueError: The file names an architecture or a feature that no parity test covers.
         """
         if fields.get("model_type") != cls.model_type:
             raise ValueError(
@@ -111,10 +111,10 @@ class QwenVLConfig(QwenConfig):
 
     @classmethod
     def _text_fields(cls, fields: dict[str, Any], source: str) -> dict[str, Any]:
-        """A `config.json` of the decoder alone, from either spelling.
+        """Return the fields of a text-only `config.json`, from either layout.
 
         Raises:
-            ValueError: what should be an object is something else.
+            ValueError: A field that should be an object is something else.
         """
         own = section(fields, "text_config", source)
         text = completed({**fields, **own}, cls.model_type, "text_config", source=source)
@@ -134,7 +134,7 @@ class QwenVLConfig(QwenConfig):
         return text
 
     def hf_config(self) -> dict[str, Any]:
-        """The inverse of `from_dict`, in the spelling of transformers 5."""
+        """Return the `config.json` fields in the layout of transformers 5."""
         text = {**super().hf_config(), "model_type": f"{self.model_type}_text"}
         del text["architectures"], text["rope_theta"]
         text["rope_parameters"]["mrope_section"] = list(self.mrope_section)
@@ -153,28 +153,28 @@ class QwenVLConfig(QwenConfig):
         }
 
     def abstract_params(self) -> Params:
-        """The decoder's and the tower's."""
+        """Return the parameters of decoder and tower."""
         return {**super().abstract_params(), "vision": self.tower.abstract_params()}
 
     def logical_axes(self) -> dict[str, Any]:
-        """The decoder's and the tower's."""
+        """Return the axes of decoder and tower."""
         return {**super().logical_axes(), "vision": self.tower.logical_axes()}
 
     def hf_names(self) -> dict[str, str]:
-        """Names as published."""
+        """Return the published names."""
         tower = {f"vision/{name}": tensor for name, tensor in self.tower.names.items()}
         return {**tower, **super().hf_names()}
 
     def hf_renamed(self) -> dict[str, str]:
-        """Names of transformers 5."""
+        """Return the prefixes of transformers 5."""
         return RENAMED
 
     def _axes_of_pairs(self) -> np.ndarray:
-        """The axis by which each pair of a head turns: time 0, height 1, width 2."""
+        """Return the axis that rotates each pair of a head: time 0, height 1, width 2."""
         return np.repeat(np.arange(3), self.mrope_section)
 
     def _by_pair(self, rotary: Int[Array, "M 3"]) -> Int[Array, "M pairs"]:
-        """The position by which each pair of a head turns."""
+        """Return the position that rotates each pair of a head."""
         return rotary[:, self._axes_of_pairs()]
 
     def hidden_states(
@@ -185,7 +185,7 @@ class QwenVLConfig(QwenConfig):
         attend: Attend,
         through: LayerScan,
     ) -> Float[Array, "R T D"]:
-        """Final normed hidden states of packed rows; `positions` are rotary without images."""
+        """Compute the final normed hidden states of packed rows; `positions` are for text only."""
         given, images = through.beside.given, through.beside.attached
         if images is None:
             return super().hidden_states(params, token_ids, positions, attend, through)
@@ -200,9 +200,9 @@ class QwenVLConfig(QwenConfig):
     def unembed(
         self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
     ) -> Float[Array, "... V"]:
-        """Logits as Qwen's; tokens that stand for images and videos get the lowest value too.
+        """Compute Qwen's logits, with the lowest value also for image and video tokens.
 
-        None can be written: there would be no image in its place.
+        The model must not generate these: no image would stand behind them.
         """
         logits = super().unembed(params, hidden, num_tokens=num_tokens)
         places = jnp.arange(self.vocab_size)
@@ -216,7 +216,7 @@ class QwenVLConfig(QwenConfig):
         positions: Int[Array, " M"],
         through: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
-        """Final normed hidden states; `positions` are rotary where no others are given."""
+        """Compute the final normed hidden states; `positions` apply unless `given` has others."""
         x, added = weights["embed"]["embedding"][token_ids], None
         given, rotary = through.beside.given, positions
         if POSITIONS in given:
@@ -229,10 +229,10 @@ class QwenVLConfig(QwenConfig):
 def put_images(
     x: Float[Array, "M D"], seen: Float[Array, "S U E"], units: Int[Array, " M"]
 ) -> tuple[Float[Array, "M D"], Float[Array, "n M D"] | None]:
-    """Embeddings of tokens, those of images in their places; a token reads its own shard's.
+    """Replace the embeddings of image tokens by their units; a token reads from its own shard.
 
-    Where more is seen of a unit than an embedding, the others are what is added to the states of
-    image tokens after the first layers; of text it is 0.
+    The further vectors of a unit, if any, are returned as states to add after the decoder's first
+    layers; 0 for text.
     """
     apart = units.reshape(len(seen), -1)
     vectors = jax.vmap(lambda seen, units: seen.at[units].get(mode="clip"))(seen, apart)

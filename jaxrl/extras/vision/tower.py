@@ -1,8 +1,8 @@
-"""Shared by the vision towers of Qwen's models: images in tokens, attention, reading of files.
+"""Common parts of Qwen's vision towers: image tokens, attention, parsing of fields.
 
-A tower has patches of images to read, and tells what stands in the place of image tokens. Its
-parameter tree has `patch`, stacked `blocks` and a `merger`; a file each (`vision.py` of Qwen2.5-VL,
-`qwen3_vl.py`) says what is in them.
+A tower encodes patches of images into embeddings of image tokens. Its parameter tree has `patch`,
+stacked `blocks` and a `merger`, defined in one file per model (`vision.py` for Qwen2.5-VL,
+`qwen3_vl.py`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jaxrl.models.layers import Attend
 from jaxrl.types import Params
 
 EPSILON = 1e-6
-"""Epsilon of the towers' norms; no config.json has it."""
+"""Epsilon of the towers' norms; config.json does not contain it."""
 
 QUERY_BLOCK = 256
-"""Patches whose scores over a whole row are in memory at a time."""
+"""Number of query patches with scores in memory at a time."""
 
 
 def section(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
-    """A field of a `config.json` that is an object; an empty one where it is not there.
+    """Return an object-valued field of a `config.json`, {} if it is missing.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: The field is not an object.
     """
     value = fields.get(name) or {}
     if not isinstance(value, dict):
@@ -53,7 +53,7 @@ def section(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]
 
 
 def biased(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
-    """Names of the axes of a linear layer that has a bias."""
+    """Return the axis names of a linear layer with a bias."""
     return {"kernel": (*stack, inputs, outputs), "bias": (*stack, outputs)}
 
 
@@ -61,21 +61,21 @@ ATTENTION_AXES = {
     "qkv": biased("width", None, "layer"),
     "o": biased(None, "width", "layer"),
 }
-"""Names of the axes of stacked attention: heads are not apart, so `tensor` splits nothing."""
+"""Axis names of stacked attention; heads are fused in one axis, so `tensor` does not split them."""
 
 
 def linear_names(names: Mapping[str, str]) -> dict[str, str]:
-    """HF tensors of linear layers with a bias, whose names are given without the part."""
+    """Return the HF tensors of linear layers with a bias, given names without the part."""
     parts = (("kernel", "weight"), ("bias", "bias"))
     return {f"{ours}/{own}": f"{names[ours]}.{part}" for ours in names for own, part in parts}
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTower(Tower):
-    """The fields of a `vision_config` that all towers have, and where images stand.
+    """The `vision_config` fields that all towers share, and the image token.
 
     Attributes:
-        merge: patches along a side of what becomes one token.
+        merge: Patches per side of a token's unit.
     """
 
     names: ClassVar[dict[str, str]]  # parameter to HF tensor as published, `{}` the layer
@@ -97,18 +97,18 @@ class VisionTower(Tower):
     @classmethod
     @abstractmethod
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> VisionTower:
-        """The tower of a `vision_config` that is `completed`.
+        """Build the tower from a `completed` `vision_config`.
 
         Raises:
-            ValueError: it asks for something that is not computed here.
+            ValueError: The fields require an unsupported feature.
         """
 
     @classmethod
     def common_fields(cls, own: dict[str, Any], source: str) -> dict[str, Any]:
-        """The fields of `VisionTower`, but for the token.
+        """Return the fields of `VisionTower` except the token.
 
         Raises:
-            ValueError: as `from_fields`.
+            ValueError: See `from_fields`.
         """
 
         def whole(name: str) -> int:
@@ -140,7 +140,7 @@ class VisionTower(Tower):
         return sizes | {"rope_theta": float(theta)}
 
     def hf_fields(self) -> dict[str, Any]:
-        """The inverse of `from_fields`."""
+        """Return the `vision_config` fields; the inverse of `from_fields`."""
         return {
             "depth": self.num_layers,
             "hidden_size": self.width,
@@ -157,18 +157,18 @@ class VisionTower(Tower):
 
     @property
     def patch_values(self) -> int:
-        """Numbers of one patch."""
+        """Return the number of values of one patch."""
         return self.channels * self.temporal_patch * self.patch**2
 
     @property
     def unit(self) -> int:
-        """Patches that become one token."""
+        """Return the number of patches that become one token."""
         return self.merge**2
 
     # On the host.
 
     def num_tokens(self, image: Image) -> int:
-        """Units of an image."""
+        """Return the number of an image's units."""
         t, h, w = image.grid
         if t != 1 or h < 1 or w < 1 or h % self.merge or w % self.merge:
             raise ValueError(
@@ -183,10 +183,10 @@ class VisionTower(Tower):
         return h * w // self.unit
 
     def runs(self, token_ids: np.ndarray, attachments: Sequence[Image]) -> list[np.ndarray]:
-        """Finds the places of each image's tokens.
+        """Find the indices of each image's tokens.
 
         Raises:
-            ValueError: as many tokens as the images take are not there.
+            ValueError: The number of image tokens does not match the images.
         """
         places = np.flatnonzero(np.asarray(token_ids) == self.token_id)
         counts = [self.num_tokens(image) for image in attachments]
@@ -207,10 +207,10 @@ class VisionTower(Tower):
     def positions(
         self, token_ids: np.ndarray, attachments: Sequence[Image], *, start: int = 0
     ) -> np.ndarray:
-        """M-RoPE, section 2.1 of the source.
+        """Compute M-RoPE positions, section 2.1 of https://arxiv.org/abs/2502.13923.
 
-        An image begins where the text before it ends, and text goes on behind the highest of its
-        positions.
+        An image starts at the position after the text before it; text continues after the image's
+        highest position.
         """
         out = np.zeros((3, len(token_ids)), np.int32)
         behind, position = 0, start
@@ -229,7 +229,7 @@ class VisionTower(Tower):
     # On the device.
 
     def _read_patches(self, weights: Params, patches: Float[Array, "S P C"]) -> Float[Array, "M D"]:
-        """Applies the first layer to the patches of S rows, one behind the other."""
+        """Apply the first layer to the concatenated patches of S rows."""
         kernel = weights["filter"].reshape(self.width, -1).T
         x = patches.reshape(-1, patches.shape[2]).astype(kernel.dtype) @ kernel
         if "bias" not in weights:
@@ -237,7 +237,7 @@ class VisionTower(Tower):
         return x + jnp.broadcast_to(weights["bias"], x.shape).astype(x.dtype)
 
     def _angles(self, places: Int[Array, "M 2"]) -> Angles:
-        """Rotary angles: half of the pairs turn by a patch's row, half by its column."""
+        """Compute rotary angles: half of the pairs rotate by a patch's row, half by its column."""
         quarter = self.width // self.num_heads // 4
         frequency = self.rope_theta ** (-jnp.arange(quarter, dtype=jnp.float32) / quarter)
         angle = (places[:, :, None].astype(jnp.float32) * frequency).reshape(len(places), 1, -1)
@@ -247,14 +247,14 @@ class VisionTower(Tower):
     def _attention(
         self, weights: Params, x: Float[Array, "M D"], angles: Angles, attend: Attend, num_rows: int
     ) -> Float[Array, "M D"]:
-        """Attention's addition to the patches, from their normed states.
+        """Compute the attention residual of the patches from their normed states.
 
         Args:
-            weights: of the layer's attention.
-            x: of all patches.
-            angles: of the patches.
-            attend: queries, keys and values `[S, P, N, H]` to outputs.
-            num_rows: S.
+            weights: Weights of the layer's attention.
+            x: Normed states of all patches.
+            angles: Rotary angles of the patches.
+            attend: Function from queries, keys and values `[S, P, N, H]` to outputs.
+            num_rows: Number of rows S.
         """
         qkv = checkpoint_name(linear(weights["qkv"], x), "q")
         q, k, v = qkv.reshape(len(x), 3, self.num_heads, -1).swapaxes(0, 1)
@@ -273,12 +273,12 @@ class VisionTower(Tower):
         linears: Sequence[tuple[str, int, int]],
         stacks: Mapping[str, int],
     ) -> Params:
-        """The parameters as `jax.ShapeDtypeStruct`s.
+        """Return the parameters as `jax.ShapeDtypeStruct`s.
 
         Args:
-            arrays: by their names.
-            linears: names of layers with a bias, their inputs and outputs; a layer each of a stack.
-            stacks: layers of the entries that are stacked.
+            arrays: Shape of each array by name.
+            linears: Name, inputs and outputs of each linear layer with a bias.
+            stacks: Number of layers of each stacked entry.
         """
         filter_shape = (self.width, self.channels, self.temporal_patch, self.patch, self.patch)
         shapes = {**arrays, "patch/filter": filter_shape}
@@ -292,15 +292,15 @@ class VisionTower(Tower):
 
     @abstractmethod
     def abstract_params(self) -> Params:
-        """The parameters as `jax.ShapeDtypeStruct`s."""
+        """Return the parameters as `jax.ShapeDtypeStruct`s."""
 
     @abstractmethod
     def logical_axes(self) -> dict[str, Any]:
-        """Inner widths over `tensor` where heads need not be apart, widths over `fsdp`."""
+        """Split inner widths over `tensor`, except of attention, and widths over `fsdp`."""
 
 
 def refuse(problems: dict[str, bool], source: str) -> None:
-    """Refuses by name what a `vision_config` asks for and is not computed."""
+    """Raise for the first unsupported feature of a `vision_config`."""
     for feature, is_there in problems.items():
         if is_there:
             raise ValueError(f"{source}: {feature} in 'vision_config' is not supported.")
@@ -312,9 +312,9 @@ def attend_within(
     v: Float[Array, "S P N H"],
     ids: Int[Array, "S P"],
 ) -> Float[Array, "S P N H"]:
-    """Attention in both directions among the patches of a row that have the same number.
+    """Compute bidirectional attention among the patches of a row with equal ids.
 
-    The scores of `QUERY_BLOCK` patches are in memory at a time, computed again in the backward
+    The scores of `QUERY_BLOCK` patches are in memory at a time, and recomputed in the backward
     pass.
     """
     S, P, N, H = q.shape
@@ -336,7 +336,7 @@ def attend_within(
 
 
 def attend_to(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention of queries `[s, q, N, H]` over keys `[s, p, N, H]`, scores in float32."""
+    """Compute softmax attention of queries `[s, q, N, H]` over keys `[s, p, N, H]`, in float32."""
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None], product("sqnh,spnh->snqp", q, k) * q.shape[3] ** -0.5, LOWEST)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))

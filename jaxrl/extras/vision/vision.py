@@ -1,6 +1,6 @@
-"""The vision tower of Qwen2.5-VL: patches of images to what stands in the place of image tokens.
+"""Vision tower of Qwen2.5-VL: from image patches to embeddings of image tokens.
 
-The parameter tree, with the leading axis L over the tower's layers:
+The parameter tree, with leading axis L over the tower's layers:
 
     patch/filter                                  [D, C, temporal patch, patch, patch]
     blocks/{norm1,norm2}/scale                    [L, D]
@@ -12,8 +12,8 @@ The parameter tree, with the leading axis L over the tower's layers:
     merger/up/{kernel,bias}                       [merge^2 * D, merge^2 * D]
     merger/down/{kernel,bias}                     [merge^2 * D, width of the decoder]
 
-Most layers attend within windows, some within the whole image. The host puts the patches of an
-image in the order of its windows and says which window each is in, so the device permutes nothing.
+Most layers attend within windows, some within the complete image. The host sorts an image's patches
+by window and labels each with its window, so the device permutes nothing.
 Source: https://arxiv.org/abs/2502.13923.
 """
 
@@ -66,16 +66,16 @@ HF_NAMES = {
     ),
     "merger/norm/scale": "visual.merger.ln_q.weight",
 }
-"""Parameter to HF tensor, `{}` the layer."""
+"""HF tensor of each parameter, with `{}` for the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVision(VisionTower):
-    """Every field of a `vision_config` that changes the arithmetic, and where images stand.
+    """Fields of a `vision_config` that change the computation, and the image token.
 
     Attributes:
-        full_layers: indices of the layers that attend within the whole image.
-        window: patches along a side of a window.
+        full_layers: Indices of the layers that attend within the complete image.
+        window: Patches per side of a window.
     """
 
     names = HF_NAMES
@@ -101,7 +101,7 @@ class QwenVision(VisionTower):
         return cls(**common, token_id=image_id, window=window, full_layers=tuple(full))
 
     def hf_fields(self) -> dict[str, Any]:
-        """The inverse of `from_fields`."""
+        """Return the `vision_config` fields; the inverse of `from_fields`."""
         return {
             **super().hf_fields(),
             "window_size": self.window * self.patch,
@@ -109,7 +109,7 @@ class QwenVision(VisionTower):
         }
 
     def memory_terms(self) -> MemoryTerms:
-        """Attention and a gated MLP; nothing is split over devices."""
+        """Count attention and a gated MLP; nothing is split over devices."""
         products = 4 * self.width + 2 * self.mlp_width  # all but the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -122,15 +122,14 @@ class QwenVision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Scores of a block of queries over all patches, or of windows over neighbours."""
+        """Count the scores of a block of queries over all patches, or of windows over neighbors."""
         of_block = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(of_block, 3 * self.window**2 * num_patches)
 
     def arrange(self, images: Sequence[Image]) -> Arranged:
-        """Arranges images in the order of windows.
+        """Concatenate images, with patches sorted by window.
 
-        The places of a patch are the number of its image, from 1, that of its window, its row and
-        its column.
+        A patch's place is its image's number (from 1), its window, its row and its column.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
         places = [np.zeros((0, 4), np.int32)]
@@ -153,9 +152,9 @@ class QwenVision(VisionTower):
         places: Int[Array, "S P W"],
         through: LayerScan,
     ) -> Float[Array, "S U D"]:
-        """The tower's output, of the units of `merge^2` patches."""
+        """Compute the tower's output per unit of `merge^2` patches."""
         S, P, _ = patches.shape
-        # Left alone, the compiler splits the width over devices, and all have the patches of all.
+        # Without the constraint the compiler splits the width, so every device holds all patches.
         x = through.on_shards(self._read_patches(params["patch"], patches))
         angles = self._angles(places.reshape(S * P, 4)[:, 2:])
         number, window = places[..., 0], jnp.where(places[..., 0] > 0, places[..., 1], -1)
@@ -174,7 +173,7 @@ class QwenVision(VisionTower):
             gate, up = (checkpoint_name(linear(mlp[name], normed), name) for name in ("gate", "up"))
             return x + linear(mlp["down"], jax.nn.silu(gate) * up)
 
-        # A number rather than a truth value: what layers are given is differentiated.
+        # Floats, not booleans: inputs of layers are differentiated.
         is_full = np.isin(np.arange(self.num_layers), self.full_layers).astype(np.float32)
         x = through(layer, x, {"weights": params["blocks"], "is_full": jnp.asarray(is_full)})
         merger = params["merger"]
@@ -183,7 +182,7 @@ class QwenVision(VisionTower):
         return through.on_shards(x.reshape(S, P // self.unit, -1))
 
     def abstract_params(self) -> Params:
-        """The parameters as `jax.ShapeDtypeStruct`s."""
+        """Return the parameters as `jax.ShapeDtypeStruct`s."""
         merged = self.unit * self.width
         return self._abstract(
             {
@@ -204,7 +203,7 @@ class QwenVision(VisionTower):
         )
 
     def logical_axes(self) -> dict[str, Any]:
-        """Inner widths over `tensor` where heads need not be apart, widths over `fsdp`."""
+        """Split inner widths over `tensor`, except of attention, and widths over `fsdp`."""
         norm = {"scale": ("layer", None)}
         return {
             "patch": {"filter": ("width", None, None, None, None)},
@@ -230,16 +229,16 @@ class QwenVision(VisionTower):
 def _layout(
     grid: tuple[int, int, int], merge: int, window: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Arranges the patches of an image by windows.
+    """Sort the patches of an image by window.
 
     Args:
-        grid: of patches, which come unit by unit.
-        merge: patches along a side of a unit.
-        window: patches along a side of a window.
+        grid: Grid of patches, which are ordered unit by unit.
+        merge: Patches per side of a unit.
+        window: Patches per side of a window.
 
     Returns:
-        The patches in the order of their windows, of each 0, its window, row and column, and the
-        place of each unit in that order.
+        Indices of the patches in window order, their (0, window, row, column), and the index of
+        each unit in that order.
     """
     _, h, w = grid
     rows, columns = np.indices((h, w)).reshape(2, h // merge, merge, w // merge, merge)
@@ -261,10 +260,9 @@ def attend_windows(
     *,
     most: int,
 ) -> Float[Array, "S P N H"]:
-    """Attends as `attend_within`; patches of a number lie side by side, at most `most` of them.
+    """Attend like `attend_within`, if patches of equal ids are contiguous and at most `most`.
 
-    So those of a block of `most` patches, and of the blocks before and behind it, are all that a
-    patch could read.
+    A patch then reads only from its block of `most` patches and from the two neighboring blocks.
     """
     S, P, N, H = q.shape
     count = -(-P // most)
@@ -281,7 +279,7 @@ def attend_windows(
     def merged(x: jax.Array) -> jax.Array:
         return x.reshape(S * count, *x.shape[2:])
 
-    # Padding has a number of its own, which it reads: no softmax is over nothing.
+    # Padding has its own id and reads itself: no softmax is over an empty set.
     queries, numbers = merged(blocked(q, 0, 0)), merged(blocked(ids, 0, -1))
     keys, values, others = merged(around(k)), merged(around(v)), merged(around(ids, -1))
     out = attend_to(queries, keys, values, numbers[:, :, None] == others[:, None])

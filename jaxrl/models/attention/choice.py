@@ -1,4 +1,4 @@
-"""Choice of a run's attention kernels: made once, on the host."""
+"""Selection of a run's attention kernels, once, on the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRAIN = {
     },
     "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:train"},
 }
-"""The update's kernels that do not run everywhere, by platform, the preferred first."""
+"""Platform-specific kernels of the update, by platform, in order of preference."""
 
 PAGES = {
     "gpu": {
@@ -36,31 +36,31 @@ PAGES = {
     },
     "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:attend_pages"},
 }
-"""Like `TRAIN`, the sampler's."""
+"""Platform-specific kernels of the sampler, like `TRAIN`."""
 
 TRIALS = "jaxrl.extras.kernels.trials"
-"""The module with the trials that these kernels have to pass."""
+"""Module with the kernels' trials."""
 
 MAX_HEAD_DIM = 256
-"""Limit of these kernels: blocks of wider heads do not fit on the chip."""
+"""Maximum head size of these kernels: blocks of wider heads do not fit on the chip."""
 
 
 def choose(
     name: str, mesh: Mesh, model: Architecture, *, check_dtype: DTypeLike | None = None
 ) -> Kernels:
-    """The kernels that `config.model.attention` names, for a model on a mesh; see `decide`.
+    """Return the kernels of `config.model.attention` for a model on a mesh; see `decide`.
 
     Args:
-        name: out of `config.ATTENTION`.
-        mesh: that computes.
-        model: whose heads they are for.
-        check_dtype: of the run, by which those of the update and of the sampler are checked before
-            they are used, each on its own (see `models.kernel_check`); None: nothing is run.
+        name: One of `config.ATTENTION`.
+        mesh: Mesh that runs the model.
+        model: Architecture with the heads.
+        check_dtype: Dtype with which the kernels of update and sampler are separately self-tested
+            (see `models.kernel_check`); None runs no test.
 
     Raises:
-        ValueError: the key names kernels that do not run on these devices, or that fail the check.
+        ValueError: The kernels do not run on these devices, or fail the self-test.
     """
-    device = mesh.local_devices[0]  # those of other processes are checked there
+    device = mesh.local_devices[0]  # other processes check theirs
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
     first, reason = decide(name, device.platform, model.head_dim, dtype)
     heads = (
@@ -90,7 +90,7 @@ def choose(
 def _checked(
     name: str, device: jax.Device, heads: tuple[int, int, int], dtype: Any, block: int
 ) -> tuple[Choice, Choice]:
-    """The kernels of the update and of the sampler, checked once for all meshes of a process."""
+    """Select the kernels of update and sampler, once for all meshes of a process."""
     line = _line(name, device.platform, heads[2], dtype)
     named_by = "" if name == "auto" else "config.model.attention"
 
@@ -106,11 +106,11 @@ def _checked(
             return []
         of_pages: Any = pkgutil.resolve_name(f"{TRIALS}:of_pages")
         make = partial(of_pages, *heads, dtype, device, page_tokens=PAGE_TOKENS[name])
-        # As where it decodes, and where it reads.
+        # Shapes of decode and of prefill.
         return [make(num_queries=count) for count in (1, block)]
 
     def chosen(table: Any, make_trials: Any, reference: Any) -> Choice:
-        # Imported when asked: most processes use none, and JAX warns of one of them.
+        # Import lazily: most processes use none, and importing one of them emits a JAX warning.
         kernels = {one: partial(pkgutil.resolve_name, table[device.platform][one]) for one in line}
         return select_kernel(make_trials, kernels, reference, named_by=named_by)
 
@@ -118,24 +118,25 @@ def _checked(
 
 
 def copies_past(name: str, platform: str) -> bool:
-    """True if a chunk of decoding steps reads a copy of its rows' pages.
+    """Return True if a chunk of decoding steps reads a copy of its rows' pages.
 
-    It is faster on a CPU. Elsewhere it would take as much memory as the cache.
+    It is faster on a CPU. Elsewhere it would need as much memory as the cache.
     """
     return name == "xla" and platform == "cpu"
 
 
 def append_block(platform: str, num_heads: int, num_kv_heads: int) -> int:
-    """Tokens of a row that are read into the cache side by side; each such block reads its past.
+    """Return the number of a row's tokens that one prefill block processes.
 
-    With fewer, an accelerator waits for the cache; with more it computes padding. A TPU v6e does
-    460 operations in the time that a byte takes, an H200 180: with few query heads to a key head it
-    needs larger blocks. Those of more than 16 heads would not fit on a v4's chip beside the pages.
+    With fewer, an accelerator waits for cache reads, since each block reads its past; with more, it
+    computes padding. A TPU v6e performs 460 operations per byte read, an H200 180: with few query
+    heads per key head it needs larger blocks. Blocks for more than 16 heads would not fit on a v4's
+    chip together with the pages.
 
     Args:
-        platform: of the devices.
-        num_heads: of the model's queries.
-        num_kv_heads: of its keys.
+        platform: Platform of the devices.
+        num_heads: Query heads of the model.
+        num_kv_heads: Key heads of the model.
     """
     if platform == "cpu":
         return 16
@@ -146,17 +147,16 @@ def append_block(platform: str, num_heads: int, num_kv_heads: int) -> int:
 def decide(
     name: str, platform: str, head_dim: int, dtype: DTypeLike | None = None
 ) -> tuple[str, str]:
-    """Picks the kernels `config.model.attention` stands for, never `auto`, and tells why.
+    """Resolve `config.model.attention` to a kernel name other than `auto`, and the reason.
 
     Args:
-        name: of the configuration.
-        platform: of the devices.
-        head_dim: of the model.
-        dtype: that is multiplied; None: one that all kernels take.
+        name: Name in the configuration.
+        platform: Platform of the devices.
+        head_dim: Head size of the model.
+        dtype: Dtype of the products; None is a dtype that every kernel supports.
 
     Raises:
-        ValueError: names the key where these kernels do not run on the devices, or not with heads
-            of this size or this dtype.
+        ValueError: The kernels do not support these devices, heads of this size, or this dtype.
     """
     is_narrow = head_dim <= MAX_HEAD_DIM
     own = TRAIN.get(platform, {})
@@ -180,7 +180,7 @@ def decide(
 
 
 def _line(name: str, platform: str, head_dim: int, dtype: DTypeLike | None) -> list[str]:
-    """Kernels to be tried before XLA, the preferred first."""
+    """Return the kernels to try before XLA, in order of preference."""
     if name != "auto":
         return [name] if name != "xla" else []
     line = TRAIN.get(platform, {}) if head_dim <= MAX_HEAD_DIM else {}
@@ -188,11 +188,11 @@ def _line(name: str, platform: str, head_dim: int, dtype: DTypeLike | None) -> l
 
 
 def on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:
-    """Splits `train` over a mesh; each device has its own pieces of rows and heads.
+    """Split `train` over a mesh; each device processes its own pieces of rows and heads.
 
-    Queries, keys and values are pieces `[R * C, T / C, heads, H]`, of each device's rows the first
-    ones, the second ones, …; what each token reads is of whole rows. One function for equal
-    arguments, by which its programs are found again.
+    Queries, keys and values are pieces `[R * C, T / C, heads, H]`: for each device, the first
+    pieces of its rows, then the second ones, and so on; `reads` covers complete rows. Equal
+    arguments return the same function, so that its compiled programs are reused.
     """
     return kept(partial(_on_mesh, train, mesh), name="attention", key=(train, mesh))
 
@@ -212,14 +212,14 @@ def _on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:
 def _train_pieces(
     train: Train, q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array
 ) -> jax.Array:
-    """Attention of a device's pieces over keys and values of whole rows, which it gathers.
+    """Attend from a device's pieces to keys and values of complete rows, which it gathers.
 
-    The tokens of a row are turned, so that the device's piece comes last: then the kernel knows
-    before it is compiled where the queries are. What follows the piece stands before the row's
-    first token, and nothing reads it. Backwards each device gets what all add to its own keys.
+    The tokens of a row are rotated so that the device's piece comes last: then the position of the
+    queries is static. The pieces after it wrap around to before the row's first token, and nothing
+    reads them. In the backward pass each device gets the sum of all gradients of its own keys.
     """
     T, num_own = reads.shape[2], q.shape[1]
-    later = T // num_own - 1 - jax.lax.axis_index(CONTEXT)  # pieces behind the device's own
+    later = T // num_own - 1 - jax.lax.axis_index(CONTEXT)  # pieces after the device's own
 
     def whole(x: jax.Array) -> jax.Array:
         pieces = jnp.roll(jax.lax.all_gather(x, CONTEXT), later, axis=0)

@@ -1,4 +1,4 @@
-"""Attention kernels as models and sampler know them, and which tokens a token reads."""
+"""Interface of attention kernels, and the computation of which tokens a token reads."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from jaxtyping import Array, Int
 from jaxrl.models.architecture import Attend, KernelCheck
 
 Train = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""Queries of the last Q of T tokens `[R, Q, N, H]`, keys and values of all `[R, T, K, H]`, what
-each token reads `[R, 3, T]` to outputs `[R, Q, N, H]`."""
+"""Function from queries of the last Q of T tokens `[R, Q, N, H]`, keys and values of all
+`[R, T, K, H]`, and what each token reads `[R, 3, T]` to outputs `[R, Q, N, H]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The attention functions of one kind.
+    """Attention functions of one implementation.
 
     Attributes:
-        name: out of `config.ATTENTION`, never `auto`.
-        reason: why these, for the log.
-        train: see `reference.train`.
-        attend_pages: the sampler's attention over the pages of one device; see
+        name: One of `config.ATTENTION`, never `auto`.
+        reason: Reason for the selection, for the log.
+        train: Attention of the update; see `reference.train`.
+        attend_pages: Sampler's attention over the pages of one device; see
             `reference.attend_pages`.
-        page_tokens: tokens of a page of the sampler's cache.
-        shares_prompts: `train` reads what segments share; else each segment must be whole.
-        past: `open_past` and `attend_past` where a chunk of decoding steps reads a copy of the
-            pages faster than `attend_pages` reads the pages; see `reference`.
-        kernel_checks: what was found about kernels before the run; see `models.kernel_check`.
+        page_tokens: Tokens of a page of the sampler's cache.
+        shares_prompts: True if `train` supports segments that share a prompt.
+        past: Functions `open_past` and `attend_past` if a chunk of decoding steps is faster on a
+            copy of the pages than with `attend_pages`; see `reference`.
+        kernel_checks: Self-test results; see `models.kernel_check`.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Kernels:
     def within(
         self, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"], num_pieces: int = 1
     ) -> Attend:
-        """Attention of packed rows, over their tokens one after another; see `find_reads`.
+        """Return the attention of packed rows, over their concatenated tokens; see `find_reads`.
 
-        With pieces, each row is cut into `num_pieces`; a device holds the first pieces of all its
-        rows, then the second ones, and so on.
+        With `num_pieces`, each row is split; a device holds the first pieces of all its rows, then
+        the second ones, and so on.
         """
         reads = find_reads(segment_ids, positions)
         R, T = segment_ids.shape
@@ -64,27 +64,27 @@ class Kernels:
 
 
 PAGE_TOKENS = {"xla": 16, "mosaic_gpu": 64, "triton": 64, "mosaic": 128}
-"""Tokens of a page, by kernels: a kernel reads a page at a time, and wants it large."""
+"""Tokens of a page, by kernel: a kernel reads one page at a time, so large pages are faster."""
 
 SHARES_PROMPTS = {"xla": True, "mosaic_gpu": True, "triton": True, "mosaic": False}
-"""True where segments of a row may share a prompt, by kernels.
+"""True if segments of a row may share a prompt, by kernel.
 
-Splash attention tells by equal ids, or before it is compiled, which tokens a token reads.
+Splash attention decides which tokens a token reads by equal segment ids or at compile time.
 """
 
 
 def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
-    """Finds the tokens of its row that each token reads.
+    """Return which tokens of its row each token reads, as three numbers per token.
 
-    Those from the first number to itself, which are of its context, and those from the second to
-    before the third. These are none, unless the context continues another: one whose first position
-    is p > 0 has the first p tokens of the last context before it that began at 0. Padding reads
-    itself.
+    A token reads from the first number to itself: its own context. It also reads from the second
+    number up to, excluding, the third: the shared prompt, empty unless the context continues
+    another. A context whose first position is p > 0 continues the last context before it that began
+    at 0, and shares its first p tokens. Padding reads itself.
 
     Args:
-        segment_ids: a run of tokens with one id is a segment; 0 is padding. Within it a context
-            ends where positions do not go on by one.
-        positions: of each token in its context.
+        segment_ids: Segment of each token; 0 is padding. Within a segment, a new context begins
+            where positions do not increase by one.
+        positions: Position of each token in its context.
     """
     T = segment_ids.shape[1]
     before, place = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (segment_ids, positions))

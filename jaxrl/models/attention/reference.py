@@ -1,6 +1,6 @@
-"""Attention in XLA, on every platform: `train`, and what the sampler reads from pages.
+"""XLA attention for every platform: `train`, and the sampler's attention over pages.
 
-Each computes scores and softmax in float32. The sampler's pages are head-major, `[P, K, page, H]`.
+Scores and softmax are computed in float32. The sampler's pages are head-major, `[P, K, page, H]`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Int
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels
 
 LOWEST = float(jnp.finfo(jnp.float32).min) / 2
-"""Stands for minus infinity in scores and logits: its exponential is 0, its products are finite."""
+"""Finite substitute for minus infinity in scores and logits: its exponential is 0."""
 
 MAX_BLOCK = 96
-"""Tokens of a block of queries or keys in `train`, at most."""
+"""Maximum tokens of a block of queries or keys in `train`."""
 
 
 def train(
@@ -29,20 +29,20 @@ def train(
     v: Float[Array, "R T K H"],
     reads: Int[Array, "R 3 T"],
 ) -> Float[Array, "R Q N H"]:
-    """Causal attention within the segments of packed rows, and over the prompts that they share.
+    """Compute causal attention within the segments of packed rows, and over shared prompts.
 
     Flash attention (https://arxiv.org/abs/2205.14135) in blocks of tokens: neither pass holds more
-    scores than those of two blocks, and blocks that hold nothing to read are left out. Products
-    take both operands in the dtype of the inputs and give float32.
+    scores than those of two blocks, and blocks without readable keys are skipped. Products take
+    operands in the dtype of the inputs and accumulate in float32.
 
-    The query heads of a key head are merged with the tokens of a block, so that each product is
-    one matrix by another for every row and key head, and no key is repeated.
+    The query heads of a key head are merged with the tokens of a block, so that each product is one
+    matrix product per row and key head, and no key is repeated.
 
     Args:
-        q: queries of the last Q tokens.
-        k: keys of all T.
-        v: values of all T.
-        reads: which tokens each reads; see `kernels.find_reads`.
+        q: Queries of the last Q tokens.
+        k: Keys of all T tokens.
+        v: Values of all T tokens.
+        reads: Tokens that each token reads; see `kernels.find_reads`.
     """
     R, Q, N, H = q.shape
     K = k.shape[2]
@@ -64,10 +64,10 @@ def in_blocks(
     reads: Int[Array, "R 3 T"],
     size: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The arguments of `train` padded to whole blocks of `size` tokens.
+    """Pad the arguments of `train` to full blocks of `size` tokens.
 
-    The queries stay the last ones: they and the keys are padded alike behind, and the keys before
-    as well.
+    Queries and keys are padded equally at the end, so that queries stay last; keys are also padded
+    at the start.
     """
     Q, T = q.shape[1], k.shape[1]
     behind = -Q % size
@@ -81,7 +81,7 @@ def in_blocks(
 
 
 def padded_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
-    """Pads the reads of rows to `length` tokens."""
+    """Pad the reads of rows to `length` tokens."""
     R, _, T = reads.shape
     of_padding = jnp.stack([jnp.arange(T, length), *[jnp.full(length - T, n) for n in (T, 0)]])
     padding = jnp.broadcast_to(of_padding.astype(reads.dtype), (R, *of_padding.shape))
@@ -89,7 +89,7 @@ def padded_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 len
 
 
 def moved_reads(reads: Int[Array, "R 3 T"], places: int | jax.Array) -> Int[Array, "R 3 T"]:
-    """Reads of tokens that were moved so many places on; what is before them is padding."""
+    """Shift the reads for tokens moved right by `places`; the tokens before them are padding."""
     starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
     T = reads.shape[2]
     is_before = jnp.arange(T) < places
@@ -102,16 +102,16 @@ def moved_reads(reads: Int[Array, "R 3 T"], places: int | jax.Array) -> Int[Arra
 def key_blocks(
     reads: Iterable[jax.Array], index: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The blocks of `size` keys before block `index` that hold something for some of its queries.
+    """Find the key blocks before block `index` that some of its queries read.
 
     Args:
-        reads: of the queries, `[3, ...]`; see `kernels.find_reads`.
-        index: of the block at which the queries begin.
-        size: tokens of a block of keys.
+        reads: Reads of the queries, `[3, ...]`; see `kernels.find_reads`.
+        index: Index of the queries' first block.
+        size: Tokens of a block of keys.
 
     Returns:
-        The first of a shared prompt's and their number, and the first of those from which all to
-        `index` are read.
+        First block and number of blocks of a shared prompt, and the first block of the contiguous
+        range up to `index`.
     """
     starts, shared_starts, shared_ends = reads
     own = starts.min() // size
@@ -121,14 +121,14 @@ def key_blocks(
 
 
 def is_read(reads: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
-    """Tells which queries `[3, ..., 1]` read the keys at these places; keys behind them aside."""
+    """Return which queries `[3, ..., 1]` read the keys at some positions; ignores causality."""
     starts, shared_starts, shared_ends = reads
     return (keys >= starts) | (keys >= shared_starts) & (keys < shared_ends)
 
 
-# Below, the first axis is over blocks of B tokens: queries and outputs `[blocks, R, K, G * B, H]`,
-# G query heads a key head, keys and values `[blocks, R, K, B, H]`, reads `[blocks, 3, R, B]`. There
-# may be blocks of keys before the first one of queries.
+# Below, the first axis is over blocks of B tokens: queries and outputs `[blocks, R, K, G * B, H]`
+# with G query heads per key head, keys and values `[blocks, R, K, B, H]`, reads `[blocks, 3, R,
+# B]`. Blocks of keys may precede the first block of queries.
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -141,7 +141,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array) -> jax.A
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The outputs, and what the backward pass needs: with them their log-sum-exp."""
+    """Return the outputs, and residuals for the backward pass with the log-sum-exp."""
 
     def one(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         index, q, reads = block
@@ -153,19 +153,19 @@ def _forward(
 
 
 def _places_of(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Places of the blocks of queries among those of keys: the last ones."""
+    """Return the indices of the query blocks among the key blocks: the last ones."""
     return jnp.arange(len(k) - len(q), len(k))
 
 
 def _forward_block(
     index: jax.Array, q: jax.Array, reads: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs of a block of queries and their log-sum-exp, by an online softmax over key blocks."""
+    """Compute a query block's outputs and log-sum-exp, with an online softmax over key blocks."""
 
     def average(weights: jax.Array, values: jax.Array) -> jax.Array:
         return _product("rkts,rksh->rkth", weights.astype(values.dtype), values)
 
-    # The block itself comes first: each query reads itself there, so there is a finite maximum.
+    # Start with the diagonal block: each query reads itself there, so the maximum is finite.
     scores = _scores(q, k[index], reads, index, is_diagonal=True)
     highest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - highest)
@@ -190,7 +190,7 @@ def _forward_block(
 def _blocks_before(
     index: jax.Array, reads: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Number of key blocks before its own that a block of queries reads, and each one's index."""
+    """Return the number of earlier key blocks that a query block reads, and their index map."""
     shared, num_shared, own = key_blocks(reads, index, reads.shape[2])
     count = num_shared + index - own
     return count, lambda i: jnp.where(i < num_shared, shared + i, own - num_shared + i)
@@ -199,7 +199,7 @@ def _blocks_before(
 def _scores(
     q: jax.Array, k: jax.Array, reads: jax.Array, key_block: jax.Array, *, is_diagonal: bool
 ) -> jax.Array:
-    """Scaled products of a block of queries with one of keys, `[R, K, G * B, B]`, masked."""
+    """Compute masked scaled scores of a query block and a key block, `[R, K, G * B, B]`."""
     place = jnp.arange(k.shape[2])
     mask = is_read(reads[..., None], key_block * len(place) + place)
     if is_diagonal:
@@ -230,7 +230,7 @@ def _backward(
             of_queries, sums = jax.lax.fori_loop(0, count, add, (of_queries, sums))
         return sums, (of_queries * scale).astype(q.dtype)
 
-    # Transposed, as the products give them: a CPU is slow to turn a product's result.
+    # Accumulate transposed, as the products are laid out: a CPU is slow to transpose them.
     zeros = jnp.zeros(k.swapaxes(3, 4).shape, jnp.float32)
     blocks = (_places_of(q, k), (q, reads, lse, gradient, delta))
     (of_keys, of_values), of_queries = jax.lax.scan(one, (zeros, zeros), blocks)
@@ -239,13 +239,13 @@ def _backward(
 
 
 Sums = tuple[jax.Array, jax.Array]
-"""Gradients of keys and values `[blocks, R, K, H, B]`, float32, as summed so far."""
+"""Accumulated gradients of keys and values `[blocks, R, K, H, B]`, float32."""
 
 
 def _backward_pair(
     block: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of queries, keys and values from a block of queries and key block `j`."""
+    """Compute gradients of queries, keys and values for a query block and key block `j`."""
     q, reads, lse, gradient, delta = block
     weights = jnp.exp(_scores(q, k[j], reads, j, is_diagonal=is_diagonal) - lse)
     of_values = _product("rkth,rkts->rkhs", gradient, weights.astype(q.dtype))
@@ -267,13 +267,13 @@ _attend.defvjp(_forward, _backward)
 
 
 FLOOR = LOWEST / 2
-"""The log-sum-exp of nothing: below any score, so that a part of nothing adds nothing."""
+"""Log-sum-exp of an empty set: below any score, so that an empty part contributes nothing."""
 
 TURN_TOKENS = 64
-"""Tokens of a table that `attend_pages` reads in one turn of its loop."""
+"""Tokens that `attend_pages` reads per loop iteration."""
 
 Part = tuple[jax.Array, jax.Array, jax.Array]
-"""A softmax's part: weighted sum of values `[..., H]`, highest score, sum of weights `[...]`."""
+"""Partial softmax: weighted sum of values `[..., H]`, maximum score, sum of weights `[...]`."""
 
 
 def attend_pages(
@@ -283,12 +283,12 @@ def attend_pages(
     tables: Int[Array, "B M"],
     limits: Int[Array, "B Q"],
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """Query i of block b reads the positions below its limit in the pages of the block's table.
+    """Attend from query i of block b to the positions below its limit in the block's pages.
 
-    The loop runs over live tokens: to the highest limit, whatever the tables have room for.
+    The loop covers live tokens only, up to the highest limit, however long the tables are.
 
     Returns:
-        Outputs and the log-sum-exp of the scores, float32. With limit 0 they are 0 and `FLOOR`.
+        Outputs and the log-sum-exp of the scores, float32; 0 and `FLOOR` for a limit of 0.
     """
     B, H = q.shape[0], q.shape[3]
     K, page = keys.shape[1:3]
@@ -318,9 +318,9 @@ def attend_pages(
 def by_key_head(
     q: Float[Array, "B Q N H"], limits: Int[Array, "B Q"], K: int, rows: int = 0
 ) -> tuple[Float[Array, "B K R H"], Int[Array, "B R"]]:
-    """The queries of each key head as the rows of one matrix, and the limit of each.
+    """Merge the queries of each key head into rows of one matrix, with the limit of each row.
 
-    Rows up to `rows` are added that read nothing.
+    Pads to at least `rows` rows; padding reads nothing.
     """
     B, Q, N, H = q.shape
     merged = q.reshape(B, Q, K, N // K, H).swapaxes(1, 2).reshape(B, K, -1, H)
@@ -335,7 +335,7 @@ def by_key_head(
 def by_query(
     out: Float[Array, "B K R H"], lse: Float[Array, "B K R"], shape: tuple[int, ...]
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """The inverse of `by_key_head`, for queries of a shape `[B, Q, N, H]`."""
+    """Invert `by_key_head` for queries of shape `[B, Q, N, H]`."""
     B, Q, N, H = shape
     K = out.shape[1]
     num_rows = Q * N // K
@@ -344,7 +344,7 @@ def by_query(
 
 
 Past = tuple[tuple[jax.Array, jax.Array], ...]
-"""Pieces of the rows' past, one behind the other: keys `[B, K, H, w]`, values `[B, K, w, H]`."""
+"""Consecutive pieces of the rows' past: keys `[B, K, H, w]`, values `[B, K, w, H]`."""
 
 
 @jax.named_scope("cache")
@@ -353,12 +353,12 @@ def open_past(
     values: Float[Array, "P K page H"],
     tables: Int[Array, "B M"],
 ) -> Past:
-    """A copy of the pages of the rows' tables for a chunk of decoding steps, which only read it.
+    """Copy the pages of the rows' tables for a chunk of decoding steps, which only read it.
 
-    A step on a CPU is faster over whole arrays than over pages: 1.1 against 2.5 ms for 4 layers of
-    32 rows at 128 tokens. So the past is copied once a chunk, keys transposed as the steps read
-    them, into pieces that each double it. How long the whole is changes no sum over a piece, and
-    so no bit of what a row reads.
+    On a CPU a step is faster over contiguous arrays than over pages: 1.1 against 2.5 ms for 4
+    layers of 32 rows at 128 tokens. So the past is copied once per chunk, with keys transposed for
+    the steps, into pieces that each double the length. A piece's sums do not depend on the total
+    length, so neither does any bit of a row's result.
     """
     B, M = tables.shape
     K, page, H = keys.shape[1:]
@@ -376,7 +376,7 @@ def open_past(
 
 
 def past_ends(num_pages: int, page_tokens: int) -> list[int]:
-    """Ends of the pieces of a past, in pages: at `TURN_TOKENS`, then at its doublings."""
+    """Return the ends of the past's pieces, in pages: at `TURN_TOKENS`, then at its doublings."""
     ends = [min(max(TURN_TOKENS // page_tokens, 1), num_pages)]
     while ends[-1] < num_pages:
         ends.append(min(2 * ends[-1], num_pages))
@@ -391,9 +391,9 @@ def attend_past(
     values: Float[Array, "B K C H"],
     index: Int[Array, ""],
 ) -> Float[Array, "B N H"]:
-    """One query a row over an opened past and the first `index + 1` tokens of a chunk.
+    """Attend from one query per row to an opened past and the first `index + 1` tokens of a chunk.
 
-    One softmax over all of it: what a CPU spends here is a few microseconds for every operation.
+    A single softmax covers all of it, since every operation on a CPU costs a few microseconds.
     """
     B, N, H = q.shape
     K = keys.shape[1]
@@ -414,7 +414,7 @@ def attend_past(
 
 
 def _softmax_average(parts: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """The average of values `[B, K, t, H]` by the softmax over joined scores `[B, K, q, t]`."""
+    """Average values `[B, K, t, H]` by the softmax over the concatenated scores `[B, K, q, t]`."""
     highest = parts[0][0].max(axis=-1, keepdims=True)
     for scores, _ in parts[1:]:
         highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
@@ -437,7 +437,7 @@ def attend_chunk(
     values: Float[Array, "B K C H"],
     index: Int[Array, ""],
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-    """One query a row over the first `index + 1` tokens of a chunk: output and log-sum-exp."""
+    """Return output and log-sum-exp of one query per row over the first `index + 1` tokens."""
     B, N, H = q.shape
     K = keys.shape[1]
     grouped = q.reshape(B, K, N // K, H)
@@ -453,7 +453,7 @@ def merge(
     other: Float[Array, "*heads H"],
     other_lse: Float[Array, "*heads"],
 ) -> Float[Array, "*heads H"]:
-    """The attention over two parts from that over each, by their log-sum-exp; float32."""
+    """Combine attention outputs over two parts by their log-sum-exp; float32."""
     highest = jnp.maximum(lse, other_lse)
     weight, other_weight = jnp.exp(lse - highest), jnp.exp(other_lse - highest)
     joined = out * weight[..., None] + other * other_weight[..., None]
@@ -461,13 +461,13 @@ def merge(
 
 
 def _nothing(shape: tuple[int, ...]) -> Part:
-    """The part of a softmax over nothing, for queries `[..., H]`."""
+    """Return the partial softmax of an empty set, for queries `[..., H]`."""
     zeros = jnp.zeros(shape[:-1], jnp.float32)
     return jnp.zeros(shape, jnp.float32), zeros + FLOOR, zeros
 
 
 def _add_part(so_far: Part, scores: jax.Array, values: jax.Array) -> Part:
-    """Goes on with a softmax over more scores `[B, K, q, t]` and values `[B, K, t, H]`."""
+    """Extend a partial softmax by scores `[B, K, q, t]` and values `[B, K, t, H]`."""
     average, highest, total = so_far
     new_highest = jnp.maximum(highest, scores.max(axis=-1))
     weights = jnp.exp(scores - new_highest[..., None])
@@ -483,7 +483,7 @@ def _add_part(so_far: Part, scores: jax.Array, values: jax.Array) -> Part:
 
 
 def _finish(part: Part) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp."""
+    """Return the output and log-sum-exp."""
     average, highest, total = part
     total = jnp.where(total > 0, total, 1.0)
     return average / total[..., None], highest + jnp.log(total)
@@ -498,4 +498,4 @@ XLA = Kernels(
     shares_prompts=SHARES_PROMPTS["xla"],
     past=(open_past, attend_past),
 )
-"""Plain XLA, on every platform."""
+"""Plain XLA for every platform."""
