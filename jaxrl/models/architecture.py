@@ -34,7 +34,7 @@ class MemoryTerms:
         saved_activations: Values saved for the backward pass under each `model.remat` except `full`
             and `offload`, without the layer's input and without scores.
         read_activations: Peak during prefill of prompts and observations.
-        reused: Part of the experts' `activations` that an accelerator overlaps with others.
+        reused: Part of the experts' `activations` whose memory an accelerator shares with others.
     """
 
     activations: int

@@ -116,6 +116,7 @@ def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dic
             *("hidden_size", "num_attention_heads"),
         )
     )
+    # Multi-head attention and an even share of the width are the defaults.
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     head_dim = fields.get("head_dim") or width // num_heads
     rope = _rope_fields(fields)
@@ -132,6 +133,7 @@ def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dic
             f"'num_key_value_heads' {num_kv_heads} and 'rope_theta' {theta!r:.80}; expected an "
             "even size, a divisor of the number of heads, and a base above 1."
         )
+    # RoPE scaling also changes the longest sequence.
     scaling = None
     if kind is not None:
         name = "original_max_position_embeddings"  # at the top level it takes precedence

@@ -220,6 +220,7 @@ def load_stored(
     sizes = {param: math.prod(leaf.shape) * item for param, leaf in shapes.items()}
     total = sum(sizes.values())
 
+    # Each device reads its slice of a parameter, one HF tensor per index on the leading axes.
     def load_leaf(param: str) -> jax.Array:
         tensors = stored() if callable(stored) else stored
 
@@ -274,8 +275,8 @@ def open_checked(
     if ignored:
         tensors = "1 tensor" if len(ignored) == 1 else f"{len(ignored)} tensors"
         log(
-            f"warning: {str(folder)!r} holds {tensors} beside the model, such as "
-            f"{min(ignored)!r}; they are ignored, and an export leaves them out"
+            f"warning: {str(folder)!r} holds {tensors} that the model does not use, such as "
+            f"{min(ignored)!r}; they are ignored and not exported"
         )
     stored = {name: tensor for name, tensor in stored.items() if name not in ignored}
     _check_tensors({known_name(config, n): tensor for n, tensor in stored.items()}, config, folder)
@@ -348,7 +349,7 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
     ]
     if outside:
         raise ValueError(
-            f"{index_file} names {outside[0]!r}; expected names of files beside it, as "
+            f"{index_file} names {outside[0]!r}; expected names of files beside it, such as "
             "'model-00001-of-00002.safetensors'."
         )
     return {tensor.name: tensor for file in files for tensor in open_file(file)}

@@ -221,6 +221,7 @@ def _backward(
     tables, hidden, targets, temperature, measures, products = saved
     trained = tables if layer.trains_tables else {}
 
+    # One vjp per shard keeps the shards' table gradients separate.
     def of_shard(hidden: jax.Array, of_products: jax.Array) -> tuple[Any, jax.Array]:
         read = lambda trained, hidden: layer.unembed(trained or tables, hidden)  # noqa: E731
         return jax.vjp(read, trained, hidden)[1](of_products)
@@ -248,6 +249,7 @@ def _backward(
         of_tables, of_hidden = jax.vmap(of_shard)(hidden, of_products)
         return jax.tree.map(jnp.add, sums, of_tables), of_hidden
 
+    # Table gradients accumulate over chunks in float32, and over shards at the end.
     shards = hidden.shape[0]
     zeros = jax.tree.map(
         lambda x: layer.on_shards(jnp.zeros((shards, *x.shape), jnp.float32)), trained

@@ -176,6 +176,7 @@ class Model:
             in_pieces(self.mesh, jnp.pad(x[:, 1:], ((0, 0), (0, 1))))
             for x in (batch.loss_mask & has_past, batch.token_ids)
         )
+        # Only wanted tokens reach the output layer, compacted into slots.
         places = find_places(is_wanted, shards, -(-b * T * logit_capacity // (4 * shards)))
         own_ids = -(-self.architecture.vocab_size // self.mesh.shape["tensor"])
         layer = OutputLayer(
@@ -194,6 +195,7 @@ class Model:
         )
         if not entropy_gradient:
             entropies = jax.lax.stop_gradient(entropies)
+        # Move the results from the predicting position to the predicted token.
         of_next = (in_rows(self.mesh, put(x, places), (b, T)) for x in (logprobs, entropies))
         logprobs, entropies = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
         return logprobs, entropies
@@ -212,7 +214,7 @@ class Model:
             ),
             replace(self._through, beside=beside, on_shards=on_shards),
         )
-        # Rows stay split over data, fsdp and expert: left alone, the compiler splits the width of
+        # Keep rows split over data, fsdp and expert: otherwise the compiler splits the width of
         # activations over fsdp instead, and sums partial activations and logits across devices.
         return on_shards(hidden)
 

@@ -34,8 +34,8 @@ def read_model(path: str | Path, architecture: str = "") -> Architecture:
         if not is_user_code(family):
             raise  # built-in architectures already explain what is wrong with the file
         raise ValueError(
-            f"config.model.architecture is {architecture!r}, which could not be made of {source}: "
-            f"{format_failure(error)}."
+            f"config.model.architecture is {architecture!r}, which could not be built from "
+            f"{source}: {format_failure(error)}."
         ) from error
     if not isinstance(model, Architecture):
         raise ValueError(
@@ -89,8 +89,8 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
         if name not in ARCHITECTURES:
             raise ValueError(
                 f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
-                f"{' or '.join(map(repr, ARCHITECTURES))}, or an architecture "
-                "of your own in config.model.architecture."
+                f"{' or '.join(map(repr, ARCHITECTURES))}, or a custom architecture in "
+                "config.model.architecture."
             )
     family = resolve("model.architecture", name, ARCHITECTURES, example="my_architecture.Pocket")
     if not (isinstance(family, type) and issubclass(family, Architecture)):

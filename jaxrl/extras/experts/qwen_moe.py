@@ -116,6 +116,7 @@ class QwenMoeConfig(QwenConfig):
                 f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
                 "'qwen3_moe'."
             )
+        # The dense decoder is Qwen3's.
         given, complete = fields, completed(fields, "qwen3_moe", source=source)
         if {"hidden_size", "num_attention_heads"} <= complete.keys():  # `qwen3` has 128
             width, heads = complete["hidden_size"], complete["num_attention_heads"]
@@ -133,6 +134,7 @@ class QwenMoeConfig(QwenConfig):
                 f"{source}: 'num_experts_per_tok' is {num_chosen}, but there are {num_experts} "
                 "experts."
             )
+        # Every `step`-th layer has experts, except those listed as dense.
         dense_layers, step = fields["mlp_only_layers"], sizes["decoder_sparse_step"]
         layers = range(dense.num_layers)
         expert_layers = tuple(i for i in layers if (i + 1) % step == 0 and i not in dense_layers)

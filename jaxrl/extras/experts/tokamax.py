@@ -17,13 +17,13 @@ from jaxrl.extras.experts.products import differentiable
 from jaxrl.models.kernel_check import tokamax_part
 
 ROWS = 8
-"""Rows are padded to multiples, the granularity of copies to the chip."""
+"""Rows are padded to multiples of this, the granularity of copies to the chip."""
 
 WIDTH = 64
-"""Widths are padded to multiples, which copies the weights unless they are multiples already."""
+"""Widths are padded to multiples of this, which copies the weights if they are not multiples."""
 
 TILE = 128
-"""Both widths are padded to multiples in the gradient of weights."""
+"""Both widths are padded to multiples of this in the gradient of weights."""
 
 
 def grouped_product(

@@ -15,10 +15,10 @@ from jaxrl.models.attention.reference import in_blocks
 from jaxrl.models.kernel_check import tokamax_part
 
 BLOCK = 128
-"""Tokens are padded to multiples: a kernel's two warpgroups process 64 each, unchecked."""
+"""Tokens are padded to multiples of this: two warpgroups process 64 each, without bounds checks."""
 
 HEAD_MULTIPLE = 64
-"""Heads are padded to multiples, which the backward kernels require."""
+"""Heads are padded to multiples of this, which the backward kernels require."""
 
 MAX_HEAD_DIM = 128
 """Maximum head size for the registers of `gradients_hopper`."""

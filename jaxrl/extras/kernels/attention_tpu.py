@@ -24,7 +24,7 @@ from jaxrl.models.attention.reference import (
 )
 
 LANES = 128
-"""Block and head sizes are multiples."""
+"""Block and head sizes are multiples of this."""
 
 MAX_BLOCK = 512
 """Maximum tokens of a block of queries or keys."""
@@ -45,6 +45,7 @@ def train(
     block of keys.
     """
     Q, N, H = q.shape[1:]
+    # Blocks of equal size, a multiple of the lanes.
     num_blocks = -(-Q // MAX_BLOCK)
     size = -(-Q // (num_blocks * LANES)) * LANES
     q, k, v, reads = in_blocks(q, k, v, reads, size)
@@ -78,7 +79,7 @@ def train(
 
 
 SUBLANES = 16
-"""Rows of a matrix are padded to multiples, which suit bfloat16 and float32."""
+"""Rows of a matrix are padded to multiples of this, for bfloat16 and float32."""
 
 STEP_PAGES = 4
 """Maximum pages of a step: a page is fetched faster than its chain of two products runs."""
@@ -187,11 +188,13 @@ class PagesCall(NamedTuple):
 def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
     """Lay out the steps of `attend_pages`; of `q` and `keys`, only shapes and dtypes matter."""
     (_, Q, N, H), (P, K, page, _) = q.shape, keys.shape
+    # As many pages per step and steps in flight as fit the buffer.
     page_bytes = 2 * K * page * -(-H // LANES) * LANES * keys.dtype.itemsize
     room = max(BUFFER_BYTES // page_bytes, 2)
     width = max(min(room // 2, STEP_PAGES, tables.shape[1]), 1)
     slots = min(room // width, NUM_SLOTS)
     steps, num_steps = Steps.of(jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width)
+    # Join as many key heads in one query matrix as fit its minimum rows.
     fitting = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]
     joined = max(fitting, default=1)
     num_rows = -(-Q * N // K * joined // SUBLANES) * SUBLANES
@@ -230,6 +233,7 @@ def _pages_kernel(
     step, num_steps = pl.program_id(0), pl.num_programs(0)
     block, first = steps.first(step, width)
 
+    # Start the copies of a step's live pages, or wait for them.
     def copy(step: Any, *, waits: bool) -> None:
         slot = jax.lax.rem(step, slots)
         for index in range(width):
@@ -253,6 +257,7 @@ def _pages_kernel(
         for early in range(slots - 1):
             pl.when(early < num_steps)(partial(copy, early, waits=False))
 
+    # Prefetch a later step's pages into the slot that the previous step has freed.
     ahead = step + slots - 1
     pl.when(ahead < num_steps)(partial(copy, ahead, waits=False))
 
@@ -262,6 +267,7 @@ def _pages_kernel(
         highest_ref[...] = jnp.full(highest_ref.shape, FLOOR, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
 
+    # Wait for this step's pages. Find the positions that each row reads, and the row's key head.
     copy(step, waits=True)
     slot, limits = jax.lax.rem(step, slots), limits_ref[0]
     shape = (limits.shape[0], width * page)
@@ -275,6 +281,7 @@ def _pages_kernel(
     def only(index: int, new: jax.Array, others: Any) -> jax.Array:
         return new if joined == 1 else jnp.where(of_row == index, new, others)
 
+    # Online softmax: output, maximum and total accumulate over the block's steps.
     for head in range(q_ref.shape[1]):
         product = jnp.zeros(shape, jnp.float32)
         for index in range(joined):

@@ -89,7 +89,7 @@ def _told_when_late(trial: Trial, kernel: str) -> Iterator[None]:
     def tell() -> None:
         print(
             f"warning: {trial.operation}: the check of {kernel} still runs after {LATE_S:.0f} s. "
-            "A kernel that hangs cannot be stopped: if this goes on, end the run and set "
+            "A kernel that hangs cannot be stopped: if this continues, end the run and set "
             "config.model.attention or config.model.experts to 'xla'.",
             file=sys.stderr,
             flush=True,
@@ -120,6 +120,7 @@ def _results(
 
 def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
     """Return whether a kernel agrees with XLA, and the measurements."""
+    # A kernel that fails to compile or run is not used; one that breaks the device ends the run.
     begin = time.monotonic()
     try:
         results = _results(trial, load())
@@ -129,6 +130,7 @@ def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool
         _expect_sound_device(trial, error)
         return False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     seconds = time.monotonic() - begin
+    # Errors are relative to XLA in float32. XLA's rounding in the run's dtype sets the bounds.
     itemsize = jnp.dtype(trial.dtype).itemsize
     with jax.default_matmul_precision("highest"):
         in_float32 = _results(trial, trial.reference, widens=True)
@@ -139,6 +141,7 @@ def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool
             return False, f"{name}: of shape {got.shape}, where XLA's is {exact.shape}"
         if not np.isfinite(got).all():
             return False, f"{name}: {np.sum(~np.isfinite(got))} of {got.size} are not finite"
+        # A kernel may err twice as much in total and in each piece, four times in one vector.
         off, rounding = Errors.of(got, exact), Errors.of(usual, exact)
         bound = max(2 * rounding.whole, LEAST_ERROR[itemsize])
         if off.whole > bound:

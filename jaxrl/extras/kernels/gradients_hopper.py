@@ -79,6 +79,7 @@ def gradients(
     # For heads wider than 128, a key block's two accumulators would not fit a thread's registers.
     (R, Q, N), (T, K) = q.shape[:3], k.shape[1:3]
     how = How(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
+    # Both kernels take the log-sum-exp to base 2, and the dot products of outputs and gradients.
     delta = jnp.einsum("rqnh,rqnh->rnq", out, gradient, preferred_element_type=jnp.float32)
     arrays = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
     call = partial(
@@ -141,8 +142,8 @@ def _blocks_of_keys(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
     """Compute the key blocks of each query tile, and the first key from which a block reads all.
 
     Returns:
-        int32 `[R, Q / TILE, 4]`: first block and number of blocks of a shared prompt, first own
-        block, and total number of blocks. int32 `[R, Q / BLOCK]`.
+        First block and number of blocks of a shared prompt, first own block, and total number of
+        blocks, int32 `[R, Q / TILE, 4]`. Then per block the first key, int32 `[R, Q / BLOCK]`.
     """
     R = len(reads)
     own_reads = reads[..., how.first :].reshape(R, 3, -1, TILE)
@@ -158,8 +159,8 @@ def _blocks_of_queries(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array
     """Compute the query blocks of each key tile, and the token before which all read each block.
 
     Returns:
-        int32 `[R, T / TILE, 2]`: first block and number of blocks, at least one. int32 `[R, T /
-        BLOCK]`: tokens after the block and before this one read all of it.
+        First block and number of blocks, at least one, int32 `[R, T / TILE, 2]`. Then per block the
+        token before which all later tokens read all of it, int32 `[R, T / BLOCK]`.
     """
     R, _, T = reads.shape
     ends = last_readers(reads)
@@ -197,6 +198,7 @@ def _queries_kernel(
     arrived: Any, *, how: How,
 ) -> None:  # fmt: skip
     place, row, head = (jax.lax.axis_index(name) for name in GRID)
+    # The last tiles start first; see `GRID`.
     tile = how.num_queries // TILE - 1 - place
     group = jax.lax.axis_index("group")
     key_head = jax.lax.div(head, jnp.int32(how.groups))
@@ -207,6 +209,7 @@ def _queries_kernel(
     def block_at(i: Any) -> Any:
         return jnp.where(i < num_shared, shared + i, own - num_shared + i)
 
+    # Load the warpgroup's queries and gradients, run the pipeline, and write the result.
     def compute(run: Any) -> None:
         here, barrier = own_q.at[group], arrived.at[group]
         mosaic.copy_gmem_to_smem(q_ref.at[row, mine, head], here, barrier)
@@ -223,6 +226,7 @@ def _queries_kernel(
         mosaic.copy_smem_to_gmem(here, out_ref.at[row, mine, head])
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
+    # Add the contribution of one block of keys.
     def add(index: Any, k: Any, v: Any, k_done: Any, v_done: Any, carry: Any) -> Any:
         total, lse, delta, whole = carry
         key = block_at(index[0]) * BLOCK
@@ -247,6 +251,7 @@ def _queries_kernel(
             places = _places(key, SCORES, 1), _places(query, SCORES, 0)
             return jnp.where(_is_read(reads, *places, spread), weights, 0.0)
 
+        # Mask only blocks that are not read completely.
         is_whole = (key >= whole) & (key + BLOCK <= query)
         weights = jax.lax.cond(is_whole, lambda: weights, masked)
         of_scores = weights * (of_weights - spread(delta))
@@ -284,6 +289,7 @@ def _keys_kernel(
     key = tile * TILE + group * BLOCK
     mine = pl.ds(key, BLOCK)
 
+    # Load the warpgroup's keys and values, run the pipeline, and write both gradients.
     def compute(run: Any) -> None:
         keys, values, barrier = own_k.at[group], own_v.at[group], arrived.at[group]
         mosaic.copy_gmem_to_smem(k_ref.at[row, mine, key_head], keys, barrier)
@@ -304,6 +310,7 @@ def _keys_kernel(
         mosaic.copy_smem_to_gmem(values, of_values_ref.at[row, mine, key_head])
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
+    # Add the contribution of one block of queries of one head.
     def add(index: Any, q: Any, gradient: Any, lse: Any, delta: Any, *others: Any) -> Any:
         q_done, gradient_done, lse_done, delta_done, carry = others
         of_keys, of_values, whole = carry
@@ -329,6 +336,7 @@ def _keys_kernel(
             places = _places(key, SCORES, 0), _places(query, SCORES, 1)
             return jnp.where(_is_read(reads, *places, spread), weights, 0.0)
 
+        # Mask only blocks that are not read completely.
         is_whole = (query >= key + BLOCK) & (query + BLOCK <= whole)
         weights = jax.lax.cond(is_whole, lambda: weights, masked)
 
@@ -347,6 +355,7 @@ def _keys_kernel(
         return of_keys, of_values, whole
 
     head = key_head * how.groups
+    # Each block is visited once for every query head of the key head.
     tokens = mosaic.BlockSpec(
         (BLOCK, None, q_ref.shape[-1]),
         lambda g, i: (first + i, head + g, 0),

@@ -120,10 +120,10 @@ class Work(NamedTuple):
 def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Work:
     """Divide the pages below each limit, for each key head, among `PROGRAMS`.
 
-    Programs get equal numbers of units, up to one. Fewer programs are used if the longest row would
-    be split among more than `MAX_PARTS`. Starting and ending a span costs about as much as a page:
-    times of three loads on an H200 fit 1.35 us per span, 1.03 us per page of 64 tokens and 128
-    values, and 30 us per call.
+    The programs' numbers of units differ by at most one. Fewer programs are used if the longest row
+    would be split among more than `MAX_PARTS`. Starting and ending a span costs about as much as a
+    page: times of three loads on an H200 fit 1.35 us per span, 1.03 us per page of 64 tokens and
+    128 values, and 30 us per call.
     """
     F = len(limits)
     pages = (limits + page_tokens - 1) // page_tokens
@@ -135,6 +135,7 @@ def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Wor
     rank = (~is_after & is_live).sum(axis=1)
     following = jnp.where(is_after & is_live, order, F).min(axis=1)
 
+    # Use fewer programs if a row would otherwise be split among too many.
     total = jnp.maximum(ends[-1], 1)
     least = jnp.maximum(pl.cdiv(width.max(), MAX_PARTS - 1), 1)
     num_programs = jnp.clip(total // least, 1, PROGRAMS)
@@ -338,6 +339,7 @@ def _multiply(
     rows, H = q.shape[2:]
     keys, values = shared.rings
     num_stages, page, _ = keys.shape
+    # Load the span's queries and limits.
     filled = shared.queries.at[pl.ds(0, rows)]
     plgpu.copy_gmem_to_smem(q.at[span.matrix, span.head], filled, shared.are_queries)
     plgpu.copy_gmem_to_smem(all_limits.at[span.matrix], shared.limits, shared.are_queries)
@@ -346,6 +348,7 @@ def _multiply(
     width = shared.out.shape[1]
     parts = [pl.ds(start, width) for start in range(0, H, width)]
 
+    # Online softmax in base 2 over one page; keys and values are released as soon as possible.
     def add(i: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, total, averages = sums
         stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
@@ -369,6 +372,7 @@ def _multiply(
     averages = tuple(jnp.zeros((ROWS, width), jnp.float32) for _ in parts)
     sums = jnp.full(ROWS, FLOOR, jnp.float32), jnp.zeros(ROWS, jnp.float32), averages
     highest, total, averages = jax.lax.fori_loop(0, span.count, add, sums)
+    # Normalize, convert the log-sum-exp to nats, and write the output part by part.
     total = jnp.where(total > 0, total, 1.0)
     shared.lse[...] = highest * math.log(2) + jnp.log(total)
     for one, part in zip(averages, parts, strict=True):

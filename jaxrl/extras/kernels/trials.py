@@ -43,6 +43,7 @@ def of_train(
     """
     rng = np.random.default_rng(0)
     shape = (len(ROWS), ROW_TOKENS)
+    # Segments are packed one after another; those that share a prompt continue its positions.
     ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     for row, segments in enumerate(ROWS):
         start = 0

@@ -266,8 +266,8 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
     layers = {layer: module_of(model, layer) for layer in model.linear_layers()}
     if not layers:
         raise ValueError(
-            "config.model.lora.rank asks for an adapter, but the architecture "
-            f"{type(model).__name__} names no layers that may have one (linear_layers)."
+            "config.model.lora.rank requires an adapter, but the architecture "
+            f"{type(model).__name__} lists no layers that support one (linear_layers)."
         )
     chosen = set()
     for name in names:

@@ -156,9 +156,9 @@ def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
     begun = fields.get("init_lora_weights")
     if str(begun).lower().startswith(CHANGED_BASE):
         raise ValueError(
-            f"{file}: init_lora_weights is {begun!r}, so the adapter belongs to weights that PEFT "
-            "has changed; save it with path_initial_model_for_weight_conversion, as one of the "
-            "model itself."
+            f"{file}: init_lora_weights is {begun!r}, so the adapter needs base weights that PEFT "
+            "has changed; save it with path_initial_model_for_weight_conversion, which converts "
+            "it to the original weights."
         )
     agreed = {
         "rank": ("r", adapter.rank),
@@ -183,6 +183,7 @@ def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None
         for param, leaf in flatten_dict(adapter.parts()[0].abstract_params(), sep="/").items()
         for name in _tensor_names(adapter, param)
     }
+    # Report differing modules before missing tensors and shapes.
     there, expected = (
         sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in names})
         for names in (stored, shapes)

@@ -185,7 +185,7 @@ def _load(folder: str) -> Any:
     file = Path(folder) / FILE
     if not file.is_file():
         raise ValueError(
-            f"{folder!r} holds no {FILE}, and images are to be read; copy that file of the model "
+            f"{folder!r} holds no {FILE}, and images need it; copy that file of the model "
             "into config.model.path."
         )
     try:
@@ -204,6 +204,6 @@ def _load(folder: str) -> Any:
     if missing := [name for name in needed if not hasattr(processor, name)]:
         raise ValueError(
             f"{file} is of {type(processor).__name__}, which has no {', '.join(missing)}; expected "
-            "one whose images have any size, as Qwen2.5-VL's have."
+            "one that supports images of any size, such as Qwen2.5-VL's."
         )
     return processor

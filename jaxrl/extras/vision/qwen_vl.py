@@ -64,12 +64,14 @@ class QwenVLConfig(QwenConfig):
                 f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
                 f"{cls.model_type!r}."
             )
+        # The decoder is parsed as a text model, without the RoPE settings of images.
         text = QwenConfig.from_dict(cls._text_fields(fields, source), source=source)
         if text.rope_scaling is not None:
             raise ValueError(
                 f"{source}: RoPE scaling {text.rope_scaling.rope_type!r} with images is not "
                 "supported; no parity test covers it."
             )
+        # M-RoPE: order of the axes, and pairs per axis.
         own = fields.get("text_config") or fields
         rope = section(own, "rope_scaling", source) or section(own, "rope_parameters", source)
         order = rope.get("mrope_interleaved", cls.is_interleaved)
@@ -85,6 +87,7 @@ class QwenVLConfig(QwenConfig):
                 f"{source}: 'mrope_section' is {sections!r:.80}; expected three whole numbers that "
                 f"add up to half of a head, {text.head_dim // 2}."
             )
+        # The tower's output must fit the decoder.
         vision_fields = fields.get("vision_config")
         if not isinstance(vision_fields, dict):
             raise ValueError(f"{source} lacks the field 'vision_config', an object.")
@@ -99,8 +102,8 @@ class QwenVLConfig(QwenConfig):
             )
         if vision.num_added > text.num_layers:
             raise ValueError(
-                f"{source}: {vision.num_added} layers of the decoder see what "
-                f"'deepstack_visual_indexes' names, but there are {text.num_layers}."
+                f"{source}: 'deepstack_visual_indexes' feeds {vision.num_added} layers of the "
+                f"decoder, but there are {text.num_layers}."
             )
         return cls(
             **vars(text),
@@ -185,7 +188,7 @@ class QwenVLConfig(QwenConfig):
         attend: Attend,
         through: LayerScan,
     ) -> Float[Array, "R T D"]:
-        """Compute the final normed hidden states of packed rows; `positions` are for text only."""
+        """Compute the final normed hidden states; `positions` apply only without images."""
         given, images = through.beside.given, through.beside.attached
         if images is None:
             return super().hidden_states(params, token_ids, positions, attend, through)
@@ -202,7 +205,7 @@ class QwenVLConfig(QwenConfig):
     ) -> Float[Array, "... V"]:
         """Compute Qwen's logits, with the lowest value also for image and video tokens.
 
-        The model must not generate these: no image would stand behind them.
+        The model must not generate these tokens, since they would stand for no image.
         """
         logits = super().unembed(params, hidden, num_tokens=num_tokens)
         places = jnp.arange(self.vocab_size)

@@ -178,7 +178,7 @@ class VisionTower(Tower):
         if image.patches.shape != (h * w, self.patch_values):
             raise ValueError(
                 f"an image with a grid of {image.grid} has patches {list(image.patches.shape)}; "
-                f"expected {[h * w, self.patch_values]}. Is the processor that of the model?"
+                f"expected {[h * w, self.patch_values]}. Check that the processor is the model's."
             )
         return h * w // self.unit
 

@@ -126,9 +126,9 @@ def is_read(reads: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
     return (keys >= starts) | (keys >= shared_starts) & (keys < shared_ends)
 
 
-# Below, the first axis is over blocks of B tokens: queries and outputs `[blocks, R, K, G * B, H]`
-# with G query heads per key head, keys and values `[blocks, R, K, B, H]`, reads `[blocks, 3, R,
-# B]`. Blocks of keys may precede the first block of queries.
+# Below, the first axis is over blocks of B tokens, with G query heads per key head: queries and
+# outputs `[blocks, R, K, G * B, H]`, keys and values `[blocks, R, K, B, H]`, and reads
+# `[blocks, 3, R, B]`. Blocks of keys may precede the first block of queries.
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
