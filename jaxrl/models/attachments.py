@@ -104,7 +104,7 @@ class Tower(ABC):
     def positions(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> np.ndarray:
-        """Compute token positions, int32 [L, num_axes].
+        """Compute token positions, int32 [L, num_axes]; text after an attachment follows all of it.
 
         Args:
             token_ids: Tokens of a sequence, or of a piece appended to one.

@@ -87,7 +87,7 @@ def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
         "sliding-window attention": bool(fields.get("use_sliding_window"))
         or "sliding_attention" in fields.get("layer_types", []),
         f"hidden_act {activation!r:.80}": activation != "silu",
-        "weight quantisation (quantization_config)": "quantization_config" in fields,
+        "weight quantization (quantization_config)": "quantization_config" in fields,
     }
     refuse(refused, source)
 

@@ -132,7 +132,7 @@ class LayerScan:
             layer = _with_named_input(layer)
         if policy is None:
             return layer
-        # Inside a loop, XLA cannot merge the recomputation with the forward pass anyway.
+        # Inside a loop, the compiler cannot merge the recomputation with the forward pass.
         return jax.checkpoint(layer, policy=policy, prevent_cse=not self.scan)
 
 

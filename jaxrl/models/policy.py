@@ -221,10 +221,9 @@ class Model:
     def _gather_tables(self, params: Params) -> Params:
         """Gather embedding and output layer along the width, which row-sharded tokens need.
 
-        Their gradients are split along the width again where they arise: each device sums its part
-        of the width over all tokens, instead of a full table's gradient over its own tokens, which
-        would need an all-reduce. With a `data` axis the compiler would copy all tokens to every
-        device.
+        Their gradients are split along the width again at once: each device sums its part of the
+        width over all tokens. A full table's gradient over its own tokens would need an all-reduce.
+        With a `data` axis the compiler would copy all tokens to every device, so they stay whole.
         """
         whole = param_shardings(self.mesh, self.architecture, for_decode=True)
         is_split = self.mesh.shape["data"] == 1

@@ -47,7 +47,7 @@ class QwenConfig(Decoder):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
-        """Parse a `config.json`; null means absent (see `completed`).
+        """Parse a `config.json`, old or new spelling; null means absent (see `completed`).
 
         Raises:
             ValueError: The file names an architecture or a feature that no parity test covers.

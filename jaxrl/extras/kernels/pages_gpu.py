@@ -101,13 +101,13 @@ class Work(NamedTuple):
     the next one.
 
     Attributes:
-        pages: int32 [F], pages per key head.
-        ends: int32 [F], cumulative units, including the matrix's own.
-        following: int32 [F], the next matrix that has units.
-        programs: int32 [PROGRAMS, 6], per program: first matrix, key head and page, number of spans
-            (see `next_span`), number of pages, and the last program with pages of the key head in
-            which its own units end.
-        num_programs: int32 [], programs that have units.
+        pages: Pages per key head, int32 [F].
+        ends: Cumulative units, including the matrix's own, int32 [F].
+        following: Next matrix that has units, int32 [F].
+        programs: Work of each program, int32 [PROGRAMS, 6]: first matrix, key head and page, number
+            of spans (see `next_span`), number of pages, and the last program with pages of the key
+            head in which its own units end.
+        num_programs: Number of programs that have units, int32 [].
     """
 
     pages: jax.Array
