@@ -1,7 +1,7 @@
-"""Collect the groups of a training step: draw tasks, roll out, shape rewards, filter.
+"""Collection of a step's groups: take tasks, roll out, shape rewards, filter.
 
-Decisions depend on the trajectories of all processes, in task order, so that all processes decide
-alike.
+Decisions depend on the trajectories of all processes, in task order, so all processes make the same
+decisions.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members, 
 from jaxrl.utils.callables import NamedFunction, UserCodeError, wrap_user_code
 
 Measure = Callable[[Sequence[Group]], list[Group]]
-"""Adds the divergence of each trajectory, if the method uses it."""
+"""Function that adds the divergence of each trajectory, if the method uses it."""
 
 
 class NotEnoughGroupsError(ValueError):
-    """The filter kept too few groups in as many batches as it may draw."""
+    """The filter kept too few groups within `filter.max_batches`, or all tasks are skipped."""
 
 
 ENDING = (NotEnoughGroupsError, NothingWorksError, OutageError, UserCodeError, BudgetSpentError)
-"""Errors that end a run while it collects, once what was finished is saved."""
+"""Errors that end a run while it collects. Finished work is saved first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +46,15 @@ class Collected:
     """Groups for one training step, with sampling statistics."""
 
     groups: list[Group]
-    buffered_groups: list[Group]  # groups beyond the need, for the next step
+    buffered_groups: list[Group]  # surplus groups, for the next step
     in_flight_tasks: list[int] = field(default_factory=list)  # stream indices of tasks in flight
-    num_tasks_taken: int  # from the stream, in all
-    sampled_stats: list[
-        GroupStats
-    ]  # every group that was sampled, whether it passed the filter or not
+    num_tasks_taken: int  # total number of tasks taken from the stream
+    sampled_stats: list[GroupStats]  # all sampled groups, also those that did not pass the filter
     metrics: dict[str, float]
-    ledger: UsageStats = field(
-        default_factory=UsageStats
-    )  # of all that was sampled, dropped groups too
+    ledger: UsageStats = field(default_factory=UsageStats)  # usage, dropped groups included
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain JSON values, exactly; before divergences are measured."""
+        """Convert to plain JSON values without loss, before divergences are measured."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], buffered_groups=[]))
         groups = {name: serialization.groups_to_json(getattr(self, name)) for name in _GROUPS}
         return {**plain, **groups}
@@ -77,21 +73,21 @@ _GROUPS = ("groups", "buffered_groups")
 
 @dataclass(kw_only=True)
 class StepSampler:
-    """Samples groups for one step, on all processes, and counts what they cost."""
+    """Sampler of a step's groups, over all processes, with their usage."""
 
-    rollout: RolloutFunction  # of all processes
+    rollout: RolloutFunction  # rollout over all processes
     sampling: Sampling
     should_stop: Callable[[], bool] = lambda: False
-    progress: Callable[[int, int], None] = lambda done, total: None  # in trajectories
+    progress: Callable[[int, int], None] = lambda done, total: None  # counts trajectories
     check_budget: Callable[[], None] = lambda: None  # may raise `BudgetSpentError`
     on_usage: Callable[[UsageStats], None] = lambda usage: None  # receives all usage so far
-    prices: Mapping[str, float] = field(default_factory=dict)  # by tool
+    prices: Mapping[str, float] = field(default_factory=dict)  # price of an attempt, by tool
     usage: UsageStats = field(default_factory=UsageStats)  # so far, dropped groups included
-    unfinished: list[Draw] = field(default_factory=list)  # their groups resume in the next call
+    unfinished: list[Draw] = field(default_factory=list)  # draws that the next call resumes
     records: list[CallRecord] = field(default_factory=list)  # tool calls so far
 
     def sample(self, draws: Sequence[Draw]) -> list[Group]:
-        """Sample a group for each draw; those that are not finished are left out.
+        """Sample a group for each draw, and return the finished ones.
 
         Raises:
             BudgetSpentError: The run has spent its budget.
@@ -109,13 +105,13 @@ class StepSampler:
         return groups
 
     def sample_with_retries(self, draws: Sequence[Draw], attempts: int) -> tuple[list[Group], int]:
-        """Sample groups, and again those in which nobody has a reward above 0 or abstains.
+        """Sample groups, and resample those without a reward above 0 or an abstention.
 
-        BAPO (https://arxiv.org/abs/2601.11037): each attempt replaces the whole group, and the
-        last one is kept whatever it holds.
+        BAPO (https://arxiv.org/abs/2601.11037): each attempt replaces the complete group, and the
+        last attempt counts, whatever its rewards.
 
         Returns:
-            The groups, and how many were sampled again, counted once per attempt.
+            The groups, and the number of resampled groups, counted once per attempt.
         """
         groups = self.sample(draws)
         num_resampled = 0
@@ -126,7 +122,7 @@ class StepSampler:
             if not indices:
                 break
             fresh = self.sample([dataclasses.replace(draws[i], attempt=attempt) for i in indices])
-            # Every draw has its group: unfinished_tasks is refused together with retries.
+            # Every draw has a group: the config refuses unfinished_tasks together with retries.
             for index, group in zip(indices, fresh, strict=True):
                 groups[index] = group
             num_resampled += len(indices)
@@ -145,24 +141,24 @@ def collect(
     measure: Measure,
     failures: FailureCounter,
 ) -> Collected:
-    """Draw batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
+    """Sample batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
 
     Args:
-        sampler: Samples groups.
-        stream: Tasks in their order.
+        sampler: Sampler of groups.
+        stream: Tasks in order.
         method: Method of the run.
         num_tasks_taken: Number of tasks that earlier steps took from the stream.
         buffered_groups: Groups that earlier steps did not need.
         in_flight_tasks: Stream indices of the tasks in flight.
-        controllers: Controllers before the step; they hold the tasks to skip, the early or late
+        controllers: Controllers before the step. They hold the tasks to skip, the early or late
             stage, and the KL coefficient for the filter.
-        measure: Adds divergences, for a filter that compares rewards with their KL term.
-        failures: Counts batches in which every episode failed, and logs warnings.
+        measure: Function that adds divergences, for a filter on rewards minus their KL term.
+        failures: Counter of failed batches, and log for warnings.
 
     Raises:
         NothingWorksError: See `FailureCounter.count`.
-        OutageError: A service that the environment needs has been away for too long.
-        NotEnoughGroupsError: There are still too few after `filter.max_batches` batches.
+        OutageError: A service that the environment needs has been unavailable for too long.
+        NotEnoughGroupsError: Too few groups passed in `filter.max_batches` batches.
     """
     settings, wanted = method.filter, method.tasks_per_step
     kept, sampled_stats = list(buffered_groups), list[GroupStats]()
@@ -176,13 +172,14 @@ def collect(
         if 0 < settings.max_batches <= num_batches:
             raise NotEnoughGroupsError(_complaint(method, num_batches, len(kept), sampled_stats))
         count = settings.tasks_per_batch or wanted
-        # Begin so many that the step is full while unfinished_tasks are still in flight.
+        # Begin enough tasks to fill the step while `unfinished_tasks` are still in flight.
         if settings.unfinished_tasks or sampler.unfinished:
             to_begin = settings.unfinished_tasks - len(sampler.unfinished)
             count = max(wanted - len(kept) + to_begin, 0)
         draws, num_tasks_taken = draw(stream, num_tasks_taken, count, controllers.skipped)
         groups, num_retried = sampler.sample_with_retries([*sampler.unfinished, *draws], attempts)
         failures.count(members(groups))
+        # The filter sees shaped rewards.
         shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
         if settings.sees_kl:
             shaped = measure(shaped)
@@ -198,7 +195,8 @@ def collect(
             )
     new_leftover = kept[wanted:]
     carried: list[Group] = []
-    if settings.carry_over:  # without divergences, measured under a policy that the update replaces
+    if settings.carry_over:
+        # The update replaces the policy under which the divergences were measured.
         carried = with_fields(new_leftover, divergence=[None] * len(members(new_leftover)))
     return Collected(
         groups=kept[:wanted],
@@ -222,19 +220,19 @@ def collect(
 
 
 _WARN_EVERY = 10
-"""Number of batches of one step after which a warning says that groups are missing."""
+"""Number of batches in one step between warnings that groups are missing."""
 
 
 def draw(
     stream: Stream[Task], num_tasks_taken: int, count: int, skipped: SkipSet | None = None
 ) -> tuple[list[Draw], int]:
-    """Draw the next `count` tasks that are not skipped; also return how many are then taken.
+    """Take the next `count` tasks that are not skipped; also return the new `num_tasks_taken`.
 
     Raises:
-        NotEnoughGroupsError: A whole epoch is skipped.
+        NotEnoughGroupsError: All tasks are skipped.
     """
     draws: list[Draw] = []
-    num_skipped = 0  # since the last that was not
+    num_skipped = 0  # consecutive
     while len(draws) < count:
         [task] = stream.take(num_tasks_taken, 1)
         if skipped is not None and task.id in skipped:
@@ -253,7 +251,7 @@ def draw(
 
 
 def group_metrics(sampled_stats: Sequence[GroupStats], group_size: int) -> dict[str, float]:
-    """Return metrics of all groups that a step sampled; shares of no group are NaN."""
+    """Return metrics of all groups that a step sampled; shares are NaN without groups."""
     kinds = Counter(group.kind for group in sampled_stats)
     num_scored = sum(group.num_scored for group in sampled_stats)
     return {
@@ -268,7 +266,7 @@ def group_metrics(sampled_stats: Sequence[GroupStats], group_size: int) -> dict[
 
 
 def _shares(sampled_stats: Sequence[GroupStats]) -> str:
-    """Describe the kinds of groups, and the first error."""
+    """Describe the numbers of groups of each kind, and the first error."""
     kinds = Counter(group.kind for group in sampled_stats)
     counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
     shares = ", ".join(f"{count} {name}" for count, name in counts)
@@ -279,7 +277,7 @@ def _shares(sampled_stats: Sequence[GroupStats]) -> str:
 def some_failed(sampled_stats: Sequence[GroupStats], group_size: int) -> str | None:
     """Describe how many episodes of a step failed, and the first error; None if none or all did.
 
-    `FailureCounter` reports batches of which all failed.
+    `FailureCounter` reports batches in which all failed.
     """
     total = len(sampled_stats) * group_size
     failed = total - sum(group.num_scored for group in sampled_stats)
@@ -310,7 +308,7 @@ def _filter_groups(
 ) -> list[Group]:
     """Return the groups that pass the filter.
 
-    With advantages by turn, a group passes if it would by the returns from any one turn on.
+    With advantages by turn, a group passes if it passes on the returns of any one turn.
 
     Args:
         groups: Groups with shaped rewards, and divergences if the filter compares the KL term.
@@ -325,7 +323,7 @@ def _filter_groups(
     passes = np.zeros(len(columns.group_ids), bool)
     metrics = np.zeros((1, len(passes)), np.float32)
     if "metric" in keep.arguments:
-        # Values of `filter.varied.metric`, [N, K]; K is 1 but for rewards by turns.
+        # Values of `filter.varied.metric`, [N, K]. K is 1 unless rewards are by turn.
         match method.filter.metric:
             case "acc":
                 values = columns.is_correct[:, None]
@@ -345,7 +343,8 @@ def _filter_groups(
 
         passes |= filter_flags(keep, column, len(passes))
     kept = {int(index) for index in columns.group_ids[passes]}
-    # A lone survivor of environment errors has nothing to differ from; a group of one is meant.
+    # A lone survivor of environment errors has nothing to be compared with. A configured group size
+    # of 1 is intended.
     fewest = min(2, method.group_size)
     return [group for i, group in enumerate(groups) if i in kept and len(group.scored) >= fewest]
 
@@ -353,10 +352,12 @@ def _filter_groups(
 def filter_flags(
     keep: NamedFunction, column: Callable[[str], np.ndarray], count: int
 ) -> np.ndarray:
-    """Apply the filter to `count` trajectories, bool; `column` has its arrays by name.
+    """Apply the filter to `count` trajectories; return bool `[count]`.
+
+    `column` returns an array by name.
 
     Raises:
-        UserCodeError: The filter failed or returned something else.
+        UserCodeError: The filter failed, or returned another dtype or shape.
     """
     checked = wrap_user_code(keep.key, keep.name, lambda *arrays: np.asarray(keep(*arrays)))
     flags: np.ndarray = checked(*map(column, keep.arguments))

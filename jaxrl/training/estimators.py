@@ -1,4 +1,4 @@
-"""Compute advantages by the configured estimator."""
+"""Advantages under the configured estimator."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from jaxrl.utils.callables import UserCodeError, wrap_user_code
 
 
 class Estimator:
-    """The configured advantage estimator; an environment error is in no group and gets 0."""
+    """The configured advantage estimator. Environment errors belong to no group and get 0."""
 
     def __init__(self, advantage: Advantage, seed: int):
-        """Compile nothing yet; `seed` seeds estimators that draw."""
+        """Prepare the estimator; nothing compiles yet. `seed` is for estimators that sample."""
         self._advantage, self._seed = advantage, seed
         chosen, function = advantage.estimator, advantage.estimator.function
         names = self._arrays = chosen.arguments
 
-        # With an advantage for each turn the estimator is applied to each turn's column by itself.
+        # With one advantage per turn, the estimator sees each turn's column separately.
         def estimate(*arrays: Any, **settings: Any) -> jax.Array:
             columns = dict(zip(names, arrays, strict=True))
             return by_turn(partial(function, **settings), names, columns)
 
-        # Every value of a setting has a program.
+        # Settings are static: each new value of one compiles a program.
         compiled = jitted(
             estimate if advantage.by_turn else function,
             name=chosen.name,
@@ -40,7 +40,7 @@ class Estimator:
         self._function = wrap_user_code(chosen.key, chosen.name, compiled)
 
     def scheduled(self, stage_step: int) -> dict[str, Any]:
-        """Return the settings with a schedule, after `stage_step` steps of the stage."""
+        """Return the scheduled settings after `stage_step` steps of the stage."""
         settings = {}
         for name, pairs in self._advantage.schedules.items():
             begun = [value for step, value in pairs if step <= stage_step]
@@ -52,9 +52,10 @@ class Estimator:
 
         Args:
             groups: Groups with rewards.
-            step: Step over all stages; seeds the estimators that draw.
-            stage_step: Steps of the stage that are done, for settings with a schedule.
+            step: Global step; part of the random seed of estimators that sample.
+            stage_step: Number of finished steps of the stage, for scheduled settings.
         """
+        # Advantages by turn compare the returns from each turn on.
         columns = Columns(groups)
         offered: dict[str, Any] = {
             "key": lambda: jax.random.fold_in(jax.random.key(self._seed), step)
@@ -78,7 +79,7 @@ class Estimator:
             )
         if len(shape) == 1:
             return with_fields(groups, advantage=[float(advantage) for advantage in advantages])
-        # Each turn has its own, and the trajectory their mean over its sampled tokens.
+        # Each turn has its own advantage. The trajectory's is the mean over its sampled tokens.
         turns = [
             tuple(map(float, row[: max(len(t.turns), 1)]))
             for t, row in zip(members(groups), advantages, strict=True)
@@ -91,13 +92,13 @@ class Estimator:
         return with_fields(groups, advantage=means)
 
     def metrics(self, stage_step: int) -> dict[str, float]:
-        """Return the settings with a schedule as metrics."""
+        """Return the scheduled settings as metrics."""
         settings = self.scheduled(stage_step)
         return {f"advantage/{name}": value for name, value in settings.items()}
 
 
 def returns_of(columns: Columns, advantage: Advantage) -> np.ndarray:
-    """Compute returns from each turn on, float32 [N, K], or rewards [N, 1] without turns."""
+    """Compute the return from each turn on, float32 [N, K]; without turns the rewards [N, 1]."""
     if not advantage.by_turn:
         return columns.rewards[:, None]
     rest, turns = columns.rest_rewards, columns.turn_rewards

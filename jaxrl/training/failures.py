@@ -1,4 +1,4 @@
-"""Detect and explain steps from which nothing was learned."""
+"""Detection and explanation of steps that learn nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxrl.objectives.metrics import Metric
 from jaxrl.types import Trajectory
 from jaxrl.utils.text import printable
 
-_LONGEST_ERROR = 200  # characters of an error's text that a warning shows
+_LONGEST_ERROR = 200  # characters of an error message in a warning
 
 
 _WHAT_TO_DO = (
@@ -25,14 +25,14 @@ class NothingWorksError(RuntimeError):
 
 @dataclasses.dataclass(kw_only=True)
 class FailureCounter:
-    """Counts consecutive batches of which every episode failed, also across restarts."""
+    """Counter of consecutive batches in which every episode failed, also across restarts."""
 
-    limit: int  # at which to give up; 0: never
+    limit: int  # number of batches that ends the run; 0 for no limit
     log: Callable[[str], None]
     num_batches: int
 
     def count(self, batch: Sequence[Trajectory]) -> None:
-        """Count a batch if every episode failed, else start again at 0.
+        """Count a batch if every episode failed, else reset the counter.
 
         Raises:
             NothingWorksError: The limit is reached.
@@ -57,10 +57,10 @@ class FailureCounter:
         """Refuse a final evaluation in which every episode of a suite failed.
 
         Args:
-            errors: First error of each suite of which every episode failed.
+            errors: First error of each suite in which every episode failed.
 
         Raises:
-            NothingWorksError: There is one, and the limit is not 0.
+            NothingWorksError: `errors` is not empty, and the limit is not 0.
         """
         if errors and self.limit:
             raise NothingWorksError(
@@ -70,18 +70,18 @@ class FailureCounter:
 
 
 def first_error(trajectories: Iterable[Trajectory]) -> str:
-    """Return the first environment error in one short line; "" if there is none."""
+    """Return the first environment error as one short line, or ""."""
     return next((short(t.error) for t in trajectories if not t.is_scored), "")
 
 
 def short(text: str) -> str:
-    """Return text in one line of bounded length."""
+    """Shorten text to one line of at most `_LONGEST_ERROR` characters."""
     line = " ".join(printable(text).split())
     return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]} …"
 
 
 def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
-    """Return True if one of a step's updates had a gradient and was taken."""
+    """Return True if one of a step's updates had a gradient and was applied."""
     return any(
         0 < float(m["grad_norm"].value) < math.inf and not m["skipped"].value
         for m in update_metrics
@@ -91,16 +91,16 @@ def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
 def why_nothing(
     trajectories: Sequence[Trajectory], update_metrics: Sequence[Mapping[str, Metric]]
 ) -> str | None:
-    """Explain why a step had nothing to learn from; None if it had, or all answers are right.
+    """Explain why a step learned nothing; None if it did, or if all answers are right.
 
-    `FailureCounter` reports batches of which all episodes failed.
+    `FailureCounter` reports batches in which all episodes failed.
     """
     scored = [t for t in trajectories if t.is_scored]
     if not scored:
         return None
     if not any(t.has_signal for t in scored):
         if all(t.is_correct for t in scored):
-            return None  # nothing is amiss
+            return None  # nothing is wrong
         rewards = [t.reward for t in scored]
         spread = f"{min(rewards):.3g}"
         spread += f" to {max(rewards):.3g}" if min(rewards) != max(rewards) else ""

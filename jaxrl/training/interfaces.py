@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from jaxrl.types import Params, TrainState, Trajectory
 
 Record = Mapping[str, Any]
-"""A line of `metrics.jsonl`: `step`, `stage`, and numbers, None for those that are not finite."""
+"""A line of `metrics.jsonl`: `step`, `stage` and numbers, with None for non-finite ones."""
 
 WriteSamples = Callable[[Path, int, Sequence[Trajectory], Sequence[Mapping[str, Any]]], None]
 """See `writers.write_samples`."""
@@ -40,7 +40,7 @@ class CheckpointManager(Protocol):
         """Return the steps that have a checkpoint, each with its value."""
 
     def wait(self) -> None:
-        """Return once everything is on the disk."""
+        """Wait until everything is on disk."""
 
 
 class MetricWriter(Protocol):
@@ -65,10 +65,10 @@ class ProgressBar(Protocol):
     """See `logs.display.Display`."""
 
     def log(self, text: str) -> None:
-        """Print lines that stay."""
+        """Print permanent lines."""
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
-        """Begin the line of a stage."""
+        """Begin the progress line of a stage."""
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Show the numbers of a step."""
@@ -77,7 +77,7 @@ class ProgressBar(Protocol):
         """Show what the run is doing."""
 
     def counter(self, what: str) -> Callable[[int, int], None]:
-        """Return a function to call with how many are done, and of how many."""
+        """Return a function to call with the number done and the total."""
 
     def stop(self) -> None:
-        """End the line."""
+        """End the progress line."""

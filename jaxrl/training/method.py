@@ -1,7 +1,7 @@
-"""The method of a run, as frozen settings and functions; `builders.method` builds it.
+"""The method of a run: frozen settings and functions, built by `builders.method`.
 
-A field that has the name of a key holds what docs/configuration.md says of that key. Functions
-below that take a section take that of the configuration too, so that its rules ask the same.
+docs/configuration.md describes the fields that are named after a config key. The functions below
+also accept a section of the configuration, so that its rules use the same conditions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxrl.utils.callables import NamedFunction
 class Advantage:
     """The section `advantage`."""
 
-    estimator: NamedFunction  # of `objectives.advantages.ESTIMATORS`, or custom
-    # By setting: pairs of a step of the stage and the value from then on.
+    estimator: NamedFunction  # from `objectives.advantages.ESTIMATORS`, or custom
+    # Pairs by setting: a step of the stage, and the value from then on.
     schedules: Mapping[str, Sequence[tuple[int, Any]]]
     by_turn: bool
     turn_discount: float
@@ -29,11 +29,10 @@ class Loss:
     """The section `loss`; `correction` holds the arguments of `corrections.importance_weights`."""
 
     policy_loss: NamedFunction
-    term: NamedFunction | None  # of `objectives.losses.TERMS`, or custom; added with `term_coef`
+    term: NamedFunction | None  # from `objectives.losses.TERMS`, or custom; scaled by `term_coef`
     term_coef: float
-    token_filter: (
-        NamedFunction | None
-    )  # of `objectives.losses.GATES`, or custom; None if all tokens count
+    # From `objectives.losses.GATES`, or custom; None if all tokens count.
+    token_filter: NamedFunction | None
     aggregation: NamedFunction
     correction: Mapping[str, Any] = field(hash=False)
     entropy_coef: float
@@ -60,8 +59,9 @@ class KL:
 class Filter:
     """The section `filter`."""
 
-    keep: NamedFunction | None  # of `objectives.filters.FILTERS`, or custom; None keeps every group
-    trains_on: NamedFunction | None  # of `objectives.filters.TRAJECTORIES`, or custom; None for all
+    keep: NamedFunction | None  # from `objectives.filters.FILTERS`, or custom; None keeps all
+    # From `objectives.filters.TRAJECTORIES`, or custom; None for all trajectories.
+    trains_on: NamedFunction | None
     metric: str  # metric that `varied` compares, `filter.varied.metric`
     tasks_per_batch: int
     max_batches: int
@@ -74,7 +74,7 @@ class Filter:
 
     @property
     def sees_kl(self) -> bool:
-        """True if it compares rewards less their KL term."""
+        """True if the filter compares rewards minus their KL term."""
         is_varied = self.keep is not None and self.keep.name == "varied"
         return is_varied and self.metric == "seq_final_reward"
 
@@ -107,8 +107,8 @@ class Shaping:
 class Watch:
     """The section `watch`."""
 
-    judge: NamedFunction  # of `training.watch.WATCHES`, or custom
-    action: str  # of `training.watch.ACTIONS`, for signs that `actions` does not name
+    judge: NamedFunction  # from `training.watch.WATCHES`, or custom
+    action: str  # from `training.watch.ACTIONS`, for signs that `actions` does not name
     actions: Mapping[str, str]
     lr_factor: float
     max_roll_backs: int
@@ -119,7 +119,7 @@ class OptimizerSettings:
     """The section `optimizer`, or `sft.optimizer` with defaults for the last three."""
 
     lr: float
-    schedule: NamedFunction  # of `optimizer.SCHEDULES`, or custom; follows the warm-up
+    schedule: NamedFunction  # from `optimizer.SCHEDULES`, or custom; follows the warm-up
     warmup_steps: int
     final_lr_fraction: float
     num_updates: int  # optimizer steps of the stage
@@ -137,65 +137,65 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method of training, from the groups of a step to its updates."""
+    """A training method, from the groups of a step to its updates."""
 
-    seed: int  # random seed of the estimators that draw
+    seed: int  # random seed of estimators that sample
     tasks_per_step: int
     group_size: int
     ahead: int
-    temperature: float  # of sampling, and of the log-probabilities in training
-    top_p: float  # of sampling only; training scores the full distribution
-    replays: bool  # training passes use the token arrays that the sampler recorded
+    temperature: float  # temperature of sampling and of the log-probabilities in training
+    top_p: float  # top-p of sampling only; training scores the full distribution
+    replays: bool  # True if training replays the token arrays that the sampler recorded
     advantage: Advantage
     loss: Loss
     kl: KL
     filter: Filter
     shaping: Shaping
     balance_coef: float  # coefficient of the experts' load-balancing loss
-    watch: Watch | None  # looks at every step for signs of collapse
+    watch: Watch | None  # check of every step for signs of collapse
     optimizer: OptimizerSettings
 
     @property
     def groups_per_minibatch(self) -> int:
-        """Whole groups of which a mini-batch is made."""
+        """Number of groups in a mini-batch."""
         return self.tasks_per_step // self.optimizer.num_minibatches
 
     @property
     def has_lag(self) -> bool:
-        """True if weights from before the newest update sample what a step trains on."""
+        """True if a step may train on samples from before the newest update."""
         return bool(self.ahead) or holds_older(self.filter)
 
     @property
     def learns_from_all(self) -> bool:
-        """True if a trajectory may have a gradient without an advantage.
+        """True if a trajectory with an advantage of 0 may have a gradient.
 
-        The KL, the entropy, a further term, load balancing or a custom loss may give it one.
+        It may come from the KL or entropy term, an extra term, load balancing or a custom loss.
         """
         others = self.loss.entropy_coef != 0 or self.balance_coef != 0 or self.loss.term is not None
         return has_kl_loss(self.kl) or others or self.loss.policy_loss.is_custom
 
     @property
     def has_users_loss(self) -> bool:
-        """True if user code is in the loss."""
+        """True if the loss contains user code."""
         parts = (self.loss.policy_loss, self.loss.term, self.loss.token_filter, self.kl.estimator)
         return any(part is not None and part.is_user_code for part in parts)
 
     @property
     def has_reference(self) -> bool:
-        """True if a KL term needs the policy as it was at the start of the stage."""
+        """True if a KL term needs the policy from the start of the stage."""
         return self.kl.coef != 0 and self.kl.anchor == "ref"
 
 
 def takes_own_logprobs(optimizer: OptimizerSettings, filter: Filter) -> bool:
-    """Return True if the old log-probabilities may be those of the update's own forward pass.
+    """Return True if the update's own forward pass may supply the old log-probabilities.
 
-    That takes a single optimizer step per batch, and samples of the current policy only.
+    This requires a single optimizer step per batch, and samples of the current policy only.
     """
     return optimizer.num_minibatches * optimizer.num_epochs == 1 and not holds_older(filter)
 
 
 def holds_older(filter: Filter) -> bool:
-    """Return True if a step may train on samples that an earlier one has begun."""
+    """Return True if a step may train on samples that an earlier step began."""
     return filter.carry_over or filter.unfinished_tasks > 0
 
 
@@ -210,13 +210,13 @@ def has_kl_loss(kl: KL) -> bool:
 
 
 def has_kl_weights(kl: KL) -> bool:
-    """Return True if tokens differ in the coefficient of their KL term, or it moves."""
+    """Return True if the KL coefficient differs between tokens or changes between steps."""
     is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
     return has_kl_loss(kl) and not is_plain
 
 
 def token_fields(optimizer: OptimizerSettings, filter: Filter, kl: KL) -> list[str]:
-    """Return the float32 fields of `Batch` that the method fills, beside those of every batch."""
+    """Return the float32 fields of `Batch` that the method adds to those of every batch."""
     is_filled = {
         "old_logprobs": not takes_own_logprobs(optimizer, filter),
         "ref_logprobs": has_kl_loss(kl) and kl.anchor == "ref",
@@ -226,12 +226,12 @@ def token_fields(optimizer: OptimizerSettings, filter: Filter, kl: KL) -> list[s
 
 
 def needs_windows(shaping: Shaping, kl: KL) -> bool:
-    """Return True if windows of high entropy are looked for."""
+    """Return True if the method uses windows of high entropy."""
     return shaping.entropy_reward or kl.low_factor != 1 or kl.second_chance
 
 
 def needs_buckets(shaping: Shaping, kl: KL) -> bool:
-    """Return True if the difficulty of tasks matters."""
+    """Return True if the method uses the difficulty of tasks."""
     return shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
 
 

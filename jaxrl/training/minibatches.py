@@ -1,4 +1,4 @@
-"""Make mini-batches of groups, with the log-probabilities that the update needs."""
+"""Mini-batches of groups, with the log-probabilities that the update needs."""
 
 from __future__ import annotations
 
@@ -36,19 +36,20 @@ def make_minibatches(
     controllers: Controllers,
     num_shards: int = 1,
 ) -> list[Packed]:
-    """Pack whole groups, in task order, into mini-batches on the host.
+    """Pack groups, in task order and unsplit, into mini-batches on the host.
 
-    Environment errors are left out. So is what `filter.trajectories` drops: such a trajectory
-    counts in its group's statistics and has no token weight. With `optimizer.skip_signal_free`,
-    trajectories whose advantage is 0 go to `Packed.rest`, which is measured and not differentiated,
-    unless another term gives them a gradient. They still count in the token weights of the others.
+    Environment errors are left out, and so are trajectories that `filter.trajectories` drops: they
+    count in their group's statistics but have no token weight. With `optimizer.skip_signal_free`,
+    trajectories with an advantage of 0 go to `Packed.rest`, which is measured but not
+    differentiated, unless another term gives them a gradient. They still count in the token weights
+    of the others.
 
     Args:
         groups: Groups with advantages, and with divergences if these are measured.
         shape: Shape of every mini-batch.
         method: Method of the run.
-        controllers: Controllers, by which tokens differ in their KL coefficient.
-        num_shards: Devices that share the rows of a micro-batch.
+        controllers: Controllers that set the KL coefficient of each token.
+        num_shards: Number of devices that share the rows of a micro-batch.
     """
     keeps_all = method.learns_from_all or not method.optimizer.skip_signal_free
     minibatches = []
@@ -74,7 +75,7 @@ def make_minibatches(
 def split_minibatches(
     groups: Sequence[Group], controllers: Controllers, method: Method
 ) -> Iterator[tuple[dict[int, Trajectory], dict[str, list[np.ndarray]]]]:
-    """Yield the trained trajectories of each mini-batch and their fields by token.
+    """Yield the trained trajectories of each mini-batch and their per-token fields.
 
     Trajectories are keyed by their index among the `members` of the groups.
     """
@@ -100,7 +101,7 @@ def split_minibatches(
 
 
 def trajectory_filter(filter: Filter) -> Callable[[Trajectory], bool]:
-    """Return the function that selects the trajectories to train on; it raises `UserCodeError`."""
+    """Return a predicate that selects trajectories to train on; it may raise `UserCodeError`."""
     if (selected := filter.trains_on) is None:
         return lambda _: True
 
@@ -120,7 +121,7 @@ def trained_share(trajectories: Sequence[Trajectory], filter: Filter) -> dict[st
 
 
 def loss_weights(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:
-    """Return `token_weights` of these masks, by `loss.aggregation` (objectives/aggregation.py).
+    """Return `token_weights` of these masks under `loss.aggregation`.
 
     Raises:
         UserCodeError: A custom aggregation failed.
@@ -130,7 +131,7 @@ def loss_weights(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:
 
 
 def with_loss_mask(trajectory: Trajectory, loss: Loss) -> Trajectory:
-    """Add observations to the loss mask if `mask_observations` is off, each observation once."""
+    """Add observations to the loss mask, each one once, if `mask_observations` is off."""
     if loss.mask_observations:
         return trajectory
     is_behind = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length
@@ -145,7 +146,7 @@ def token_kl_weights(
 
     Args:
         trajectories: Trajectories, with windows if the coefficient depends on them.
-        controllers: Controllers with the KL state from before the step, the others after it.
+        controllers: Controllers with the KL state before the step and the other states after it.
         kl: KL settings.
     """
     scales = np.ones(len(trajectories))
@@ -177,9 +178,9 @@ def shard_minibatches(
     ref_params: Params | None,
     method: Method,
 ) -> list[Batch]:
-    """Put mini-batches on the devices, and score old and reference log-probabilities if missing.
+    """Put mini-batches on the devices, and compute missing old and reference log-probabilities.
 
-    `params` are those of the policy before the update.
+    `params` are the parameters before the update.
     """
     needs_old = not takes_own_logprobs(method.optimizer, method.filter)
     needs_ref = has_kl_loss(method.kl)
@@ -187,7 +188,7 @@ def shard_minibatches(
     def put(packed: Packed) -> Batch:
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
-        # The reference routes its experts by itself, not as the sampler recorded.
+        # The reference chooses its own experts instead of replaying the sampler's.
         own_choice = score.model.without_recorded(plain)
         if needs_old and batch.old_logprobs is None:
             batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))

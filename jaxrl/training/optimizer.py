@@ -13,7 +13,7 @@ from jaxrl.training.method import OptimizerSettings
 
 
 def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
-    """Return a linear warm-up, then `schedule` down to `final_lr_fraction` of the peak."""
+    """Return a linear warm-up followed by `schedule` down to `final_lr_fraction` of the peak."""
     peak, warmup, schedule = settings.lr, settings.warmup_steps, settings.schedule
     offered = {
         "peak": peak,
@@ -21,14 +21,14 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
         "num_updates": max(settings.num_updates - warmup, 1),
     }
     after: optax.Schedule = schedule(*[offered[name] for name in schedule.arguments])
-    # The first step is at 1 / warmup of the peak: a rate of exactly 0 would waste a whole batch.
+    # The first step uses 1 / warmup of the peak: a rate of exactly 0 would waste a batch.
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
-    """Return AdamW behind global-norm clipping; one object for equal settings, see `kept`."""
-    # A custom schedule may be edited between two runs of a process.
+    """Return AdamW after global-norm clipping. Equal settings share one object, see `kept`."""
+    # A custom schedule may be edited between two runs in one process, so it is never shared.
     key = None if settings.schedule.is_user_code else settings
     return kept(partial(_adamw, settings), name="optimizer", key=key)
 
@@ -47,17 +47,17 @@ def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
 
 
 def constant(peak: float) -> optax.Schedule:
-    """Constant schedule."""
+    """Return a constant schedule."""
     return optax.constant_schedule(peak)
 
 
 def linear(peak: float, final_fraction: float, num_updates: int) -> optax.Schedule:
-    """Linear schedule from `peak` to `final_fraction` of it, over `num_updates` steps."""
+    """Return a linear schedule from `peak` to `final_fraction * peak` over `num_updates` steps."""
     return optax.linear_schedule(peak, peak * final_fraction, num_updates)
 
 
 def cosine(peak: float, final_fraction: float, num_updates: int) -> optax.Schedule:
-    """Cosine schedule from `peak` to `final_fraction` of it, over `num_updates` steps."""
+    """Return a cosine schedule from `peak` to `final_fraction * peak` over `num_updates` steps."""
     return optax.cosine_decay_schedule(peak, num_updates, final_fraction)
 
 

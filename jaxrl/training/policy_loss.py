@@ -19,7 +19,7 @@ from jaxrl.utils.callables import NamedFunction
 
 
 def make_policy_loss(method: Method) -> TokenLoss:
-    """Return the policy loss with KL and entropy terms; one function for equal settings."""
+    """Return the policy loss with KL and entropy terms. Equal settings share one function."""
     settings = method.loss, method.kl
     return kept(partial(_policy_loss, *settings), name="policy loss", key=settings)
 
@@ -33,7 +33,7 @@ def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
         logprobs: jax.Array, entropies: jax.Array, batch: Batch
     ) -> tuple[jax.Array, dict[str, Metric]]:
         mask = batch.loss_mask
-        # With one optimizer step a batch, the policy before the update is the current one.
+        # With one optimizer step per batch, the policy before the update is the current one.
         current = jax.lax.stop_gradient(logprobs)
         old = current if batch.old_logprobs is None else batch.old_logprobs
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
@@ -42,7 +42,7 @@ def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
             arrays = (computed[n] if n in computed else getattr(batch, n) for n in chosen.arguments)
             return chosen(*arrays)
 
-        # Not weighted yet: the update multiplies by `token_weights` (minibatches.py).
+        # The policy term. The update multiplies it by `token_weights` (minibatches.py).
         values, measured = called(policy_loss)
         # The sampler has no log-probability for an observation that is trained on.
         is_sampled = mask if loss.mask_observations else mask & (batch.rollout_logprobs != 0)
@@ -54,6 +54,7 @@ def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
             "rollout_corr/logprob_diff_max": Metric(jnp.abs(gap), "maximum"),
             "rollout_corr/k3_kl": Metric(kl_estimate(batch.rollout_logprobs, old, is_sampled)),
         }
+        # Correct for the difference between sampler and trainer.
         if is_corrected:
             weights = importance_weights(
                 old, batch.rollout_logprobs, mask, batch.segment_ids, **loss.correction
@@ -61,13 +62,12 @@ def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
             values = values * weights
             metrics["rollout_corr/weight_mean"] = Metric(weights)
             metrics["rollout_corr/weight_square_mean"] = Metric(weights**2)
-        if loss.token_filter is not None:
-            is_open = called(loss.token_filter)  # objectives/losses.py, by loss.token_filter.name
+        if loss.token_filter is not None:  # in objectives/losses.py
+            is_open = called(loss.token_filter)
             values = jnp.where(is_open, values, 0.0)
             metrics["actor/gated_share"] = Metric(jnp.where(mask & ~is_open, 1.0, 0.0))
         metrics["actor/pg_loss"] = Metric(values, "loss")
-        if loss.term is not None:
-            # objectives/losses.py, by loss.term.name
+        if loss.term is not None:  # in objectives/losses.py
             added, term_metrics = called(loss.term)
             values = values + loss.term_coef * added
             metrics |= {f"actor/{name}": Metric(value) for name, value in term_metrics.items()}
@@ -75,7 +75,6 @@ def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
         if kl_coef:
             anchor = batch.ref_logprobs if kl.anchor == "ref" else old
             assert anchor is not None
-            # objectives/kl.py, by kl.estimator
             divergence = kl_estimate(logprobs, anchor, mask, estimator=kl.estimator)
             kl_weights = kl_coef if batch.kl_weights is None else batch.kl_weights
             values = values + kl_weights * divergence

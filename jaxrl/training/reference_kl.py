@@ -1,4 +1,4 @@
-"""Divergence of the policy from its reference, measured once per step before the update."""
+"""KL divergence of the policy from its reference, measured once per step before the update."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def make_kl_fn(
     """Return `measure(groups, params, ref_params)`, which adds a divergence to scored trajectories.
 
     A trajectory that has a divergence keeps it. The others are packed into batches of
-    `shape.num_sequences` and scored by the program that scores mini-batches. Results may differ in
-    the last bits by what a trajectory is packed with.
+    `shape.num_sequences` and scored by the program that scores mini-batches. The last bits of a
+    result may depend on which trajectories are packed together.
     """
-    # One micro-batch at a time, which is what objectives take.
+    # Objectives take one micro-batch, so map over the leading axis.
     estimate = jax.vmap(partial(kl_estimate, estimator=method.kl.estimator))
 
     def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
         return old, ref, estimate(old, ref, mask)
 
-    whole = replicated(mesh)  # of several processes, each reads all
+    whole = replicated(mesh)  # every process reads the complete arrays
     compare = jax.jit(compare, out_shardings=(whole, whole, whole))
 
     def measure(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
@@ -90,7 +90,7 @@ def unpack(
     arrays = []
     for own, sequence in zip(np.split(order, np.cumsum(counts)[:-1]), sequences, strict=True):
         places, starts = positions[own], [context.start for context in contexts_of(sequence)]
-        # The number of each token's context: one begins where positions jump.
+        # Index of each token's context: a new context begins where positions jump.
         number = np.cumsum(np.diff(places, prepend=places[:1] - 1) != 1)
         array = np.zeros(len(sequence.token_ids), values.dtype)
         array[np.array(starts)[number] + places] = values.ravel()[own]

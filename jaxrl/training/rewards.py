@@ -1,7 +1,7 @@
 """Reward shaping: length, abstention, KL, entropy.
 
-Each function returns groups with changed rewards, and records its amount in `reward_parts`. An
-environment error has no reward, and none is added.
+Each function returns groups with changed rewards, and records the change in `reward_parts`.
+Environment errors have no reward and stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl.types import Columns, Group, members, with_fields
 
 
 def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[Group]:
-    """Add amounts, float [N] in the order of `members`, to rewards, as the reward part `part`."""
+    """Add `amounts`, float [N] in the order of `members`, to the rewards as the part `part`."""
     paid = [
         (
             float(np.float32(t.reward) + np.float32(amount)),
@@ -34,9 +34,9 @@ def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[
 
 
 def shape(groups: Sequence[Group], shaping: Shaping, *, is_late: bool) -> list[Group]:
-    """Add abstention rewards and length penalties, before groups are filtered.
+    """Add abstention rewards and length penalties before groups are filtered.
 
-    `is_late` is False in the early stage of a method that has one.
+    `is_late` is False only in the early stage of a stage-level method.
     """
     shaped = list(groups)
     if shaping.boundary_aware:
@@ -65,21 +65,21 @@ def shape(groups: Sequence[Group], shaping: Shaping, *, is_late: bool) -> list[G
 
 
 def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
-    """Return `coef` times the measured divergence of each trajectory, float64 [N]."""
+    """Return `coef` times each trajectory's measured divergence, float64 [N]."""
     return np.array(
         [coef * t.required("divergence").total if t.is_scored else 0.0 for t in members(groups)]
     )
 
 
 def charge_kl(groups: Sequence[Group], controllers: Controllers, method: Method) -> list[Group]:
-    """Subtract the KL penalty from rewards, if `kl.apply_to` is `reward`."""
+    """Subtract the KL penalty from rewards if `kl.apply_to` is `reward`."""
     if method.kl.apply_to != "reward":
         return list(groups)
     return add_reward(groups, "kl", -kl_penalties(groups, controllers.kl_coef(method.kl)))
 
 
 def pay_entropy(groups: Sequence[Group], controllers: Controllers, shaping: Shaping) -> list[Group]:
-    """Add ARES's entropy reward, by difficulty; 0 before the entropy threshold is known."""
+    """Add ARES's entropy reward by difficulty; 0 before the entropy threshold is known."""
     if controllers.coefficients is None:
         return list(groups)
     trajectories = members(groups)

@@ -1,4 +1,4 @@
-"""State of a run: its components, its progress, and how that is saved."""
+"""State of a run: its components, its progress, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Stage:
     """A stage that trains."""
 
     num_steps: int
-    batch_size: int  # trajectories or demonstrations of a mini-batch
+    batch_size: int  # trajectories or demonstrations per mini-batch
     optimizer: optax.GradientTransformation
-    schedule: optax.Schedule  # learning rate by the number of updates before
+    schedule: optax.Schedule  # from the number of earlier updates to the learning rate
     settings: OptimizerSettings
     shape: BatchShape  # shape of mini-batches
     update: UpdateStep
 
     def newest_rate(self, state: TrainState) -> float:
-        """Return the learning rate of the newest optimizer step, or of the first one."""
+        """Return the learning rate of the newest optimizer step; before any, of the first."""
         # An array, as in the update: a custom schedule may need one.
         return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
 
@@ -68,23 +68,23 @@ class Components:
     mesh: Mesh
     model: Model
     method: Method
-    stages: Mapping[str, Stage]  # those that train, by name
-    tasks: Sequence[Task]  # a `Mixture`; parsed when they are asked for, where there are many
+    stages: Mapping[str, Stage]  # training stages by name
+    tasks: Sequence[Task]  # a `Mixture`, which parses large sources on access
     eval_tasks: list[Task]
     demonstrations: Sequence[TokenSequence]
-    sampler: Sampler | None  # None where a model behind an endpoint plays
+    sampler: Sampler | None  # None if a model behind an endpoint samples
     rollout: RolloutFunction
-    controls: Mapping[str, RolloutFunction]  # by suite, what plays in place of `rollout`
-    reward_weights: Mapping[str, float] = field(default_factory=dict)  # by part
-    is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
-    prompt_time: str = ""  # that the chat template is given; "" where it asks for none
-    notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
-    external: str = ""  # the model behind an endpoint that plays; "": the run's own
-    export: Callable[[Params, Path], None]  # writes folders below a path, one in HF's format
+    controls: Mapping[str, RolloutFunction]  # replacements of `rollout`, by control suite
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # by reward part
+    is_trigger: np.ndarray | None = None  # bool [V], ids that may count as undecided; None: all
+    prompt_time: str = ""  # time in the chat template's prompts; "" if it writes none
+    notes: tuple[str, ...] = ()  # lines about the data, shown before the run begins
+    external: str = ""  # model behind an endpoint that samples; "" for the run's own model
+    export: Callable[[Params, Path], None]  # writes folders below a path, one in HF format
 
     @property
     def num_steps(self) -> dict[str, int]:
-        """Number of steps of each stage that trains."""
+        """Number of steps of each training stage."""
         return {name: stage.num_steps for name, stage in self.stages.items()}
 
     @property
@@ -96,31 +96,30 @@ class Components:
 
 @dataclass
 class Progress:
-    """Progress of a run; with the weights, all that a restart needs."""
+    """Progress of a run: all that a restart needs besides the weights."""
 
     step: int = 0  # steps done, over all stages
-    stage: str = ""  # the stage under way, or the last one done
-    stage_step: int = 0  # its steps done
-    items_taken: int = 0  # of its stream of tasks or demonstrations
-    num_records: int = 0  # in metrics.jsonl
-    record: dict[str, Any] | None = None  # of the last step, while its evaluation is to be done
-    value: float | None = None  # of eval.best_metric after this very step
-    best: Best = field(default_factory=Best)  # of the stage
-    stopped_early: bool = False  # the stage ended for want of improvement
-    num_failed: int = 0  # batches in a row of which every episode failed
-    num_learned: int = 0  # the train stage's steps whose update had a gradient
-    weights_step: int | None = None  # whose weights it ended with, where it stopped early
-    # Of the train stage: the states of its watch and controllers, and the groups left over. What
-    # holds arrays is not compared: == of arrays is no bool.
+    stage: str = ""  # current stage, or the last one done
+    stage_step: int = 0  # steps of the stage that are done
+    items_taken: int = 0  # tasks or demonstrations taken from the stage's stream
+    num_records: int = 0  # records in metrics.jsonl
+    record: dict[str, Any] | None = None  # record of the last step, while its evaluation is due
+    value: float | None = None  # `eval.best_metric` after exactly this step
+    best: Best = field(default_factory=Best)  # best evaluation of the stage
+    stopped_early: bool = False  # True if the stage ended because evaluations did not improve
+    num_failed: int = 0  # consecutive batches in which every episode failed
+    num_learned: int = 0  # train-stage steps with a gradient
+    weights_step: int | None = None  # step of the final weights, if the stage stopped early
+    # The rest belongs to the train stage. Fields with arrays are not compared: == of arrays is no
+    # bool.
     watched: WatchState = field(default_factory=WatchState)
     controllers: Controllers = field(default_factory=Controllers)
     buffered_groups: list[Group] = field(default_factory=list, compare=False)
-    in_flight_tasks: list[int] = field(default_factory=list)  # places of tasks that are under way
-    # Groups of the next step: the weights that sampled them are gone, so they are not drawn again.
+    in_flight_tasks: list[int] = field(default_factory=list)  # stream indices of tasks in flight
+    # Groups of the next step. They cannot be sampled again: the weights that sampled them are gone.
     prefetched: Collected | None = field(default=None, compare=False)
-    ledger: UsageStats = field(
-        default_factory=UsageStats
-    )  # of all that was sampled, evaluations too
+    # Usage of everything sampled, evaluations included.
+    ledger: UsageStats = field(default_factory=UsageStats)
 
     def is_passed_by(self, record: Record) -> bool:
         """Return True if the record is newer than this checkpoint."""
@@ -130,30 +129,30 @@ class Progress:
         return there > here or (there == here and self.record is not None)
 
     def is_under_way(self, num_steps: Mapping[str, int]) -> bool:
-        """Return True in the middle of a stage that trains.
+        """Return True in the middle of a training stage.
 
-        `num_steps` has the number of steps of each stage of the run that trains.
+        `num_steps` holds the number of steps of each training stage of the run.
         """
         if self.stage not in num_steps or self.stage_step == 0 or self.stopped_early:
             return False
         return self.record is not None or self.stage_step < num_steps[self.stage]
 
     def is_out_of_patience(self, patience: int) -> bool:
-        """Return True if too many evaluations have not improved; never if `patience` is 0."""
+        """Return True after `patience` evaluations without improvement; 0 means no limit."""
         return 0 < patience <= self.best.num_stale
 
     @property
     def has_learned_nothing(self) -> bool:
-        """True if no step of the train stage so far had an update with a gradient."""
+        """True if no step of the train stage has had a gradient so far."""
         return self.stage == "train" and self.stage_step > 0 and self.num_learned == 0
 
     @property
     def whose_weights(self) -> int:
-        """Step whose weights the run holds: the last one, unless the stage stopped early."""
+        """Step that the run's weights come from: the last one, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
 
     def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
-        """Load the images that the groups of a checkpoint name."""
+        """Load the images that a checkpoint's groups refer to by name."""
         self.buffered_groups = with_images(self.buffered_groups)
         if (prefetched := self.prefetched) is not None:
             groups, buffered_groups = map(
@@ -164,7 +163,7 @@ class Progress:
             )
 
     def discard_prefetched(self) -> None:
-        """Drop the groups of the next step, and count what they cost."""
+        """Drop the groups of the next step, and add their cost to the ledger."""
         if self.prefetched is not None:
             self.ledger, self.prefetched = self.ledger + self.prefetched.ledger, None
 
@@ -183,11 +182,11 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
-        """Restore what `to_json` returned, for a run of this method."""
+        """Restore what `to_json` returned, for a run with this method."""
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in saved.items() if name in known}
-        # With --accept_changes the method may have changed. Groups of another size are of no use,
-        # nor is any without `filter.carry_over`, by which their old log-probabilities are computed.
+        # With --accept_changes the method may have changed. Drop groups of another size. Drop all
+        # without `filter.carry_over`: only with it does the update compute old log-probabilities.
         size = method.group_size if method.filter.carry_over else None
         buffered_groups = [group for group in saved["buffered_groups"] if len(group) == size]
         fields |= {
@@ -207,7 +206,7 @@ class Progress:
 
 
 OF_CODE = "'s file"
-"""Ends the name of a fingerprint of user code, such as `advantage.name's file`."""
+"""Suffix of the fingerprint names of user code, such as `advantage.name's file`."""
 
 
 RunSuites = Callable[["RunState", str, Sequence[str]], tuple[dict[str, float], dict[str, str]]]
@@ -216,7 +215,7 @@ RunSuites = Callable[["RunState", str, Sequence[str]], tuple[dict[str, float], d
 
 @dataclass(kw_only=True)
 class RunState:
-    """State and helpers that the stages of a run share."""
+    """State that the stages of a run share, and operations on it."""
 
     settings: Settings
     workdir: Path
@@ -225,18 +224,18 @@ class RunState:
     metrics_log: MetricWriter
     display: ProgressBar
     progress: Progress
-    restored: dict[str, Any]  # from the checkpoint the run began with; each stage takes its own
+    restored: dict[str, Any]  # items of the initial checkpoint; a stage pops those it needs
     should_stop: Callable[[], bool]
-    # These two are handed in: importing them would put their modules into the closure of train.py,
-    # whose size tests/test_dependencies.py bounds.
+    # These two are arguments because importing them would add their modules to the imports of
+    # train.py, which tests/test_dependencies.py bounds.
     run_suites: RunSuites
     write_samples: WriteSamples
-    origin: Mapping[str, Any]  # configuration and contents of files, for a start that goes on
-    failures: FailureCounter  # batches in a row of which every episode failed
-    state: TrainState | None = None  # as progress says, in the middle of a stage that trains
-    ref_params: Params | None = None  # the reference of the train stage's KL term
-    saved: Progress | None = None  # where the newest checkpoint stands
-    # Of the step or evaluation under way, and of groups for the next one, until these are done.
+    origin: Mapping[str, Any]  # configuration and file fingerprints, compared on resume
+    failures: FailureCounter  # counts consecutive batches in which every episode failed
+    state: TrainState | None = None  # current state in the middle of a training stage
+    ref_params: Params | None = None  # reference policy of the train stage's KL term
+    saved: Progress | None = None  # progress in the newest checkpoint
+    # Usage of the unfinished step or evaluation, and of unfinished groups for the next step.
     uncounted: UsageStats = field(default_factory=UsageStats)
     make_notes: Callable[..., TakeNotes] | None = None  # None without `log.tokens`
 
@@ -267,7 +266,7 @@ class RunState:
             )
 
     def start_state(self, params: Params) -> TrainState:
-        """Return a new state at the start of a stage, the checkpoint's in its middle."""
+        """Return a new state at the start of a stage, else the restored one."""
         if self.progress.stage_step > 0:
             state = TrainState(params=params, **self.restored.pop("optimizer"))
         else:
@@ -286,22 +285,22 @@ class RunState:
         return jax.tree.map(jax.numpy.copy, params)
 
     def end(self, state: TrainState) -> Params:
-        """Export the parameters, then save a checkpoint, which marks the stage as done."""
+        """Export the parameters, then save a checkpoint that marks the stage as done."""
         self.display.stop()
         self.components.engine.release()
         self.state = state
         self.components.export(state.params, self.workdir)
         self.save()
-        self.state = self.ref_params = None  # the next stage needs the room
+        self.state = self.ref_params = None  # free memory for the next stage
         return state.params
 
     def evaluate(self, suites: Sequence[str]) -> dict[str, float]:
-        """Return metrics of these suites with the engine's weights, in the stage `train`."""
+        """Return the metrics of these suites under the engine's weights, as stage `train`."""
         metrics, _ = self.run_suites(self, "train", suites)
         return metrics
 
     def check_budget(self) -> None:
-        """Raise `BudgetSpentError` if the budget is spent, counting the next step's groups."""
+        """Raise `BudgetSpentError` if the budget is spent; prefetched groups count too."""
         prefetched, limits = self.progress.prefetched, self.settings.ledger
         spent = (
             self.progress.ledger
@@ -311,7 +310,7 @@ class RunState:
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
 
     def count_lost(self, spent: UsageStats) -> None:
-        """Add the cost of lost groups, which will be sampled and paid for again."""
+        """Add the cost of discarded groups, which will be resampled."""
         self.progress.ledger += UsageStats(usage=spent.usage)
 
     @property
@@ -327,7 +326,7 @@ class RunState:
     def compile_sampler(self) -> None:
         """Compile the sampler in parallel before the first step, except on a CPU.
 
-        A CPU's programs are compiled when first used: few of them may be.
+        On a CPU, programs compile on first use: a run may use only a few of them.
         """
         engine = self.components.engine
         if engine.device.platform == "cpu":
@@ -345,7 +344,7 @@ class RunState:
         self.progress.num_failed = self.failures.num_batches
         self.saved = dataclasses.replace(self.progress)
         self.display.activity(f"saving step {self.progress.step}")
-        give_back()  # make room for the copies that are written
+        give_back()  # make room for the host copies of the save
         self.checkpointer.save(
             self.progress.step,
             self.state,
@@ -356,7 +355,7 @@ class RunState:
         self.metrics_log.carry("timing_s/save_checkpoint", time.perf_counter() - started)
 
     def save_progress(self) -> None:
-        """Save a stage that ends early, unless it is saved."""
+        """Save the progress of a stage that ends early, unless it is saved already."""
         self.display.stop()
         self.count_lost(self.uncounted)
         self.uncounted = UsageStats()

@@ -1,6 +1,6 @@
-"""The part of a configuration that the stages read, frozen by `builders.components`.
+"""Settings that the stages read, frozen by `builders.components`.
 
-A field that has the name of a key holds what docs/configuration.md says of that key.
+docs/configuration.md describes the fields that are named after a config key.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 STAGES = ("sft", "train", "evaluate")
-"""Stages of a run, in their order."""
+"""Stages of a run, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The section `eval`, and what evaluations read beside it."""
+    """The section `eval`, and other settings that evaluations read."""
 
     every_steps: int
     suites: Sequence[str]
@@ -29,10 +29,10 @@ class Evaluation:
     patience: int
     min_delta: float
     correct: str  # reward part that makes an answer correct
-    has_python: bool  # the model may call `python`
-    has_results: bool  # something answers a turn
-    section: Mapping[str, Any]  # the whole section, for the record
-    depends_on: Mapping[str, Any]  # every setting that a score depends on
+    has_python: bool  # True if the model may call `python`
+    has_results: bool  # True if turns get observations
+    section: Mapping[str, Any]  # complete section, for the result file
+    depends_on: Mapping[str, Any]  # all settings that a score depends on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class Settings:
     ledger: Costs
     model_path: str  # `model.path`
     architecture: str  # `model.architecture`
-    trajectories: int  # number of each step to write; -1 for all
-    tokens: bool  # write per-token values of the update too
-    kept_replies: str | None  # folder of recorded replies of an endpoint; "" for one in the workdir
+    trajectories: int  # number of trajectories to write per step; -1 for all
+    tokens: bool  # True to also write per-token values of the update
+    kept_replies: str | None  # folder of an endpoint's recorded replies; "" for one in the workdir
     wandb_project: str  # "" for none
-    values: Mapping[str, Any]  # the whole configuration, which a restart compares and W&B shows
+    values: Mapping[str, Any]  # complete configuration, for comparison on resume and for W&B

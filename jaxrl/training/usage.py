@@ -1,4 +1,4 @@
-"""Counters of what trajectories use: calls, tokens and cost, and the budget that ends a run."""
+"""Usage of trajectories (calls, tokens, cost), and the budget that ends a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxrl.envs.tools.budget import SEARCH, calls_of
 from jaxrl.types import Trajectory
 
 PAID = ("tool", "fallback")
-"""Sources of answers that asked the tool, so that each attempt costs its price."""
+"""Sources of answers that reached the tool, so that each attempt costs its price."""
 
 
 Number = TypeVar("Number", int, float)
 
 
 class BudgetSpentError(RuntimeError):
-    """The run has spent its budget; with a higher one it resumes."""
+    """The run has spent its budget. A higher budget lets it resume."""
 
 
 def _summed(left: Mapping[str, Number], right: Mapping[str, Number]) -> dict[str, Number]:
@@ -32,9 +32,9 @@ def _summed(left: Mapping[str, Number], right: Mapping[str, Number]) -> dict[str
 class Usage:
     """Requests and their cost."""
 
-    # Requests by tool or judge, retries included; each is paid.
+    # Requests by tool or judge. Retries count, since each costs its price.
     attempts: Mapping[str, int] = field(default_factory=dict)
-    cost: float = 0.0  # of attempts and an endpoint's tokens, in the unit of `ledger.prices`
+    cost: float = 0.0  # cost of attempts and endpoint tokens, in the unit of `ledger.prices`
     # Calls, attempts, tokens and cost of an endpoint's model.
     policy: Mapping[str, float] = field(default_factory=dict)
 
@@ -48,18 +48,18 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class UsageStats:
-    """Usage of some trajectories. The sum of two is the usage of all their trajectories.
+    """Usage of a set of trajectories. Adding two of these gives the usage of both sets.
 
-    What the policy asked for is a function of weights and seeds, so it repeats with the run. Its
+    The policy's calls and tokens are a function of weights and seeds, so they repeat with the run.
     `usage` depends on caches, servers and clocks.
     """
 
     num_trajectories: int = 0  # environment errors included
-    # Calls by tool or judge; those of the search engine are `search`.
+    # Calls by tool or judge; `search` for the search engine.
     num_calls: Mapping[str, int] = field(default_factory=dict)
     observation_tokens: int = 0  # tokens that the environment inserted
-    sampled_tokens: int = 0  # tokens that the policy wrote
-    usage: Usage = field(default_factory=Usage)  # requests that the calls took, and their cost
+    sampled_tokens: int = 0  # tokens that the policy sampled
+    usage: Usage = field(default_factory=Usage)  # requests behind the calls, and their cost
 
     @classmethod
     def of(
@@ -69,12 +69,12 @@ class UsageStats:
         *,
         is_control: bool = False,
     ) -> UsageStats:
-        """Count some trajectories.
+        """Count the usage of trajectories.
 
         Args:
             trajectories: Trajectories of any outcome.
             prices: Price of an attempt by tool; other tools are free.
-            is_control: Leave out searches, which something else than the search engine answered.
+            is_control: True to skip searches, because a control answered them, not the engine.
         """
         trajectories = list(trajectories)
         calls = [call for t in trajectories for turn in t.turns for call in calls_of(turn)]
@@ -114,7 +114,7 @@ class UsageStats:
         return cls(**{**saved, "usage": Usage(**saved["usage"])})
 
     def metrics(self) -> dict[str, float]:
-        """Return the counters of a run as metrics; those under `perf/` need not repeat."""
+        """Return the counters as metrics; those under `perf/` may differ between equal runs."""
         usage = self.usage
         asked = {
             "trajectories": self.num_trajectories,
@@ -136,9 +136,9 @@ def check_budget(spent: UsageStats, *, max_cost: float, max_calls: int) -> None:
     """Raise an error if a run has spent its budget.
 
     Args:
-        spent: Counters of the run so far.
-        max_cost: Value of `ledger.max_cost`; 0: no limit.
-        max_calls: Limit on the attempts of all tools together, `ledger.max_calls`; 0: no limit.
+        spent: Usage of the run so far.
+        max_cost: Limit on the cost, `ledger.max_cost`; 0 for no limit.
+        max_calls: Limit on the attempts of all tools together, `ledger.max_calls`; 0 for no limit.
 
     Raises:
         BudgetSpentError: The cost or the attempts have reached their limit.

@@ -1,4 +1,4 @@
-"""Signs of collapse: the function that looks for them at each step, and what follows."""
+"""Signs of collapse: the function that checks each step, and the action on a sign."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from jaxrl.utils.callables import wrap_user_code
 from jaxrl.utils.json_io import parse_json
 
 WATCHES: dict[str, str] = {"sentinel": "jaxrl.extras.sentinel.signs:judge"}
-"""Functions by `watch.name`, from a step and a state to the next state and signs."""
+"""Functions by `watch.name`. Each maps a step and a state to the next state and a list of signs."""
 
 ARGUMENTS = ("record", "groups", "state", "method", "step")
-"""Arguments such a function may take: the metrics of the step (`metrics.jsonl`) without those of
-clocks and memory, which differ between processes; the groups that it trained on with their
-advantages; the state that it returned last (plain JSON values; {} at first); the method; the step's
-number in the stage, from 1."""
+"""Arguments that such a function may take.
+
+`record` holds the metrics of the step (`metrics.jsonl`) without times and memory, which differ
+between processes. `groups` are the groups that the step trained on, with advantages. `state` is
+what the function returned last (plain JSON values, {} at first). `step` counts from 1 in the stage.
+"""
 
 ACTIONS = ("warn", "lower_lr", "roll_back", "stop")
-"""Consequences of a sign, mildest first."""
+"""Actions on a sign, mildest first."""
 
 FORGOTTEN_AFTER = 10
-"""Steps without a sign after which it counts as new again."""
+"""Number of steps without a sign after which it counts as new again."""
 
 
 class UnsoundError(RuntimeError):
@@ -34,22 +36,22 @@ class UnsoundError(RuntimeError):
 
 
 @dataclass(kw_only=True, eq=False)
-class RollBack(Exception):  # noqa: N818, the run goes on
-    """The run is to go back to an earlier checkpoint."""
+class RollBack(Exception):  # noqa: N818, the run continues
+    """The run must return to an earlier checkpoint."""
 
     sign: str  # name of the sign
-    from_step: int  # over all stages
-    to_step: int  # over all stages, with a checkpoint
-    lr_scale: float  # factor of the learning rate from there on
+    from_step: int  # global step
+    to_step: int  # global step with a checkpoint
+    lr_scale: float  # factor on the learning rate after the rollback
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sign:
-    """A sign that a step is not sound."""
+    """A sign of collapse in a step."""
 
-    name: str  # of the metric `sentinel/NAME`: lower case and underscores
-    text: str  # what is happening, with numbers, and what to change
-    since: int  # newest step of the stage that was still sound
+    name: str  # lower case and underscores; the metric is `sentinel/NAME`
+    text: str  # explanation with numbers, and advice
+    since: int  # newest healthy step of the stage
 
     def __post_init__(self) -> None:
         """Check what is written to metrics and checkpoints."""
@@ -67,10 +69,10 @@ class WatchState:
 
     name: str = ""  # the watch; another one starts with no state
     state: Mapping[str, Any] = field(default_factory=dict)  # the watch's own state
-    # Step of the stage at which each sign was seen last.
+    # Step of the stage at which each sign was last seen.
     seen: Mapping[str, int] = field(default_factory=dict)
-    acting: Sequence[Mapping[str, Any]] = ()  # signs of the newest step that have not been acted on
-    lr_scale: float = 1.0  # factor of the learning rate
+    acting: Sequence[Mapping[str, Any]] = ()  # signs of the newest step that need an action
+    lr_scale: float = 1.0  # factor on the learning rate
     num_roll_backs: int = 0  # rollbacks of the stage so far
 
     @classmethod
@@ -86,9 +88,9 @@ def check_step(
     groups: Sequence[Group],
     step: int,
 ) -> tuple[WatchState, dict[str, float]]:
-    """Check a step; return the next state, and metrics with a 1 for each sign.
+    """Check a step. Return the next state, and metrics with a 1 for each sign.
 
-    A sign that was seen less than `FORGOTTEN_AFTER` steps ago is measured and not acted on.
+    A sign that was seen less than `FORGOTTEN_AFTER` steps ago is recorded but causes no action.
 
     Args:
         method: Method with a `watch`.
@@ -98,7 +100,7 @@ def check_step(
         step: Step of the stage, from 1.
 
     Raises:
-        UserCodeError: The function failed or returned something else.
+        UserCodeError: The function failed, or returned something other than a state and signs.
     """
     assert method.watch is not None
     judge = method.watch.judge
@@ -133,12 +135,12 @@ def action_on(sign: Mapping[str, Any], watch: Watch) -> str:
 def rollback_target(
     sign: Mapping[str, Any], watch: Watch, watched: WatchState, steps: Sequence[int]
 ) -> int:
-    """Return the step to go back to: the newest checkpoint that was still sound, else the oldest.
+    """Return the step to roll back to: the newest healthy checkpoint, else the oldest.
 
-    `steps` are those of the stage that have a checkpoint.
+    `steps` are the steps of the stage that have a checkpoint.
 
     Raises:
-        UnsoundError: There is none, or the run went back too often already.
+        UnsoundError: There is no checkpoint, or no rollback is left.
     """
     why = f"{sign['name']}: {sign['text']}"
     if watched.num_roll_backs >= watch.max_roll_backs:
