@@ -1,8 +1,9 @@
 """States that a run adapts between steps: coefficients, targets, gates, difficulties.
 
-Every state is a frozen dataclass of plain JSON values, which a checkpoint stores as it is. `update`
-returns the next one; settings are arguments, not state. `Controllers` holds those that the method
-uses; `advance` moves them after the trajectories of a step, and `advance_gate` after an evaluation.
+Every state is a frozen dataclass of plain JSON values, and checkpoints store it as JSON. `update`
+returns the next state; settings are arguments, not state. `Controllers` holds the states that the
+method uses. `advance` updates them from the trajectories of a step, `advance_gate` from an
+evaluation.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jaxrl.training.method import (
 from jaxrl.types import Group, GroupStats, Trajectory, Windows, members, with_fields
 
 BUCKETS = ("easy", "medium", "hard")
-"""Difficulties of tasks, as the current policy finds them."""
+"""Difficulties of tasks for the current policy."""
 
 KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
 """ARES's bounds on the KL divergence to the reference, in nats, by difficulty."""
@@ -49,7 +50,7 @@ def difficulty(num_correct: int, num_samples: int) -> str:
 
 @dataclass(frozen=True)
 class DifficultyBuckets:
-    """Difficulty of every task when last sampled."""
+    """Difficulty of every task when it was last sampled."""
 
     buckets: dict[str, str] = field(default_factory=dict)  # by task id
 
@@ -67,11 +68,11 @@ class DifficultyBuckets:
 
 @dataclass(frozen=True)
 class EntropyCoefficients:
-    """Strength of `shaping.entropy_reward` by difficulty, and the count around which it shapes."""
+    """Coefficients and target counts of `shaping.entropy_reward`, by difficulty."""
 
     # In units of reward, by bucket.
     alphas: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.5))
-    # Tokens of high window entropy; a bucket not seen yet has none.
+    # Tokens of high window entropy, by bucket. Buckets not seen yet are absent.
     targets: dict[str, int] = field(default_factory=dict)
 
     def update(
@@ -84,18 +85,18 @@ class EntropyCoefficients:
     ) -> EntropyCoefficients:
         """Update after one batch of groups.
 
-        ARES (https://arxiv.org/abs/2510.08457): alpha follows the mean count less the target,
-        upwards for easy and medium tasks, where it scales a penalty, and downwards for hard ones,
-        where it scales a bonus. Then the mean, rounded, is the new target. The released code moves
-        the target first, which leaves alpha only the rounding to follow.
+        ARES (https://arxiv.org/abs/2510.08457): alpha changes by `rate` times the mean count minus
+        the target. It rises with the count for easy and medium tasks, where it scales a penalty,
+        and falls for hard ones, where it scales a bonus. Then the rounded mean becomes the target.
+        The released code updates the target first, so alpha only follows the rounding.
 
-        A bucket that is absent stays as it is; one without a target only gets its target.
+        A bucket without groups does not change. A bucket without a target only gets its target.
 
         Args:
-            mean_counts: Tokens of high window entropy, the mean over each group.
+            mean_counts: Mean number of tokens of high window entropy, by group.
             buckets: Difficulty of each group's task.
             rate: Change of alpha per token of difference.
-            max_alpha: Upper bound of alpha; the lower one is 0.
+            max_alpha: Upper bound of alpha; the lower bound is 0.
         """
         alphas, targets = dict(self.alphas), dict(self.targets)
         for bucket in BUCKETS:
@@ -125,15 +126,15 @@ class KLBudget:
         budgets: Mapping[str, float] = KL_BUDGETS,
         rate: float = 0.01,
     ) -> KLBudget:
-        """Return `max(0, multiplier + rate * (kl - budget))`; unmeasured buckets stay.
+        """Return `max(0, multiplier + rate * (kl - budget))`; unmeasured buckets do not change.
 
-        ARES (https://arxiv.org/abs/2510.08457). The multiplier is applied to the coefficient that
-        was configured; the released code compounds it.
+        ARES (https://arxiv.org/abs/2510.08457). The multiplier scales the configured coefficient;
+        the released code compounds it.
 
         Args:
-            kls: Nats, by bucket: the mean over its trajectories of their mean per token. NaN is
-                no measurement.
-            budgets: Nats, by bucket.
+            kls: Divergence in nats per token by bucket, averaged over tokens, then over
+                trajectories. NaN means no measurement.
+            budgets: Target divergence in nats by bucket.
             rate: Change of a multiplier per nat.
         """
         moved = {
@@ -146,21 +147,21 @@ class KLBudget:
 
 @dataclass(frozen=True)
 class StageGate:
-    """Detects the end of the early stage, in which correctness still rises."""
+    """Detector of the end of the early stage, in which correctness still rises."""
 
-    best: float | None = None  # highest validation so far; None: there was none yet
-    tolerance: int = 0  # validations below the best of their time
+    best: float | None = None  # best validation so far; None before the first
+    tolerance: int = 0  # number of validations below the best at that time
     is_late: bool = False
 
     def update(self, value: float, *, max_tolerance: int = 5) -> StageGate:
         """Update after one validation.
 
-        BAPO (https://arxiv.org/abs/2601.11037). Validations below the best are counted over the
-        whole run, not in a row; one more than `max_tolerance` of them is the end of the early
-        stage, for good.
+        BAPO (https://arxiv.org/abs/2601.11037). Validations below the best count over the complete
+        run; they need not be consecutive. More than `max_tolerance` of them end the early stage for
+        good.
 
         Args:
-            value: Mean correctness, without any bonus. NaN changes nothing.
+            value: Mean correctness without bonuses. NaN changes nothing.
             max_tolerance: Number of tolerated validations below the best.
         """
         if math.isnan(value):
@@ -181,14 +182,14 @@ class AdaptiveKL:
     ) -> AdaptiveKL:
         """Return `coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)`.
 
-        Section 2.2 of https://arxiv.org/abs/1909.08593, counted in samples as there. NaN, where no
-        token was scored, changes nothing.
+        Section 2.2 of https://arxiv.org/abs/1909.08593, which also counts samples. NaN (no scored
+        token) changes nothing.
 
         Args:
-            kl: Nats per token, measured on the batch.
+            kl: Divergence of the batch in nats per token.
             num_samples: Number of trajectories in the batch.
-            target: Nats per token.
-            horizon: Samples over which the full error would be made up five times.
+            target: Target divergence in nats per token.
+            horizon: Number of samples over which the changes add up to the clipped error.
         """
         if math.isnan(kl):
             return self
@@ -198,7 +199,7 @@ class AdaptiveKL:
 
 @dataclass(frozen=True)
 class LogKL:
-    """A KL coefficient that drifts slowly, on a logarithmic scale, towards a target divergence."""
+    """A KL coefficient that follows a target divergence slowly, on a logarithmic scale."""
 
     coef: float
     average: float = 0.0  # moving average of kl / target - 1
@@ -216,19 +217,19 @@ class LogKL:
         min_coef: float = 1e-4,
         max_coef: float = 100.0,
     ) -> LogKL:
-        """Average the error `kl / target - 1`; every so often the coefficient follows it.
+        """Average the error `kl / target - 1`, and change the coefficient every `every` updates.
 
-        `log coef += rate * clip(average, -0.2, 0.2)`, what the code of ARES
-        (https://github.com/shawn0728/ARES) runs in place of the paper's dual ascent, `KLBudget`.
-        There the divergence is averaged and then, at the changes only, its error once more; here
-        the error is averaged once, at every update. NaN changes nothing.
+        The change is `log coef += rate * clip(average, -0.2, 0.2)`. ARES's code
+        (https://github.com/shawn0728/ARES) runs this in place of the paper's dual ascent,
+        `KLBudget`. It averages the divergence and, at changes only, averages the error again. Here
+        the error is averaged once per update. NaN changes nothing.
 
         Args:
-            kl: Nats per token, measured on the batch.
-            target: Nats per token.
-            decay: Decay of the average, per update.
-            rate: Change of the logarithm at an average error of 1.
-            every: Updates from one change of the coefficient to the next.
+            kl: Divergence of the batch in nats per token.
+            target: Target divergence in nats per token.
+            decay: Decay of the average per update.
+            rate: Change of the logarithm per unit of clipped average error.
+            every: Number of updates between changes of the coefficient.
             dead_zone: Average error below which nothing changes.
             min_coef: Lower bound of the coefficient.
             max_coef: Upper bound of the coefficient.
@@ -249,7 +250,7 @@ def _clip(value: float, limit: float) -> float:
 
 @dataclass(frozen=True)
 class EntropyThreshold:
-    """Window entropy from which on a token counts as undecided."""
+    """Window entropy at which a token counts as undecided."""
 
     value: float | None = None  # nats; None before the first estimate
 
@@ -260,14 +261,15 @@ class EntropyThreshold:
         percentile: float = 95.0,
         decay: float = 0.99,
     ) -> EntropyThreshold:
-        """Move towards the median, over samples, of a high percentile of their windows.
+        """Move toward the median over samples of a high percentile of their window entropies.
 
-        The first estimate is taken as it is; then `decay * value + (1 - decay) * estimate`.
-        Samples without a window are left out, and so are those with a value that is not finite,
-        which would stay in the average for good; without any sample, nothing changes.
+        The first estimate becomes the value. Later ones give
+        `decay * value + (1 - decay) * estimate`. Samples without windows are ignored, and so are
+        samples with a non-finite value, which would stay in the average forever. Without any
+        sample, nothing changes.
 
         Args:
-            window_entropies: Defined window entropies of each sample, in nats, one axis.
+            window_entropies: Defined window entropies of each sample in nats, 1-D.
             percentile: Percentile of a sample's windows, interpolated linearly.
             decay: Decay of the moving average.
         """
@@ -285,9 +287,9 @@ class EntropyThreshold:
 
 @dataclass(frozen=True)
 class SkipSet:
-    """Tasks that are drawn no more: always solved, and without hesitation."""
+    """Tasks that are not sampled anymore: all samples solved them with low entropy."""
 
-    task_ids: dict[str, float] = field(default_factory=dict)  # with the mean entropy, in nats
+    task_ids: dict[str, float] = field(default_factory=dict)  # mean entropy in nats by task id
 
     def __contains__(self, task_id: str) -> bool:
         """Return True if the task is skipped."""
@@ -302,7 +304,7 @@ class SkipSet:
         *,
         threshold: float,
     ) -> SkipSet:
-        """Update after one batch of groups. A task once skipped stays so.
+        """Update after one batch of groups. A skipped task stays skipped.
 
         ARES (https://arxiv.org/abs/2510.08457).
 
@@ -310,8 +312,8 @@ class SkipSet:
             task_ids: Task of each group.
             num_correct: Correct trajectories of each group.
             num_samples: Trajectories of each group.
-            mean_entropies: Nats per sampled token, over each group.
-            threshold: Nats; a group all correct with less than this is skipped from now on.
+            mean_entropies: Mean entropy per sampled token of each group, in nats.
+            threshold: Entropy in nats below which an all-correct group's task is skipped.
         """
         groups = zip(task_ids, num_correct, num_samples, mean_entropies, strict=True)
         solved = {
@@ -324,7 +326,7 @@ class SkipSet:
 
 @dataclass(frozen=True)
 class Controllers:
-    """States that change from step to step; None for those that the method does not use."""
+    """All adaptive states; None for those that the method does not use."""
 
     gate: StageGate | None = None
     threshold: EntropyThreshold | None = None
@@ -349,7 +351,7 @@ class Controllers:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Controllers:
-        """Restore what `dataclasses.asdict` returned; states that it lacks are new."""
+        """Restore what `dataclasses.asdict` returned; missing states start new."""
         new = cls.init(method)
         states = {field.name: getattr(new, field.name) for field in dataclasses.fields(cls)}
         for name, state in states.items():
@@ -360,12 +362,12 @@ class Controllers:
 
     @property
     def is_late(self) -> bool:
-        """False in the early stage of a method that has one."""
+        """False in the early stage of a stage-level method, else True."""
         return self.gate is None or self.gate.is_late
 
     @property
     def entropy_threshold(self) -> float | None:
-        """Window entropy from which on a token wavers, in nats; None before it is known."""
+        """Window entropy in nats at which a token counts as undecided; None if unknown."""
         return None if self.threshold is None else self.threshold.value
 
     def bucket(self, task_id: str) -> str:
@@ -373,11 +375,11 @@ class Controllers:
         return "hard" if self.buckets is None else self.buckets.buckets.get(task_id, "hard")
 
     def kl_coef(self, kl: KL) -> float:
-        """Return the current KL coefficient: the configured one unless a controller moves it."""
+        """Return the current KL coefficient: the configured one unless a controller adapts it."""
         return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else kl.coef
 
     def metrics(self) -> dict[str, Any]:
-        """Return the numbers of every state, as `controller/<name>/<field>`; of tasks, counts."""
+        """Return the numbers of all states as `controller/<name>/<field>`; tasks as counts."""
         states = dataclasses.asdict(self)
         if self.buckets is not None:
             counts = Counter(self.buckets.buckets.values())
@@ -406,30 +408,31 @@ def advance(
     method: Method,
     is_trigger: np.ndarray | None,
 ) -> tuple[Controllers, list[Group]]:
-    """Return the controllers after a step's samples, and its groups with their windows marked.
+    """Return the controllers after a step's samples, and its groups with marked windows.
 
-    A step uses the state `kl` from before it, else it would choose its own penalty by the
-    divergence that the penalty is charged on; it uses every other state as returned here.
-    Divergences are measured before the update.
+    A step uses the `kl` state from before the step: otherwise the divergence would set the
+    coefficient of its own penalty. It uses all other states as returned here. Divergences are
+    measured before the update.
 
     Args:
         controllers: Controllers before the step.
-        groups: Groups to be trained on, with their divergences.
-        sampled_stats: Every group that was sampled, whether it passed the filter or not.
+        groups: Groups to train on, with divergences.
+        sampled_stats: All sampled groups, whether they passed the filter or not.
         method: Method of the run, with the rates of change.
-        is_trigger: bool [V], ids that may count as undecided; None counts all.
+        is_trigger: Ids that may count as undecided, bool [V]; None counts all.
     """
     groups, shaping = list(groups), method.shaping
     scored = [group for group in groups if group.scored]
     moved: dict[str, Any] = {}
+    # Grade the tasks by the groups to train on.
     if controllers.buckets is not None:
         moved["buckets"] = controllers.buckets.update(
             [group.task_id for group in scored],
             [group.num_correct for group in scored],
             [len(group.scored) for group in scored],
         )
-    # Skip tasks that every sample of the step solved, surely. A group with environment errors says
-    # too little: one survivor would skip its task for good.
+    # Skip tasks that all samples solved with low entropy. Groups with environment errors do not
+    # count: a single survivor would skip its task for good.
     if controllers.skipped is not None:
         whole = [stats for stats in sampled_stats if stats.num_scored == method.group_size]
         moved["skipped"] = controllers.skipped.update(
@@ -439,7 +442,7 @@ def advance(
             [stats.mean_entropy for stats in whole],
             threshold=method.filter.skip_entropy,
         )
-    # The threshold moves by the windows of scored trajectories, and then marks those of all.
+    # Update the threshold from scored trajectories, then mark the windows of all trajectories.
     if controllers.threshold is not None:
         trajectories = members(groups)
         entropies = [_window_entropy(t, shaping.entropy_window) for t in trajectories]
@@ -452,7 +455,7 @@ def advance(
         windows = [_mark(t, *pair, threshold.value, is_trigger, shaping) for t, pair in pairs]
         groups = with_fields(groups, windows=windows)
     after = dataclasses.replace(controllers, **moved)
-    # Once there is a threshold, the coefficients move by the marked windows.
+    # With a threshold, update the coefficients from the marked windows.
     if after.coefficients is not None and after.entropy_threshold is not None:
         scored = [group for group in groups if group.scored]
         moved["coefficients"] = after.coefficients.update(
@@ -461,7 +464,7 @@ def advance(
             rate=shaping.alpha_step,
             max_alpha=shaping.alpha_max,
         )
-    # The KL state moves by the mean divergence a token, where tokens are trained.
+    # Update the KL state from the mean divergence per trained token.
     divergences, kl = mean_divergences(groups), method.kl
     values = [value for _, value in divergences]
     match after.kl:
@@ -482,8 +485,8 @@ def advance_gate(controllers: Controllers, correctness: float, shaping: Shaping)
     """Return the controllers after an evaluation.
 
     Args:
-        controllers: Controllers before it.
-        correctness: Share of greedy answers that are correct; NaN if nothing was scored.
+        controllers: Controllers before the evaluation.
+        correctness: Share of correct greedy answers; NaN if nothing was scored.
         shaping: Settings with the tolerance of the early stage.
     """
     if controllers.gate is None:
@@ -510,7 +513,7 @@ def _mark(
     is_trigger: np.ndarray | None,
     shaping: Shaping,
 ) -> Windows:
-    """Return the windows of one trajectory; those that reach the threshold, in nats, are high."""
+    """Return the windows of one trajectory. Those that reach the threshold in nats are high."""
     is_high = high_window_entropy_mask(values[None], valid[None], threshold=entropy_threshold)[0]
     if is_trigger is not None:
         is_high = is_high & is_trigger[trajectory.token_ids]
@@ -529,7 +532,7 @@ def _mark(
 
 
 def mean_divergences(groups: Sequence[Group]) -> list[tuple[str, float]]:
-    """Return task and nats per token of every measured trajectory with tokens to train."""
+    """Return the task id and nats per token of each measured trajectory with trained tokens."""
     return [
         (t.task_id, t.divergence.mean)
         for t in members(groups)

@@ -1,4 +1,4 @@
-"""Trajectories to batches: the only place that packs and pads."""
+"""Packing of trajectories into batches; nothing else packs or pads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Attachment, Batch
 
 PARTS = (64, 32, 16, 8, 4, 2, 1)
-"""Divisors of the largest room for attachments; a program is compiled for each that is used."""
+"""Divisors of the maximum attachment capacity. Each one in use compiles a program."""
 
 
 class TokenSequence(Protocol):
-    """A trajectory or a demonstration as packing reads it."""
+    """The part of a trajectory or a demonstration that packing reads."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -41,37 +41,37 @@ class TokenSequence(Protocol):
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
-        """Attachments whose tokens are in it."""
+        """Attachments with tokens in the sequence."""
 
     @property
     def token_arrays(self) -> Mapping[str, np.ndarray]:
-        """Arrays `[L, ...]` that are recorded with it, by name."""
+        """Recorded per-token arrays `[L, ...]`, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """The shape that all mini-batches of a stage share, so that one compilation serves them."""
+    """The shape of all mini-batches of a stage, which share one compilation."""
 
     num_micro: int  # A, micro-batches
     micro_rows: int  # b, rows of a micro-batch; a multiple of data * fsdp * expert
     row_tokens: int  # T, length of a row
-    shares_prompts: bool = False  # sequences of a row share their prompt's tokens
+    shares_prompts: bool = False  # True if sequences in a row share their prompt's tokens
     max_tokens: int | None = None  # longest sequence; None for the length of a row
-    tower: Tower | None = None  # reads attachments, if there are any
-    max_units: int = 0  # attachment tokens of a sequence; 0 for as many as it has tokens
-    num_pieces: int = 1  # C, pieces into which devices cut each row; divides its length
-    # Arrays recorded with sequences and passed to the model.
+    tower: Tower | None = None  # encoder of attachments; None without attachments
+    max_units: int = 0  # maximum attachment tokens of a sequence; 0 for its number of tokens
+    num_pieces: int = 1  # C, pieces of a row on different devices; divides T
+    # Recorded arrays that the model reads.
     token_arrays: Mapping[str, TokenArray] = field(default_factory=dict)
 
     @property
     def row_units(self) -> int:
-        """Tokens of attachments of a row, at most."""
+        """Maximum number of attachment tokens in a row."""
         of_one = self.max_tokens or self.row_tokens
         return self.row_tokens // of_one * (self.max_units or of_one)
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that fit, whatever their lengths."""
+        """Number of sequences that fit for any lengths."""
         in_a_row = self.row_tokens // (self.max_tokens or self.row_tokens)
         return self.num_micro * self.micro_rows * in_a_row
 
@@ -85,16 +85,16 @@ class BatchShape:
         shards_with_prompts: int = 0,
         **settings: Any,
     ) -> BatchShape:
-        """Return a shape with room for any `num_sequences` sequences of up to `row_tokens` tokens.
+        """Return a shape that holds any `num_sequences` sequences of up to `row_tokens` tokens.
 
         Args:
-            num_sequences: Sequences of a mini-batch.
-            micro_rows: Sequences of full length that a micro-batch has room for.
+            num_sequences: Number of sequences in a mini-batch.
+            micro_rows: Number of full-length sequences that a micro-batch holds.
             row_tokens: Length of the longest sequence.
-            shards_with_prompts: Devices over which rows are split, if kernels share prompts; else
-                0. Each then has one row a micro-batch, as long as all its rows would be: more
-                sequences meet others of their prompt, and less of a row is padding. These kernels
-                skip what a token does not read.
+            shards_with_prompts: Number of devices that split the rows if kernels share prompts,
+                else 0. Each device then has one long row per micro-batch in place of its several:
+                more sequences share a prompt, and there is less padding. These kernels skip what a
+                token does not attend to.
             settings: Further fields of the shape.
         """
         shape = cls(
@@ -116,17 +116,17 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAttachments:
-    """The attachments of a batch, which stay on the host until their micro-batch is computed."""
+    """Attachments of a batch. They stay on the host until their micro-batch is computed."""
 
-    tower: Tower  # reads the attachments
+    tower: Tower
     # Attachments of a device's own tokens, by micro-batch and device.
     cells: Mapping[tuple[int, int], tuple[Attachment, ...]]
     num_shards: int  # number of such devices
-    part: int  # entry of `PARTS` whose room holds them
+    part: int  # entry of `PARTS`, which sets the capacity
     num_patches: int  # P, patches on each device
 
     def on_shard(self, micro: int, shard: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Patches `[P, values]` in a dtype, and int32 places `[P, W]`, of one micro-batch."""
+        """Return patches `[P, values]` in `dtype` and int32 places `[P, W]` of a micro-batch."""
         arranged = self.tower.arrange(self.cells.get((micro, shard), ()))
         patches = np.zeros((self.num_patches, self.tower.patch_values), dtype)
         places = np.zeros((self.num_patches, self.tower.place_values), np.int32)
@@ -137,27 +137,27 @@ class PackedAttachments:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A batch on the host and how much of it is used."""
+    """A batch on the host, and how much of it is used."""
 
     batch: Batch  # numpy arrays [A, b, T]
-    num_micro: int  # micro-batches that hold anything
-    num_tokens: int  # of all sequences, before prompts are shared
-    num_shared: int  # of `num_tokens`, those not computed, since the row has the same prompt
-    num_counted: int  # sampled tokens of the mini-batch, also of what is left out of it
-    padding: float  # share of padding in these micro-batches
-    imbalance: float  # of the device with the most tokens, above the mean, as a share of it
-    attachments: PackedAttachments | None = None  # None without any
-    rest: Packed | None = None  # of the mini-batch, what has no gradient; None without any
+    num_micro: int  # non-empty micro-batches
+    num_tokens: int  # tokens of all sequences, before prompts are shared
+    num_shared: int  # tokens among them that a shared prompt saves
+    num_counted: int  # sampled tokens of the mini-batch, those left out of the batch included
+    padding: float  # share of padding in the non-empty micro-batches
+    imbalance: float  # excess of the fullest device's tokens over the mean, relative to the mean
+    attachments: PackedAttachments | None = None  # None without attachments
+    rest: Packed | None = None  # trajectories without a gradient; None if there are none
 
 
 def logit_capacities(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
-    """Return the logit capacity that each micro-batch in use needs, one of `LOGIT_CAPACITIES`.
+    """Return the logit capacity of each non-empty micro-batch, one of `LOGIT_CAPACITIES`.
 
-    No device has loss in more than that many quarters of its tokens. Rows are split over
-    `num_shards`, each of them into `num_pieces`.
+    The capacity is in quarters of a device's tokens: no device has more tokens with loss. Rows are
+    split over `num_shards`, and each row into `num_pieces`.
     """
     has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
-    if num_pieces > 1:  # a token's logits are where the token before it is
+    if num_pieces > 1:  # the logits for a token are computed at the token before it
         has_loss = np.roll(has_loss, -1, axis=2)
     logit_capacity = []
     for micro in has_loss[: packed.num_micro]:
@@ -172,32 +172,32 @@ def logit_capacities(packed: Packed, num_shards: int, num_pieces: int = 1) -> li
 class Item:
     """Sizes of a sequence, for packing."""
 
-    length: int  # tokens; contexts after the first count without the shared ones
+    length: int  # tokens; contexts after the first count without the shared tokens
     prompt: int  # equal for sequences whose contexts begin with the same `num_shared` tokens
-    num_shared: int = 0  # tokens that another sequence with this prompt computes in the same row
+    num_shared: int = 0  # tokens that sequences with this prompt share within a row
     units: int = 0  # attachment tokens
     shared_units: int = 0  # attachment tokens among the shared ones
 
 
 def contexts_of(sequence: TokenSequence) -> list[slice]:
-    """Tokens of each of its contexts, one after another."""
+    """Return the slice of tokens of each context, in order."""
     starts = [0, *(start for start, _ in sequence.contexts)]
     return [*map(slice, starts, [*starts[1:], len(sequence.token_ids)])]
 
 
 def arrays_of(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
-    """Arrays that are recorded with a sequence, `[L, ...]`, and wanted."""
+    """Return the recorded arrays `[L, ...]` of a sequence that `shape` asks for."""
     recorded = sequence.token_arrays
     return {name: recorded[name] for name in shape.token_arrays if name in recorded}
 
 
 def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[Item]:
-    """Find the length of each sequence and the prefix that it may share.
+    """Measure each sequence and the prefix that it can share.
 
-    The prefix ends two tokens before the first token with loss: the token right before that one
-    predicts it, so each sequence computes its own copy. Two prefixes are the same only if their
-    attachments and recorded arrays are too. A sequence of several contexts shares a prefix if all
-    of them begin with it.
+    The token before the first one with loss predicts it, so each sequence computes its own copy of
+    that token, and the shared prefix ends before it. Two prefixes are equal only if their
+    attachments and recorded arrays are equal too. A sequence of several contexts shares a prefix
+    only if all of them begin with it.
 
     Raises:
         ValueError: A sequence has several contexts, and the model reads attachments.
@@ -208,6 +208,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
     for number, sequence in enumerate(sequences):
         mask, prompt, ids = sequence.loss_mask, -1 - number, sequence.token_ids
         num_shared = max(int(mask.argmax()) - 1, 0) if shape.shares_prompts else 0
+        # Several contexts must all begin with the prefix.
         attached, later = sequence.attachments, contexts_of(sequence)[1:]
         if later and tower:
             raise ValueError(
@@ -216,6 +217,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
             )
         if not all(_begins_alike(sequence, context, num_shared, shape) for context in later):
             num_shared = 0
+        # Sequences with equal tokens, attachments and arrays in the prefix get the same number.
         has_unit = ids == tower.token_id if tower and attached else np.zeros(len(ids), bool)
         shared_units = int(has_unit[:num_shared].sum())
         if num_shared:
@@ -239,7 +241,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
 def _begins_alike(
     sequence: TokenSequence, context: slice, num_shared: int, shape: BatchShape
 ) -> bool:
-    """Return True if a context begins as the sequence does, without a loss on those tokens."""
+    """Return True if a context begins like the sequence, without a loss on those tokens."""
     own = slice(context.start, context.start + num_shared)
     arrays = [sequence.token_ids, *arrays_of(sequence, shape).values()]
     is_there = all(np.array_equal(x[own], x[:num_shared]) for x in arrays)
@@ -249,18 +251,18 @@ def _begins_alike(
 def assign_rows(
     items: Sequence[Item], row_tokens: int, row_units: int | None = None
 ) -> list[list[int]]:
-    """Pack sequences into rows, first fit, where rows that hold the same prompt come first.
+    """Pack sequences into rows by first fit, trying rows with the same prompt first.
 
-    Of two orders, the one with fewer rows is taken: all sequences by falling length, or prompt by
-    prompt and by falling length within each.
+    Try two orders and keep the one with fewer rows: all sequences by decreasing length, or prompt
+    by prompt and by decreasing length within each.
 
     Args:
-        items: Sizes of the sequences, none of them longer than a row.
+        items: Sizes of the sequences, each at most a row long.
         row_tokens: Tokens of a row.
         row_units: Attachment tokens of a row; None for as many as it has tokens.
 
     Returns:
-        For each row the indices of its sequences, those of a prompt one after another.
+        Indices of the sequences of each row; those with the same prompt are adjacent.
     """
     totals: dict[int, int] = {}
     for item in items:
@@ -274,7 +276,7 @@ def assign_rows(
 def _first_fit(
     items: Sequence[Item], order: Sequence[int], whole: tuple[int, int]
 ) -> list[list[int]]:
-    """Pack in this order into rows with room for so many tokens, and attachment tokens."""
+    """Pack in this order into rows; `whole` holds a row's tokens and attachment tokens."""
     rows: list[dict[int, list[int]]] = []  # by prompt
     room: list[tuple[int, int]] = []
     for index in order:
@@ -285,7 +287,7 @@ def _first_fit(
         fitting = [
             r for r, left in enumerate(room) if sizes[r][0] <= left[0] and sizes[r][1] <= left[1]
         ]
-        # The first row that holds the prompt, else the first one, else a new one.
+        # Take the first row with the same prompt, else the first that fits, else a new one.
         place = min(fitting, key=lambda r: (item.prompt not in rows[r], r), default=len(rows))
         if place == len(rows):
             rows.append({})
@@ -297,13 +299,13 @@ def _first_fit(
 
 
 Row = list[tuple[int, int]]
-"""Index of each sequence in a row, and how many of its first tokens are left out."""
+"""Index of each sequence in a row, and the number of its leading tokens that are left out."""
 
 
 def computed(sequence: TokenSequence, item: Item, left_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return places and positions, int32 `[n]`, of the tokens of a sequence that a row computes.
+    """Return indices and positions, int32 `[n]`, of the tokens of a sequence that a row computes.
 
-    The first `left_out` tokens are another sequence's.
+    Another sequence of the row computes the first `left_out` tokens.
     """
     contexts = contexts_of(sequence)
     first = [left_out, *[item.num_shared] * (len(contexts) - 1)]
@@ -316,7 +318,7 @@ def computed(sequence: TokenSequence, item: Item, left_out: int) -> tuple[np.nda
 
 
 def placed(items: Sequence[Item], row: Sequence[int]) -> Row:
-    """Leave the shared tokens of a prompt out for all but its first sequence in a row."""
+    """Leave out the shared tokens of a prompt in all but its first sequence of a row."""
     seen: set[int] = set()
     out = []
     for index in row:
@@ -339,15 +341,16 @@ def pack(
 
     Args:
         sequences: Trajectories or demonstrations to train on.
-        advantages: float32 for each sequence, one value or one for each of its tokens.
+        advantages: One float32 value per sequence, or one per token of each sequence.
         shape: Shape of the batch.
-        token_fields: Further fields of `Batch`, float32 [L] of each sequence. `token_weights` are 0
-            if they are not among them.
-        num_counted: Sampled tokens of the mini-batch, if `sequences` leaves out some.
-        num_shards: Devices that share the rows of a micro-batch; each gets about as many tokens.
+        token_fields: Further fields of `Batch`, float32 [L] per sequence. Without `token_weights`
+            these are 0.
+        num_counted: Sampled tokens of the mini-batch, if `sequences` omits some.
+        num_shards: Number of devices that share the rows of a micro-batch; each gets about the same
+            number of tokens.
 
     Raises:
-        ValueError: A sequence is too long.
+        ValueError: A sequence is longer than `shape` allows.
     """
     items = make_items(sequences, shape)
     max_tokens = shape.max_tokens or shape.row_tokens
@@ -357,10 +360,12 @@ def pack(
             f"a sequence of {longest} tokens does not fit a row of {max_tokens}; raise "
             "config.rollout.max_total_tokens or shorten the demonstrations."
         )
+    # Assign sequences to rows, and rows to devices.
     rows = [placed(items, row) for row in assign_rows(items, shape.row_tokens, shape.row_units)]
     loads = [0] * num_shards
     if num_shards > 1:
         rows, loads = balance_rows(rows, items, shape.micro_rows, num_shards)
+    # Fill the arrays, and split them into micro-batches.
     arrays = _fill(sequences, advantages, items, rows, shape, token_fields or {})
     of_tokens, attachments = fill_attachments(sequences, rows, shape, num_shards)
     if num_counted is None:
@@ -386,20 +391,20 @@ def pack(
 
 
 def _num_computed(items: Sequence[Item], row: Row) -> int:
-    """Tokens of a row that are computed: a prompt that several sequences share counts once."""
+    """Count the tokens that a row computes; a shared prompt counts once."""
     return sum(items[index].length - left_out for index, left_out in row)
 
 
 def balance_rows(
     rows: Sequence[Row], items: Sequence[Item], micro_rows: int, num_shards: int
 ) -> tuple[list[Row], list[int]]:
-    """Order rows so that every device gets as many of them, and about as many tokens.
+    """Order rows so that every device gets the same number of them, and about as many tokens.
 
-    A micro-batch's rows are split over the devices in order, so each device's share of all rows is
-    chosen first, by largest differencing, and dealt out to the micro-batches.
+    Devices split the rows of a micro-batch in order. So first assign all rows to devices, by
+    largest differencing, then distribute each device's rows over the micro-batches.
 
     Returns:
-        The rows, with empty ones so that micro-batches are whole, and each device's tokens.
+        The rows, padded with empty ones to complete micro-batches, and each device's tokens.
     """
     padded = [*rows, *([] for _ in range(-len(rows) % micro_rows))]
     sizes = [_num_computed(items, row) for row in padded]
@@ -469,22 +474,23 @@ def fill_attachments(
 ) -> tuple[dict[str, np.ndarray], PackedAttachments | None]:
     """Return the arrays of `Tower.arrays` and the attachments of rows; {} and None without any.
 
-    A device holds each attachment of its rows once. The room is the least of `PARTS` that is enough
-    on every device.
+    A device holds each attachment of its rows once. The capacity is the smallest of `PARTS` that
+    suffices on every device.
 
     Raises:
-        ValueError: There are more attachments than there is room for.
+        ValueError: The attachments exceed the largest capacity.
     """
     tower, b = shape.tower, shape.micro_rows
     if tower is None or not any(sequence.attachments for sequence in sequences):
         return {}, None
+    # Collect the distinct attachments of each device, and choose the capacity.
     cells: dict[tuple[int, int], dict[Attachment, int]] = {}  # by micro-batch and device
     for place, attachment, *_ in _on_devices(sequences, rows, shape, num_shards):
         cell = cells.setdefault(place, {})
         cell.setdefault(attachment, len(cell))
     units_of = {place: tower.arrange(tuple(cell)).units for place, cell in cells.items()}
     most = max(sum(attachment.num_patches for attachment in cell) for cell in cells.values())
-    # A row's attachments may all have tokens in one piece of it, so a piece gets the room of rows.
+    # A row's attachments may all fall in one piece of it, so a piece gets the capacity of the row.
     room = b // num_shards * shape.row_units * tower.unit
     if most > room:
         raise ValueError(
@@ -493,6 +499,7 @@ def fill_attachments(
         )
     sizes = {part: -(-room // (part * tower.unit)) * tower.unit for part in PARTS}
     part = next(part for part, size in sizes.items() if most <= size)
+    # Fill the tower's arrays, then the index of each attachment token on its device.
     whole = shape.num_micro, b, shape.row_tokens
     arrays = {name: array.filled(*whole) for name, array in tower.arrays.items()}
     for row, members in enumerate(rows):
@@ -517,10 +524,10 @@ def fill_attachments(
 def _on_devices(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> Iterator[tuple[tuple[int, int], Attachment, tuple[int, int, np.ndarray], np.ndarray]]:
-    """Yield each attachment for each device that has tokens of it.
+    """Yield each attachment once for each device that has tokens of it.
 
-    With it come (micro-batch, device), the indices in `[A, b, T]` of its tokens there, and their
-    indices among all its tokens.
+    Each item is (micro-batch, device), the attachment, the indices in `[A, b, T]` of its tokens on
+    that device, and their indices among all of its tokens.
     """
     tower, b, size = shape.tower, shape.micro_rows, shape.row_tokens // shape.num_pieces
     assert tower is not None

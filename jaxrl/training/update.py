@@ -34,16 +34,16 @@ from jaxrl.training.packing import PARTS, Packed, PackedAttachments, logit_capac
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
-"""Log-probabilities and entropies `[b, T]` and their micro-batch to losses and metrics `[b, T]`.
+"""Function of logprobs and entropies `[b, T]` and their micro-batch to losses and metrics `[b, T]`.
 
-`token_weights` adds the losses up. Each metric says how it is reduced.
+The update sums the losses with `token_weights`. Each metric knows its reduction.
 """
 
 
 def state_shardings(
     mesh: Mesh, trained: ParamSpec, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Return shardings of a state: moments like their parameters, counters on every device."""
+    """Return the shardings of a state: moments like their parameters, counters replicated."""
     params = param_shardings(mesh, trained)
     whole = replicated(mesh)
     abstract = jax.eval_shape(optimizer.init, trained.abstract_params())
@@ -61,7 +61,7 @@ def state_shardings(
 def init_state(
     params: Params, mesh: Mesh, trained: ParamSpec, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Initialize the optimizer; parameters are donated, as there is one master copy."""
+    """Initialize the optimizer. Parameters are donated, so that one master copy exists."""
 
     def init(params: Params) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
@@ -91,7 +91,7 @@ def with_moments_in(state: TrainState, memory: str) -> TrainState:
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """Put a host batch on the mesh; every process holds all of it and gives its devices' part."""
+    """Put a host batch on the mesh. Every process holds all of it and supplies its own part."""
 
     def put(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
@@ -103,7 +103,7 @@ def put_patches(
     mesh: Mesh, attachments: PackedAttachments, micro: int, dtype: Any
 ) -> dict[str, jax.Array]:
     """Put `patches` `[S, P, values]` and `places` `[S, P, W]` of a micro-batch on the mesh."""
-    arranged = cache(partial(attachments.on_shard, micro, dtype=dtype))  # called twice for each
+    arranged = cache(partial(attachments.on_shard, micro, dtype=dtype))  # called twice per shard
 
     def put(which: int, values: int) -> jax.Array:
         shape = (attachments.num_shards, attachments.num_patches, values)
@@ -121,23 +121,21 @@ def put_patches(
 
 
 class MicroBatches:
-    """`sums = micro_batches(params, sums, batch, packed)`: each micro-batch in turn changes `sums`.
+    """`sums = micro_batches(params, sums, batch, packed)`: accumulate over micro-batches.
 
-    Nothing waits for the devices, unless there are attachments. A GPU gets one micro-batch a call,
-    since a loop whose length its host does not know would make it wait. Elsewhere a call takes as
-    many in a row as need the same room in the output layer: on a CPU each call allocates its
-    memory again, which takes a quarter of its time.
+    Without attachments, nothing waits for the devices. A GPU gets one micro-batch per call, because
+    a loop of a length that its host does not know would make the host wait. Elsewhere a call takes
+    consecutive micro-batches with the same logit capacity: on a CPU each call allocates its memory
+    again, which takes a quarter of its time.
 
-    With attachments a call takes one micro-batch. Its patches go to the devices while the one
-    before it is computed, and no earlier, so at most two are there.
+    With attachments a call takes one micro-batch. Its patches go to the devices while the previous
+    one is computed, and no earlier, so the devices hold those of two micro-batches at most.
     """
 
     def __init__(self, model: Model, name: str, step: Callable[..., Any], key: Hashable = None):
         """Wrap `step(params, sums, micro_batch, index, logit_capacity) -> sums`.
 
-        `logit_capacity` is static.
-
-        `name` and `key` identify the program; see `jitted`.
+        `logit_capacity` is static. `name` and `key` identify the program; see `jitted`.
         """
         self._mesh, self._dtype = model.mesh, model.dtype
         self._recorded = model.architecture.recorded
@@ -174,7 +172,7 @@ class MicroBatches:
         )
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
-        """Sum over the micro-batches of `packed`, which is on the devices as `batch`."""
+        """Accumulate over the micro-batches of `packed`; `batch` is the same on the devices."""
         rooms, attachments = logit_capacities(packed, *self._pieces), packed.attachments
         start = 0
         while start < len(rooms):
@@ -182,7 +180,7 @@ class MicroBatches:
             attached: tuple[Any, ...] = ()
             if attachments is not None:
                 attached = (put_patches(self._mesh, attachments, start, self._dtype),)
-                # The micro-batch before is done, and its patches are freed: two are there at most.
+                # Wait for the previous micro-batch, which frees its patches.
                 jax.block_until_ready(sums)
             while self._is_looped and not attached and stop < len(rooms) and rooms[stop] == room:
                 stop += 1
@@ -195,7 +193,7 @@ class MicroBatches:
 
 
 class ScoreStep:
-    """`score(params, batch, packed) -> float32 [A, b, T]`, log-probabilities of what has loss."""
+    """`score(params, batch, packed) -> float32 [A, b, T]`: logprobs of tokens with loss."""
 
     def __init__(self, model: Model, *, temperature: float):
         """Score under the distribution of `temperature`."""
@@ -213,24 +211,24 @@ class ScoreStep:
 
     @property
     def num_programs(self) -> int:
-        """Number of programs compiled or found so far."""
+        """Number of programs compiled so far."""
         return self.add.program.num_programs
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> jax.Array:
-        """Score `packed`, which is on the devices as `batch`; 0 for tokens without loss."""
+        """Score `packed`, given as `batch` on the devices; 0 for tokens without loss."""
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
         return self.add(self.model.whole(params), zeros, batch, packed)
 
 
 @struct.dataclass
 class GradAccumulator:
-    """Gradients and metrics, summed over the micro-batches so far."""
+    """Gradients and metrics summed over the micro-batches so far."""
 
     gradients: Params  # float32
-    metrics: dict[str, Metric]  # unfinished
-    num_tokens: jax.Array  # float32 scalar, that carry loss
+    metrics: dict[str, Metric]  # sums before `Metric.finish`
+    num_tokens: jax.Array  # float32 scalar, number of tokens with loss
     statistics: Any = None  # see `AuxArrays`
-    balance: Any = None  # of `Statistics.balance_weights`; None without that loss
+    balance: Any = None  # result of `Statistics.balance_weights`; None without that loss
 
     def with_measured(
         self, metrics: dict[str, Metric], num_tokens: Any, statistics: Any
@@ -244,7 +242,7 @@ class GradAccumulator:
         )
 
     def finished_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
-        """Return metrics of all micro-batches, and of the model's `statistics`."""
+        """Return the metrics of all micro-batches and of the model's `statistics`."""
         metrics = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
         if statistics is not None:
             measured = statistics.metrics(self.statistics)
@@ -290,7 +288,7 @@ class Balance:
 
 
 class Gradient:
-    """`gradient(params, batch, packed) -> GradAccumulator`, sharded as the trained parameters."""
+    """`gradient(params, batch, packed) -> GradAccumulator`, sharded like the trained parameters."""
 
     def __init__(
         self,
@@ -307,12 +305,12 @@ class Gradient:
         Args:
             model: Policy to differentiate.
             token_loss: Loss of each token.
-            temperature: Temperature of the distribution that was sampled from.
-            entropy_gradient: Differentiate through the entropies.
-            balance_coef: Coefficient of `Statistics.balance_loss` over the whole mini-batch; an
-                extra pass counts which experts its tokens reach.
-            shares_programs: Share programs with other gradients of this loss, see `jitted`; False
-                for user code, which may be edited meanwhile.
+            temperature: Sampling temperature.
+            entropy_gradient: True to differentiate through the entropies.
+            balance_coef: Coefficient of `Statistics.balance_loss` over the complete mini-batch. An
+                extra pass counts the experts that its tokens reach.
+            shares_programs: True to share programs with other gradients of this loss, see `jitted`;
+                False for user code, which may be edited in between.
         """
         shardings, read = param_shardings(model.mesh, model.trained), model.architecture.statistics
         key: Hashable = None
@@ -343,7 +341,7 @@ class Gradient:
                 loss += read.balance_loss(balance, beside.statistics)
             return loss, (reduced, num_tokens, beside.statistics)
 
-        # Traced once for micro-batches of a shape and room, whichever program asks first.
+        # Traced once per shape and logit capacity, and shared by the programs below.
         differentiate = jitted(
             jax.grad(micro_loss, has_aux=True),
             name="gradient",
@@ -390,10 +388,10 @@ class Gradient:
         self.measure = MicroBatches(model, "update_metrics", measure, key)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> GradAccumulator:
-        """Sum over the micro-batches of `packed`, which is on the devices as `batch`."""
+        """Sum over the micro-batches of `packed`; `batch` is the same on the devices."""
         policy, rest = self._model.whole(params), batch.rest
         batch = replace(batch, rest=None)
-        # Attachments change no shape of a sum.
+        # Attachments do not change the shapes of the sums.
         sums = self.begin(policy, self._model.of_text(batch))
         if rest is not None and packed.rest is not None:
             sums = self.measure(policy, sums, rest, packed.rest)
@@ -404,10 +402,10 @@ class Gradient:
 
 
 class UpdateStep:
-    """`update(state, batch, packed) -> (state, metrics)`, one optimizer step; donates `state`.
+    """`update(state, batch, packed) -> (state, metrics)`: one optimizer step; donates `state`.
 
-    All is dispatched without waiting for the devices. A step whose gradient is not finite changes
-    neither parameters nor moments and is counted in `TrainState.num_skipped`.
+    Calls do not wait for the devices. A step with a non-finite gradient changes neither parameters
+    nor moments, and counts in `TrainState.num_skipped`.
     """
 
     def __init__(
@@ -420,9 +418,9 @@ class UpdateStep:
         shares_programs: bool = False,
         **settings: Any,
     ):
-        """Take the arguments of `Gradient`; the optimizer updates the float32 master weights.
+        """Prepare the update of the float32 master weights; `settings` are those of `Gradient`.
 
-        With `offload` its moments are on the devices only during the update.
+        With `offload` the optimizer's moments are on the devices only during the update.
         """
         self._offload = offload
         self.gradient = Gradient(model, token_loss, shares_programs=shares_programs, **settings)
@@ -437,7 +435,7 @@ class UpdateStep:
             changes, opt_state = optimizer.update(sums.gradients, state.opt_state, state.params)
             if lr_scale is not None:  # all changes are proportional to the learning rate
                 changes = jax.tree.map(lambda change: change * lr_scale, changes)
-            # Chosen value by value: a GPU's host would wait at a branch.
+            # Select elementwise: a branch would make a GPU's host wait.
             params, opt_state = jax.tree.map(
                 lambda new, old: jnp.where(is_finite, new, old),
                 (optax.apply_updates(state.params, changes), opt_state),
@@ -463,7 +461,7 @@ class UpdateStep:
 
     @property
     def num_programs(self) -> int:
-        """Number of programs compiled or found so far."""
+        """Number of programs compiled so far."""
         gradient = self.gradient
         programs = [gradient.begin, gradient.add.program, gradient.measure.program, self.apply]
         if gradient.balance is not None:
@@ -473,9 +471,9 @@ class UpdateStep:
     def __call__(
         self, state: TrainState, batch: Batch, packed: Packed, lr_scale: float | None = None
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """Take one step on `packed`, which is on the devices as `batch`.
+        """Take one step on `packed`, given as `batch` on the devices.
 
-        `lr_scale` is a factor of the learning rate.
+        `lr_scale` multiplies the learning rate.
         """
         sums = self.gradient(state.params, batch, packed)
         scale = None if lr_scale is None else np.float32(lr_scale)
