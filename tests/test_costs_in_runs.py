@@ -80,7 +80,7 @@ def base(tiny_world, source, held_out, parts, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("costs") / "base"
     first = {"ledger.max_calls": 1, "tasks.eval.source": held_out}
     config = configured(tiny_world, source, **first)
-    with pytest.raises(BudgetSpentError, match=r"config\.ledger\.max_calls=1; to go on, raise it"):
+    with pytest.raises(BudgetSpentError, match=r"config\.ledger\.max_calls=1; to resume, raise it"):
         play(config, workdir, parts)
     assert steps_in(workdir / "checkpoints") == []  # the first evaluation has spent it
     config.ledger.max_calls = records(workdir)[0]["perf/ledger/total/attempts/search"] + 1

@@ -238,7 +238,7 @@ def test_answers_are_paid_and_given_again_without_the_endpoint(
         assert metrics["perf/ledger/total/cost"] == pytest.approx(cost)  # searches are free
         played("first", **{"eval.samples": 3})  # of which two are known
         assert len(server.requests) - asked == 8 * 2
-        with pytest.raises(BudgetSpentError, match=r"config\.ledger\.max_cost=0\.0001; to go on"):
+        with pytest.raises(BudgetSpentError, match=r"config\.ledger\.max_cost=0\.0001; to resume"):
             played("poor", **{"ledger.max_cost": 1e-4})
     monkeypatch.delenv("POLICY_KEY")
     known = {"policy.openai.replay_folder": str(tmp_path / "first" / "replies")}

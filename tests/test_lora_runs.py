@@ -147,15 +147,15 @@ def one_weight_changed(model):
 def test_another_base_or_adapter_is_refused_when_a_run_goes_on(base, tmp_path, monkeypatch):
     workdir, config, _ = base
     told = (
-        f"error: {workdir} stands at step {NUM_SFT + NUM_TRAIN} of a run with other settings: "
-        "config.model.{}. Set them back to go on, or set --workdir to another folder to begin "
-        "anew; --accept_changes goes on with them, and the history says so."
+        f"error: {workdir} is at step {NUM_SFT + NUM_TRAIN} of a run with other settings: "
+        "config.model.{}. Set them back to resume, or set --workdir to another folder to start "
+        "over; --accept_changes continues with them and records the change."
     )
     path, copy = config.model.path, str(tmp_path / "model")
     with one_weight_changed(path):
         shutil.copytree(path, copy)
         got = refused(workdir, monkeypatch)
-        assert got == told.format("path/model.safetensors (content): another one than before")
+        assert got == told.format("path/model.safetensors (content): changed")
     got = refused(workdir, monkeypatch, **{"model.path": copy})
     assert got == told.format(f"path: {path!r} -> {copy!r}")
     for key, before, now in (

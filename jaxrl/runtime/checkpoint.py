@@ -1,14 +1,14 @@
-"""Checkpoints: everything that a restart needs, written by Orbax and checked by a manifest.
+"""Checkpoints with everything that a restart needs, written by Orbax and verified by a manifest.
 
 The folder of a run's checkpoints holds
 
-- `<step>/`: what Orbax wrote, and `manifest.json` with the size and hash of every file;
-- `saving`: the step that is being written. Without a manifest, that save never finished;
-- `<step>.orbax-checkpoint-tmp`, `<step>.removed`: being written, being removed;
-- `<step>.replaced`: the earlier checkpoint of a step, until the new one is complete;
-- `damaged/`: checkpoints that could not be read, which nothing here reads again.
+- `<step>/`: the files of Orbax, and `manifest.json` with the size and hash of every file;
+- `saving`: the number of the step that is being written. If it has no manifest, its save failed;
+- `<step>.orbax-checkpoint-tmp`, `<step>.removed`: steps being written or removed;
+- `<step>.replaced`: the previous checkpoint of a step, until the new one is complete;
+- `damaged/`: unreadable checkpoints, which are never read again.
 
-With several processes, all take part in what Orbax does; the first one does the rest.
+With several processes, all take part in Orbax's calls; process 0 does the rest.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class CheckpointError(ValueError):
 
 @contextlib.contextmanager
 def raises_once() -> Iterator[None]:
-    """Hide what Orbax and its threads print of errors that they also raise, a thousand lines.
+    """Hide the thousand lines that Orbax and its threads print about errors that they also raise.
 
-    After an error the filters stay: some of the lines come when Python ends.
+    After an error the filters stay active, because some of these lines appear when Python exits.
     """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
@@ -66,10 +66,10 @@ def raises_once() -> Iterator[None]:
 
 
 class Checkpointer:
-    """Saves and restores `TrainState`, frozen reference parameters and the run's position.
+    """Checkpoint manager of `TrainState`, reference parameters and the run's position.
 
-    The position is a small JSON object. It is read first, since it says which optimizer's state
-    to expect.
+    The position is a small JSON object. It is read first, because it determines the optimizer
+    state to expect.
     """
 
     def __init__(
@@ -80,9 +80,10 @@ class Checkpointer:
         keep_best: int = 0,
         log: Callable[[str], None] = print,
     ):
-        """Open or create a folder of checkpoints; `log` receives lines about damaged ones.
+        """Open or create a folder of checkpoints.
 
-        The newest `keep` stay, and the `keep_best` with the highest values.
+        Keep the newest `keep` and the `keep_best` with the highest values. `log` receives lines
+        about damaged checkpoints.
         """
         self._folder = folder.absolute()
         self._keep, self._keep_best = keep, keep_best
@@ -91,10 +92,10 @@ class Checkpointer:
             _clean(self._folder)
         distributed.barrier()
         options = ocp.CheckpointManagerOptions(
-            # Keep all: one is removed only when the manifest of a newer one is written.
+            # Keep all: `_finish` removes old ones once the manifest of a newer one is written.
             preservation_policy=ocp.checkpoint_managers.LatestN(n=None),
             cleanup_tmp_directories=True,
-            lightweight_initialize=True,  # damaged metadata would fail here, without a name
+            lightweight_initialize=True,  # else damaged metadata fails here without a file name
             save_root_metadata=False,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
@@ -110,13 +111,13 @@ class Checkpointer:
         *,
         value: float | None = None,
     ) -> None:
-        """Save the state after global step `step`; a checkpoint of the same step is replaced.
+        """Save the state after global step `step`, and replace an earlier checkpoint of it.
 
-        Returns when the arrays are copied to the host, so that they may be donated. Writing
+        Return when the arrays are copied to the host, so that they may be donated. Writing
         continues in the background.
 
         Args:
-            step: Step, not below that of the newest checkpoint.
+            step: Global step, at least that of the newest checkpoint.
             state: State on the devices.
             position: Plain JSON values.
             ref_params: Reference parameters, if any.
@@ -140,7 +141,7 @@ class Checkpointer:
         self._unfinished = self._background.submit(self._finish, step, value)
 
     def _finish(self, step: int, value: float | None) -> None:
-        """Write the manifest once Orbax is done, then remove what it makes superfluous."""
+        """Write the manifest once Orbax is done, then remove superseded checkpoints."""
         self._manager.wait_until_finished()
         if not distributed.is_main():
             return
@@ -152,13 +153,13 @@ class Checkpointer:
         _clean(self._folder)
 
     def wait(self) -> None:
-        """Wait until the last save is complete; its error, if any, is raised here."""
+        """Wait until the last save is complete, and raise its error if it failed."""
         if self._unfinished is not None:
             unfinished, self._unfinished = self._unfinished, None
             unfinished.result()
 
     def close(self) -> None:
-        """Wait for the last save."""
+        """Wait for the last save, then close the manager."""
         try:
             self.wait()
         finally:
@@ -175,7 +176,7 @@ class Checkpointer:
         return {step: read_value(self._folder / str(step)) for step in steps_in(self._folder)}
 
     def newest_position(self) -> tuple[int, dict[str, Any]] | None:
-        """Return step and position of the newest undamaged checkpoint, or None without any.
+        """Return the step and position of the newest undamaged checkpoint; None without any.
 
         Raises:
             CheckpointError: See `restore`.
@@ -184,10 +185,10 @@ class Checkpointer:
         return None if step is None else (step, self._position(step))
 
     def forget_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, if an undamaged earlier one is there.
+        """Remove the checkpoints after `step` if an undamaged one of it or an earlier step exists.
 
         Raises:
-            CheckpointError: There is none. Nothing is removed.
+            CheckpointError: No such checkpoint exists. Nothing is removed.
         """
         steps = sorted(self.values(), reverse=True)
         earlier = [number for number in steps if number <= step]
@@ -195,9 +196,9 @@ class Checkpointer:
         found = choose_step(self._folder, earlier)[0] if is_main else None
         if distributed.broadcast(found) is None:
             raise CheckpointError(
-                f"the run is to go back to step {step}, and {self._folder} has no whole checkpoint "
-                "of it or of an earlier step. Bring one back from a copy, remove "
-                "roll_backs.jsonl to go on from the newest, or name another --workdir."
+                f"the run must go back to step {step}, but {self._folder} has no complete "
+                "checkpoint of it or of an earlier step. Restore one from a copy, remove "
+                "roll_backs.jsonl to resume from the newest, or name another --workdir."
             )
         if is_main:
             for later in set(steps) - set(earlier):
@@ -208,19 +209,19 @@ class Checkpointer:
     def restore(
         self, targets: Callable[[dict[str, Any]], dict[str, Any]], step: int | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Return position and items of a checkpoint, or None without any.
+        """Return the position and items of a checkpoint; None without any.
 
-        Damaged checkpoints that are newer are named and moved to `damaged/`.
+        Newer damaged checkpoints are logged and moved to `damaged/`.
 
         Args:
-            targets: Function from a position to the items to restore, with the shapes, dtypes and
-                shardings wanted: `params`, `optimizer` (see `optimizer_items`), `ref_params`.
+            targets: Function from a position to the shapes, dtypes and shardings of the items to
+                restore: `params`, `optimizer` (see `optimizer_items`), `ref_params`.
             step: Step of the checkpoint; None for the newest undamaged one.
 
         Raises:
-            CheckpointError: All are damaged; or the selected one is undamaged and cannot be
-                restored, as there is too little memory or the configuration has changed. Then
-                nothing is moved.
+            CheckpointError: All checkpoints are damaged, and none is moved. Or the selected one is
+                undamaged but cannot be restored: memory is too small, or the configuration has
+                changed.
         """
         step = self._select([step] if step is not None else sorted(self.values(), reverse=True))
         if step is None:
@@ -229,7 +230,7 @@ class Checkpointer:
         return position, self._items(step, targets(position))
 
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
-        """Return the step with the highest value and its state, as arrays like those of `state`.
+        """Return the step with the highest value, and its state with arrays like `state`.
 
         Raises:
             CheckpointError: No checkpoint with a value can be read.
@@ -244,15 +245,15 @@ class Checkpointer:
         return step, TrainState(params=items["params"], **items["optimizer"])
 
     def _select(self, steps: Sequence[int]) -> int | None:
-        """Return the first undamaged one of `steps`, and move the damaged ones before it away."""
+        """Return the first undamaged step of `steps`; move the damaged ones before it away."""
         self.wait()
         is_main = distributed.is_main()
         step, damaged = choose_step(self._folder, steps) if is_main else (None, [])
         step, damaged = distributed.broadcast((step, damaged))
         if damaged and step is None:
             raise CheckpointError(
-                f"{_unreadable(self._folder, damaged)} Bring one back from a copy, or name another "
-                "--workdir to begin anew."
+                f"{_unreadable(self._folder, damaged)} Restore one from a copy, or name another "
+                "--workdir to start over."
             )
         if damaged:
             if is_main:
@@ -288,7 +289,7 @@ class Checkpointer:
 
 
 def choose_step(folder: Path, steps: Iterable[int]) -> tuple[int | None, list[tuple[int, str]]]:
-    """Return the first undamaged one of `steps`, and the damage of those before it."""
+    """Return the first undamaged step of `steps`, and the damage of those before it."""
     damaged: list[tuple[int, str]] = []
     for step in steps:
         damage = find_damage(folder / str(step), step)
@@ -315,16 +316,16 @@ def has_any(folder: Path) -> bool:
 
 
 def newest_whole(folder: Path) -> int | None:
-    """Return the newest step whose checkpoint was written to its end, or None without any."""
+    """Return the newest step with a completely written checkpoint; None without any."""
     manifests = [path.parent for path in folder.glob(f"*/{MANIFEST}")]
     names = [path.name.removesuffix(".replaced") for path in manifests]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def read_newest_position(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the newest step whose position can be read, and the position, unchecked.
+    """Return the newest step with a readable position, and that position, without verification.
 
-    If none can be read, return the newest step and {}.
+    If no position is readable, return the newest step and {}.
     """
     steps = sorted(steps_in(folder), reverse=True)
     for step in steps:
@@ -334,17 +335,17 @@ def read_newest_position(folder: Path) -> tuple[int, dict[str, Any]]:
 
 
 def restore_params(folder: Path, target: Params, step: int | None = None) -> tuple[int, Params]:
-    """Return the parameters of a checkpoint, by default the newest undamaged one, and its step.
+    """Return the step of a checkpoint and its parameters.
 
-    Changes nothing: the folder may be that of a running job.
+    Nothing on disk changes, because the folder may belong to a running job.
 
     Args:
         folder: Folder of a run's checkpoints.
         target: Shapes, dtypes and shardings.
-        step: Step of the checkpoint.
+        step: Step of the checkpoint; None for the newest undamaged one.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no undamaged checkpoint.
     """
     steps = sorted(steps_in(folder), reverse=True) if step is None else [step]
     step, damaged = choose_step(folder, steps)
@@ -355,18 +356,18 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
 
 
 def by_value(values: Mapping[int, float | None]) -> list[int]:
-    """Return the steps that have a value, the highest first; of equal ones the earlier."""
+    """Return the steps that have a value, highest value first, then earliest step."""
     ranked = sorted((-value, step) for step, value in values.items() if value is not None)
     return [step for _, step in ranked]
 
 
 def kept_steps(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
-    """Return the newest `keep` steps (at least 1), and the `keep_best` of the highest value."""
+    """Return the newest `keep` steps (at least 1) and the `keep_best` with the highest values."""
     return {*sorted(values)[-keep:], *by_value(values)[:keep_best]}
 
 
 def write_manifest(folder: Path, step: int, value: float | None) -> None:
-    """Write the size and hash of every file of a checkpoint, last of all and atomically."""
+    """Write the size and hash of every file of a checkpoint, atomically and after all of them."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     content = {"step": step, "value": value, "files": _describe(folder, names)}
     with written_whole(folder / MANIFEST) as file:
@@ -382,7 +383,7 @@ def read_value(folder: Path) -> float | None:
 
 
 def find_damage(folder: Path, step: int) -> str | None:
-    """Name the first file of a checkpoint that differs from what was written, if there is one."""
+    """Describe the first file of a checkpoint that differs from the manifest; None if all match."""
     try:
         content = read_object(folder / MANIFEST)
     except (OSError, ValueError):
@@ -395,7 +396,7 @@ def find_damage(folder: Path, step: int) -> str | None:
 
 
 def _describe(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Return the size and SHA-256 of files, or None for those that cannot be read."""
+    """Return the size and SHA-256 of files, with None for unreadable ones."""
 
     def describe(name: str) -> dict[str, Any] | None:
         try:
@@ -414,7 +415,7 @@ def _hash_of(content: dict[str, Any]) -> str:
 
 
 def _clean(folder: Path) -> None:
-    """Finish what a killed process began: saves, replacements and removals."""
+    """Finish the saves, replacements and removals that a killed process began."""
     marker = folder / "saving"
     if marker.is_file():
         step = marker.read_text(encoding="utf-8", errors="replace")
@@ -426,7 +427,7 @@ def _clean(folder: Path) -> None:
 
 
 def optimizer_items(state: TrainState) -> dict[str, Any]:
-    """Return the items of a state other than its parameters, as they are saved."""
+    """Return the saved items of a state other than its parameters."""
     return {
         "opt_state": state.opt_state,
         "num_updates": state.num_updates,

@@ -1,4 +1,4 @@
-"""Compiled functions for a known set of shapes, shared by equal keys and interruptible."""
+"""Compiled functions for a fixed set of shapes, shared between equal keys, interruptible."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxrl.runtime.preemption import Interrupted
 MULTIPLIES_BFLOAT16 = jax.__version_info__ >= (0, 12)
 """True if a CPU multiplies bfloat16 directly, except for a single row of activations.
 
-JAX 0.10.2 multiplies float32 copies, and 0.12.0.1 does for one row. Copies of weights that a loop
-reads are made before it and stay until its end.
+JAX 0.10.2 always multiplies float32 copies, 0.12.0.1 only for a single row. Float32 copies of
+weights that a loop reads are made before the loop and stay until its end.
 """
 
 LOOK_S = 0.1
-"""Seconds between two checks, during a compilation, whether it is to stop."""
+"""Seconds between two checks for a stop request during a compilation."""
 
 
 _should_stop: ContextVar[Callable[[], bool]] = ContextVar("should_stop", default=lambda: False)
@@ -34,9 +34,10 @@ _threads: list[threading.Thread] = []
 
 @contextmanager
 def stopped_by(should_stop: Callable[[], bool]) -> Iterator[None]:
-    """Let compilations of this thread raise `Interrupted` once `should_stop` returns True.
+    """Make compilations of this thread raise `Interrupted` once `should_stop` returns True.
 
-    Not in a job of several processes: the others would wait in the next program for this one.
+    This has no effect in a job of several processes: the others would wait for this one in the next
+    program.
     """
     token = _should_stop.set(lambda: jax.process_count() == 1 and should_stop())
     try:
@@ -48,10 +49,10 @@ def stopped_by(should_stop: Callable[[], bool]) -> Iterator[None]:
 def compile_all(
     compiling: Sequence[Callable[[], None]], done: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Call functions that compile, in parallel; `done` receives how many have ended.
+    """Call functions that compile, in parallel; `done` receives the number finished so far.
 
-    They run in threads, since XLA blocks signals in the thread that it compiles in. An interrupted
-    one continues, and its program may be called later.
+    They run in threads, because XLA blocks signals in the compiling thread. An interrupted
+    compilation continues in its thread, and its program may be called later.
 
     Raises:
         Interrupted: See `stopped_by`.
@@ -68,7 +69,7 @@ def compile_all(
 
     _threads[:] = [thread for thread in _threads if thread.is_alive()]
     for compile_it in compiling:
-        # Daemons, for which the interpreter does not wait before `is_under_way` was asked.
+        # Daemon threads: the interpreter must not wait for them before `is_under_way` is checked.
         _threads.append(threading.Thread(target=run, args=(compile_it,), daemon=True))
         _threads[-1].start()
     count = 0
@@ -86,20 +87,20 @@ def compile_all(
 
 
 def is_under_way() -> bool:
-    """Return True while something compiles, for which the end of the process would wait."""
+    """Return True while a compilation runs; the process would wait for it at exit."""
     return any(thread.is_alive() for thread in _threads)
 
 
 @atexit.register
 def _wait() -> None:
-    """Let compilations end: JAX frees at its own exit what they use."""
+    """Wait for compilations, because JAX frees what they use in its own exit handler."""
     for thread in _threads:
         thread.join()
 
 
-_kept: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has some twenty
+_kept: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has about twenty entries
 _code: dict[tuple[str, str], Any] = {}  # contents of jaxrl's modules at the last check
-_lock = threading.RLock()  # for both; `make` in `kept` may call `kept`
+_lock = threading.RLock()  # for both; reentrant because `make` in `kept` may call `kept`
 
 Made = TypeVar("Made")
 
@@ -107,16 +108,16 @@ Made = TypeVar("Made")
 def jitted(
     function: Callable[..., Any], *, name: str, key: Hashable = None, **settings: Any
 ) -> Any:
-    """Return `jax.jit` of a function, or what an earlier call with an equal key returned.
+    """Return `jax.jit` of a function, or the result of an earlier call with an equal key.
 
-    A notebook that trains twice then does not trace and compile its programs again. Each run calls
+    So a notebook that trains twice does not trace and compile its programs twice. Each run calls
     `forget_if_edited` first.
 
     Args:
-        function: Function without arrays in its closure, as it is kept.
-        name: Name of the program, which a profile shows.
-        key: Key of what the function computes, together with the name. None, or a key without a
-            hash, equals nothing.
+        function: Function without arrays in its closure, because it stays in memory.
+        name: Name of the program in profiles.
+        key: Key that identifies the computation, together with the name. None and unhashable keys
+            are never shared.
         settings: Settings of `jax.jit`.
     """
 
@@ -128,7 +129,7 @@ def jitted(
 
 
 def kept(make: Callable[[], Made], *, name: str, key: Hashable) -> Made:
-    """Make something, or return what was made by this name for an equal key; see `jitted`."""
+    """Return the cached result of `make` for an equal name and key, else call it; see `jitted`."""
     try:
         hash(key)
     except TypeError:
@@ -143,16 +144,16 @@ def kept(make: Callable[[], Made], *, name: str, key: Hashable) -> Made:
 
 
 def joined(*parts: Hashable) -> Hashable:
-    """Return a key of several parts for `jitted`; None if one of them is None."""
+    """Return a key of several parts for `jitted`; None if any part is None."""
     return None if any(part is None for part in parts) else parts
 
 
 def forget_if_edited() -> None:
-    """Drop all programs if code of jaxrl was reloaded or replaced since the last call."""
+    """Drop all programs if code in jaxrl was reloaded or replaced since the last call."""
     modules = [(name, vars(m)) for name, m in [*sys.modules.items()] if name.startswith("jaxrl.")]
     code = {(name, key): v for name, space in modules for key, v in [*space.items()]}
     with _lock:
-        # Modules that were first loaded since the last call are no edits.
+        # A module that was first loaded since the last call is not an edit.
         if any(code.get(place) is not value for place, value in _code.items()):
             _kept.clear()
         _code.clear()
@@ -160,11 +161,11 @@ def forget_if_edited() -> None:
 
 
 class CompiledFunction:
-    """A function with the variants it may be compiled for, each once.
+    """A function with a fixed set of variants, each compiled once.
 
-    An unexpected shape costs seconds to minutes on every new batch, so it is an error here. The
-    caller names the variant of each call. `jax.jit` would trace again whenever its tracing context
-    changes, as the first import of `jax.experimental.pallas` does since JAX 0.12.
+    An unexpected shape would cost seconds to minutes on every new batch, so it is an error. The
+    caller names the variant of each call. `jax.jit` would retrace whenever its tracing context
+    changes, for example at the first import of `jax.experimental.pallas` since JAX 0.12.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class CompiledFunction:
         static_argnums: tuple[int, ...] = (),
         key: Hashable = None,
     ):
-        """See `jitted` for `name` and `key`."""
+        """Wrap a function; see `jitted` for `name` and `key`."""
         self.name = name
         self.variants = frozenset(variants)
         self._programs: dict[Hashable, Callable[..., Any]] = {}
@@ -200,8 +201,8 @@ class CompiledFunction:
         """Call the function.
 
         Raises:
-            RuntimeError: `variant` is unknown, or was compiled for other shapes, dtypes or
-                shardings of the arguments.
+            RuntimeError: `variant` is unknown, or was compiled for arguments with other shapes,
+                dtypes or shardings.
         """
         self._check(variant)
         if variant not in self._programs:
@@ -217,7 +218,10 @@ class CompiledFunction:
             ) from error
 
     def ahead(self, *args: Any, variant: Hashable = ()) -> Callable[[], None]:
-        """Trace the function for abstract arguments; the result compiles it, in any thread."""
+        """Trace the function for abstract arguments; return a function that compiles it.
+
+        Any thread may call the result.
+        """
         self._check(variant)
         if variant in self._programs:
             return lambda: None

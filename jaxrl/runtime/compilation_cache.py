@@ -1,4 +1,4 @@
-"""Set up JAX's persistent compilation cache."""
+"""Setup of JAX's persistent compilation cache."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ OFF = "off"
 """Value of `config.compilation_cache` that disables the cache."""
 
 MAX_BYTES = 4 << 30
-"""Size of the cache. JAX evicts the least recently used programs."""
+"""Maximum size of the cache. JAX evicts the least recently used programs."""
 
 MIN_COMPILE_S = 0.1
-"""Compilation time in seconds. Programs that take less are not cached."""
+"""Minimum compilation time in seconds. Programs that compile faster are not cached."""
 
 _folder_set_here: str | None = None
-"""Folder of an earlier call. Any other folder in JAX's settings is the user's choice."""
+"""Folder set by an earlier call. Any other folder in JAX's settings is the user's choice."""
 
 
 def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
-    """Let JAX cache compiled programs in a folder. All processes of a job call this.
+    """Make JAX cache compiled programs in a folder. All processes of a job call this.
 
-    A folder that the user gave to JAX, such as by `JAX_COMPILATION_CACHE_DIR`, stays unless
-    `setting` names another. Without a usable folder the run compiles its programs.
+    A folder that the user set in JAX, for example by `JAX_COMPILATION_CACHE_DIR`, stays unless
+    `setting` names another. Without a usable folder nothing is cached.
 
     Args:
         setting: Value of `config.compilation_cache`: a folder, "" for the user's cache, or "off".
-        log: Function that shows a line.
+        log: Function that prints a line.
     """
     global _folder_set_here
     current = jax.config.values["jax_compilation_cache_dir"]
@@ -57,7 +57,7 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
 
 
 def _prepare_folder(setting: str) -> tuple[Path | None, str]:
-    """Make the folder. Return it, or None and the reason why the job cannot use it."""
+    """Create the folder. Return it, or None and the reason why the job cannot use it."""
     folder, reason = None, ""
     marker_name = f".job-{broadcast(secrets.token_hex(8))}"
     try:
@@ -75,8 +75,7 @@ def _prepare_folder(setting: str) -> tuple[Path | None, str]:
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         known = system_message(error) if isinstance(error, OSError) else None
         reason = known or str(error)
-    # XLA divides the choice of a GPU's kernels among processes, so all or none of them must find
-    # a program.
+    # Processes share the autotuning of GPU kernels, so either all or none may find a program.
     reasons = [other for other in gather(reason) if other]
     is_shared = all(gather(folder is not None and (folder / marker_name).exists()))
     if is_main() and folder is not None and not reason:

@@ -1,9 +1,8 @@
-"""Host values that the processes of a job exchange.
+"""Exchange of host values between the processes of a job.
 
-One process a host. Rollouts run on each process's own devices at its own pace (`sharding`'s local
-mesh); updates run on the mesh of all devices. Between the two, `gather` brings together what the
-processes sampled, in their order, so that everything decided for the whole batch is computed from
-the same values everywhere.
+Each host runs one process. Rollouts run on each process's local devices without waiting for others
+(`sharding.local_mesh`). Updates run on the mesh of all devices. In between, `gather` collects the
+samples in process order, so that all processes base decisions about the batch on the same values.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from jax.experimental import multihost_utils
 Value = TypeVar("Value")
 
 _BLOCKS = (1 << 12, 1 << 20)
-"""Bytes that a process gives to one collective call: few shapes, each compiled once."""
+"""Bytes of a process in one collective call. Few sizes mean few compilations."""
 
 
 def is_main() -> bool:
-    """Return True in the first process, which writes files and prints."""
+    """Return True in process 0, which writes files and prints."""
     return jax.process_index() == 0
 
 
@@ -33,10 +32,10 @@ def share(count: int) -> slice:
 
 
 def gather(value: Value) -> list[Value]:
-    """Return every process's value, in their order; all processes call this.
+    """Return the values of all processes, in process order; all processes call this.
 
-    The values travel as JSON over the devices' own network, in blocks of few shapes. Tuples arrive
-    as lists.
+    Values are sent as JSON over the device network, in blocks of a few sizes. Tuples arrive as
+    lists.
     """
     if jax.process_count() == 1:
         return [value]
@@ -55,14 +54,14 @@ def gather(value: Value) -> list[Value]:
 
 
 def _gather_lengths(length: int) -> list[int]:
-    """Gather the length of every process, as bytes: JAX truncates int64 to 32 bits."""
+    """Gather the length of every process as bytes, because JAX truncates int64 to 32 bits."""
     own = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
     every = multihost_utils.process_allgather(own)
     return [int.from_bytes(row.tobytes(), "little") for row in every]
 
 
 def barrier() -> None:
-    """Wait for all processes, so that what they did to the disk is done."""
+    """Wait for all processes, so that their changes on disk are complete."""
     gather(None)
 
 
@@ -72,5 +71,5 @@ def any_process(flag: bool) -> bool:
 
 
 def broadcast(value: Value) -> Value:
-    """Return the first process's value; all processes call this."""
+    """Return the value of process 0; all processes call this."""
     return gather(value)[0]

@@ -1,4 +1,4 @@
-"""Return of freed host memory, which is a CPU's, to the system."""
+"""Return of freed host memory to the operating system, for runs on a CPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 """JAX event with the duration of a compilation."""
 
 LONG_COMPILE_S = 0.5
-"""A shorter compilation leaves little behind."""
+"""Seconds. A shorter compilation leaves little memory to return."""
 
 
 def give_back() -> None:
-    """Return freed memory to the system, as far as glibc keeps it.
+    """Return the freed memory that glibc keeps to the operating system.
 
-    After a compilation that is most of what the compiler took.
+    After a compilation, this is most of what the compiler used.
     """
     _trim()(0)
 
@@ -34,7 +34,7 @@ def _trim() -> Callable[[int], Any]:
 
 @functools.cache
 def give_back_after_compiling() -> None:
-    """Return memory to the system after each long compilation from now on."""
+    """Call `give_back` after each long compilation from now on."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILED and duration_secs > LONG_COMPILE_S:

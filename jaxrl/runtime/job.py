@@ -1,4 +1,4 @@
-"""Place of a process in a job of several, from flags or from the cluster."""
+"""This process's place in a multi-process job, from flags or from the cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Job:
     """Place of this process in its job."""
 
-    # Host:port of process 0; None if JAX finds it by itself, as the next two.
+    # Host:port of process 0. JAX detects this field and the next two if they are None.
     coordinator: str | None
     num_processes: int | None
     process_id: int | None  # from 0
@@ -23,11 +23,11 @@ def find_job(
     process_id: int | None,
     cluster: str | None,
 ) -> Job | None:
-    """Return the job of this process by its flags, or None if it is on its own.
+    """Return the job that the flags describe, or None for a single process.
 
     Raises:
-        ValueError: The flags are incomplete or contradict each other, or the environment lacks what
-            the cluster should have set.
+        ValueError: The flags are incomplete or contradictory, or the cluster did not set its
+            environment variables.
     """
     flags = {
         "--coordinator": coordinator,
@@ -64,7 +64,7 @@ def find_job(
 
 
 def _slurm_job() -> Job:
-    """Return the place in a Slurm job step; its number gives the port on the first host."""
+    """Return the place in a Slurm job step; the job's number determines the port."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
     missing = [name for name in names if name not in os.environ]
     if missing:

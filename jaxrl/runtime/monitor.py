@@ -1,18 +1,18 @@
-"""Watches one process of a job from outside it, since a stopped process cannot tell that it is.
+"""Monitor of one process of a job, in a separate process: a stopped process cannot report itself.
 
-Every process of a job starts one monitor, in a session of its own, and writes it a line a second.
-The monitors are joined in a star around the first one. The first loss that reaches it, a process
-that was killed, stopped, failed or cut off, is told to all: each monitor names the lost process on
-its process's standard error and ends its own process, which would otherwise wait in a collective
-operation for one that never comes. Neither JAX nor anything else of jaxrl is imported here.
+Every process of a job starts one monitor, in a new session, and writes one line per second to it.
+The monitors form a star around the first one, the hub. A process is lost if it was killed, stopped,
+cut off or failed. The hub sends the first loss to all monitors. Each prints the lost process to
+standard error and ends its own process, which would otherwise wait forever in a collective
+operation. This module imports neither JAX nor the rest of jaxrl.
 
-Lines are JSON objects. The first one on standard input holds the settings. Then come, from the
-process, `alive`, `finished`, `failed` (why) and `stop`, when it was asked to stop; to the process
-`stop` and `lost` (why, the `index` of the process, and whether it `failed` by itself); between
-monitors `alive`, `finished`, `stop` and `lost`.
+Lines are JSON objects. The first line on standard input holds the settings. The process then sends
+`alive`, `finished`, `failed` (the reason) and `stop` (it received a signal). It receives `stop` and
+`lost` (the reason, with the `index` of the process and whether it `failed` by itself). Monitors
+exchange `alive`, `finished`, `stop` and `lost`.
 
-The first line that a monitor writes to the first one is the job's token and its index instead;
-nothing that a caller sends is read as JSON before that. Once all have come, nobody else is let in.
+The first line from a monitor to the hub is not JSON but the job's token and the monitor's index.
+The hub parses no JSON from a caller before that, and stops listening once all monitors have joined.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 BEAT_S = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two `alive` lines."""
 
 GRACE_S = 5.0
-"""Seconds a process has to end by itself once it was told that another is lost."""
+"""Seconds in which a process may end by itself after the loss of another."""
 
 FAILURE_WAIT_S = 2.0
-"""Seconds in which a process that was killed is named rather than one that failed over it."""
+"""Seconds to wait after a failure for the report of a killed process that may have caused it."""
 
 MAX_STRANGERS = 64
-"""Callers without the token at a time, beside those that are to come; the oldest make room."""
+"""Maximum callers without the token, in addition to missing monitors; the oldest are dropped."""
 
 _LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_HELLO = 128  # bytes of a token and an index; only a stranger sends more
@@ -47,17 +47,17 @@ _LONGEST_HELLO = 128  # bytes of a token and an index; only a stranger sends mor
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that a monitor is given at its start.
+    """Settings of a monitor.
 
     Attributes:
-        index: of its process in the job.
-        pid: of its process.
-        names: of all processes of the job, for messages.
-        hub: host and port of the first monitor.
-        hub_fd: the first monitor's listening socket; -1 for the others.
-        token: proves that a caller belongs to the job.
-        deadline_s: seconds without a sign of life after which a process counts as lost.
-        hello_s: seconds in which a caller has to show the token.
+        index: Index of the monitored process in the job.
+        pid: Process id of the monitored process.
+        names: Names of all processes of the job, for messages.
+        hub: Host and port of the first monitor.
+        hub_fd: Listening socket of the first monitor; -1 for the others.
+        token: Secret that proves that a caller belongs to the job.
+        deadline_s: Seconds of silence after which a process counts as lost.
+        hello_s: Seconds in which a caller must send the token.
     """
 
     index: int
@@ -72,12 +72,12 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A process that does not take part any more.
+    """A lost process.
 
     Attributes:
-        index: of the process.
-        lost: why it is thought lost.
-        failed: it told an error of its own; others could not have prevented it.
+        index: Index of the process in the job.
+        lost: Reason.
+        failed: True if the process reported an error of its own.
     """
 
     index: int
@@ -86,7 +86,7 @@ class Loss:
 
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> Loss:
-        """The inverse of `asdict`."""
+        """Restore what `asdict` returned."""
         return cls(
             index=int(line["index"]), lost=str(line["lost"]), failed=bool(line.get("failed"))
         )
@@ -94,9 +94,9 @@ class Loss:
 
 @dataclass(kw_only=True)
 class _Link:
-    """Another end that writes lines: the own process, the hub, or a monitor at the hub."""
+    """A source of lines: the monitored process, the hub, or at the hub another monitor."""
 
-    index: int | None  # of the process it speaks for; None until it has shown the token
+    index: int | None  # index of the process it reports on; None until it has sent the token
     read_fd: int
     connection: socket.socket | None = None
     is_finished: bool = False
@@ -105,7 +105,7 @@ class _Link:
     rest: bytes = b""
 
     def receive(self) -> bool:
-        """Takes what has come to `rest`; False when the other end is gone."""
+        """Append received bytes to `rest`; return False if the other end is closed."""
         try:
             data = os.read(self.read_fd, 65536)
         except OSError:
@@ -115,7 +115,7 @@ class _Link:
         return bool(data)
 
     def lines(self) -> list[dict[str, Any]] | None:
-        """The whole lines of `rest`; None where they are nonsense."""
+        """Take the complete lines out of `rest`; return None if they are malformed."""
         *lines, self.rest = self.rest.split(b"\n")
         try:
             read = [json.loads(line) for line in lines]
@@ -125,7 +125,7 @@ class _Link:
         return read if is_sense else None
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The lines that have come; None when the other end is gone, or talks nonsense."""
+        """Receive lines; return None if the other end is closed or the lines are malformed."""
         return self.lines() if self.receive() else None
 
     def write(self, **line: Any) -> None:
@@ -135,27 +135,27 @@ class _Link:
 
 
 class Monitor:
-    """One monitor: `run` returns once its process has finished or was ended."""
+    """A monitor of one process; `run` returns when that process has finished or was ended."""
 
     def __init__(self, settings: Settings):
-        """Takes its links: the process on standard input and output, and the hub."""
+        """Connect to the process on standard input and output, and to the hub."""
         self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._own = _Link(index=settings.index, read_fd=0)
         self._links: list[_Link] = []
         self._add(self._own)
         self._listener: socket.socket | None = None
-        self._missing: set[int] = set()  # monitors that have not come yet
+        self._missing: set[int] = set()  # monitors that have not joined yet
         self._loss: Loss | None = None
         if settings.hub_fd >= 0:
             self._listener = socket.socket(fileno=settings.hub_fd)
-            self._listener.setblocking(False)  # a caller may be gone again
+            self._listener.setblocking(False)  # a caller may have closed the connection
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._missing = set(range(1, len(settings.names)))
         else:
             self._join_hub()
         self._started = self._beat = time.monotonic()
-        self._failed: tuple[float, Loss] | None = None  # the first that told so, and when
+        self._failed: tuple[float, Loss] | None = None  # time and report of the first failure
         self._is_stopping = False
 
     def _join_hub(self) -> None:
@@ -182,13 +182,13 @@ class Monitor:
             link.connection.close()
 
     def run(self) -> None:
-        """Watches until the process has finished, or any process is lost."""
+        """Watch until the process has finished, or any process is lost."""
         while not self._own.is_finished:
             loss = self._loss
             for key, _ in self._selector.select(timeout=BEAT_S / 2):
                 if key.data is None:
                     self._accept()
-                elif key.data in self._links:  # not dropped meanwhile
+                elif key.data in self._links:  # an earlier link of this loop may have dropped it
                     loss = loss or self._hear(key.data)
             self._drop_strangers()
             loss = loss or self._overdue() or self._failure()
@@ -207,18 +207,18 @@ class Monitor:
             self._add(_Link(index=None, read_fd=connection.fileno(), connection=connection))
 
     def _drop_strangers(self) -> None:
-        """Drops callers that have not shown the token in time, or are too many."""
+        """Drop callers that have not sent the token in time, and the oldest beyond the limit."""
         now, most = time.monotonic(), MAX_STRANGERS + len(self._missing)
         for place, link in enumerate(reversed(self._strangers())):
             if place >= most or now - link.began > self._settings.hello_s:
                 self._drop(link)
 
     def _strangers(self) -> list[_Link]:
-        """Callers that have not shown the token, oldest first."""
+        """Return the callers that have not sent the token, oldest first."""
         return [link for link in self._links if link.index is None]
 
     def _hear(self, link: _Link) -> Loss | None:
-        """Reads a link; the loss it tells of, if any."""
+        """Read a link; return the loss that it reports, if any."""
         is_there = link.receive()
         if link.index is None and not self._greet(link, is_there=is_there):
             return None
@@ -229,7 +229,7 @@ class Monitor:
             if link.is_finished:
                 return None
             how = "it ended" if link is self._own else "its monitor ended"
-            return Loss(index=link.index, lost=f"{how} without a word, as one that is killed does")
+            return Loss(index=link.index, lost=f"{how} without a message, like a killed process")
         for line in lines:
             if "lost" in line:
                 return Loss.from_line(line)
@@ -246,11 +246,11 @@ class Monitor:
         return None
 
     def _greet(self, link: _Link, *, is_there: bool) -> bool:
-        """Returns True if a caller's first line shows that it is of the job; drops liars."""
+        """Return True if a caller's first line is valid; drop a caller that sends another one."""
         hello, newline, rest = link.rest.partition(b"\n")
         token, _, index = hello.partition(b" ")
         if is_there and not newline and len(hello) <= _LONGEST_HELLO:
-            return False  # to be continued
+            return False  # the line is incomplete
         is_ours = len(hello) <= _LONGEST_HELLO and hmac.compare_digest(
             token, self._settings.token.encode()
         )
@@ -259,7 +259,7 @@ class Monitor:
             return False
         link.index, link.rest = int(index), rest
         self._missing.remove(link.index)
-        # All have come, and one that is lost does not come back: nobody else is let in.
+        # All monitors have joined, and a lost one does not return: stop listening.
         if not self._missing:
             assert self._listener is not None
             self._selector.unregister(self._listener)
@@ -270,7 +270,7 @@ class Monitor:
         return True
 
     def _overdue(self) -> Loss | None:
-        """A process that has been silent for too long."""
+        """Return the loss of a process that has been silent for too long, if any."""
         deadline_s = self._settings.deadline_s
         now = time.monotonic()
         for link in self._links:
@@ -285,36 +285,36 @@ class Monitor:
         return None
 
     def _failure(self) -> Loss | None:
-        """A process that failed, once no other is known to have been lost before."""
+        """Return the first failure if no other loss was reported within `FAILURE_WAIT_S`."""
         if self._failed is None or time.monotonic() - self._failed[0] < FAILURE_WAIT_S:
             return None
         return self._failed[1]
 
     def _tell_others(self, **line: Any) -> None:
-        """Writes a line to the other monitors that this one knows."""
+        """Write a line to the other monitors that this one is connected to."""
         for link in self._links:
             if link.index is not None:
                 link.write(**line)
 
     def _tell_own(self, **line: Any) -> None:
-        """Writes a line to the own process."""
+        """Write a line to the monitored process."""
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(line).encode() + b"\n")
 
     def _end(self, loss: Loss) -> None:
-        """Names the lost process everywhere and ends the own one."""
+        """Report the lost process to all monitors and end the monitored one."""
         settings = self._settings
         self._tell_others(**asdict(loss))
         if settings.hub_fd < 0 and loss.index == settings.index:
-            # The first loss counts: that of another process may have caused this one.
+            # The hub decides which loss came first: another one may have caused this one.
             loss = self._verdict() or loss
         name = settings.names[loss.index]
         text = f"process {loss.index} of {len(settings.names)} ({name}) was lost: {loss.lost}."
-        advice = "" if loss.failed else " Start the job again: it goes on from its last checkpoint."
+        advice = "" if loss.failed else " Start the job again: it resumes from its last checkpoint."
         print(f"error: {text}{advice}", file=sys.stderr, flush=True)
         if self._own not in self._links:
             return
-        # The own process is asked to end, and killed if it does not, or cannot since it is stopped.
+        # Ask the process to end. Kill it if it does not, at once if it is silent (stopped).
         is_silent = time.monotonic() - self._own.heard > settings.deadline_s
         until = time.monotonic() + (0 if is_silent else GRACE_S)
         self._tell_own(**asdict(loss))
@@ -330,7 +330,7 @@ class Monitor:
             os.kill(settings.pid, signal.SIGKILL)
 
     def _verdict(self) -> Loss | None:
-        """The hub's answer to a report; None if it gives none."""
+        """Wait for the loss that the hub reports; return None if it reports none."""
         hub = next((link for link in self._links if link is not self._own), None)
         until = time.monotonic() + GRACE_S
         while hub is not None and time.monotonic() < until:
@@ -346,9 +346,9 @@ class Monitor:
 
 
 def main() -> None:
-    """Reads the settings, then watches."""
+    """Read the settings, then run the monitor."""
     line = b""
-    while not line.endswith(b"\n"):  # not a byte more: what follows is the monitor's to read
+    while not line.endswith(b"\n"):  # byte by byte: the monitor reads what follows
         byte = os.read(0, 1)
         if not byte:
             return

@@ -1,4 +1,4 @@
-"""Join several processes, one per host, into one job, and notice losses."""
+"""Joining of processes, one per host, into one job, and detection of losses."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ JOIN_S = 300.0
 """Seconds in which all processes of a job must have joined."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""First bytes of a client of HTTP/2, and empty settings (RFC 9113, sections 3.4 and 6.5)."""
-_SETTINGS = 4  # the type of the frame with which a server answers
+"""HTTP/2 connection preface of a client, and empty settings (RFC 9113, sections 3.4 and 6.5)."""
+_SETTINGS = 4  # frame type of a server's answer
 
 
 def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
-    """Refuse a coordinator's address at which something else listens.
+    """Refuse a coordinator address at which another program listens.
 
-    JAX's coordinator speaks gRPC, so HTTP/2. Process 0 notices by itself when it listens.
+    JAX's coordinator speaks gRPC over HTTP/2. Process 0 detects the conflict when it listens.
 
     Raises:
-        OSError: A program listens there that does not answer as a server of HTTP/2.
+        OSError: The program at the address does not answer like an HTTP/2 server.
     """
     if not job.coordinator or job.process_id == 0:
         return
@@ -46,7 +46,7 @@ def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
     try:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
     except OSError:
-        return  # JAX waits for it, and says where
+        return  # nothing listens yet: JAX waits and reports the address
     with connection:
         try:
             connection.sendall(_PREFACE)
@@ -62,14 +62,14 @@ def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
 
 
 class Peers:
-    """This process's side of its monitor; a context manager around its work."""
+    """A process's connection to its monitor; a context manager around the work."""
 
     def __init__(self, coordinator: str | None, deadline_s: float):
         """Start the monitors of all processes; every process of the job calls this.
 
         Args:
-            coordinator: host:port of process 0; None if JAX has found it by itself.
-            deadline_s: Silence after which a process counts as lost.
+            coordinator: Host:port of process 0; None if JAX detected it.
+            deadline_s: Seconds of silence after which a process counts as lost.
         """
         index, name = jax.process_index(), f"{socket.gethostname()}, pid {os.getpid()}"
         # Each process may know the host of process 0 by another address.
@@ -87,7 +87,7 @@ class Peers:
             "token": token,
             "deadline_s": deadline_s,
         }
-        # In a session of its own, as a signal to the process group must not reach the monitor.
+        # `Child` starts a new session, so a signal to the process group does not reach the monitor.
         self._monitor = Child(
             [sys.executable, "-I", monitor.__file__],
             what="the monitor of this process",
@@ -109,7 +109,7 @@ class Peers:
         try:
             self._monitor.send(line)
         except EndedError:
-            self._is_over.set()  # there is nobody to tell
+            self._is_over.set()  # the monitor is gone: stop writing
 
     def _beat(self) -> None:
         while not self._is_over.wait(monitor.BEAT_S):
@@ -132,7 +132,7 @@ class Peers:
             os._exit(EXIT_LOST)
 
     def everywhere(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Extend `should_stop` to the job: a process that is asked to stop asks all others."""
+        """Extend `should_stop` to the job: it returns True if any process should stop."""
         self._should_stop = should_stop
         return lambda: should_stop() or self._is_stopping.is_set()
 
@@ -140,17 +140,18 @@ class Peers:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Report how this process ends; a failure ends it here."""
-        is_told = isinstance(error, SystemExit)  # and its message is meant for the user
+        """Report to the monitor how this process ends. A failure ends the process here."""
+        is_told = isinstance(error, SystemExit)  # its message is meant for the user
         if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
-            jax.distributed.shutdown()  # waits for the others, while their loss is still noticed
+            jax.distributed.shutdown()  # waits for the others; the monitor still detects a loss
             self._is_over.set()
             self._write(finished=True)
             return
         self._is_failing = True
         reason = str(error) if is_told else "".join(traceback.format_exception_only(error)).strip()
-        reason = redact(printable(reason))  # the monitor prints it, another process
+        reason = redact(printable(reason))  # the monitor, another process, prints it
         self._write(failed=reason)
+        # Wait for the verdict: the loss of another process may have caused this failure.
         index = jax.process_index()
         try:
             loss = self._verdict.get(timeout=monitor.FAILURE_WAIT_S + 2 * monitor.GRACE_S)
@@ -161,17 +162,17 @@ class Peers:
             sys.stderr.write(f"{text}\n")
         sys.stdout.flush()
         sys.stderr.flush()
-        # Leaving in the usual way would wait for processes that are not there any more.
+        # A normal exit would wait for processes that are gone.
         os._exit(1 if loss.failed else EXIT_LOST)
 
 
 def join(job: Job, *, deadline_s: float) -> Peers | None:
-    """Join the job, before anything touches a device. Return None if it has one process.
+    """Join the job before anything touches a device. Return None if it has one process.
 
-    The process ends with `EXIT_LOST` if not all processes come within `JOIN_S` seconds.
+    The process ends with `EXIT_LOST` if not all processes join within `JOIN_S` seconds.
 
     Raises:
-        OSError: Process 0 cannot listen at the coordinator's port.
+        OSError: Process 0 cannot listen on the coordinator's port.
     """
     known: dict[str, Any] = {}
     if job.coordinator is not None:
@@ -182,23 +183,23 @@ def join(job: Job, *, deadline_s: float) -> Peers | None:
             "num_processes": job.num_processes,
             "process_id": job.process_id,
             **_bound(job.coordinator),
-            # All devices of the host are this process's; JAX would take one a process under Slurm.
+            # This process uses all devices of its host; under Slurm JAX would give it only one.
             "cluster_detection_method": "deactivate",
         }
-    # Its handler would swallow SIGTERM, which `stop_on_signals` answers.
+    # The service's handler would swallow SIGTERM, which `stop_on_signals` handles.
     jax.config.update("jax_enable_preemption_service", False)
-    # JAX ends processes without a name when it notices a loss; the monitors should be first.
+    # On a loss JAX ends processes without naming the lost one, so the monitors must be faster.
     with _waiting(job):
         jax.distributed.initialize(
             **known,
             heartbeat_timeout_seconds=int(2 * deadline_s + 60),
-            initialization_timeout=int(JOIN_S + 60),  # it would abort with a stack of calls
+            initialization_timeout=int(JOIN_S + 60),  # `_waiting` ends first; JAX dumps a stack
         )
     return Peers(job.coordinator, deadline_s) if jax.process_count() > 1 else None
 
 
 def _check_port(coordinator: str) -> None:
-    """Refuse a port that is taken; JAX would say neither which nor what to do."""
+    """Refuse a port that is in use; JAX's error names neither the port nor a fix."""
     _, _, port = coordinator.rpartition(":")
     bound, _, _ = _bound(coordinator).get("coordinator_bind_address", "").rpartition(":")
     host = bound.strip("[]")
@@ -214,13 +215,13 @@ def _check_port(coordinator: str) -> None:
 
 @contextlib.contextmanager
 def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> Iterator[None]:
-    """Report what this process waits for, and end it when that takes too long."""
+    """Report that this process waits for the others, and end it after `limit_s` seconds."""
     arrived = threading.Event()
     who = "" if job.process_id is None else f"process {job.process_id} of {job.num_processes}: "
     where = "" if job.coordinator is None else f" at {job.coordinator}, process 0's address,"
 
     def watch() -> None:
-        # Not print: the main thread may hold the buffer, and Python gets no turn to wait for it.
+        # Not print: the main thread may hold the buffer while it blocks in JAX.
         if not arrived.wait(silent_s):
             text = f"{who}waiting for the other processes{where} for {limit_s:.0f} s at most"
             os.write(2, f"{text}\n".encode())
@@ -237,23 +238,23 @@ def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> It
 
 
 def _bound(coordinator: str) -> dict[str, Any]:
-    """Bind JAX's coordinator to loopback if its address is there, else to all addresses."""
+    """Bind JAX's coordinator to loopback if its address is loopback, else to all addresses."""
     host = coordinator.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(ValueError):  # of a name
+    with contextlib.suppress(ValueError):  # raised for a host name
         if ipaddress.ip_address(host).is_loopback:
             return {"coordinator_bind_address": coordinator}
     return {"coordinator_bind_address": coordinator} if host == "localhost" else {}
 
 
 def first_address(coordinator: str | None) -> str:
-    """Return the host of process 0 as every host reaches it; all processes call this."""
+    """Return an address of process 0 that every host can reach; all processes call this."""
     if coordinator is not None:
         return coordinator.rpartition(":")[0].strip("[]")
     return broadcast(own_address())
 
 
 def own_address() -> str:
-    """Return this host's address on the network of its default route, or its name."""
+    """Return this host's address on its default route, or its name if there is none."""
     for family, far_away in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((far_away, _ANY_PORT))  # reserved for documentation; nothing is sent
@@ -262,19 +263,19 @@ def own_address() -> str:
 
 
 def route_to(host: str) -> str:
-    """Return the address by which this host reaches another, or its name if there is none."""
+    """Return the address at which this host reaches `host`; `host` itself if there is none."""
     addresses: list[Any] = []
     with contextlib.suppress(OSError):
         addresses = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     for family, kind, protocol, _, address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # UDP: asks for the route and sends nothing
+            probe.connect(address)  # UDP: looks up the route and sends nothing
             return str(probe.getpeername()[0])
     return host
 
 
 _ANY_PORT = 9
-"""Port for sockets that ask for a route; no packet ever gets there."""
+"""Port for sockets that look up a route; no packet is sent there."""
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -282,10 +283,10 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def listen_for(routes: Sequence[str]) -> socket.socket:
-    """Return a socket that listens at the one address by which all others know this host.
+    """Return a socket that listens on the address at which all other processes reach this host.
 
-    It listens at all addresses if they know it by several or by one that it does not have, such as
-    a virtual one.
+    It listens on all addresses if they use different ones, or one that this host does not have,
+    such as a virtual one.
     """
     if len(set(routes)) == 1:
         with contextlib.suppress(OSError):

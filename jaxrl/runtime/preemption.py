@@ -1,4 +1,4 @@
-"""Ends of a run before its last step: on a signal, or when evaluations no longer improve."""
+"""Early ends of a run: on a signal, or when evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EXIT_TRY_AGAIN = 75
 """A signal ended the run early; EX_TEMPFAIL of sysexits.h."""
 
 EXIT_NOTHING_WORKS = 69
-"""Every episode failed, or the search engine stayed away; EX_UNAVAILABLE of sysexits.h."""
+"""Every episode failed, or the search engine was unavailable; EX_UNAVAILABLE of sysexits.h."""
 
 EXIT_BUDGET_SPENT = 78
 """The run has spent its budget; EX_CONFIG of sysexits.h."""
 
 EXIT_LOST = 76
-"""The process waited for something that never came; EX_PROTOCOL of sysexits.h."""
+"""A process of the job is lost, or nothing makes progress; EX_PROTOCOL of sysexits.h."""
 
 EXIT_UNSOUND = 70
 """`watch.action` ended the run; EX_SOFTWARE of sysexits.h."""
@@ -30,14 +30,14 @@ ENDED_EARLY = "ended before the first step; there is nothing to save"
 
 
 class Interrupted(Exception):  # noqa: N818, nothing went wrong
-    """Work ended early because it was asked to. A rollout and its engine can be used again."""
+    """Work ended early on request. The rollout and its engine can be used again."""
 
 
-_CURSOR = "\x1b[?25h"  # shows it again, which a live line hides
+_CURSOR = "\x1b[?25h"  # shows the cursor, which a live line hides
 
 
 def end_on_signals(said: str = ENDED_EARLY, code: int | None = EXIT_TRY_AGAIN) -> None:
-    """End the process at once on SIGTERM or SIGINT, from now on.
+    """From now on, end the process at once on SIGTERM or SIGINT.
 
     Args:
         said: Text to print after the signal's name.
@@ -53,7 +53,7 @@ def end_on_signals(said: str = ENDED_EARLY, code: int | None = EXIT_TRY_AGAIN) -
 
 
 def _write(line: str) -> None:
-    """Write to stderr; not by print, as a signal may come while another print holds the buffer."""
+    """Write to stderr. A signal may arrive while a print holds the buffer, so do not use print."""
     os.write(2, f"{line}\n{_CURSOR if os.isatty(2) else ''}".encode())
 
 
@@ -63,12 +63,12 @@ def stop_on_signals(
 ) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once SIGTERM or SIGINT has arrived.
 
-    The first signal only asks; a second one ends the process at once. A thread handles them: the
-    main one may be in a compilation, or wait for other processes, when they come.
+    The first signal requests a stop, the second one ends the process at once. A thread handles
+    them, because the main thread may be compiling or waiting for other processes.
 
     Args:
-        is_begun: Returns False while there is nothing to save. A signal then ends the process at
-            once with `EXIT_TRY_AGAIN`.
+        is_begun: Function that returns False while there is nothing to save. A signal then ends
+            the process at once with `EXIT_TRY_AGAIN`.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
     asked = threading.Event()
@@ -86,7 +86,7 @@ def stop_on_signals(
                 _write(f"{name}: {ENDED_EARLY}")
                 os._exit(EXIT_TRY_AGAIN)
             asked.set()
-            # Unlike a signal handler, this thread may wait until another has printed.
+            # Unlike a signal handler, this thread may wait for another print to finish.
             print(f"{name}: stopping; once more to end at once", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
@@ -108,17 +108,17 @@ def stop_on_signals(
 class Best:
     """The best evaluation of a stage so far; higher is better."""
 
-    value: float | None = None  # None: there was none yet
-    step: int = 0  # after which it was made
-    mark: float | None = None  # the value since which patience counts
+    value: float | None = None  # None before the first evaluation
+    step: int = 0  # step of the best evaluation
+    mark: float | None = None  # value at which patience last restarted
     num_stale: int = 0  # evaluations since then
 
 
 def update_best(best: Best, step: int, value: float, *, min_delta: float) -> Best:
-    """Return the best evaluation after one more; NaN, without a score, changes nothing.
+    """Return the best evaluation after one more; NaN (no score) changes nothing.
 
-    Any higher value is the new best. Patience restarts when the value is more than `min_delta`
-    above the one at which it last did, so that many small improvements add up to one.
+    Any higher value is the new best. Patience restarts when the value exceeds the one at its last
+    restart by more than `min_delta`, so small improvements add up.
     """
     if math.isnan(value):
         return best

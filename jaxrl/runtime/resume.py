@@ -1,14 +1,13 @@
-"""What a workdir records about its run, and what may change when the run is resumed.
+"""A workdir's record of its run, and the changes that a resume allows.
 
-Three places know the configuration, so that the loss of one file hides no difference:
+The configuration is in three places, so that the loss of one file hides no difference:
 `config.json`, the position in every checkpoint, and `config_history.jsonl`. Each start that changes
-something adds a line to the latter: when, after which step, and every key with its value before and
-now.
+something adds a line to the latter with its time, the step, and the old and new value of every
+changed key.
 
-A rollback is recorded in `roll_backs.jsonl` before it is carried out, so that a kill on the way
-changes nothing. A line has `number` from 1, `sign`, `from_step`, `to_step`, `lr_scale` and what had
-been spent by then (`ledger`). What the run wrote after the step that it returns to is set aside in
-`rolled_back/<number>/`.
+A rollback is recorded in `roll_backs.jsonl` before it is carried out, so a kill in between loses
+nothing. A line has `number` from 1, `sign`, `from_step`, `to_step`, `lr_scale` and the usage so far
+(`ledger`). Files and records after `to_step` move to `rolled_back/<number>/`.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _OF_STEP = re.compile(r"(?:step|sft|train|evaluate)_(\d+)\.\w+")
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a workdir records about its run."""
+    """A workdir's record of its run."""
 
-    step: int  # step of the newest checkpoint; 0 if none can be read
-    config: dict[str, Any]  # flat, with defaults for keys that nothing records
+    step: int  # step of the newest checkpoint; 0 if none is readable
+    config: dict[str, Any]  # flat configuration, with defaults for unrecorded keys
     contents: dict[str, str]  # fingerprints of the files that the run read
     warnings: list[str] = field(default_factory=list)  # lines for the user
 
@@ -53,15 +52,15 @@ class RunRecord:
 class Change:
     """A difference between a run and the start that resumes it."""
 
-    key: str  # config key, or name of a fingerprint and ` (content)`
+    key: str  # config key, or fingerprint name followed by ` (content)`
     before: Any
     now: Any
-    is_free: bool  # True if it needs no consent
+    is_free: bool  # True if it does not need --accept_changes
 
     def __str__(self) -> str:
         """Return `config.key: before -> now`."""
         if self.key.endswith(" (content)"):
-            return f"config.{self.key}: another one than before"
+            return f"config.{self.key}: changed"
         return f"config.{self.key}: {self.before!r} -> {self.now!r}"
 
 
@@ -69,7 +68,7 @@ def check_step(folder: Path, step: int) -> None:
     """Refuse a step without a checkpoint.
 
     Raises:
-        ValueError: The message lists the steps that have one.
+        ValueError: The step has none. The message lists the steps that have one.
     """
     from jaxrl.runtime.checkpoint import steps_in
 
@@ -79,16 +78,16 @@ def check_step(folder: Path, step: int) -> None:
 
 
 def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None:
-    """Return the record of the run whose checkpoints are in a workdir, or None without any.
+    """Return the record of the run in a workdir; None without checkpoints.
 
     Args:
         workdir: Folder with `checkpoints/` and `config.json`.
-        is_accepted: Accept a run whose configuration is lost or has unknown keys.
+        is_accepted: True to accept a run with a lost configuration or unknown keys.
 
     Raises:
-        ValueError: There are checkpoints, but nothing records the configuration.
+        ValueError: The configuration is lost or has unknown keys, and `is_accepted` is False.
     """
-    # Imported here: the viewer reads the history without loading JAX.
+    # Imported here because the viewer reads the history without loading JAX.
     from jaxrl.runtime.checkpoint import has_any, read_newest_position
 
     if not has_any(workdir / "checkpoints"):
@@ -104,13 +103,13 @@ def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None
         damage = f"{path} is missing or cannot be read ({' '.join(str(error).split())[:200]})"
         if not (saved or is_accepted):
             raise ValueError(
-                f"{damage}; no checkpoint beside it tells how the run was configured either. Bring "
-                "the file back, or name another --workdir; with --accept_changes the run goes on "
-                "with the configuration that is given now."
+                f"{damage}; no checkpoint records the configuration either. Restore the file, or "
+                "name another --workdir; with --accept_changes the run continues with the current "
+                "configuration."
             ) from error
         source = f"checkpoint {step}" if saved else "nothing"
         warnings.append(f"warning: {damage}; {source} tells how the run was configured")
-    # config.json is written last, so a run that was once accepted needs no further consent.
+    # config.json is written last, so its keys were accepted before, if necessary.
     unknown = sorted((configured or saved).keys() - KEYS.keys())
     unknown = [key for key in unknown if not missing_folder(key)]
     if unknown:
@@ -118,18 +117,18 @@ def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None
         line = f"{workdir} holds a run with keys that this version does not have: {names}"
         if not is_accepted:
             raise ValueError(
-                f"{line}. Name another --workdir to begin anew; --accept_changes goes on without "
+                f"{line}. Name another --workdir to start over; --accept_changes continues without "
                 "them."
             )
         warnings.append(f"warning: {line}; its checkpoints may hold other arrays too")
-    if configured:  # without keys that were once accepted to be left out
+    if configured:  # drop keys of the checkpoint that an earlier start was allowed to drop
         saved = {key: value for key, value in saved.items() if key in KEYS or key in configured}
     lines, num_damaged = read_history(workdir)
     contents = dict(position.get("contents") or {})
     if num_damaged or (contents and not (workdir / HISTORY).exists()):
         warnings.append(
-            f"warning: {workdir / HISTORY} is missing or has damaged lines; changes that these "
-            "recorded are forgotten"
+            f"warning: {workdir / HISTORY} is missing or has damaged lines; the changes recorded "
+            "there are lost"
         )
     for change in lines:
         contents |= change.get("contents") or {}
@@ -143,19 +142,19 @@ def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None
 
 
 def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flat configuration as it comes back from JSON."""
+    """Return a flat configuration after a round trip through JSON."""
     return json.loads(json.dumps(dict(config)))
 
 
 def check_fixed(
     workdir: Path, record: RunRecord, config: Mapping[str, Any], fixed: Sequence[str]
 ) -> None:
-    """Refuse changes of the `fixed` keys, with which checkpoints could not be resumed.
+    """Refuse changes of the `fixed` keys, which would make checkpoints unusable.
 
-    A key whose extra is missing counts as 0.
+    Keys of a missing extra count as 0.
 
     Raises:
-        ValueError: The message names the key.
+        ValueError: A key has changed. The message names it.
     """
     config = as_json(config)
     for key in fixed:
@@ -165,8 +164,8 @@ def check_fixed(
             folder = missing_folder(key)
             mend = f"bring jaxrl/extras/{folder}" if folder else "set it"
             raise ValueError(
-                f"config.{key} is {now!r}, but {workdir} began with {before!r}; {mend} back to go "
-                "on, or set --workdir to another folder to begin anew."
+                f"config.{key} is {now!r}, but {workdir} began with {before!r}; {mend} back to "
+                "resume, or set --workdir to another folder to start over."
             )
 
 
@@ -175,16 +174,16 @@ def find_changes(
 ) -> list[Change]:
     """Return the differences between a run and this start.
 
-    `contents` are the fingerprints of this start; None to compare no files yet.
+    `contents` holds the fingerprints of this start; None to not compare files yet.
     """
     now = as_json(config)
     different = [key for key in now if key in record.config and record.config[key] != now[key]]
-    # 0 stands for a size that the memory plan chooses later.
+    # The memory plan replaces 0 later.
     different = [key for key in different if not (key.endswith("micro_rows") and now[key] == 0)]
-    if contents is None:  # another path may hold the same files
+    if contents is None:  # a new path may hold the same files
         different = [key for key in different if not _files_of(key, record.contents)]
         contents = {}
-    # Keys of a missing extra are no change: names that need it are refused elsewhere.
+    # Keys of a missing extra are no change. Settings that need the extra are refused elsewhere.
     gone = [key for key in record.config.keys() - KEYS.keys() if not missing_folder(key)]
     changes = []
     for key in [*different, *sorted(gone)]:
@@ -194,6 +193,8 @@ def find_changes(
         free = key in now and (is_free(key, record.config, now) or is_moved)
         change = Change(key=key, before=record.config[key], now=now.get(key), is_free=free)
         changes.append(change)
+    # Files with new contents under an unchanged key. A new or missing file counts as a change only
+    # for the model.
     for name in sorted({*contents, *record.contents}):
         key, is_model = name.partition("/")[0], name.startswith("model.path/")
         is_known = is_model and any(n.startswith("model.path/") for n in record.contents)
@@ -208,8 +209,8 @@ def find_changes(
 
 
 def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return True if a key, or a fingerprint under its name, may change without consent."""
-    # Names of files, such as `loss.name's file`, are as free as the key in them.
+    """Return True if a key, or a fingerprint of its file, may change without consent."""
+    # A fingerprint such as `loss.name's file` follows the rule of its key.
     rests = {name: key[len(name) :] for name in KEYS if key.startswith(name)}
     named = [name for name, rest in rests.items() if not re.match(r"\w", rest)]
     restart = KEYS[max(named, key=len)].restart if named else RESULTS
@@ -217,14 +218,14 @@ def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> b
     if set(stages) == {"evaluate"}:
         return restart != RESULTS
     if key in ("num_steps", "sft.num_steps"):
-        # A learning rate that falls depends on the number of steps.
+        # A decaying learning rate depends on the number of steps.
         schedule = f"{key.removesuffix('num_steps')}optimizer.schedule"
         is_constant = {before.get(schedule), config[schedule]} == {"constant"}
         return is_constant or (key.startswith("sft") and "sft" not in stages)
     if key.startswith("sft.") and "sft" not in stages:
         return True
     if key == "ledger.prices" and config["rollout.max_cost"]:
-        return False  # they decide when trajectories end
+        return False  # prices decide when trajectories end
     has_gate = config["shaping.boundary_aware"] and config["shaping.stage_level"]
     is_steered = config["checkpoint.keep_best"] or config["eval.patience"] or has_gate
     return restart == FREE or (restart == EVALUATION and not is_steered)
@@ -236,17 +237,17 @@ def _files_of(key: str, contents: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_changes(workdir: Path, record: RunRecord, changes: Sequence[Change]) -> None:
-    """Refuse changes that make another experiment.
+    """Refuse changes that would make this a different experiment.
 
     Raises:
-        ValueError: The message lists them.
+        ValueError: There are such changes. The message lists them.
     """
     refused = [change for change in changes if not change.is_free]
     if refused:
         raise ValueError(
-            f"{workdir} stands at step {record.step} of a run with other settings: "
-            f"{'; '.join(map(str, refused))}. Set them back to go on, or set --workdir to another "
-            "folder to begin anew; --accept_changes goes on with them, and the history says so."
+            f"{workdir} is at step {record.step} of a run with other settings: "
+            f"{'; '.join(map(str, refused))}. Set them back to resume, or set --workdir to another "
+            "folder to start over; --accept_changes continues with them and records the change."
         )
 
 
@@ -257,7 +258,7 @@ def record_start(
     config: ConfigDict,
     contents: Mapping[str, str],
 ) -> None:
-    """Record this start: first what it changes, then its configuration."""
+    """Record this start: first its changes, then its configuration."""
     write_history(workdir, record, changes, contents, config.stages)
     if record is None or set(config.stages) != {"evaluate"}:
         write_config(workdir, config)
@@ -272,7 +273,7 @@ def write_history(
 ) -> None:
     """Add this start to the history if it is the first or changes something.
 
-    An evaluation alone changes nothing of the run: only its differences are recorded.
+    An evaluation-only start does not change the run, so only its differences are recorded.
     """
     known = {} if record is None else record.contents
     is_run = set(stages) != {"evaluate"} or record is None
@@ -287,12 +288,12 @@ def write_history(
         **({"contents": dict(contents)} if is_run else {}),
     }
     if record is None:
-        (workdir / HISTORY).unlink(missing_ok=True)  # of a run that left no checkpoint
+        (workdir / HISTORY).unlink(missing_ok=True)  # from a run that left no checkpoint
     append_line(workdir / HISTORY, json.dumps(line, ensure_ascii=False))
 
 
 def read_history(workdir: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of the history, oldest first, and the number of damaged ones."""
+    """Return the lines of the history, oldest first, and the number of damaged lines."""
     path = workdir / HISTORY
     data = path.read_bytes() if path.is_file() else b""
     texts = [text for text in data.splitlines() if text.strip()]
@@ -307,7 +308,7 @@ def read_history(workdir: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def write_config(workdir: Path, config: ConfigDict) -> None:
-    """Write `config.json`, and set aside one that cannot be read."""
+    """Write `config.json`; rename an unreadable one first."""
     path = workdir / "config.json"
     try:
         flat_json(path)
@@ -320,7 +321,7 @@ def write_config(workdir: Path, config: ConfigDict) -> None:
 
 
 def run_folder(run: Path) -> Path:
-    """Return the folder from which a run was last started; the current one if it is unknown."""
+    """Return the folder from which a run was last started; if unknown, the current folder."""
     folder = Path(str(_starts(run)[-1].get("folder", "")))
     return folder if folder.is_absolute() and folder.is_dir() else Path.cwd()
 
@@ -333,16 +334,16 @@ def add_code_folders(run: Path) -> None:
 
 
 def prompt_time(run: Path) -> datetime:
-    """Return the time at which the prompts of a run are written: that of its first start.
+    """Return the time for the prompts of a run: that of its first start.
 
-    Chat templates may write today's date. A run that is resumed tomorrow keeps the first one.
+    Chat templates may insert today's date. A run that resumes on another day keeps the first date.
     """
     times = [start["prompt_time"] for start in _starts(run) if "prompt_time" in start]
     return datetime.fromisoformat(times[0]) if times else datetime.now().replace(microsecond=0)
 
 
 def _starts(run: Path) -> list[dict[str, Any]]:
-    """Return the starts in a run's `environment.json`, or an empty one if it is unreadable."""
+    """Return the starts in a run's `environment.json`; one empty start if it is unreadable."""
     try:
         return read_starts(run / "environment.json") or [{}]
     except (OSError, ValueError):
@@ -350,7 +351,7 @@ def _starts(run: Path) -> list[dict[str, Any]]:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """Read `environment.json`, which has an object for each start of a run.
+    """Read `environment.json`, which has one object per start of a run.
 
     Raises:
         OSError, ValueError: The file is missing or damaged.
@@ -362,8 +363,8 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def append_rollback(workdir: Path, line: Mapping[str, Any]) -> None:
-    """Record a rollback, which this start carries out, or the next one after a kill."""
-    (workdir / ASIDE).mkdir(exist_ok=True)  # a failure shows now, not at every later start
+    """Record a rollback. This start carries it out; after a kill, the next one does."""
+    (workdir / ASIDE).mkdir(exist_ok=True)  # fail now, not at every later start
     lines = [*read_rollbacks(workdir), line]
     with written_whole(workdir / ROLLBACKS) as file:
         file.writelines(json.dumps(one) + "\n" for one in lines)
@@ -383,7 +384,7 @@ def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
         if not (isinstance(line, dict) and fields <= line.keys()):
             raise ValueError(
                 f"{path}:{number} is {json.dumps(line):.80}; expected an object with "
-                f"{', '.join(sorted(fields))}. Bring it back from a copy, or name another "
+                f"{', '.join(sorted(fields))}. Restore it from a copy, or name another "
                 "--workdir."
             )
         rollbacks.append(line)
@@ -391,10 +392,10 @@ def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
 
 
 def set_aside_after(workdir: Path, step: int, number: int) -> None:
-    """Set aside what a run wrote after the step to which rollback `number` returns.
+    """Set aside the output after `step`, the target of rollback `number`.
 
-    Trajectories and evaluations are moved; `metrics.jsonl` and `sentinel.jsonl` are copied. A call
-    after a kill finishes what is missing.
+    Move trajectories and evaluations, and copy `metrics.jsonl` and `sentinel.jsonl`. After a kill,
+    another call completes the work.
     """
     aside = workdir / ASIDE / str(number)
     done = aside / "done"
@@ -413,14 +414,14 @@ def set_aside_after(workdir: Path, step: int, number: int) -> None:
 
 
 def remove_later_files(workdir: Path, step: int) -> None:
-    """Remove what a killed run wrote after the step from which it is resumed."""
+    """Remove the files that a killed run wrote after `step`, from which it resumes."""
     unfinished = (path for name in _FOLDERS for path in workdir.glob(f"{name}/*.unfinished"))
     for path in [*_files_after(workdir, step), *unfinished]:
         path.unlink()
 
 
 def _files_after(workdir: Path, step: int) -> list[Path]:
-    """Return the trajectories and evaluations of later steps."""
+    """Return the files with trajectories and evaluations of later steps."""
     files = [path for name in _FOLDERS for path in workdir.glob(f"{name}/*")]
     steps = ((path, _OF_STEP.fullmatch(path.name)) for path in files)
     return [path for path, match in steps if match and int(match[1]) > step]

@@ -1,8 +1,8 @@
 """The device mesh and the shardings of arrays.
 
-Parameters name their axes (`Architecture.logical_axes`); the rules below map those names to the
-mesh axes. Packed rows of tokens are split over data, fsdp and expert, and each of them over
-context; the sampler's rows, which are not packed, over all four.
+Parameters name their axes (`Architecture.logical_axes`), and the rules below map those names to
+mesh axes. Packed rows of tokens are split over data, fsdp and expert, and each row over context.
+The sampler's rows, which are not packed, are split over all four.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from jaxrl.models.params import ParamSpec
 from jaxrl.types import Params
 
 BATCH = ("data", "fsdp", "expert")
-"""The mesh axes over which packed rows are split."""
+"""Mesh axes that split packed rows."""
 
 CONTEXT = "context"
-"""The mesh axis over which each packed row is split, into pieces of as many tokens."""
+"""Mesh axis that splits each packed row into pieces of equal length."""
 
 PIECES = (*BATCH, CONTEXT)
-"""The mesh axes over which pieces of packed rows are split, and the sampler's rows and pages."""
+"""Mesh axes that split pieces of packed rows, and the sampler's rows and pages."""
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "layer": None,
@@ -57,12 +57,12 @@ def mesh_sizes(
     rollout_devices: int = 0,
     num_processes: int = 1,
 ) -> dict[str, int]:
-    """Return the sizes of the mesh axes; one of them may be -1, for the devices left.
+    """Return the sizes of the mesh axes. One argument may be -1, for the remaining devices.
 
-    `rollout_devices` of each process are not in the mesh.
+    The mesh excludes `rollout_devices` of each process.
 
     Raises:
-        ValueError: The sizes do not multiply to the number of devices.
+        ValueError: The product of the sizes is not the number of devices.
     """
     num_local = num_devices // num_processes
     together = max(tensor, 1) * max(expert, 1)
@@ -91,9 +91,9 @@ def mesh_sizes(
 
 
 def make_mesh(*, rollout_devices: int = 0, devices: Any = None, **axes: int) -> Mesh:
-    """Make a mesh over all devices but the last `rollout_devices` of each process.
+    """Make a mesh over all devices except the last `rollout_devices` of each process.
 
-    `axes` are those of `mesh_sizes`.
+    `axes` are the axis arguments of `mesh_sizes`.
     """
     devices, count = jax.devices() if devices is None else devices, jax.process_count()
     sizes = mesh_sizes(len(devices), **axes, rollout_devices=rollout_devices, num_processes=count)
@@ -108,19 +108,20 @@ def make_mesh(*, rollout_devices: int = 0, devices: Any = None, **axes: int) -> 
 
 
 def arrange(devices: Sequence[Any], sizes: Mapping[str, int], *, with_gaps: bool = False) -> Any:
-    """Arrange devices in the shape of a mesh, those of `expert` and `tensor` within one process.
+    """Arrange devices in the shape of a mesh, with `expert` and `tensor` within one process.
 
-    On a TPU the axes follow the links between chips where that leaves these together; they may
-    share a dimension of its torus. Elsewhere the processes come in their order. `jax.make_mesh`
-    refuses both GPUs of several hosts and shared dimensions, and knows nothing of processes.
+    On a TPU the axes follow the links between chips if that keeps `expert` and `tensor` within a
+    process. Axes may share a dimension of the torus. Otherwise devices are in process order.
+    `jax.make_mesh` supports neither GPUs of several hosts nor shared dimensions, and ignores
+    processes.
 
     Args:
         devices: Devices of the mesh.
-        sizes: Sizes of the mesh axes, in their order.
-        with_gaps: Some devices are left out, so that the others are no torus.
+        sizes: Sizes of the mesh axes, in order.
+        with_gaps: True if devices are left out, so that the rest is not a torus.
 
     Raises:
-        ValueError: The devices of a process are no multiple of `expert` times `tensor`.
+        ValueError: A process's number of devices is not a multiple of `expert` times `tensor`.
     """
     shape, size = tuple(sizes.values()), devices_together(sizes)
 
@@ -146,7 +147,7 @@ def devices_together(sizes: Mapping[str, int]) -> int:
 
 
 def spans_processes(sizes: Mapping[str, int], num_local: int) -> ValueError:
-    """Return the error for axes `expert` and `tensor` beyond a process's `num_local` devices."""
+    """Return the error for `expert` and `tensor` axes that do not fit into one process."""
     names = [name for name in ("expert", "tensor") if sizes[name] > 1]
     keys = " and ".join(f"config.mesh.{name}={sizes[name]}" for name in names)
     return ValueError(
@@ -156,10 +157,10 @@ def spans_processes(sizes: Mapping[str, int], num_local: int) -> ValueError:
 
 
 def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
-    """Return the sampler's mesh of this process's devices, its rows all along `data`.
+    """Return the sampler's mesh over this process's devices, with rows split along `data`.
 
-    No process waits for another between two updates. With one process it is the mesh itself; if
-    there are `rollout_devices`, it is these.
+    So no process waits for another between two updates. With `rollout_devices` the mesh covers
+    only these. Otherwise, with one process, it is `mesh` itself.
     """
     if rollout_devices:
         own = [device for device in jax.local_devices() if device not in mesh.devices.flat]
@@ -174,9 +175,9 @@ def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
 
 
 def on_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
-    """Move an array of the training mesh to this process's sampler.
+    """Move an array from the training mesh to this process's sampler.
 
-    Its parts on this process's devices must be whole rows.
+    Each of its parts on this process's devices must consist of complete rows.
     """
     parts = [shard.data for shard in array.addressable_shards]
     own = NamedSharding(local_mesh(mesh), sharding.spec)
@@ -188,7 +189,7 @@ def check_model_fits(mesh: Mesh, config: Architecture) -> None:
     """Refuse a mesh that splits key-value heads or experts unevenly.
 
     Raises:
-        ValueError: The message names the axis.
+        ValueError: An axis does not divide them. The message names it.
     """
     counts = {
         "expert": (config.num_experts, "experts"),
@@ -204,17 +205,17 @@ def check_model_fits(mesh: Mesh, config: Architecture) -> None:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Return the number of parts into which packed rows are split."""
+    """Return the number of shards of packed rows."""
     return math.prod(mesh.shape[axis] for axis in BATCH)
 
 
 def num_pieces(mesh: Mesh) -> int:
-    """Return the number of parts into which tokens are split, and the sampler's rows."""
+    """Return the number of shards of tokens, and of the sampler's rows."""
     return math.prod(mesh.shape[axis] for axis in PIECES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of a whole copy on every device."""
+    """Return the sharding with a full copy on every device."""
     return NamedSharding(mesh, P())
 
 
@@ -231,8 +232,8 @@ def piece_sharding(mesh: Mesh) -> NamedSharding:
 def in_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
     """Cut rows `[b, T, ...]` into pieces `[C * b, T / C, ...]`; C is the size of `context`.
 
-    Of a device's rows the first pieces come first, then the second ones, and so on, so that each
-    piece stays on its device.
+    For each shard of rows, all first pieces come first, then all second pieces, and so on, so that
+    each piece stays on its device.
     """
     count = mesh.shape[CONTEXT]
     if count == 1:
@@ -244,7 +245,7 @@ def in_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
 
 
 def in_rows(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Invert `in_pieces`: return rows `[b, T]` of the pieces' tokens in any shape."""
+    """Invert `in_pieces` for one value per token in any shape; return rows `[b, T]`."""
     count, shards = mesh.shape[CONTEXT], num_batch_shards(mesh)
     if count == 1:
         return x.reshape(shape)
@@ -252,7 +253,7 @@ def in_rows(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def whole_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """Put all tokens of rows `[b, T]` on each device that has a piece of them."""
+    """Put complete rows `[b, T]` on each device that has a piece of them."""
     if mesh.shape[CONTEXT] == 1:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(BATCH)))
@@ -266,8 +267,8 @@ def cache_sharding(mesh: Mesh) -> NamedSharding:
 def param_shardings(mesh: Mesh, declared: ParamSpec, *, for_decode: bool = False) -> dict[str, Any]:
     """Return a sharding for every parameter of a model or of a part of a policy.
 
-    A dimension that its mesh axes do not divide stays whole. With `for_decode` only `tensor` and,
-    for experts, `expert` split weights, so that a decoding step gathers none.
+    A dimension is not split by mesh axes that do not divide it. With `for_decode` only `tensor`
+    and, for experts, `expert` split weights, so that a decode step gathers no weights.
     """
     return _shardings(mesh, declared.logical_axes(), declared.abstract_params(), for_decode)
 
@@ -299,7 +300,7 @@ def _shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode: boo
 
 
 def _split_by(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any:
-    """Return the first mesh axes of `names` that together divide a dimension."""
+    """Return the longest prefix of the mesh axes `names` that divides a dimension."""
     if names is None:
         return None
     first, *others = (names,) if isinstance(names, str) else names

@@ -1,4 +1,4 @@
-"""What each start of a run ran on: versions, devices, commit, model size and data."""
+"""Record of each start of a run: versions, devices, commit, model size and data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_environment(
 ) -> None:
     """Add this start of the run, after global step `step`, to its `environment.json`.
 
-    A file that cannot be read is set aside.
+    An unreadable file is renamed and replaced.
     """
     starts = []
     try:
@@ -90,9 +90,9 @@ def kernel_checks_of(components: Components) -> tuple[KernelCheck, ...]:
 
 
 def commit(folder: Path) -> str | None:
-    """Return the git commit of the code in `folder`, with a + if files differ from it.
+    """Return the git commit of the code in `folder`, with a + for uncommitted changes.
 
-    None if git does not track these files, even if the folder is inside another repository.
+    None if git does not track the code, also if the folder is inside another repository.
     """
 
     def git(*arguments: str) -> str:

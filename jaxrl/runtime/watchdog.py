@@ -18,10 +18,10 @@ from jaxrl.runtime.preemption import EXIT_LOST
 
 
 class Moving(Protocol):
-    """Progress as `logs.display.Display` knows it."""
+    """A display that records progress, see `logs.display.Display`."""
 
-    moved_at: float  # time of the last progress, by `time.monotonic`
-    doing: str  # text shown then
+    moved_at: float  # time of the last progress, from `time.monotonic`
+    doing: str  # activity text of the last progress
 
     def log(self, text: str) -> None:
         """Print a line."""
@@ -40,11 +40,11 @@ def watchdog(
 
     Args:
         display: Display that receives all progress.
-        seconds: Silence after which a warning shows the stack of every thread; again after twice
-            as long. 0 for never.
-        deadline_s: Silence after which the process ends with `EXIT_LOST`. 0 for never.
-        end: Function that ends the process with an exit code. Nothing is saved: what hangs may
-            hold what would be saved.
+        seconds: Seconds without progress before a warning with the stacks of all threads. The
+            next warning waits twice as long. 0 for no warnings.
+        deadline_s: Seconds without progress before the process ends with `EXIT_LOST`; 0 for never.
+        end: Function that ends the process with an exit code. Nothing is saved, because the state
+            may be in use by what hangs.
     """
     limits = [one for one in (seconds, deadline_s) if one]
     if not limits:
@@ -71,8 +71,8 @@ def watchdog(
                 tell(
                     silent_s,
                     "deadline_s",
-                    "The run ends, and the same command goes on from its newest checkpoint; where "
-                    "this only takes long, raise the key. ",
+                    "The run ends; the same command resumes from its newest checkpoint. If the "
+                    "work is only slow, raise the key. ",
                 )
                 end(EXIT_LOST)
                 return
@@ -96,7 +96,7 @@ def tell_on_signal() -> None:
 
 
 def _stacks() -> str:
-    """Return the stack of every thread of Python, under the thread's name."""
+    """Return the stack of every Python thread, under the thread's name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

@@ -1,4 +1,4 @@
-"""Weights of a policy on one device: those of a model, or of an adapter and its base."""
+"""Sizes of a policy's weights on one device: a model, or an adapter and its base."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class PolicyWeights:
 
     Attributes:
         trained: Values that an optimizer changes, in float32.
-        has_adapter: True if these are an adapter's.
-        base_bytes: Bytes of the weights that are not trained.
-        cast_bytes: Bytes of the copies that an update makes in the dtypes that are multiplied.
-        cast_tables: Bytes of those copies that are tables for tokens.
-        int8_layer: Int8 values of a layer, which are cast as they are multiplied.
+        has_adapter: True if only an adapter is trained.
+        base_bytes: Bytes of the frozen weights.
+        cast_bytes: Bytes of the copies that an update makes in the compute dtypes.
+        cast_tables: Part of `cast_bytes` for embedding and output tables.
+        int8_layer: Int8 values of one layer, which are cast when multiplied.
     """
 
     trained: int
@@ -48,10 +48,10 @@ def num_values(tree: Any) -> int:
 def count_weights(
     policy: Architecture, frozen: tuple[str, ...], mesh: Any, dtype: np.dtype
 ) -> PolicyWeights:
-    """Count the weights of a policy on one device, with the entries `frozen` not trained.
+    """Count the weights of a policy on one device; entries in `frozen` are not trained.
 
-    Weights are cast to `dtype`, the output layer to the model's `head_dtype` if it has one. A tied
-    table is read in both. Int8 kernels are cast layer by layer.
+    Weights are cast to `dtype`, and the output layer to the model's `head_dtype` if it has one. A
+    tied table is cast to both. Int8 kernels are cast layer by layer.
     """
     held, trained = leaves(policy, mesh), leaves(policy.parts(frozen)[0], mesh)
     inside = entries_with_layers(policy)
@@ -81,7 +81,7 @@ def count_weights(
 def leaves(
     declared: ParamSpec, mesh: Any, **settings: bool
 ) -> dict[tuple[str, ...], tuple[int, np.dtype]]:
-    """Return for each parameter, by its path, its values on one device and its dtype."""
+    """Return the number of values on one device and the dtype of each parameter, by path."""
     shapes = flatten_dict(declared.abstract_params())
     layouts = flatten_dict(param_shardings(mesh, declared, **settings))
     return {

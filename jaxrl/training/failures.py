@@ -14,8 +14,8 @@ _LONGEST_ERROR = 200  # characters of an error message in a warning
 
 
 _WHAT_TO_DO = (
-    "Neither the policy nor the tasks are at fault: mend what the error names, then run the same "
-    "command again. What was finished is saved."
+    "The policy and the tasks are not the cause: fix what the error names, then run the same "
+    "command again. Finished work is saved."
 )
 
 

@@ -147,6 +147,6 @@ def check_budget(spent: UsageStats, *, max_cost: float, max_calls: int) -> None:
     for key, limit, value in (("max_cost", max_cost, cost), ("max_calls", max_calls, num_calls)):
         if 0 < limit <= value:
             raise BudgetSpentError(
-                f"the run has spent {value:g} of config.ledger.{key}={limit:g}; to go on, raise it "
-                "and run the same command again."
+                f"the run has spent {value:g} of config.ledger.{key}={limit:g}; to resume, raise "
+                "it and run the same command again."
             )

@@ -145,8 +145,8 @@ def rollback_target(
     why = f"{sign['name']}: {sign['text']}"
     if watched.num_roll_backs >= watch.max_roll_backs:
         raise UnsoundError(
-            f"{why} The run has gone back {watched.num_roll_backs} times, as often as "
-            "config.watch.max_roll_backs allows."
+            f"{why} The run has rolled back {watched.num_roll_backs} times, the limit of "
+            "config.watch.max_roll_backs."
         )
     if not steps:
         raise UnsoundError(

@@ -86,7 +86,7 @@ def test_code_of_ones_own_has_a_fingerprint(key, argument, world, tmp_path, monk
         flatten(config),
         changed,
     )
-    assert str(change) == f"config.{key}'s file (content): another one than before"
+    assert str(change) == f"config.{key}'s file (content): changed"
     assert not change.is_free
 
 

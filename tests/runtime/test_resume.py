@@ -158,7 +158,7 @@ class TestContents:
         keys = ["model.path/tokenizer.json (content)", "tasks.train.source (content)"]
         assert [change.key for change in found] == keys
         assert not any(change.is_free for change in found)
-        assert str(found[1]) == ("config.tasks.train.source (content): another one than before")
+        assert str(found[1]) == "config.tasks.train.source (content): changed"
 
     def test_another_path_with_the_same_content(self, tmp_path):
         begin(tmp_path)

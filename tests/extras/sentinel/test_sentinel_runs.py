@@ -222,7 +222,7 @@ def test_nothing_goes_before_there_is_something_to_go_back_to(is_damaged, to_ste
     decided(workdir, to_step)
     if is_damaged:
         damage(workdir, 4)
-    with pytest.raises(CheckpointError, match=f"go back to step {to_step}, and .* has no whole"):
+    with pytest.raises(CheckpointError, match=f"go back to step {to_step}, but .* has no complete"):
         carried_out(workdir)
     assert steps_in(workdir / "checkpoints") == [4, 6]
 
@@ -275,7 +275,7 @@ def test_too_many_returns_end_the_run_and_save_it(tiny_world, cache_folder, tmp_
     config = watching(
         tiny_world, cache_folder, "roll_back", settings, **{"watch.max_roll_backs": 2}
     )
-    with pytest.raises(UnsoundError, match=r"gone back 2 times.*max_roll_backs"):
+    with pytest.raises(UnsoundError, match=r"rolled back 2 times.*max_roll_backs"):
         play(config, tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "roll_backs.jsonl").open()]
     assert [line["lr_scale"] for line in lines] == [0.5, 0.25]
