@@ -1,6 +1,7 @@
-"""The memory plan of a run: `memory` computes, `advice` looks for settings, `display` shows both.
+"""Memory plan of a run.
 
-`command` is what `--plan` does, `fitting` fits a run to the devices that it is started on, of which
-`host` tells what is free. Without this folder `--plan` is refused,
-and a run names its micro-batches and, on an accelerator, the size of its cache.
+`memory` computes the plan, `advice` finds settings that fit, and `display` shows both. `command` is
+`--plan`, `fitting` fits a run to its devices at startup, and `host` measures free host memory.
+Without this folder `--plan` is refused, and a run must set the size of its micro-batches and, on an
+accelerator, of its cache.
 """

@@ -1,4 +1,4 @@
-"""Settings with which a run would fit its devices: rows, one key, several keys, more devices."""
+"""Settings that make a run fit its devices: rows, one key, several keys, more devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.sharding import BATCH, num_batch_shards
 
 CPU_TOKENS = 512
-"""Tokens of a micro-batch on a CPU that are worth a pass over the gradients of all weights."""
+"""Minimum tokens of a CPU micro-batch, to amortize a pass over the gradients of all weights."""
 
 
 def best_micro_rows(
@@ -37,12 +37,13 @@ def best_micro_rows(
 ) -> tuple[int, int]:
     """Return the fastest micro-batch of a stage that fits a device, and its peak in bytes.
 
-    On a GPU or TPU it is the largest, but no larger than a mini-batch needs. On a CPU a token takes
-    about as long in a small one, which has less padding: there it is two rows, so that sequences of
-    a prompt meet, or `CPU_TOKENS` if that is more. It is a multiple of data * fsdp * expert.
+    On a GPU or TPU this is the largest that fits, up to the size of a mini-batch. On a CPU a small
+    micro-batch takes about as long per token and has less padding: there it is two rows, so that
+    sequences can share a prompt, or `CPU_TOKENS` if that is more. The result is a multiple of
+    data * fsdp * expert.
 
     Raises:
-        ValueError: Not even one row on each device fits, and `must_fit`.
+        ValueError: Even one row per device does not fit, and `must_fit` is True.
     """
     shards = num_batch_shards(target_mesh(config, model, target))
 
@@ -50,18 +51,18 @@ def best_micro_rows(
         changed = config.with_values({MICRO_ROWS[stage]: rows_each * shards})
         return update_phase(changed, model, target, stage).peak
 
-    # With one row each, there are as many micro-batches as sequences in a mini-batch.
+    # With one row per micro-batch, a mini-batch has one micro-batch per sequence.
     one_each = config.with_values(dict.fromkeys(MICRO_ROWS.values(), 1))
     most = -(-batch_shape(one_each, stage).num_micro // shards)
     if target.platform == "cpu":
         most = min(most, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
-    # The peak grows with the rows, so that few plans are made.
+    # The peak grows with the rows, so bisection needs few plans.
     num_fitting = bisect.bisect_right(range(1, most + 1), target.usable, key=peak)
     if num_fitting == 0 and must_fit:
         raise ValueError(
             f"config.{MICRO_ROWS[stage]}=0 asks for a micro-batch that fits, but "
             f"{shards} rows, one on each device, would need {gib(peak(1))} of the "
-            f"{gib(target.usable)} that may be used of each; --plan tells what to "
+            f"{gib(target.usable)} that may be used of each; --plan suggests what to "
             f"change, {GO_ON}."
         )
     rows_each = max(num_fitting, 1)
@@ -76,12 +77,12 @@ def choose_micro_rows(
     *,
     must_fit: bool = True,
 ) -> list[str]:
-    """Replace a `micro_rows` of 0 by the best that fits, in place; return a note on each choice.
+    """Replace each `micro_rows` of 0 by the best that fits, in place; return a note per choice.
 
-    A resumed run keeps the number in `began`, its flat configuration, without a note while that
-    divides over the mesh and fits.
+    A resumed run keeps the number in `began`, its flat configuration, without a note, while the
+    mesh divides it and it fits.
     """
-    # The free memory of a CPU differs at each start; the choice must not.
+    # A CPU's free memory differs at each start, but the choice must not.
     target = dataclasses.replace(target, free_bytes=None)
     shards = num_batch_shards(target_mesh(config, model, target))
     notes = []
@@ -107,29 +108,30 @@ def choose_micro_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Settings that make a plan fit, and `Plan.needed` with them."""
+    """Settings that make a plan fit, and the resulting `Plan.needed`."""
 
     settings: dict[str, Any]
     needed: int
 
 
 def advise(config: ResolvedConfig, model: Architecture, target: Target) -> list[Advice]:
-    """Find changes that make a configuration fit, the cheapest first.
+    """Find changes that make a configuration fit, cheapest first.
 
-    These are all single keys that are enough, each with the smallest change. Of several that need
-    the same memory only the cheapest is returned. If no single key is enough, keys are added up
-    until it fits. The list is empty if nothing helps.
+    Return every single key that suffices, with its smallest sufficient change. Among those that
+    need the same memory, return only the cheapest. If no single key suffices, combine keys until
+    the plan fits. Return [] if nothing helps.
     """
 
     def needed(settings: dict[str, Any]) -> int | None:
         try:
             return make_plan(config.with_values(settings), model, target).needed
         except ValueError:
-            return None  # rows or heads that the mesh would not divide
+            return None  # the mesh does not divide the rows or heads
 
     usable = target.usable
     single: dict[str, Advice] = {}
     together = Advice(settings={}, needed=make_plan(config, model, target).needed)
+    # Try each key alone. In the same pass, add each change that saves memory to a joint one.
     for options in _options(config, model, target):
         for settings in options:
             size = needed(settings)
@@ -147,13 +149,14 @@ def advise(config: ResolvedConfig, model: Architecture, target: Target) -> list[
 
 
 def devices_needed(config: ResolvedConfig, model: Architecture, target: Target) -> int | None:
-    """Return the first doubling of the devices at which the run fits, with settings of `advise`.
+    """Return the first doubling of the devices at which the run fits, with help from `advise`.
 
-    New devices go along fsdp. Several processes become more of them, each with as many devices as
-    before. None: no number up to a thousandfold is enough.
+    The `fsdp` axis takes the new devices. A job of several processes gets more processes of the
+    same size. None if even about a thousand times as many devices do not suffice.
     """
     flat, mesh = flatten(config), target_mesh(config, model, target)
     sizes, is_job = mesh.shape, target.num_processes > 1
+    # Scale the mesh, and round rows up to multiples of it.
     for factor in (2**power for power in range(1, 11)):
         larger = dataclasses.replace(
             target,
@@ -179,21 +182,23 @@ def devices_needed(config: ResolvedConfig, model: Architecture, target: Target) 
 def _options(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield for each key the values to try, the cheapest first; keys by what they cost in time."""
+    """Yield the values to try for each key, cheapest first; keys in order of their cost in time."""
     mesh, flat, is_cpu = (
         target_mesh(config, model, target),
         flatten(config),
         target.platform == "cpu",
     )
     sizes, shards = mesh.shape, num_batch_shards(mesh)
-    groups = sizes["data"] * sizes["fsdp"]  # of devices that have all experts together
+    groups = sizes["data"] * sizes["fsdp"]  # each group of devices holds all experts
     row_keys = [key for stage, key in MICRO_ROWS.items() if stage in config.stages]
     optimizers = [key.removesuffix("micro_rows") for key in row_keys]
+    # Lower precision, and no sampling during updates.
     if config.model.dtype == "float32":
         yield [{"model.dtype": "bfloat16"}]
     yield [{f"{optimizer}moments_dtype": "bfloat16" for optimizer in optimizers}]
     if config.rollout.async_level and not config.mesh.rollout_devices:
         yield [{"rollout.async_level": 0}]
+    # Sharded weights, smaller micro-batches and chunks, offloading and rematerialization.
     yield [
         {"mesh.data": groups // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": sizes["tensor"]}
         for fsdp in _doublings(sizes["fsdp"], groups)
@@ -202,11 +207,12 @@ def _options(
         yield [{key: rows} for rows in _halvings(flat[key], unit=shards)]
     chunk = "model.logits_chunk_tokens"
     yield [{chunk: size} for size in _halvings(flat[chunk], least=128)]
-    if not is_cpu:  # whose memory is the host's
+    if not is_cpu:  # offloading moves arrays to host memory, which a CPU uses anyway
         yield [{f"{optimizer}offload": True for optimizer in optimizers}]
     remats = ("none", "dots", "names", "full") + (() if is_cpu else ("offload",))
     if config.model.remat in remats:
         yield [{"model.remat": less} for less in remats[remats.index(config.model.remat) + 1 :]]
+    # A smaller cache, fewer concurrent sequences, other devices for sampling.
     if flat["rollout.cache_gib"]:
         yield [{"rollout.cache_gib": 0.0}]
     unit = shards * sizes["context"]
@@ -216,22 +222,24 @@ def _options(
     ]
     if config.rollout.async_level and sizes["expert"] == 1:
         yield _divisions(config, target, sizes)
-    # As many rows on each device, of which several devices then share the tokens.
+    # Context parallelism: the same rows per device, with their tokens split over several devices.
     yield [
         {"mesh.data": 1, "mesh.fsdp": groups // count, "mesh.context": sizes["context"] * count}
         | {key: flat[key] // count for key in row_keys}
         for count in _doublings(1, groups)
         if groups % count == 0
     ]
+    # Tensor parallelism.
     meshes = [
         {"mesh.data": 1, "mesh.fsdp": groups * sizes["tensor"] // tensor, "mesh.tensor": tensor}
         for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_local))
     ]
     yield meshes
-    # On fewer shards as many rows each: two devices then share the heads of what one had.
+    # The same with equal rows per shard, so fewer rows in total.
     yield [
         mesh | {key: flat[key] * mesh["mesh.fsdp"] // groups for key in row_keys} for mesh in meshes
     ]
+    # Shorter sequences, which change the task most.
     shortest = config.rollout.max_prompt_tokens + 1
     if config.has_contexts:
         context = config.rollout.context
@@ -245,9 +253,10 @@ def _options(
 def _divisions(
     config: ResolvedConfig, target: Target, sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return other numbers of devices that only sample, one step ahead; 0 last, if some do now.
+    """Return settings with other numbers of devices that only sample, one step ahead.
 
-    The devices that train go along fsdp, with as many rows of a micro-batch each as before.
+    The last option is 0 if there are such devices now. The `fsdp` axis takes the training devices,
+    with the same number of micro-batch rows per device as before.
     """
     flat, tensor, processes = flatten(config), sizes["tensor"], target.num_processes
     before, context = sizes["data"] * sizes["fsdp"], sizes["context"]
@@ -276,11 +285,11 @@ def _divisions(
 
 
 def _halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:
-    """Return half the value, a quarter, … down to `least`, each cut to a multiple of `unit`."""
+    """Return 1/2, 1/4, … of the value down to `least`, rounded down to multiples of `unit`."""
     sizes = [(value >> power) // unit * unit for power in range(1, 32)]
     return [size for size in dict.fromkeys(sizes) if size >= least]
 
 
 def _doublings(value: int, most: int) -> list[int]:
-    """Return twice the value, four times, … up to `most`."""
+    """Return 2, 4, … times the value up to `most`."""
     return [value << power for power in range(1, 32) if value << power <= most]

@@ -26,29 +26,30 @@ def show_plan(
     num_passages: int,
     json_file: str | None,
 ) -> bool:
-    """Print what a configuration needs of each device, and what would fit if it does not.
+    """Print the memory plan of a configuration, with settings that would fit if it does not.
 
     Args:
-        config: Configuration whose `micro_rows=0` is replaced by the best choice.
+        config: Configuration; `micro_rows=0` is replaced by the best choice, in place.
         num_devices: Devices of all processes; 0 for those of this host.
-        num_processes: Processes that share them.
-        memory_gib: GiB of each device; 0 for this host's.
-        platform: Kind of device; None for gpu if memory is given, else this host's.
-        num_passages: Passages of the corpus of `search.dense`; 0 counts those of the file.
-        json_file: File for the plan as JSON, or None.
+        num_processes: Processes that share the devices.
+        memory_gib: Memory of each device in GiB; 0 for that of this host's devices.
+        platform: Platform of the devices; None for gpu if `memory_gib` is set, else this host's.
+        num_passages: Passages of the corpus of `search.dense`; 0 to count them in the file.
+        json_file: Path for the plan as JSON, or None.
 
     Returns:
-        True if it fits.
+        True if the plan fits.
 
     Raises:
-        FileNotFoundError: There is no model or corpus.
-        ValueError: A key or a flag is wrong.
+        FileNotFoundError: The model or the corpus is missing.
+        ValueError: A key or a flag is invalid.
     """
     if num_devices < 0 or memory_gib < 0:
         raise ValueError(
             f"--plan_devices={num_devices} and --plan_memory_gib={memory_gib}: expected numbers "
             "above 0, or 0 for this host's."
         )
+    # Build the target from the flags, and from this host for what they leave open.
     given: dict[str, Any] = {"num_processes": num_processes, "num_passages": num_passages}
     if num_devices:
         given["num_devices"] = num_devices
@@ -73,6 +74,7 @@ def show_plan(
             "nothing else of a model, and configs/models has one for several."
             f"{suggest_model(config.model.path)}"
         ) from error
+    # Plan, and search for settings if the plan does not fit.
     notes = advice.choose_micro_rows(config, model, target, must_fit=False)
     plan = memory.make_plan(config, model, target)
     would_fit = [] if plan.fits else advice.advise(config, model, target)
@@ -84,7 +86,7 @@ def show_plan(
         console.print(printable(line), markup=False, emoji=False)
     console.print(display.show(plan, would_fit, num_needed))
     if target.platform == "cpu" and target.free_bytes is None and not memory_gib:
-        console.print("this system does not tell what is free: no run is refused for its memory")
+        console.print("free memory is unknown on this system: no run is refused for its memory")
     if json_file is not None:
         text = json.dumps(display.as_json(plan), indent=2) + "\n"
         Path(json_file).write_text(text, encoding="utf-8")

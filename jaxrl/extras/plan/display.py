@@ -1,4 +1,4 @@
-"""The plan for people, as a table, and for programs, as JSON."""
+"""The plan as a table for users and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jaxrl.extras.plan.memory import USABLE, Plan
 
 def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
     """Return the plan as a table, with advice if it does not fit."""
+    # A row per phase, with its permanent terms and those of each moment.
     target, sizes = plan.target, plan.mesh
     mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
     processes = f" of {target.num_processes} processes" if target.num_processes > 1 else ""
@@ -35,6 +36,7 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
             for name, size in terms.items():
                 table.add_row(f"    {name}", f"{size / scale:.2f}")
         table.add_section()
+    # Lines below the table: sizes, the verdict, and advice.
     whose = "" if target.free_bytes is None else " that are free"
     is_part = plan.num_trained != plan.num_params
     trained = f", {plan.num_trained:,} are trained" if is_part else ""
@@ -47,13 +49,13 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
     ]
     fullest = max(plan.phases, key=lambda phase: phase.peak)
     largest = ", ".join(f"{name} {gib(size)}" for name, size in fullest.largest(2))
-    lines.append(f"what takes most, in {fullest.name}: {largest}")
+    lines.append(f"largest terms, in {fullest.name}: {largest}")
     for option in advice:
         settings = " ".join(f"--config.{key}={value}" for key, value in option.settings.items())
         lines.append(f"would fit with {settings}: {gib(option.needed)}")
     if not plan.fits and not advice:
         more = (
-            f"{num_needed} such devices would do (plan for them)"
+            f"{num_needed} such devices would be enough (plan for them)"
             if num_needed
             else "more devices do not help"
         )
@@ -62,7 +64,7 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data, sizes in bytes."""
+    """Return the plan as plain data, with sizes in bytes."""
     phases = [
         {**dataclasses.asdict(phase), "moment": phase.moment, "peak": phase.peak}
         for phase in plan.phases

@@ -1,4 +1,4 @@
-"""Fit a run to the devices on which it starts."""
+"""Fitting of a run to the devices on which it starts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jaxrl.runtime.resume import read_record
 def fit_memory(
     config: ResolvedConfig, workdir: Path, *, ignore_memory_plan: bool = False
 ) -> list[str]:
-    """Choose the micro-batches of `micro_rows=0`, and return notes for the user.
+    """Replace each `micro_rows=0` by the best size that fits; return notes for the user.
 
-    A resumed run keeps the micro-batches in its workdir while they fit.
+    A resumed run keeps the sizes recorded in its workdir while they fit.
 
     Raises:
-        ValueError: The plan needs more than a device has, or for a new run on a CPU more than is
-            free, and `ignore_memory_plan` is off.
+        ValueError: The plan exceeds the memory of a device, or for a new run on a CPU the free
+            memory, and `ignore_memory_plan` is off.
     """
     begun = read_record(workdir, is_accepted=True)
     began = begun.config if begun else {}
     target = memory.host_target()
     model = read_model(config.model.path, config.model.architecture)
-    # All processes must choose alike.
+    # All processes must make the same choice.
     sizes, free = zip(*distributed.gather((target.memory_bytes, target.free_bytes)), strict=True)
     target = replace(
         target, memory_bytes=min(sizes), free_bytes=None if None in free else min(free)
@@ -48,9 +48,9 @@ def fit_memory(
         has = "of which {} are free" if is_cpu else "which has {}"
         needs = (
             f"the plan needs {gib(peak)} on each device, {has.format(gib(target.limit))}; --plan "
-            "tells what to change"
+            "suggests what to change"
         )
-        # Free memory changes from minute to minute, so it never ends a run that has begun.
+        # Free memory changes from minute to minute, so it never prevents a resume.
         if not ignore_memory_plan and not (is_cpu and begun):
             raise ValueError(f"{needs}, {memory.GO_ON}.")
         notes.append(f"warning: {needs}")
@@ -58,9 +58,10 @@ def fit_memory(
 
 
 def pages_left(config: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
-    """Return the number of cache pages for which the plan leaves room on a device of this host.
+    """Return the number of cache pages that the plan leaves on a device of this host.
 
-    The plan assumes the kernels that are tried first; the pages of the run's have `page_tokens`.
+    The plan assumes the kernels that are tried first. The run's kernels may differ; their pages
+    have `page_tokens` tokens.
     """
     target = memory.host_target()
     planned = memory.cache_pages(config, model, target)

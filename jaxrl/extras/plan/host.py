@@ -1,4 +1,4 @@
-"""Memory of this host that a process can have."""
+"""Host memory available to this process."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 NO_LIMIT = 2**60
-"""Bound on limits: without one, a control group of version 1 reports a little less than 2**63."""
+"""Bytes from which a limit means none: cgroup v1 reports unlimited as almost 2**63."""
 
 VERSIONS = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
-"""Files of the limit and of the usage, and prefix in memory.stat, by version of control groups."""
+"""File of the limit, file of the usage, and prefix in memory.stat, by cgroup version."""
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """Return the bytes that a process may have here in all, and those that are free; None: unknown.
+    """Return the total and the free bytes available to this process; None if unknown.
 
-    The least of what Linux has and of what the control groups of this process allow, such as those
-    of a container or of a job: `MemTotal` and `MemAvailable` of /proc/meminfo
-    (https://docs.kernel.org/filesystems/proc.html), and limits of version 2
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html) and 1. Memory that caches files counts as
-    free: the system takes it back. Swap does not count.
+    Each is the minimum over /proc/meminfo (`MemTotal` and `MemAvailable`,
+    https://docs.kernel.org/filesystems/proc.html) and the limits of this process's control groups,
+    such as those of a container or a job, of version 2
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html) or 1. The page cache counts as free,
+    because the kernel reclaims it. Swap does not count.
 
     Args:
         root: Root of the file system.
@@ -50,8 +50,8 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
 def _groups(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield the folders of this process's control groups and their parents, with their version.
 
-    In a container the path in /proc may be the host's. Then only the last folder exists, the root
-    of the mount, which is the container's own group.
+    In a container the path in /proc may be the host's. Then only the last folder, the mount's root,
+    exists; it is the container's group.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -61,7 +61,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         within = PurePosixPath(path.lstrip("/"))
-        if not controllers:  # version 2, alone or beside controllers of version 1
+        if not controllers:  # version 2, alone or together with controllers of version 1
             bases, version = [mounts, mounts / "unified"], 2
         elif "memory" in controllers.split(","):
             bases, version = [mounts / "memory"], 1

@@ -1,8 +1,8 @@
 """Memory of a run on each device, from its configuration and the model's config.json.
 
 Nothing is allocated and no weights are read. Weights, optimizer state and caches are counted from
-their shapes and layouts. What a program needs besides is a few large terms and `MARGIN` for all
-that is small. Tests compare the sums with XLA's memory analysis of the same programs.
+their shapes and layouts. The temporary arrays of a program are a few large terms, plus `MARGIN` for
+everything small. Tests compare the sums with XLA's memory analysis of the same programs.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from jaxrl.runtime.weight_memory import PolicyWeights, count_weights, leaves, nu
 from jaxrl.sampling.buckets import append_sizes, row_sizes
 
 USABLE = 0.9
-"""Share of a device's memory that a plan may fill. The rest is for what the plan does not see."""
+"""Share of a device's memory that a plan may fill. The rest is for what the plan omits."""
 
 MARGIN = 0.1
 """Share added to the temporary arrays of a program, for buffers, masks and small copies."""
 
-GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
+GO_ON = "--ignore_memory_plan starts anyway, since the plan may be wrong"
 
 BATCH_BYTES = 40
-"""Bytes of a token in a mini-batch: about ten arrays of four bytes."""
+"""Bytes per token in a mini-batch: about ten arrays of four bytes."""
 
 LOGIT_BLOCKS_BYTES = 4 * 2**20
-"""Two copies of a block of logits on a CPU, which `block_tokens` makes 2 MiB."""
+"""Bytes of two copies of a block of logits on a CPU; `block_tokens` makes a block 2 MiB."""
 
 PROCESS_BYTES, COMPILER_BYTES = 400 * 2**20, 100 * 2**20
 """Host memory of a process (interpreter, libraries, tokenizer, data), and of its compiler.
@@ -61,22 +61,22 @@ Measured on Linux with JAX 0.10.2.
 """
 
 LAYER_PROGRAM_BYTES, LAYER_COMPILER_BYTES = 9 * 2**20, 2 * 2**20
-"""Host memory of each layer in the sampler's programs, and while one of them is compiled."""
+"""Host memory per layer: in the sampler's programs, and during the compilation of one."""
 
 WEIGHTS_PHASE = "weights to the sampler"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The devices that a plan is made for.
+    """Devices of a plan.
 
     Attributes:
-        platform: `cpu`, `gpu` or `tpu`.
+        platform: One of `cpu`, `gpu` and `tpu`.
         num_devices: Devices of all machines together.
         memory_bytes: Memory of one device that JAX may use.
         num_processes: Processes that share the devices evenly. Each samples on its own devices.
-        num_passages: Passages of the corpus of `search.dense`; 0 counts those of the file.
-        free_bytes: One device's part of a CPU's free memory. None if unknown or not a CPU.
+        num_passages: Passages of the corpus of `search.dense`; 0 to count them in the file.
+        free_bytes: Share of one device in a CPU's free memory. None if unknown or not a CPU.
     """
 
     platform: str
@@ -88,12 +88,12 @@ class Target:
 
     @property
     def num_local(self) -> int:
-        """Devices of one process."""
+        """Number of devices of one process."""
         return self.num_devices // self.num_processes
 
     @property
     def limit(self) -> int:
-        """Bytes of a device beyond which a run cannot start."""
+        """Bytes of a device; a run that needs more cannot start."""
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
 
     @property
@@ -108,9 +108,9 @@ class Phase:
 
     Attributes:
         name: Name in the table.
-        kept: Terms that are there throughout.
-        moments: Further terms of each moment that could be the peak.
-        spare: Bytes of `kept` that the phase uses only where they are free.
+        kept: Terms that last for the complete phase.
+        moments: Additional terms at each moment that may be the peak.
+        spare: Bytes of `kept` that the phase uses only if they are free.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Phase:
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     def largest(self, count: int) -> list[tuple[str, int]]:
-        """Return the largest terms of the peak, the largest first."""
+        """Return the `count` largest terms of the peak, largest first."""
         terms = self.kept | self.moments[self.moment]
         return sorted(terms.items(), key=lambda term: -term[1])[:count]
 
@@ -144,8 +144,8 @@ class Plan:
         phases: Phases of all stages.
         shapes: Largest shapes of the programs, by phase.
         num_params: Parameters of the model.
-        num_trained: Parameters that the optimizer changes, or those of the adapter.
-        tokens_per_step: Tokens of a training step if every trajectory has full length.
+        num_trained: Parameters that the optimizer changes.
+        tokens_per_step: Tokens of a training step if every trajectory has maximum length.
     """
 
     target: Target
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Bytes of the peak without those that a phase uses only where they are free."""
+        """Bytes at the peak without those that a phase uses only if they are free."""
         return max(phase.peak - phase.spare for phase in self.phases)
 
     @property
@@ -173,9 +173,9 @@ class Plan:
 
 
 def host_target() -> Target:
-    """Return the devices that JAX sees here, with the memory that it may use of each.
+    """Return this host's JAX devices, with the memory that JAX may use of each.
 
-    The devices of a CPU share half of the host's memory, and what is free of it.
+    CPU devices share half of the host's memory, and all of its free memory.
     """
     devices = jax.local_devices()
     stats, free_bytes = [device.memory_stats() or {} for device in devices], None
@@ -200,7 +200,7 @@ def target_mesh(config: ResolvedConfig, model: Architecture, target: Target) -> 
     """Return the configured mesh over devices that need not exist.
 
     Raises:
-        ValueError: The mesh does not divide the devices, those of a process, or the heads.
+        ValueError: The mesh does not divide the devices, a process's devices, or the heads.
     """
     sizes = mesh_sizes(target.num_devices, **config.mesh, num_processes=target.num_processes)
     if (target.num_local - config.mesh.rollout_devices) % devices_together(sizes):
@@ -215,12 +215,12 @@ def target_mesh(config: ResolvedConfig, model: Architecture, target: Target) -> 
 def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Plan:
     """Plan the configured stages.
 
-    Scoring (old and reference log-probabilities) has no phase of its own: it needs less than the
+    Scoring (old and reference log-probabilities) is not a separate phase: it needs less than the
     update of the same micro-batch.
 
     Raises:
         ValueError: The mesh does not divide the devices, the heads or the rows, or trajectories
-            are longer than the model's positions.
+            exceed the model's maximum length.
     """
     mesh = target_mesh(config, model, target)
     check_rows(config, mesh, target.num_processes)
@@ -255,13 +255,13 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
     is_cpu, is_tpu = target.platform == "cpu", target.platform == "tpu"
     policy, counts = _count_policy(config, model, mesh), _Counts.of(model, mesh)
     gathers = sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1
-    splits_gradients = gathers and sizes["data"] == 1  # those of tables, where they arise
+    splits_gradients = gathers and sizes["data"] == 1  # gradients of tables are split at once
     itemsize = jnp.dtype(config.model.dtype).itemsize
     head_itemsize = jnp.dtype(config.model.head_dtype or config.model.dtype).itemsize
     copies = is_cpu and itemsize < 4 and not MULTIPLIES_BFLOAT16
-    operand = 4 if copies else itemsize  # bytes of a value that is multiplied
+    operand = 4 if copies else itemsize  # bytes of a value in a matrix product
 
-    # A device's part of a micro-batch, and of the logits that are computed together.
+    # A device's part of a micro-batch, and of one chunk of logits.
     shards, shares_prompts = num_batch_shards(mesh), SHARES_PROMPTS[_kernels(config, model, target)]
     shape = batch_shape(config, stage, shards * shares_prompts, sizes["context"], model)
     rows = shape.micro_rows // shards
@@ -270,6 +270,7 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
     num_chunks, chunk = chunks_of(tokens, chunk_tokens)
     logits = 4 * chunk * _split(model.vocab_size, sizes["tensor"])
 
+    # Terms that last for the complete phase.
     num_minibatches = config.optimizer.num_minibatches if stage == "train" else 1
     token_bytes = BATCH_BYTES + sum(array.num_bytes for array in shape.token_arrays.values())
     search_held, searching = _search_bytes(config, target)
@@ -284,7 +285,7 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
         kept |= {name: sampling.kept[name] for name in ("decode weights", "KV cache")}
         kept |= {"sampling": sum(sampling.moments[sampling.moment].values())} | searching
 
-    # Layers. A CPU's compiler keeps the activations of layers that it compiles one by one.
+    # Layers. Without a scan over layers, a CPU's compiler keeps all activations.
     remat = "none" if is_cpu and not config.model.scan_layers else config.model.remat
     layer = model.memory_terms(sizes["tensor"])
     saved, num_layers = layer.saved_activations.get(remat, 0), model.num_layers
@@ -292,22 +293,22 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
     if model.num_experts:
         experts = model.expert_terms(sizes["tensor"], sizes["expert"])
         saved += experts.saved_activations.get(remat, 0)
-        # A CPU copies some of what experts compute, an accelerator writes some over the rest.
+        # A CPU copies some activations of experts. An accelerator reuses some buffers.
         values = experts.activations if is_cpu else experts.activations - experts.reused
         inner += tokens * values * (3 if copies else itemsize)
-    if remat == "offload":  # attention's result; all layers but two are in the host's memory
+    if remat == "offload":  # saves attention's result; host memory holds all layers but two
         saved = model.num_heads // sizes["tensor"] * (model.head_dim + 4 // itemsize)
         num_layers = num_layers if is_cpu else min(num_layers, 2)
     activations = num_layers * tokens * (model.width + saved)
     cast = policy.cast_bytes
     if gathers or (copies and not policy.has_adapter):
-        cast -= policy.cast_tables  # which are counted where they are gathered
+        cast -= policy.cast_tables  # counted below, where tables are gathered
     gradients = itemsize * (policy.trained - counts.split_tables)
     if policy.has_adapter:
         gradients = 4 * policy.trained
-    # Devices along `context` gather keys and values of whole rows.
+    # Devices along `context` gather keys and values of complete rows.
     keys = (sizes["context"] > 1) * rows * shape.row_tokens * model.num_kv_heads * model.head_dim
-    held = {  # in the layers and the output
+    held = {  # present in both moments, layers and output
         "weights in the compute dtype": cast + copies * 4 * counts.layers,
         "activations kept for the backward pass": activations * (itemsize + copies * 2),
     }
@@ -320,15 +321,15 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
     }
     at_output = {"a micro-batch's gradients": is_cpu * gradients, "logits": logits}
 
-    # Embedding and output layer, each of `table` bytes in float32, and their gradients.
+    # Embedding and output layer, each `table` bytes in float32, and their gradients.
     table, tables = 4 * counts.table(model), itemsize * counts.tables
     if head_itemsize > itemsize:
         tables = (itemsize + head_itemsize) * counts.table(model)
     gradient, both = (0, 0) if policy.has_adapter else (table, 4 * counts.tables)
-    is_added = is_tpu and (splits_gradients or not gathers)  # to those of earlier micro-batches
+    is_added = is_tpu and (splits_gradients or not gathers)  # directly to earlier ones
     at_layers["gradients of tables"] = 0 if is_added else gradient
     if is_cpu:
-        # It turns a tied table over, and finds tokens of bfloat16 in a table of float32.
+        # A CPU transposes a tied table, and looks up bfloat16 tokens in a float32 table.
         at_layers["tables"] = (1 + gathers) * table
         at_output["tables"] = at_layers["tables"]
         at_output["logits"] += LOGIT_BLOCKS_BYTES + copies * (head_itemsize < 4) * logits // 2
@@ -343,7 +344,7 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
         at_layers["tables"] = at_output["tables"] = gathers * tables
         is_shared = num_pieces(mesh) > 1
         if is_tpu:
-            if itemsize == 4:  # multiplied in bfloat16, from a copy
+            if itemsize == 4:  # float32 tables are multiplied as bfloat16 copies
                 at_layers["tables"] = at_output["tables"] = gathers * table + gradient // 2
             is_summed = is_shared or num_chunks > 1
             at_output["gradients of tables"] = gradient if is_summed else gradient // 2
@@ -353,6 +354,7 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
             at_output["logits"] = min(num_chunks, 2) * logits
     moments = {"layers": at_layers, "output": at_output}
 
+    # Images: patches and the activations of their encoder.
     if tower := shape.tower:
         terms, trains = tower.memory_terms(), not (config.model.freeze_tower or policy.has_adapter)
         patches = rows * shape.row_units * tower.unit
@@ -377,7 +379,7 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
 
 
 def rollout_phase(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
-    """Plan the sampling of trajectories, in training and evaluation."""
+    """Plan the sampling of trajectories in training and evaluation."""
     phase, cache = _sampling_phase(config, model, target), _cache_sizes(config, model, target)
     pages = cache_pages(config, model, target)
     is_fixed = cache.fixed_pages(config, target.platform) is not None
@@ -391,12 +393,12 @@ def rollout_phase(config: ResolvedConfig, model: Architecture, target: Target) -
 def cache_pages(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Count the pages of each shard's cache.
 
-    As many as `rollout.cache_gib` holds. By default what the plan leaves of a device, at most twice
-    what `rollout.max_num_seqs` trajectories of full length fill. What these fill on a CPU and
-    where a device samples while it updates.
+    `rollout.cache_gib` sets the size. By default the cache takes the memory that the plan leaves,
+    at most twice the pages of `rollout.max_num_seqs` trajectories of maximum length. On a CPU, and
+    on devices that sample while they update, it has exactly the pages of these trajectories.
 
     Raises:
-        ValueError: `rollout.cache_gib` does not hold one trajectory.
+        ValueError: `rollout.cache_gib` is too small for one trajectory.
     """
     cache = _cache_sizes(config, model, target)
     pages = cache.fixed_pages(config, target.platform)
@@ -407,12 +409,12 @@ def cache_pages(config: ResolvedConfig, model: Architecture, target: Target) -> 
 
 
 def page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
-    """Return the tokens of a page of the kernels that are tried first."""
+    """Return the tokens per page of the attention kernels that are tried first."""
     return PAGE_TOKENS[_kernels(config, model, target)]
 
 
 def _kernels(config: ResolvedConfig, model: Architecture, target: Target) -> str:
-    """Return the attention kernels that are tried first; refuse what the run would."""
+    """Return the attention kernels that are tried first; refuse what the run would refuse."""
     name, dtype = config.model.attention, config.model.dtype
     model.check_kernels(target.platform, experts=config.model.experts, dtype=dtype)
     return decide(name, target.platform, model.head_dim, dtype)[0]
@@ -424,7 +426,7 @@ def _cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) ->
 
 
 def _sampling_phase(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
-    """Plan the sampling of trajectories without the cache of keys and values."""
+    """Plan the sampling of trajectories without the KV cache."""
     mesh, is_cpu = target_mesh(config, model, target), target.platform == "cpu"
     counts, cache = _Counts.of(model, mesh), _cache_sizes(config, model, target)
     itemsize = jnp.dtype(config.model.dtype).itemsize
@@ -448,11 +450,11 @@ def _sampling_phase(config: ResolvedConfig, model: Architecture, target: Target)
         "rows' past": rows * past * cache.page_bytes,
         "the chunk's keys and values": 2 * rows * config.rollout.chunk_tokens * token_bytes,
         "logits": 3 * rows * _split(model.vocab_size, mesh.shape["tensor"]) * 4,
-        # A TPU's compiler turns them over.
+        # A TPU's compiler transposes them.
         "kernels of attention": (target.platform == "tpu") * kernels * itemsize,
     }
 
-    # Prompts and observations, with keys and values of each turn of the loop over pages.
+    # Prefill of prompts and observations, with keys and values for each step of a loop over pages.
     read = append_sizes(target.platform, config.context_tokens)[-1]
     values = model.memory_terms(mesh.shape["tensor"]).read_activations
     if model.num_experts:
@@ -465,11 +467,11 @@ def _sampling_phase(config: ResolvedConfig, model: Architecture, target: Target)
         "keys and values": turn_bytes * operand // itemsize,
         "attention scores": 3 * read * heads * TURN_TOKENS * 4,
     }
-    if is_cpu and not copies:  # it turns the kernels of a layer over
+    if is_cpu and not copies:  # a CPU transposes the kernels of a layer
         reading["kernels of a layer"] = itemsize * counts.decode_layers // model.num_layers
     if is_cpu and itemsize < 4:
-        # Copies of the cache and of the weights, for all steps of a chunk. Where tokens are read,
-        # half the layers are copied at a time. A single row is copied by every version.
+        # Float32 copies of the cache and the weights last for all steps of a chunk. Prefill copies
+        # half of the layers at a time. For a single row, every JAX version makes these copies.
         cached = 2 * cache.page_bytes * (cache.fixed_pages(config, "cpu") or 0)
         if copies or rows == 1:
             weights = counts.decode_layers + counts.table(model)
@@ -500,11 +502,11 @@ def _sampling_phase(config: ResolvedConfig, model: Architecture, target: Target)
 
 
 def _weights_phase(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
-    """Plan how the sampler gets its weights where parameters do not stay beside them.
+    """Plan the handover of weights to a sampler without parameters on its devices.
 
-    Devices that train send a copy. Where nothing is trained any more, weights take the place of the
-    parameters one by one. Where nothing is trained at all, parameters are read from disk one by
-    one, the largest first; an adapter's base is there as a whole.
+    Training devices send a copy. After the last training stage, weights replace the parameters one
+    by one. Without any training, parameters are read from disk one by one, largest first; an
+    adapter's base is complete in memory.
     """
     mesh = target_mesh(config, model, target)
     held = _search_bytes(config, target)[0]
@@ -522,7 +524,7 @@ def _weights_phase(config: ResolvedConfig, model: Architecture, target: Target) 
     elif config.stages != ("evaluate",) or policy_architecture(config, model).wrapper is not None:
         moment = {"decode weights of one parameter": max(made.values())}
     else:
-        # A CPU has it in the pages of its file, as it is read, and as an array.
+        # A CPU holds a parameter three times: in the file's pages, as read, and as an array.
         kept, copies, num_made = held, 3 if target.platform == "cpu" else 1, 0
         moment = {"decode weights so far": 0, "one parameter": 0}
         for path, (size, _) in sorted(read_sizes.items(), key=lambda leaf: -leaf[1][0]):
@@ -537,11 +539,11 @@ def _weights_phase(config: ResolvedConfig, model: Architecture, target: Target) 
 def _checkpoint_phase(
     config: ResolvedConfig, model: Architecture, target: Target, stage: str
 ) -> Phase:
-    """Plan the saving of a checkpoint on a CPU, which copies arrays before it writes them."""
+    """Plan a checkpoint on a CPU, which copies arrays before it writes them."""
     state = _state(config, model, target_mesh(config, model, target), stage)
     saved = sum(size for name, size in state.items() if name != "frozen weights")
     kept = state | _search_bytes(config, target)[0]
-    is_last = config.num_steps <= config.checkpoint.every_steps  # the only one, after sampling
+    is_last = config.num_steps <= config.checkpoint.every_steps  # the only one; sampling is over
     if stage == "train" and not config.mesh.rollout_devices and not is_last:
         kept["decode weights"] = _decode_weights(config, model, target)
     moments = {"saving": {"copies to be written": saved}}
@@ -549,9 +551,9 @@ def _checkpoint_phase(
 
 
 def _on_host(phase: Phase, config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
-    """Add a device's part of the process on a CPU, and of the compiler of the phase's programs.
+    """Add a CPU device's share of the process and of the compiler of the phase's programs.
 
-    The sampler's layers are compiled one by one, others in a loop unless `scan_layers` is off.
+    The sampler's layers compile separately, others as one loop unless `scan_layers` is off.
     """
     process, compiler = PROCESS_BYTES, COMPILER_BYTES
     if {"train", "evaluate"} & set(config.stages):
@@ -572,7 +574,7 @@ def _with_margin(
     moments: dict[str, dict[str, int]],
     held: dict[str, int] | None = None,
 ) -> Phase:
-    """Return a phase without empty terms, with `MARGIN` added to each moment but for `held`."""
+    """Return a phase without empty terms, with `MARGIN` added to each moment except for `held`."""
     for moment, terms in moments.items():
         margin = {"margin": int(MARGIN * sum(terms.values()))}
         every = (held or {}) | terms | margin
@@ -587,7 +589,7 @@ class _Counts:
     Attributes:
         layers: All layers, split as in training.
         split_tables: Embedding, final norm and output layer, split as in training.
-        gathered_layer: Whole values of what training splits in one layer.
+        gathered_layer: Unsplit size of those parameters of one layer that training splits.
         decode_layers: All layers, split as in decoding: over `tensor`, and experts over `expert`.
         tables: Embedding, final norm and output layer, split as in decoding.
     """
@@ -599,7 +601,7 @@ class _Counts:
     tables: int
 
     def table(self, model: Architecture) -> int:
-        """Return the values of the embedding; an output layer of its own has as many."""
+        """Return the size of the embedding; an untied output layer has the same size."""
         return self.tables // (1 if model.tie_embeddings else 2)
 
     @classmethod
@@ -619,7 +621,7 @@ class _Counts:
 
 
 def _split(size: int, num_shards: int) -> int:
-    """Return a device's part of a dimension; one that does not divide is whole."""
+    """Return a device's part of a dimension; it is not split if the shards do not divide it."""
     return size if size % num_shards else size // num_shards
 
 
@@ -631,7 +633,7 @@ def _count_policy(config: ResolvedConfig, model: Architecture, mesh: Any) -> Pol
 
 
 def _state(config: ResolvedConfig, model: Architecture, mesh: Any, stage: str) -> dict[str, int]:
-    """Count what stays on a device from step to step: weights, moments, the reference policy."""
+    """Count the bytes on a device between steps: weights, moments, the reference policy."""
     policy, section = _count_policy(config, model, mesh), config.optimizer_section(stage)
     params = 4 * policy.trained
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
@@ -644,7 +646,7 @@ def _state(config: ResolvedConfig, model: Architecture, mesh: Any, stage: str) -
 
 
 def _moment_bytes(policy: PolicyWeights, section: Any) -> int:
-    """Count Adam's two moments: the mean in `moments_dtype`, the variance in float32."""
+    """Count the bytes of Adam's moments: the mean in `moments_dtype`, the variance in float32."""
     return (jnp.dtype(section.moments_dtype).itemsize + 4) * policy.trained
 
 
@@ -654,7 +656,7 @@ def _frees_params(config: ResolvedConfig) -> bool:
 
 
 def _search_bytes(config: ResolvedConfig, target: Target) -> tuple[dict[str, int], dict[str, int]]:
-    """Count what a search engine keeps on a device, and what a search adds."""
+    """Count the bytes that a search engine holds on a device, and those that a search adds."""
     if (name := IN_MEMORY.get(config.search.engine)) is None:
         return {}, {}
     search_bytes = pkgutil.resolve_name(name)
@@ -664,7 +666,7 @@ def _search_bytes(config: ResolvedConfig, target: Target) -> tuple[dict[str, int
 
 
 IN_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:search_bytes")
-"""Search engines that lie on devices, by the function that counts their bytes."""
+"""Functions that count the bytes of search engines on devices, by engine."""
 
 
 def _decode_weights(config: ResolvedConfig, model: Architecture, target: Target) -> int:
@@ -675,7 +677,7 @@ def _decode_weights(config: ResolvedConfig, model: Architecture, target: Target)
     if policy.wrapper is None:
         return dtype.itemsize * (counts.decode_layers + counts.tables) + head
     is_alone = target.num_processes == 1 and not config.mesh.rollout_devices
-    # A CPU's sampler has its layers apart.
+    # A CPU's sampler stores its layers separately, so it cannot share them.
     may_share = is_alone and target.platform != "cpu" and not _frees_params(config)
     plan = importlib.import_module(policy.wrapper.plan)
     size: int = plan.decode_bytes(policy, mesh, dtype, may_share=may_share)
@@ -683,7 +685,7 @@ def _decode_weights(config: ResolvedConfig, model: Architecture, target: Target)
 
 
 def _head_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:
-    """Return the further bytes of a value in the sampler's output layer.
+    """Return the additional bytes per value of the sampler's output layer.
 
     A tied model has a copy of the table on a CPU, and elsewhere if the dtypes differ.
     """

@@ -162,7 +162,7 @@ class TestRefusal:
     @pytest.mark.parametrize("platform", ["gpu", "tpu"])
     def test_an_accelerator_that_is_too_small(self, config, tmp_path, monkeypatch, platform):
         self.on(monkeypatch, platform=platform)
-        with pytest.raises(ValueError, match=r" GiB .*--plan tells .*--ignore_memory_plan"):
+        with pytest.raises(ValueError, match=r" GiB .*--plan suggests .*--ignore_memory_plan"):
             launch._fit_memory(config, tmp_path)
 
     def test_the_flag_goes_on(self, config, tmp_path, monkeypatch):
@@ -194,7 +194,10 @@ class TestRefusal:
 
     @pytest.mark.parametrize(
         ("free_bytes", "told"),
-        [(None, "does not tell what is free: no run"), (2**31, "(90% of 2.00 GiB that are free)")],
+        [
+            (None, "free memory is unknown on this system: no run"),
+            (2**31, "(90% of 2.00 GiB that are free)"),
+        ],
     )
     def test_the_plan_tells_what_is_free(self, tiny_world, monkeypatch, plan, free_bytes, told):
         here = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB, free_bytes=free_bytes)
