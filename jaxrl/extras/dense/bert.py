@@ -1,6 +1,6 @@
-"""BERT encoders: post-norm blocks with attention in both directions, on plain nested dicts.
+"""BERT encoders: post-norm blocks with bidirectional attention, on plain nested dicts.
 
-The parameter tree, with the leading layer axis L of stacked blocks:
+The parameter tree; stacked blocks have a leading layer axis L:
 
     embed/{words,places,kinds}/embedding        [V | P | 2, D]
     embed/norm/{scale,bias}                     [D]
@@ -59,7 +59,7 @@ class BertConfig:
         """Read the fields of a `config.json`.
 
         Raises:
-            ValueError: A field is missing, of the wrong type, or asks for something unsupported.
+            ValueError: A field is missing, has the wrong type, or needs something unsupported.
         """
         fields = completed(fields, "bert", source=source)
         supported: dict[str, list[Any]] = {"hidden_act": [*ACTIVATIONS], "is_decoder": [False]}
@@ -88,7 +88,7 @@ class BertConfig:
         )
 
     def _tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the HF tensor, `{}` the layer, and the shape of each parameter.
+        """Return the HF tensor name (`{}` is the layer) and the shape of each parameter.
 
         A `kernel` is [in, out] here and [out, in] in the HF tensor.
         """
@@ -119,7 +119,7 @@ class BertConfig:
         return tensors
 
     def hf_names(self) -> dict[str, str]:
-        """Return the HF tensor of each parameter."""
+        """Return the HF tensor name of each parameter."""
         return {name: hf_name for name, (hf_name, _) in self._tensors().items()}
 
     def abstract_params(self) -> Params:
@@ -133,11 +133,11 @@ class BertConfig:
     def hidden_states(
         self, params: Params, token_ids: Int[Array, "B T"], padding_mask: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Compute the last hidden states of texts. Those of padding are undefined.
+        """Compute the last hidden states of texts; those of padding are undefined.
 
         Args:
-            params: Parameters in the dtype of the computation.
-            token_ids: Tokens of one text a row.
+            params: Parameters in the compute dtype.
+            token_ids: Tokens of one text per row.
             padding_mask: True for real tokens.
         """
         embed = params["embed"]

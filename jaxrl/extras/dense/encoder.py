@@ -1,4 +1,4 @@
-"""Encoder of texts: tokens, batches of few shapes, and the devices that encode them."""
+"""Encoder of texts: tokenization, batches of a few shapes, and devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.extras.dense.encoders import EmbeddingModel, encode_rows, load_encoder
 
 SHORTEST = 16
-"""Tokens of the narrowest batch. Each wider one has twice as many."""
+"""Width of the narrowest batch in tokens. Each wider batch doubles it."""
 
 _FILES = (
     *("config*.json", "*.safetensors*", "tokenizer.json", "modules.json"),
@@ -25,7 +25,7 @@ _FILES = (
 
 
 def folder_digest(folder: str | Path) -> str:
-    """Return the SHA-256 of an encoder's files of model and tokenizer, and of their names."""
+    """Return the SHA-256 of an encoder's model and tokenizer files and of their names."""
     digest = hashlib.sha256()
     for file in sorted({file for pattern in _FILES for file in Path(folder).glob(pattern)}):
         digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
@@ -35,10 +35,10 @@ def folder_digest(folder: str | Path) -> str:
 
 
 class Encoder:
-    """Encoder of texts. Threads may share it.
+    """Thread-safe encoder of texts.
 
-    The shape of the program that encodes a text depends on the length of that text alone, so its
-    vector does not depend on the texts beside it.
+    The shape of the program that encodes a text depends only on the length of that text, so its
+    vector does not depend on other texts in the batch.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Encoder:
         Args:
             model: Model of the folder.
             folder: HF folder with `tokenizer.json`.
-            devices: Devices of this process, which split the texts. Each has all weights.
+            devices: Devices of this process, which split the texts. Weights are replicated.
             dtype: Dtype of weights and activations, float32 or bfloat16.
 
         Raises:
             FileNotFoundError: The tokenizer or the weights are missing.
-            ValueError: They are damaged, or not those of the model.
+            ValueError: The tokenizer or the weights are damaged, or do not match the model.
         """
         self.model = model
         self._tokenizer = read_tokenizer(folder, model)
@@ -70,11 +70,11 @@ class Encoder:
         return self._encode([f"{self.model.passage_prefix}{text}" for text in texts], batch_tokens)
 
     def _encode(self, texts: Sequence[str], batch_tokens: int) -> np.ndarray:
-        """Return vectors of texts; a device encodes `batch_tokens` at once, padding included."""
+        """Return vectors of texts; a device encodes `batch_tokens` at a time, padding included."""
         encodings = self._tokenizer.encode_batch([*texts], add_special_tokens=True)
-        # Some tokenizers return no token for a blank text.
+        # Some tokenizers return no tokens for a blank text.
         ids = [encoding.ids or [0] for encoding in encodings]
-        # A few widths, each twice the one before: each is a program.
+        # Widths double, so that few programs compile.
         doublings = [max(-(-len(text) // SHORTEST) - 1, 0).bit_length() for text in ids]
         widths = [min(SHORTEST << power, self.model.max_tokens) for power in doublings]
         split, pending = NamedSharding(self._mesh, P("rows")), []
@@ -91,17 +91,17 @@ class Encoder:
                 encoded = encode_rows(self._params, *arrays, model=self.model, mesh=self._mesh)
                 pending.append((block, encoded))
         vectors = np.zeros((len(texts), self.model.width), np.float32)
-        for block, encoded in pending:  # all batches are dispatched by now
+        for block, encoded in pending:  # only now wait for the devices
             vectors[block] = np.asarray(encoded)[: len(block)]
         return vectors
 
 
 def read_tokenizer(folder: str | Path, model: EmbeddingModel) -> tokenizers.Tokenizer:
-    """Read the tokenizer of a folder, and let it cut texts at the model's limit.
+    """Read the tokenizer of a folder, and truncate texts at the model's limit.
 
     Raises:
         FileNotFoundError: There is no `tokenizer.json`.
-        ValueError: It is damaged, or has ids that the model does not have.
+        ValueError: The tokenizer is damaged, or has ids beyond the model's vocabulary.
     """
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():

@@ -1,7 +1,7 @@
-"""Models that turn a text into one vector, and how their folders say that they pool.
+"""Text embedding models, and the pooling settings in their folders.
 
-sentence-transformers writes the pooling and the normalization of a model into `modules.json`, the
-text before queries and passages into `config_sentence_transformers.json`, and the longest text into
+sentence-transformers writes the pooling and normalization of a model to `modules.json`, the
+prefixes of queries and passages to `config_sentence_transformers.json`, and the maximum length to
 `sentence_bert_config.json`. The config overrides these files. Without them, defaults of the model
 family apply.
 """
@@ -40,17 +40,17 @@ from jaxrl.types import Params
 from jaxrl.utils.json_io import parse_json, read_object
 
 POOLINGS = ("mean", "first", "last")
-"""Poolings of hidden states: their mean, that of the first token, that of the last one."""
+"""Poolings of hidden states: mean over tokens, first token, last token."""
 
 WEB_SEARCH = (
     "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
 )
-"""Text before a query of Qwen3-Embedding, by default."""
+"""Default query prefix of Qwen3-Embedding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingModel:
-    """A model, and how its hidden states become a vector.
+    """A text embedding model: architecture and pooling.
 
     Attributes:
         model: Architecture that computes the hidden states.
@@ -58,7 +58,7 @@ class EmbeddingModel:
         normalize: True if vectors have length 1.
         query_prefix: Text before a query.
         passage_prefix: Text before a passage.
-        max_tokens: Tokens of a text, special tokens included; the rest is cut off.
+        max_tokens: Maximum tokens of a text, special tokens included; longer texts are truncated.
     """
 
     model: BertConfig | Architecture
@@ -70,7 +70,7 @@ class EmbeddingModel:
 
     @property
     def width(self) -> int:
-        """Values of a vector."""
+        """Size of a vector."""
         return self.model.width
 
     def vectors(
@@ -79,9 +79,9 @@ class EmbeddingModel:
         """Compute float32 vectors of texts.
 
         Args:
-            params: Parameters in the dtype of the computation.
-            token_ids: Tokens of one text a row, followed by padding.
-            lengths: Tokens of each text, at least 1.
+            params: Parameters in the compute dtype.
+            token_ids: Tokens of one text per row, followed by padding.
+            lengths: Number of tokens of each text, at least 1.
         """
         T = token_ids.shape[1]
         padding_mask = jnp.arange(T) < lengths[:, None]
@@ -108,9 +108,9 @@ class EmbeddingModel:
 def encode_rows(
     params: Params, token_ids: jax.Array, lengths: jax.Array, *, model: EmbeddingModel, mesh: Mesh
 ) -> jax.Array:
-    """Compute `EmbeddingModel.vectors` of rows that are split over a mesh of one axis.
+    """Compute `EmbeddingModel.vectors` of rows that are split over a one-axis mesh.
 
-    Every device has all weights. Float32 is multiplied in full precision on every platform.
+    Weights are replicated. Float32 matmuls use full precision on every platform.
     """
     split = P(*mesh.axis_names)
     encode = jax.shard_map(
@@ -124,7 +124,7 @@ def read_encoder(path: str | Path) -> BertConfig | Architecture:
     """Read the model of an HF folder from its `config.json`.
 
     Raises:
-        FileNotFoundError: There is no such folder, or no `config.json` in it.
+        FileNotFoundError: The folder or its `config.json` is missing.
         ValueError: The model is not a supported encoder.
     """
     folder = Path(path)
@@ -154,19 +154,20 @@ def read_embedding_model(
     passage_prefix: str = "auto",
     max_tokens: int = 512,
 ) -> EmbeddingModel:
-    """Read an HF folder, without its weights.
+    """Read the embedding model of an HF folder, without its weights.
 
     Args:
-        path: Folder with the `config.json` of a BERT or a Qwen.
-        pooling: One of `POOLINGS`; "" takes the folder's, else that of the family.
-        query_prefix: Text before a query; "auto" takes the folder's, else that of the family.
-        passage_prefix: Text before a document; likewise.
-        max_tokens: Tokens of a text, at most; the model's own limit counts too.
+        path: Folder with the `config.json` of a BERT or Qwen model.
+        pooling: One of `POOLINGS`; "" for the folder's, else that of the model family.
+        query_prefix: Text before a query; "auto" for the folder's, else that of the family.
+        passage_prefix: Text before a document; "auto" as for `query_prefix`.
+        max_tokens: Maximum tokens of a text; the model's limit also applies.
 
     Raises:
-        FileNotFoundError: There is no such folder, or no `config.json` in it.
-        ValueError: The folder asks for something unsupported, or a setting is unknown.
+        FileNotFoundError: The folder or its `config.json` is missing.
+        ValueError: The folder needs something unsupported, or does not specify a setting.
     """
+    # Defaults of the family, overridden by the folder's files, then by the arguments.
     folder = Path(path)
     model = read_encoder(folder)
     settings: dict[str, Any] = {"pooling": "", "query_prefix": None, "passage_prefix": None}
@@ -208,11 +209,15 @@ _POOLING_MODES = {
 
 
 def _read_sentence_transformers(folder: Path) -> dict[str, Any]:
-    """Return the settings of an `EmbeddingModel` that files of sentence-transformers contain."""
+    """Return the fields of `EmbeddingModel` in the files of sentence-transformers.
+
+    Raises:
+        ValueError: A module or a pooling is not supported.
+    """
     found: dict[str, Any] = {}
     settings = _read_optional(folder / "config_sentence_transformers.json")
     prompts = settings.get("prompts") or {}
-    if any(prompts.values()):  # if all are empty, nobody set them
+    if any(prompts.values()):  # all empty means not set
         passage = prompts.get("document", prompts.get("passage"))
         named = {"query_prefix": prompts.get("query"), "passage_prefix": passage}
         found |= {name: text for name, text in named.items() if text is not None}
@@ -253,18 +258,18 @@ def _read_optional(file: Path) -> dict[str, Any]:
 def load_encoder(
     model: BertConfig | Architecture, path: str | Path, mesh: Mesh, dtype: DTypeLike
 ) -> Params:
-    """Load the parameters that hidden states need, whole on every device of a mesh.
+    """Load the parameters that hidden states need, replicated over a mesh.
 
     Args:
         model: Model of the folder.
-        path: HF folder. Names of tensors may have the prefix of the model or lack it; tensors of
-            output layers and poolers are ignored.
-        mesh: Devices.
+        path: HF folder. Tensor names may have or lack the model's prefix. Tensors of output layers
+            and poolers are ignored.
+        mesh: Mesh of the devices.
         dtype: Dtype of the parameters.
 
     Raises:
         FileNotFoundError: There are no weights.
-        ValueError: The weights are damaged, or not those of the model.
+        ValueError: The weights are damaged or do not match the model.
     """
     names = needed_params(model)
     stored: dict[str, StoredTensor] = {}
@@ -282,7 +287,7 @@ def load_encoder(
 
 
 def needed_params(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the parameters that hidden states need, by their paths."""
+    """Return the shapes of the parameters that hidden states need, by path."""
     leaves = flatten_dict(model.abstract_params(), sep="/")
     return {name: leaf.shape for name, leaf in leaves.items() if not name.startswith("lm_head/")}
 
@@ -290,7 +295,7 @@ def needed_params(model: BertConfig | Architecture) -> Mapping[str, tuple[int, .
 def encoder_bytes(
     model: BertConfig | Architecture, dtype: str, batch_tokens: int
 ) -> tuple[int, int]:
-    """Return the bytes on one device: weights, and about what the widest layer of a batch holds."""
+    """Return the bytes on one device: weights, and estimated activations of the widest layer."""
     weights = sum(math.prod(shape) for shape in needed_params(model).values())
     inner = model.mlp_width if isinstance(model, BertConfig) else 4 * model.width
     itemsize = jnp.dtype(dtype).itemsize

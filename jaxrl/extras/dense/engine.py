@@ -19,20 +19,21 @@ from jaxrl.extras.dense.passages import Passages
 from jaxrl.utils.text import writable
 
 NUM_SAMPLED = 8
-"""Documents that are encoded to compare prebuilt vectors with the encoder."""
+"""Number of documents that are encoded to compare prebuilt vectors with the encoder."""
 
 LEAST_COSINE = 0.95
-"""Smallest median cosine of a prebuilt vector and the encoder's own over these documents."""
+"""Minimum median cosine between the prebuilt and the encoded vectors of these documents."""
 
 
 class DenseSearch(DocumentSearch):
-    """Exact search by inner product over the vectors of a corpus, on the devices of the run.
+    """Exact inner-product search over the vectors of a corpus, on the devices of the run.
 
-    The vectors are built on first use, in a folder of `index` named after everything they depend
-    on, and mapped from there afterwards. A killed build resumes. Of several processes one builds.
-    If a corpus has grown at its end, only the new documents are encoded.
+    The vectors are built on first use, in a folder of `index` named after a hash of their inputs,
+    and mapped into memory from there. A killed build resumes. With several processes, one builds.
+    After documents are appended to a corpus, only the new ones are encoded.
 
-    The result of a query depends neither on the queries beside it nor on the number of devices.
+    The result of a query depends neither on other queries in the batch nor on the number of
+    devices.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class DenseSearch(DocumentSearch):
     ) -> None:
         """Open the index of a corpus, and build it if necessary.
 
-        `progress` is called with the number of documents that have vectors. All other arguments are
-        the settings of `search.dense`, which `keys.py` describes.
+        `progress` receives the number of documents with vectors so far. All other arguments are the
+        settings of `search.dense`; `keys.py` describes them.
 
         Raises:
             FileNotFoundError: The corpus, the encoder or the file of vectors is missing.
-            ImportError: The vectors are those of FAISS, which is not installed.
+            ImportError: The vectors are a FAISS index, and faiss is not installed.
             PermissionError, NotADirectoryError: The index cannot be written.
             ValueError: A file is malformed, or the files do not belong together.
         """
@@ -79,10 +80,11 @@ class DenseSearch(DocumentSearch):
         )
         on_devices = jax.local_devices(backend="cpu" if devices == "cpu" else None)
         self._encoder = Encoder(model, encoder, on_devices, dtype=encoder_dtype)
+        # Everything that the vectors depend on names the folder of the index.
         index_dir = index_folder(corpus, index)
         settings: dict[str, Any]
         if embeddings:
-            read_prebuilt(Path(embeddings))  # before its digest, so that errors name the key
+            read_prebuilt(Path(embeddings))  # before the digest, so that errors name the key
             settings = {"embeddings": corpus_digest(Path(embeddings), index_dir)}
         else:
             settings = asdict(model)
@@ -107,7 +109,7 @@ class DenseSearch(DocumentSearch):
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the documents with the largest inner products; of equal ones the first."""
+        """Return the documents with the largest inner products; ties by position."""
         if not queries:
             return []
         texts = [writable(query) for query in queries]
@@ -119,7 +121,7 @@ class DenseSearch(DocumentSearch):
         ]
 
     def _encoded_rows(self, documents: CorpusDocuments) -> Rows:
-        """Return a function that encodes documents: title and text, as in `Document.contents`."""
+        """Return a function that encodes documents, title and text as in `Document.contents`."""
 
         def rows(start: int, stop: int) -> np.ndarray:
             parts = [documents[position] for position in range(start, stop)]
@@ -132,14 +134,14 @@ class DenseSearch(DocumentSearch):
         """Return a function that reads prebuilt vectors, after comparing some with the encoder's.
 
         Raises:
-            ValueError: They are not the vectors of these documents and this encoder.
+            ValueError: The vectors do not match these documents and this encoder.
         """
         key, prebuilt = "config.search.dense.embeddings", read_prebuilt(Path(path))
         width = self._encoder.model.width
         if prebuilt.shape != (len(documents), width):
             raise ValueError(
                 f"{key} is {path!r} with vectors of shape {list(prebuilt.shape)}; expected "
-                f"{[len(documents), width]}, one for each document and as wide as the encoder's."
+                f"{[len(documents), width]}, one per document with the encoder's width."
             )
         positions = np.unique(np.linspace(0, len(documents) - 1, NUM_SAMPLED).round().astype(int))
         theirs = np.concatenate([prebuilt.rows(i, i + 1) for i in positions.tolist()])

@@ -6,7 +6,7 @@ A folder of the index holds
     lines.npy       [N] records: offset of each document's line in the corpus, CRC-32 of the line
     manifest.json   inputs of the vectors, SHA-256 of `lines.npy` and of each chunk of vectors
 
-Its name is a hash of these inputs. It has another name until it is complete.
+Its name contains a hash of these inputs, and ends in `.building` until the folder is complete.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.b
 """Dtypes of `vectors.bin` by `search.dense.file_dtype`."""
 
 CHUNK_ROWS = 8_192
-"""Vectors that are written at a time. A killed build loses one chunk at most."""
+"""Number of vectors written at a time. A killed build loses at most one chunk."""
 
-_VERSION = 3  # part of every folder's name: raise it when the files change
+_VERSION = 3  # part of every folder's name: increment it when the format changes
 _VECTORS, _LINES, _MANIFEST = "vectors.bin", "lines.npy", "manifest.json"
 _LINE = np.dtype([("offset", np.int64), ("check", np.uint32)])
 
 Rows = Callable[[int, int], np.ndarray]
-"""Vectors of the documents from one position in the corpus to before another, float [n, D]."""
+"""Function from `start` and `stop` positions in the corpus to vectors, float [stop - start, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Inputs of the vectors, which name the folder of the index.
+    """Inputs of the vectors, which determine the name of the index folder.
 
     Attributes:
         corpus: JSONL file of documents.
         index_dir: Folder of all indexes.
-        settings: Everything else that the vectors depend on, including digests of files.
-        width: Values of a vector.
+        settings: Other inputs of the vectors, including digests of files.
+        width: Size of a vector.
         dtype: Dtype of the file, a key of `FILE_DTYPES`.
     """
 
@@ -75,7 +75,7 @@ class Source:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Entries of the manifest about everything but the corpus."""
+        """Entries of the manifest, except for those about the corpus."""
         settings = {"settings": dict(self.settings)}
         return {"version": _VERSION, "width": self.width, "dtype": self.dtype, **settings}
 
@@ -87,7 +87,7 @@ class Source:
 
 
 class VectorFiles(NamedTuple):
-    """A complete index: its vectors, mapped from the file, and its documents."""
+    """A complete index: memory-mapped vectors and their documents."""
 
     folder: Path
     vectors: np.ndarray
@@ -97,17 +97,17 @@ class VectorFiles(NamedTuple):
 def open_built(
     source: Source, make_rows: Callable[[CorpusDocuments], Rows], progress: Progress
 ) -> VectorFiles:
-    """Open an index. Build it first, or resume a killed build, if it is not complete.
+    """Open an index. If it is not complete, build it or resume a killed build first.
 
     One process builds; others that open the same index wait for it.
 
     Args:
         source: Inputs of the index.
-        make_rows: Function that returns vectors of documents, called if something must be built.
+        make_rows: Function from documents to `Rows`, called only for a build.
         progress: Callback with the number of vectors so far.
 
     Raises:
-        FileNotFoundError: There is no such corpus.
+        FileNotFoundError: The corpus is missing.
         PermissionError, NotADirectoryError: The index cannot be written.
         ValueError: The corpus is malformed, or the index is damaged.
     """
@@ -130,7 +130,7 @@ def open_built(
 
 
 def _open(source: Source, folder: Path) -> VectorFiles:
-    """Open a complete index and compare its files with their digests.
+    """Open a complete index and verify the digests of its files.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: A file is missing or damaged.
@@ -157,7 +157,7 @@ def _documents(source: Source, lines: Any) -> CorpusDocuments:
 
 
 def _count_whole(vectors: np.ndarray, digests: list[str]) -> int:
-    """Return how many chunks from the first on have the digests that were written."""
+    """Return the number of leading chunks that match their digests."""
     starts = range(0, len(digests) * CHUNK_ROWS, CHUNK_ROWS)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         actual = pool.map(lambda start: _digest(vectors[start : start + CHUNK_ROWS]), starts)
@@ -172,7 +172,8 @@ def _digest(rows: np.ndarray) -> str:
 def _build(
     source: Source, folder: Path, make_rows: Callable[[CorpusDocuments], Rows], progress: Progress
 ) -> None:
-    """Build an index in a folder beside `folder`, then rename it."""
+    """Build an index next to `folder`, then rename it to `folder`."""
+    # Resume an unfinished build if its lines are intact, else start over.
     building = folder.with_name(f"{folder.name}.building")
     digest = corpus_digest(source.corpus, source.index_dir)
     try:
@@ -187,6 +188,7 @@ def _build(
         manifest = {**source.inputs, "corpus": corpus, "chunks": []}
         manifest["lines"] = file_digest(building / _LINES)
         _write_manifest(building, manifest)
+    # Keep the intact chunks, and take the vectors of the corpus's beginning from an older index.
     shape, dtype = (len(lines), source.width), FILE_DTYPES[source.dtype]
     _reserve(building, shape[0] * shape[1] * dtype.itemsize)
     vectors = np.memmap(building / _VECTORS, dtype, "r+", shape=shape)
@@ -213,7 +215,7 @@ def _build(
 
 
 def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
-    """Yield a record of each document's line, and validate all documents as `read_corpus` does."""
+    """Yield the record of each document's line; validate all documents with `read_corpus`."""
     documents, begin = read_corpus(corpus), 0
     with open(corpus, "rb") as lines:
         for number, line in enumerate(lines):
@@ -232,7 +234,7 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _reserve(building: Path, size: int) -> None:
-    """Allocate the file of all vectors, so that a full disk shows before the work."""
+    """Allocate the file of vectors, so that a full disk fails before the work starts."""
     with open(building / _VECTORS, "ab") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -246,7 +248,7 @@ def _reserve(building: Path, size: int) -> None:
 
 
 def _earlier_vectors(source: Source) -> np.ndarray:
-    """Return the vectors of the longest index of the corpus' beginning, if there is one."""
+    """Return the vectors of the index with the longest prefix of the corpus; none without any."""
     folders: dict[str, tuple[Path, int]] = {}
     for file in source.index_dir.glob(f"dense-*/{_MANIFEST}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -257,13 +259,13 @@ def _earlier_vectors(source: Source) -> np.ndarray:
                 folders[corpus["digest"]] = file.parent, int(corpus["bytes"])
     sizes = {digest: size for digest, (_, size) in folders.items()}
     digest, _ = longest_known(source.corpus, sizes)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged
         return _open(source, folders[digest][0]).vectors
     return np.empty((0, source.width), FILE_DTYPES[source.dtype])
 
 
 class Prebuilt(NamedTuple):
-    """Vectors that were made elsewhere, in the order of the corpus."""
+    """Vectors computed elsewhere, in the order of the corpus."""
 
     shape: tuple[int, int]
     rows: Rows
@@ -273,9 +275,9 @@ def read_prebuilt(path: Path) -> Prebuilt:
     """Open an `.npy` file of floats [N, D], or a FAISS flat index.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         ImportError: The file is a FAISS index, and faiss is not installed.
-        ValueError: The file holds something else.
+        ValueError: The file has another format.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -302,7 +304,7 @@ def _read_faiss(path: Path) -> Prebuilt:
             "'jaxrl[faiss]', or save the vectors as .npy."
         ) from error
     try:
-        # Older versions read all of it into memory.
+        # Older versions of faiss have no such flag and read the complete file into memory.
         index = faiss.read_index(str(path), getattr(faiss, "IO_FLAG_MMAP_IFC", 0))
     except RuntimeError as error:
         raise ValueError(f"{path} is neither .npy nor a FAISS index: {error}") from error

@@ -13,16 +13,16 @@ from jaxrl.extras.dense.engine import DenseSearch
 
 
 def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]:
-    """Fuse rankings: a document scores the sum of 1 / (k + rank) over rankings that contain it.
+    """Fuse rankings: score each document by the sum of 1 / (k + rank) over rankings with it.
 
     Reciprocal rank fusion, equation 1 of Cormack, Clarke and Büttcher, SIGIR 2009
-    (https://doi.org/10.1145/1571941.1572114), with k = 60 there. Ranks begin at 1. Documents are
-    told apart by their ids. Sums are exact; equal scores are ordered by id, as in `LocalSearch`.
+    (https://doi.org/10.1145/1571941.1572114), which uses k = 60. Ranks begin at 1. Documents are
+    identified by id. Sums are exact, and ties are ordered as in `LocalSearch`.
 
     Args:
         rankings: Rankings for one query, each best first.
         k: Constant that flattens the weights of ranks.
-        topk: Documents of the result, at most.
+        topk: Maximum number of documents in the result.
     """
     documents: dict[str, Document] = {}
     scores: dict[str, Fraction] = {}
@@ -48,18 +48,18 @@ class HybridSearch(DocumentSearch):
         candidates: int = 100,
         progress: Progress = lambda _: None,
     ) -> None:
-        """Open both indexes, and build what is missing.
+        """Open both indexes, and build those that are missing.
 
         Args:
-            local: Settings of `LocalSearch`; its corpus is that of `dense`.
+            local: Settings of `LocalSearch`, except for the corpus, which is that of `dense`.
             dense: Settings of `DenseSearch`.
-            topk: Documents in an answer, at most.
+            topk: Maximum number of documents in a result.
             k: Constant of `fuse`.
-            candidates: Documents of each engine that are fused, at least `topk`.
-            progress: Callback with the number of documents done, of either index.
+            candidates: Number of documents from each engine to fuse, at least `topk`.
+            progress: Callback with the number of indexed documents, of either index.
 
         Raises:
-            FileNotFoundError, PermissionError, ValueError: As in the two engines.
+            FileNotFoundError, PermissionError, ValueError: See the two engines.
         """
         self.topk, self._k, self._candidates = topk, k, candidates
         vectors = DenseSearch(**dense, progress=progress)  # first: errors name its corpus

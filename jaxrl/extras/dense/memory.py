@@ -13,14 +13,14 @@ from jaxrl.extras.dense.passages import device_bytes
 def search_bytes(
     config: ResolvedConfig, num_passages: int, num_local: int, platform: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return bytes that one device always holds, and bytes that a search adds.
+    """Return the bytes that one device always holds, and those that a search adds.
 
-    Both are empty if the run does not search by vectors, or searches on the host's CPU.
+    Both are empty if the run does not use dense retrieval, or searches on the host's CPU.
 
     Args:
         config: Config of the run.
-        num_passages: Passages of the corpus; 0 counts them in the file.
-        num_local: Devices of a process, which split the passages.
+        num_passages: Number of passages in the corpus; 0 to count them in the file.
+        num_local: Number of devices of a process, which split the passages.
         platform: Platform of the devices: cpu, gpu or tpu.
 
     Raises:
@@ -34,8 +34,8 @@ def search_bytes(
     if not num_passages:
         if not corpus.is_file():
             raise FileNotFoundError(
-                f"config.search.dense.corpus is {str(corpus)!r}; there is no such file to count "
-                "its passages. Give their number by --plan_passages."
+                f"config.search.dense.corpus is {str(corpus)!r}, which does not exist, so its "
+                "passages cannot be counted. Set --plan_passages to their number."
             )
         stat = corpus.stat()
         num_passages = _count_lines(corpus, stat.st_size, stat.st_mtime_ns)

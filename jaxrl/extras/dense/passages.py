@@ -1,13 +1,13 @@
 """Exact inner-product search over passages that are split over devices.
 
 Each device scores its passages block by block and keeps the best score of every `GROUP` of them.
-The best groups contain the best passages, also if scores are equal, so only their passages are
-scored again and ranked. The host merges the candidates of the devices, which exchange nothing.
+The best groups contain the best passages, also with tied scores, so a device rescores and ranks
+only their passages. The host merges the candidates of all devices, which do not communicate.
 
-Devices only choose candidates. The host computes their scores again in float64 from the vectors in
-the file, so results depend neither on the dtype on the devices nor on their number. The rounding of
-the devices is bounded. If the bound does not exclude that another passage belongs among the best,
-the search repeats with more candidates.
+Devices only select candidates. The host rescores these in float64 from the vectors in the file, so
+results depend neither on the dtype on the devices nor on the number of devices. The rounding error
+of the devices is bounded. If another passage may still be among the best within this bound, the
+search repeats with more candidates.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from jax.sharding import PartitionSpec as P
 DTYPES = ("float32", "bfloat16", "int8")
 
 GROUP = 32
-"""Passages that share one best score."""
+"""Number of passages that share one best score."""
 
 MAX_BLOCK = 65_536
-"""Passages that a device scores at a time."""
+"""Maximum number of passages that a device scores at a time."""
 
 CPU_BLOCK = 2_048
-"""The same on a CPU, whose cache then holds a block."""
+"""The same on a CPU; a block of this size fits into its cache."""
 
 LOAD_ROWS = 4_096
-"""Passages that are read from the file at a time."""
+"""Number of passages read from the file at a time."""
 
 MAX_CANDIDATES = 1_600
-"""Limit on candidates. If these do not tell the best apart, the first of them count."""
+"""Limit on candidates. At this limit the search accepts the best of them without proof."""
 
 _DEVIATIONS = 6.0
-"""Standard deviations of int8 rounding that bound every error in a corpus."""
+"""Number of standard deviations of int8 rounding taken as a bound on all errors in a corpus."""
 
 
 def split_blocks(num_passages: int, num_devices: int, platform: str) -> tuple[int, int]:
-    """Return how many blocks each device has, as few as possible, and the passages of a block.
+    """Return the number of blocks per device (minimal) and the number of passages per block.
 
-    All blocks are equal and consist of whole groups.
+    All blocks have the same size, a multiple of `GROUP`.
     """
     per_device = -(-num_passages // num_devices)
     num_blocks = -(-per_device // (CPU_BLOCK if platform == "cpu" else MAX_BLOCK))
@@ -64,16 +64,16 @@ def device_bytes(
     candidates: int,
     query_rows: int,
 ) -> dict[str, int]:
-    """Return the bytes on one device: `passages`, always there, and `search`, added by a search.
+    """Return the bytes on one device: `passages`, held permanently, and `search`, during a search.
 
     Args:
-        num_passages: Passages of the corpus.
-        width: Values of a vector.
+        num_passages: Number of passages in the corpus.
+        width: Size of a vector.
         dtype: One of `DTYPES`.
-        num_devices: Devices that split the passages.
+        num_devices: Number of devices that split the passages.
         platform: Platform of the devices: cpu, gpu or tpu.
-        candidates: Candidates that the host scores again.
-        query_rows: Queries that are searched at once.
+        candidates: Number of candidates that the host rescores.
+        query_rows: Number of queries per search.
     """
     num_blocks, block = split_blocks(num_passages, num_devices, platform)
     size, itemsize = num_blocks * block, jnp.dtype(dtype).itemsize
@@ -87,7 +87,7 @@ def device_bytes(
 
 
 def _int8_scales(rows: np.ndarray) -> np.ndarray:
-    """Return float32 scales [N] that map each row [N, D] to -127..127."""
+    """Return float32 scales [N] that map the rows [N, D] to -127..127."""
     largest = np.abs(rows).max(axis=1).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
@@ -97,8 +97,8 @@ def _scores(
 ) -> jax.Array:
     """Compute float32 scores [Q, n] of passages [n, D], without the scales of the queries.
 
-    Products of int8 are exact: in int32, or on a CPU, which multiplies these slowly, in float32 as
-    long as they stay below 2^24.
+    Int8 products are exact. They are computed in int32, or on a CPU, where that is slow, in float32
+    if the sums stay below 2^24.
     """
     if passages.dtype == jnp.uint16:
         passages = jax.lax.bitcast_convert_type(passages, jnp.bfloat16)
@@ -131,11 +131,11 @@ def _search(
     Args:
         passages: Passages [devices * num_blocks * block, D]; uint16 holds the bits of bfloat16.
         scales: Scales of int8 passages, else None.
-        counts: Passages that each device really has [devices]; the rest is padding.
+        counts: Number of passages on each device without padding [devices].
         queries: Queries [Q, D] in the dtype of the passages.
-        mesh: One axis of devices.
-        block: Passages that are scored at a time.
-        num: Candidates of each query.
+        mesh: Mesh with one axis.
+        block: Number of passages that are scored at a time.
+        num: Number of candidates per query.
     """
     score = partial(_scores, is_cpu=mesh.devices.flat[0].platform == "cpu")
 
@@ -154,7 +154,7 @@ def _search(
         block_scales = None if scales is None else scales.reshape(-1, block)
         numbered = jnp.arange(len(blocks)), blocks, block_scales
         best = jax.lax.scan(score_block, None, numbered)[1].swapaxes(0, 1).reshape(Q, -1)
-        # Sorted by position, so that the first of equal scores win.
+        # Sort by position, so that ties go to the first passage.
         groups = jnp.sort(jax.lax.top_k(best, min(num, best.shape[1]))[1], axis=1)
 
         def score_groups(query: jax.Array, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -180,10 +180,10 @@ _write_rows = jax.jit(jax.lax.dynamic_update_slice_in_dim, static_argnums=3, don
 
 
 class Passages:
-    """The vectors of a corpus on devices, and the search among them.
+    """The vectors of a corpus on devices, with exact search.
 
     Attributes:
-        vectors: Vectors as the file holds them.
+        vectors: Vectors in the dtype of the file.
     """
 
     def __init__(
@@ -195,18 +195,18 @@ class Passages:
         candidates: int = 100,
         query_rows: int = 16,
     ) -> None:
-        """Read all vectors once and put them on the devices, a part at a time.
+        """Read all vectors once and put them on the devices in parts.
 
         Args:
-            vectors: Floats [N, D], mapped from a file or in memory. Every search reads candidates
-                from it.
+            vectors: Floats [N, D], mapped from a file or in memory. Every search reads its
+                candidates from here.
             devices: Devices of this process, which split the passages in this order.
-            dtype: Dtype on the devices, one of `DTYPES`; int8 has a scale for every vector.
-            candidates: Candidates that a search scores again from `vectors`, at least.
-            query_rows: Queries that are searched at once.
+            dtype: Dtype on the devices, one of `DTYPES`; int8 has one scale per vector.
+            candidates: Minimum number of candidates that a search rescores from `vectors`.
+            query_rows: Number of queries that are searched at once.
 
         Raises:
-            ValueError: There are no vectors, or one has a value that is not finite.
+            ValueError: There are no vectors, or a value is not finite.
         """
         if vectors.ndim != 2 or not len(vectors):
             raise ValueError(f"passages have an array of {vectors.shape}; expected vectors [N, D].")
@@ -232,18 +232,18 @@ class Passages:
         self._scales = join(shape, split, scales) if dtype == "int8" else None
 
     def _load(self, vectors: np.ndarray, device: Any) -> tuple[jax.Array, jax.Array]:
-        """Put the vectors of one device there, a part at a time, with their int8 scales."""
-        # On a CPU, XLA would convert all bfloat16 passages to float32 to take some of them.
+        """Put vectors on one device in parts, with their int8 scales."""
+        # On a CPU, XLA would convert all bfloat16 passages to float32 to gather a few of them.
         is_in_bits = device.platform == "cpu" and self._dtype == "bfloat16"
         dtype = np.dtype(np.uint16) if is_in_bits else jnp.dtype(self._dtype)
         step = min(LOAD_ROWS, self._size)
         passages = jnp.zeros((self._size, vectors.shape[1]), dtype, device=device)
         scales = jnp.ones(self._size if self._dtype == "int8" else 0, jnp.float32, device=device)
         for start in range(0, len(vectors), step):
-            start = min(start, self._size - step)  # the last part overlaps the one before
+            start = min(start, self._size - step)  # the last part overlaps the previous one
             rows = np.asarray(vectors[start : start + step], np.float32)
             norm = np.linalg.norm(rows, axis=1).max()
-            self._max_norm = float(np.maximum(self._max_norm, norm))  # NaN counts
+            self._max_norm = float(np.maximum(self._max_norm, norm))  # propagates NaN
             rows = np.pad(rows, ((0, step - len(rows)), (0, 0)))
             if self._dtype == "int8":
                 row_scales = _int8_scales(rows)
@@ -255,24 +255,25 @@ class Passages:
         return passages, scales
 
     def search(self, queries: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the passages with the largest inner products, best first; the first of equal ones.
+        """Return the passages with the largest inner products, best first; ties by position.
 
         Args:
             queries: Queries, float32 [Q, D].
-            topk: Passages of a query.
+            topk: Number of passages per query.
 
         Returns:
-            Positions of the passages in the corpus, int64 [Q, k], and the inner products with them,
-            float64 [Q, k], where k is `topk` or as many as there are.
+            Positions of the passages in the corpus, int64 [Q, k], and their inner products, float64
+            [Q, k]. k is `topk` or the size of the corpus if that is smaller.
 
         Raises:
-            ValueError: A query has a value that is not finite.
+            ValueError: A query has a non-finite value.
         """
         if not np.isfinite(queries).all():
             raise ValueError("the vector of a query has a value that is not a finite number.")
         topk = min(topk, len(self.vectors))
         positions = np.zeros((len(queries), topk), np.int64)
         scores = np.zeros((len(queries), topk))
+        # Repeat with four times as many candidates for queries whose result is not proven.
         left, num = np.arange(len(queries)), max(self._candidates, 4 * topk)
         while len(left):
             num = min(num, len(self.vectors))
@@ -283,8 +284,8 @@ class Passages:
                 found = self._find_candidates(queries[block], num)
                 for row, candidates, weakest in zip(block, *found, strict=True):
                     query, ordered = queries[row].astype(np.float64), np.sort(candidates)
-                    # Each row is summed by itself and in one order: equal vectors have equal
-                    # scores. The file is read forwards.
+                    # Sum each row separately and in the same order, so that equal vectors have
+                    # equal scores. Sorted candidates make the file reads sequential.
                     exact = (self.vectors[ordered].astype(np.float64) * query).sum(axis=1)
                     best = np.lexsort((ordered, -exact))[:topk]
                     positions[row], scores[row] = ordered[best], exact[best]
@@ -297,8 +298,9 @@ class Passages:
     def _find_candidates(
         self, queries: np.ndarray, num: int
     ) -> tuple[list[np.ndarray], list[float]]:
-        """Return positions of each query's candidates, and the score that no other one exceeds."""
-        # A query that comes alone is spared the work of many; only the file's scores count.
+        """Return each query's candidate positions, and an upper bound on all other scores."""
+        # A single query runs without padding rows. This may change the devices' scores, but results
+        # depend only on scores computed from the file.
         rows = np.zeros(
             (1 if len(queries) == 1 else self._query_rows, queries.shape[1]), np.float32
         )
@@ -330,7 +332,7 @@ class Passages:
         return candidates, weakest
 
     def _rounding(self, query: np.ndarray) -> float:
-        """Return a bound on how far a device's score lies below the exact one."""
+        """Return a bound on the error of a device's scores."""
         norms = float(np.linalg.norm(query)) * self._max_norm
         summed = len(query) * float(np.finfo(np.float32).eps) * norms
         if self._dtype == "int8":

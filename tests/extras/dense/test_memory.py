@@ -57,7 +57,7 @@ def test_passages_are_counted_where_nobody_says(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", 500)
     config = dense_run(**{"search.dense.corpus": str(corpus)})
     assert search_bytes(config, 0, 1, "gpu") == search_bytes(config, 500, 1, "gpu")
-    with pytest.raises(FileNotFoundError, match="Give their number by --plan_passages"):
+    with pytest.raises(FileNotFoundError, match="Set --plan_passages to their number"):
         search_bytes(dense_run(**{"search.dense.corpus": "nowhere.jsonl"}), 0, 1, "gpu")
     with pytest.raises(FileNotFoundError, match=r"dense\.encoder is 'nowhere'"):
         search_bytes(dense_run(**{"search.dense.encoder": "nowhere"}), 500, 1, "gpu")
