@@ -1,4 +1,4 @@
-"""Show runs in a browser, or write the page as a file: `python -m jaxrl.extras.view RUN`."""
+"""Command to show runs in a browser or in a file: `python -m jaxrl.extras.view RUN`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PORT = 8780
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve the page of the named runs until a signal ends it, or write it as a file."""
+    """Serve the page of the given runs until a signal arrives, or write it to a file."""
     replace_unencodable()
     parser = argparse.ArgumentParser(
         prog="jaxrl view", description="Show runs in a browser on this machine, live."

@@ -1,4 +1,4 @@
-"""Facts about runs as JSON values: scores, progress, costs, times, and a comparison."""
+"""Summaries of runs as JSON values: scores, progress, costs, times, and a comparison."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SUITE_LABELS = {
     "random_search": "search finds anything",
     "blank_images": "images show nothing",
 }
-"""Evaluation suites in the order in which they are shown."""
+"""Labels of evaluation suites, in display order."""
 
 COUNTS = ("num_questions", "unscored_questions", "environment_errors")
-"""Measures of an evaluation that are counts, not means."""
+"""Measures of an evaluation that are counts rather than means."""
 
 TIMINGS = {
     "compiling": "timing_s/compile",
@@ -35,7 +35,7 @@ TIMINGS = {
     "evaluation": "timing_s/testing",
     "checkpoint": "timing_s/save_checkpoint",
 }
-"""Parts of a run's time, and the metrics that measure them."""
+"""Parts of a run's time, with the metrics that measure them."""
 
 TOTALS = {
     "ledger/total/trajectories": "trajectories",
@@ -43,14 +43,14 @@ TOTALS = {
     "ledger/total/observation_tokens": "inserted tokens",
     "perf/ledger/total/cost": "cost",
 }
-"""Metrics with totals of a run, and their labels."""
+"""Labels of the metrics with a run's totals."""
 
 Point = tuple[int, float, float | None, float | None, str]
-"""Step of the weights, value, bounds of the 95% interval, and the stage that evaluated."""
+"""Step of the weights, value, bounds of the 95% interval, and evaluating stage."""
 
 
 def summarize_run(run: RunReader) -> dict[str, Any]:
-    """Return everything that the page shows of a run, but for curves, answers and trajectories."""
+    """Return the page's data about a run, except for curves, answers and trajectories."""
     return {
         "name": run.name,
         "folder": str(run.workdir.resolve()),
@@ -80,7 +80,7 @@ def summarize_run(run: RunReader) -> dict[str, Any]:
 
 
 def progress(run: RunReader) -> list[dict[str, Any]]:
-    """Return the steps done and planned of each stage; an evaluation counts as one step."""
+    """Return the finished and planned steps of each stage; an evaluation counts as one step."""
     planned = {"sft": run.config.get("sft.num_steps"), "train": run.config.get("num_steps")}
     present = {record["stage"] for record in run.records}
     wanted = as_list(run.config.get("stages"))
@@ -107,7 +107,8 @@ def is_finished(run: RunReader) -> bool:
 
 
 def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
-    """Return a sentence for everything that went wrong, and whether it is serious."""
+    """Return (is serious, text) for each problem of a run."""
+    # Steps without a gradient, by reason.
     steps = [r for r in run.records if r["stage"] == "train" and "timing_s/step" in r]
     failed = [step for step in steps if step.get("outcome/environment_error") == 1]
     silent = [step for step in steps if step.get("rollout/informative_share") == 0]
@@ -125,6 +126,7 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
         if without:
             text = f"{len(without)} of {len(steps)} steps taught nothing: {reason}"
             warnings.append((2 * len(without) >= len(steps), text))
+    # Evaluations in which nothing was scored, and the first environment error.
     for evaluation in evaluations_of(run):
         for suite, by_set in evaluation.summary.items():
             num_questions, num_unscored, _ = map(as_dict(as_dict(by_set).get("all")).get, COUNTS)
@@ -135,6 +137,7 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
     errors = [run.index.error, *(row["error"] for rows in answers for row in rows)]
     if error := next(filter(None, errors), ""):
         warnings.append((True, f"an environment error: {error}"))
+    # Changes that make the run more than one experiment.
     for change in run.changes:
         if accepted := as_list(change.get("accepted")):
             keys = ", ".join(map(str, accepted))
@@ -144,13 +147,13 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
 
 
 def evaluations_of(run: RunReader) -> list[Evaluation]:
-    """Return the evaluations up to the last record; later ones belong to a killed run."""
+    """Return the evaluations up to the last record; later files are from a killed run."""
     end = run.records[-1]["step"] if run.records else math.inf
     return [evaluation for evaluation in run.evaluations if evaluation.step <= end]
 
 
 def suites_of(run: RunReader) -> list[str]:
-    """Return the suites of all evaluations, in the order in which they are shown."""
+    """Return the suites of all evaluations in display order."""
     present = {
         suite: None
         for evaluation in evaluations_of(run)
@@ -163,8 +166,8 @@ def suites_of(run: RunReader) -> list[str]:
 def scores(run: RunReader) -> list[dict[str, Any]]:
     """Return the means of all evaluations, by suite, data set and measure.
 
-    Rewards come first: exact match, then the other parts of the reward, then what else was
-    measured. `weight` is that of a part of the reward, else None.
+    Exact match comes first, then other reward parts with a weight, then parts without one, then
+    other measures. `weight` is None for measures that are not reward parts.
     """
     points: dict[tuple[str, str, str], list[Point]] = {}
     weights: dict[str, float] = {}
@@ -201,10 +204,10 @@ def scores(run: RunReader) -> list[dict[str, Any]]:
 
 
 def held_out(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]]:
-    """Return the first and the last score over all held-out questions, by measure and suite.
+    """Return the first and last score over all held-out questions, by measure and suite.
 
-    The measure is exact match; without it, each part of the reward that has weight. The first
-    score is None if there is only one.
+    The measure is exact match, or if absent each reward part with a nonzero weight. The first score
+    is None if there is only one.
     """
     rows = [row for row in scores(run) if row["data_set"] == "all"]
     main = [row for row in rows if row["measure"] == "exact_match"]
@@ -219,7 +222,7 @@ def held_out(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]
 
 
 def one_line(run: RunReader) -> str:
-    """Return held-out scores before and after in one line; "" without any."""
+    """Return the first and last held-out scores in one line; "" without scores."""
     by_measure: dict[str, list[str]] = {}
     for (measure, suite), (first, last) in held_out(run).items():
         before = "" if first is None else f"{first[1]:.3f} -> "
@@ -229,7 +232,7 @@ def one_line(run: RunReader) -> str:
 
 
 def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
-    """Count the answers of the last evaluation, by suite and kind of failure ("" for none)."""
+    """Count the answers of the last evaluation by suite and kind of failure ("" for none)."""
     asked = [evaluation for evaluation in evaluations_of(run) if evaluation.answers]
     return {
         suite: dict(Counter(row["failure"] or "" for row in rows))
@@ -239,7 +242,7 @@ def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
 
 
 def costs(run: RunReader) -> list[tuple[str, float]]:
-    """Return labeled totals of the run, evaluations included; empty if no record has any."""
+    """Return labeled totals of the run, evaluations included; [] if nothing was recorded."""
     records = (r for r in reversed(run.records) if "ledger/total/trajectories" in r)
     record: dict[str, Any] = next(records, {})
     calls = "ledger/total/calls/"
@@ -251,9 +254,9 @@ def costs(run: RunReader) -> list[tuple[str, float]]:
 
 
 def times(run: RunReader) -> list[dict[str, Any]]:
-    """Return the seconds of each stage by their parts.
+    """Return the seconds of each stage, by part.
 
-    Time between two records, such as a checkpoint, counts with the later one.
+    Time between two records, for example of a checkpoint, belongs to the later record.
     """
     rows = []
     for stage in dict.fromkeys(record["stage"] for record in run.records):
@@ -264,7 +267,7 @@ def times(run: RunReader) -> list[dict[str, Any]]:
 
         parts = {part: total(name) for part, name in TIMINGS.items()}
         step_s = total("timing_s/step")
-        if not parts["update"]:  # a supervised step is nothing but its update
+        if not parts["update"]:  # a supervised step consists only of its update
             parts["update"] = step_s - parts["generation"]
         measured = sum(parts.values())
         parts["other"] = max(total("timing_s/wall"), step_s, measured) - measured
@@ -275,7 +278,7 @@ def times(run: RunReader) -> list[dict[str, Any]]:
 
 
 def metric_names(run: RunReader) -> dict[str, list[str]]:
-    """Return the names of the metrics that have a number, by stage."""
+    """Return the names of numeric metrics, by stage."""
     names: dict[str, dict[str, None]] = {}
     for record in run.records:
         by_stage = names.setdefault(record["stage"], {})
@@ -286,9 +289,10 @@ def metric_names(run: RunReader) -> dict[str, list[str]]:
 
 
 def curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[float]]:
-    """Return steps and values of a metric in a stage.
+    """Return the steps and values of a metric in a stage.
 
-    Beyond `max_points` neighbors are put together: mean step, mean, smallest and largest value.
+    If there are more than `max_points`, neighbors are merged into mean step, mean, minimum and
+    maximum.
     """
     points = [
         [record["step"], value]
@@ -308,7 +312,7 @@ def curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[f
 
 
 def config_rows(run: RunReader) -> list[tuple[str, Any, Any, bool]]:
-    """Return every key with its value, its default, and whether they differ."""
+    """Return (key, value, default, differs from default) for every key."""
     defaults = flatten(default_config())
     return [
         (key, value, defaults.get(key), _as_json(value) != _as_json(defaults.get(key)))
@@ -321,20 +325,20 @@ def _as_json(value: Any) -> str:
 
 
 def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Group runs whose configurations differ in nothing but the seed.
+    """Group runs with configurations that differ only in the seed.
 
     Args:
         runs: Runs in the order of the command line.
         ignore: Further keys or sections that may differ within a group.
 
     Returns:
-        Of each group the positions of its `runs`, a `label`, and the values of the `settings` in
+        For each group the positions of its `runs`, a `label`, and the values of the `settings` in
         which groups differ.
     """
     defaults = flatten(default_config())
 
     def compared(run: RunReader) -> dict[str, Any]:
-        # A key that the run does not have had its default's effect.
+        # A key that the run lacks had the effect of its default.
         config = defaults | run.config if run.config else {}
         names = ("seed", *ignore)
         return {
@@ -345,10 +349,11 @@ def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[di
 
     members: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
-        # Without its configuration, a run is no seed of another.
+        # A run without a configuration forms a separate group.
         alone = None if run.config else number
         key = _as_json([alone, compared(run)])
         members.setdefault(key, []).append(number)
+    # Describe each group by the settings in which groups differ.
     configs = [compared(runs[numbers[0]]) for numbers in members.values()]
     keys = dict.fromkeys(key for config in configs for key in config)
     differ = [key for key in keys if len({_as_json(config.get(key)) for config in configs}) > 1]
@@ -366,11 +371,11 @@ def _shorten(text: str) -> str:
 
 
 def compare(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a table with a row per run, and a row of means per group of several runs.
+    """Return a table with one row per run, and one row of means per group of several runs.
 
     Returns:
-        `columns`, and `rows` with the position of the `run` (None for means) and of the `group`,
-        and `cells` of two texts each: the value, and a note below it.
+        `columns` and `rows`. Each row has the position of its `run` (None for means) and `group`,
+        and `cells` of two texts each: a value, and a note below it.
     """
     results = [held_out(run) for run in runs]
     names = list(dict.fromkeys(name for result in results for name in result))
@@ -391,7 +396,7 @@ def compare(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict
             title = (run.name, "\n".join(group["settings"]))
             rows.append({"run": position, "group": number, "cells": [title, *cells]})
         if len(group["runs"]) > 1:
-            # The last score of an unfinished run is of some step on the way.
+            # Leave out unfinished runs: their last score is from an intermediate step.
             done = [results[n] for n in group["runs"] if is_finished(runs[n])]
             cells = [_mean_cell([r[name] for r in done if name in r]) for name in names]
             title = ("mean ± sd", group["label"])
@@ -423,7 +428,7 @@ def _mean_and_deviation(values: Sequence[float]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a short duration: 12.3 s, 4 min 05 s, 2 h 10 min."""
+    """Format a duration: 12.3 s, 4 min 05 s, 2 h 10 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

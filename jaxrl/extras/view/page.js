@@ -9,13 +9,13 @@ const settings = { smoothing: 5, isLog: false, isCombined: true };
 const hiddenRuns = new Set();
 const tables = [];  // trajectories, by run
 let overview = null;
-let update = null;  // redraws the current view when files have changed
+let update = null;  // function that redraws the current view after files have changed
 let numViews = 0;
 
 async function ask(address, names = []) {
   if (embedded) {
     const value = embedded[address];
-    if (!value) throw new Error("This file does not hold it; `jaxrl view` shows everything.");
+    if (!value) throw new Error("Not included in this file; `jaxrl view` shows everything.");
     if (value.error) throw new Error(value.error);
     return value;
   }
@@ -70,7 +70,7 @@ function duration(seconds) {
   return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-// A table whose first columns are texts and the others numbers. A cell is a value or [value, note].
+// A table: text in the first `numTexts` columns, numbers in the rest. Cells are values or [value, note].
 function table(heads, rows, numTexts = 1) {
   const kind = (column) => (column < numTexts ? null : "n");
   const cell = (value, column) => el(column ? "td" : "th", { class: kind(column) },
@@ -146,10 +146,10 @@ const CHARTS = [
   ["Response length", "sampled tokens", [["mean", "response_length/mean"], ["max", "response_length/max"]], true],
   ["Searches per question", "mean", [["searches", "num_searches/mean"]], true],
   ["Entropy", "nats per token", [["entropy", "actor/entropy"]], true],
-  ["How episodes ended", "share of trajectories",
+  ["Episode outcomes", "share of trajectories",
     ["answered", "abstained", "malformed", "out_of_budget", "environment_error"]
       .map((name) => [words(name), `outcome/${name}`])],
-  ["Groups by correctness", "share, before any filter",
+  ["Groups by correctness", "share before filtering",
     ["mixed", "all_right", "all_wrong", "failed"].map((name) => [words(name), `filter/${name}_share`])],
   ["KL divergence", "nats per token",
     [["from the reference", "actor/kl_loss"], ["of the update", "actor/ppo_kl"]]],
@@ -171,7 +171,7 @@ function ticks(low, high, count) {
   return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * size);
 }
 
-// Mean over neighbors; the ends have as many on the left as on the right.
+// Moving average. Near the ends the window shrinks and stays symmetric.
 function smooth(points) {
   const half = Math.max(2, Math.round(points.length * settings.smoothing / 200));
   if (!settings.smoothing || points.length < 20) return null;
@@ -190,7 +190,7 @@ function interpolate(points, step) {
   return y0 + (y1 - y0) * (step - x0) / (x1 - x0);
 }
 
-// Mean of the curves of several seeds, with the smallest and the largest, at steps that all have reached.
+// Mean, minimum and maximum of several seeds' curves, at steps that all of them have reached.
 function combine(curves) {
   const filled = curves.filter((points) => points.length);
   if (filled.length < 2) return filled[0] || [];
@@ -202,10 +202,10 @@ function combine(curves) {
   });
 }
 
-// Steps before the stage `train`. They are left out if runs differ in them, so that curves lie together.
+// Number of steps before the stage `train`, subtracted if runs differ in it, so that curves align.
 const stepsBefore = (run) => (hasOffsets() ? overview.runs[run].offset : 0);
 
-// A line for each label and visible run; seeds that are combined are one run.
+// One line per label and visible run; combined seeds count as one run.
 function makeLines(labels, pointsOf, isShifted = true) {
   const groups = settings.isCombined ? overview.groups : allRuns().map((run) => ({ runs: [run] }));
   return groups.flatMap(({ label: group, runs }) => labels.map((label, i) => {
@@ -222,7 +222,7 @@ function makeLines(labels, pointsOf, isShifted = true) {
   })).filter((line) => line.points.length);
 }
 
-// Draw lines of points [step, value, low, high]. The bounds of scores are error bars, others a band.
+// Draw lines of points [step, value, low, high]. Bounds are error bars for scores, else a band.
 function chart({ title, unit, lines, signs = [], isScore = false }) {
   const isLog = settings.isLog && lines.every((line) => line.points.every((point) => point[1] > 0));
   const scale = isLog ? (value) => Math.log10(Math.max(value, Number.MIN_VALUE)) : (value) => value;
@@ -307,7 +307,7 @@ function mainScores(run) {
 
 const isCurve = ({ lines }) => lines.some((line) => line.points.length > 1);
 
-// A chart for each main measure; of several runs one for each suite, as a color is a run.
+// One chart per main measure, and with several runs per suite: then a color stands for a run.
 function scoreCharts() {
   const rows = visibleRuns().flatMap((run) => mainScores(run).map((row) => ({ run, ...row })));
   const title = ({ measure, suite }) => words(measure) + (isSingle() ? "" : `: ${suiteLabels()[suite]}`);
@@ -315,7 +315,7 @@ function scoreCharts() {
     const shown = rows.filter((row) => title(row) === name), suites = unique(shown.map((row) => row.suite));
     const lines = makeLines(suites.map((suite) => suiteLabels()[suite]), (run, i) => {
       const row = shown.find((other) => other.run === run && other.suite === suites[i]);
-      // Of two evaluations of the same weights, show the one made during training.
+      // If the same weights were evaluated twice, show the evaluation during training.
       const isFirst = (point, at, all) => all.findIndex((other) => other[0] === point[0]) === at;
       return row ? row.points.filter(isFirst).map((point) => point.slice(0, 4)) : [];
     });
@@ -329,7 +329,7 @@ async function metricCharts(specs) {
   const curves = [];
   for (const run of visibleRuns()) curves[run] = await ask(`curves/${run}`, names);
   return specs.map((spec) => {
-    // A color is a run if there are several, so a chart then has one metric.
+    // With several runs a color stands for a run, so a chart has one metric.
     const shown = isSingle() ? spec.lines : spec.lines.slice(0, 1);
     const title = shown.length < spec.lines.length ? `${spec.title}: ${shown[0][0]}` : spec.title;
     const signs = spec.stage === "train" ? visibleRuns().flatMap((run) => overview.runs[run].signs
@@ -340,7 +340,7 @@ async function metricCharts(specs) {
   }).filter(isCurve).map(chart);
 }
 
-// Charts of metrics that have all words of one of the terms between commas.
+// Charts of metrics that contain all words of at least one comma-separated term.
 function searchMetrics(text) {
   const terms = text.toLowerCase().split(",").map((term) => term.trim().split(/\s+/)).filter((term) => term[0]);
   const specs = new Map();
@@ -403,7 +403,7 @@ function alerts(run) {
     ...warnings.map(([isSerious, text]) => (isSerious ? div("alert said", head, text) : soft(head, text))),
     ...firsts.map(({ sign, step, text, action }) => div("alert said", head,
       el("b", {}, `${words(sign)}, first at step ${step}`), `: ${text} (${action})`)),
-    problems.length ? soft(head, "Not read: ", problems.join("; ")) : "",
+    problems.length ? soft(head, "Unreadable: ", problems.join("; ")) : "",
   ];
 }
 
@@ -417,7 +417,7 @@ function tiles(run) {
   }));
 }
 
-// First and last values of scores: a row for each measure or data set, a column for each suite.
+// First and last scores: one row per measure or data set, one column per suite.
 function scoreTable(rows, key) {
   const suites = unique(rows.map((row) => row.suite));
   const cell = (suite, name) => {
@@ -438,7 +438,7 @@ function scoresCard(run) {
   return all.length ? card("Held-out scores", scoreTable(all.filter((row) => row.weight !== null), "measure"),
     soft("First → last evaluation, 95% interval of the last. Reward: ", weights.join(" + ") || "–"),
     unique(bySet.map((row) => row.data_set)).length > 1 ? fold("By data set", scoreTable(bySet, "data_set")) : "",
-    others.length ? fold("Further measures", scoreTable(others, "measure")) : "") : "";
+    others.length ? fold("Other measures", scoreTable(others, "measure")) : "") : "";
 }
 
 function failuresCard(run) {
@@ -449,14 +449,14 @@ function failuresCard(run) {
     ...suites.map((suite) => integer(failures[suite][kind] || 0))]);
   const totals = suites.map((suite) => integer(sum(Object.values(failures[suite]))));
   return suites.length
-    ? card("Answers that went wrong", table(suiteHeads(suites), [...rows, ["of all answers", ...totals]])) : "";
+    ? card("Failed answers", table(suiteHeads(suites), [...rows, ["total answers", ...totals]])) : "";
 }
 
 function costsCard({ costs, times }) {
   const text = (parts) => Object.entries(parts).map(([part, seconds]) => `${part} ${duration(seconds)}`).join(", ");
   const rows = times.map(({ stage, parts }) => [[stage, text(parts)], duration(sum(Object.values(parts)))]);
   rows.push(...costs.map(([label, total]) => [words(label), number(total)]));
-  return rows.length ? card("Time and costs, evaluations included", table(["", "in all"], rows)) : "";
+  return rows.length ? card("Time and costs, evaluations included", table(["", "total"], rows)) : "";
 }
 
 async function overviewView(query, isCurrent) {
@@ -491,7 +491,7 @@ function comparison() {
     : [dot(colorOf(run)), el("a", { href: hash("overview", [["run", run]]) }, name)], said(below)];
   const shown = rows.filter(({ run }) => run === null || !hiddenRuns.has(run));
   return [el("h1", {}, `${overview.runs.length} runs`),
-    soft("Runs that differ only in the seed are a group. The buttons above hide runs; a name opens a run.",
+    soft("Runs that differ only in the seed form a group. The buttons above hide runs; click a name to open a run.",
       hasOffsets() ? " Curves count steps from the end of the warm start." : ""),
     card("Comparison", table(columns, shown.map((row) => [title(row), ...row.cells.slice(1)]))),
     ...visibleRuns().flatMap(alerts), ""];
@@ -513,7 +513,7 @@ function changeOf({ before, is_right: isRight }) {
 }
 
 function answerView({ record, segments }) {
-  const labels = { information: "result", forged: "result, forged by the model", text: "no tag" };
+  const labels = { information: "result", forged: "result, forged by the model", text: "untagged" };
   return [
     ...segments.map(([kind, text]) => div(`segment ${kind}`, small(labels[kind] || kind), div("said", text))),
     soft(`outcome: ${words(record.outcome)}, ${record.num_sampled} tokens. ${record.error || ""}`)];
@@ -548,14 +548,14 @@ async function answersView(query, isCurrent) {
     keepHash("answers", [["run", run]], [suiteBox, text, showBox]);
     const shown = rows.filter((row) => isShown(row, showBox.value)
       && hasText([row.question, row.answer, row.task_id, ...row.accepted], text.value));
-    const part = total > rows.length ? `; this file holds the first of ${integer(total)}` : "";
+    const part = total > rows.length ? `; this file has only the first of ${integer(total)}` : "";
     count.textContent = `${integer(shown.length)} of ${integer(rows.length)} answers${part}`;
     body.replaceChildren(...shown.slice(0, 500).map((row) => el("details",
       { ontoggle: (event) => openAnswer(event.target, row.addresses) },
       el("summary", { class: "answer" }, said(row.question),
         said(row.before ? [answer(row.before), " → "] : "", answer(row)),
         el("small", { class: "said" }, `accepted: ${row.accepted.join(" | ")}`),
-        small(labels[row.failure] || changeOf(row))))), shown.length > 500 ? soft("The first 500 are shown.") : "");
+        small(labels[row.failure] || changeOf(row))))), shown.length > 500 ? soft("Only the first 500 are shown.") : "");
   }
   text.addEventListener("input", debounce(draw));
   showBox.addEventListener("input", draw);
@@ -616,7 +616,7 @@ async function trajectoriesView(query, isCurrent) {
     const numRight = rows.filter((row) => row.correct).length;
     count.replaceChildren(el("b", { id: "count" }, integer(rows.length)), ` of ${integer(numHeld)} trajectories · `,
       `${integer(numRight)} right · mean reward ${number(sum(rewards) / rewards.length)}`,
-      embedded && total > numHeld ? ` · this file holds ${numHeld} of ${integer(total)}; jaxrl view shows all` : "");
+      embedded && total > numHeld ? ` · this file has ${numHeld} of ${integer(total)}; jaxrl view shows all` : "");
     const numPages = Math.max(1, Math.ceil(rows.length / PAGE_ROWS));
     page = Math.max(0, Math.min(page, numPages - 1));
     const columns = ["step", "reward", "advantage", "sampled", "tokens", "turns"];
@@ -647,7 +647,7 @@ async function trajectoriesView(query, isCurrent) {
 
 // ---------------------------------------------------------------- one trajectory
 
-// Colors are strongest at `limit`, which few tokens exceed. Ratios have the scale of their logarithm.
+// Colors are strongest at `limit`, which few tokens exceed. Ratios use a logarithmic scale.
 function shade({ scale }, amount, limit) {
   const strength = Math.min(1, Math.abs(amount) / limit) * 0.8;
   const color = scale === "amount" ? "amount" : amount < 0 ? "minus" : "plus";
@@ -667,7 +667,7 @@ function legendOf(quantity, limit) {
     small(`mean ${number(sum(values) / values.length)}`)];
 }
 
-// Tokens that belong together: the prompt, what the model sampled, what was inserted or repeated.
+// Consecutive tokens of one kind: prompt, sampled by the model, inserted, or repeated.
 function tokenSegments({ is_sampled: isSampled, record }) {
   const segments = [], contexts = objects(record.contexts);
   isSampled.forEach((flag, i) => {
@@ -758,7 +758,7 @@ async function trajectoryView(query, isCurrent) {
       card("Reward", table(["part", "value"], parts)),
       objects(record.turns).map((turn, i) => turnView(turn, i, record)),
       objects(record.reward_records).map((call) => card(`Judge ${call.tool}`, el("pre", {}, String(call.call)))),
-      fold("Further fields", el("pre", {}, JSON.stringify(Object.fromEntries(others), null, 1))))));
+      fold("Other fields", el("pre", {}, JSON.stringify(Object.fromEntries(others), null, 1))))));
 }
 
 // ---------------------------------------------------------------- details
@@ -780,7 +780,7 @@ function detailsView(query) {
   main.replaceChildren(div("toolbar", runSelect(query, "details"), soft(folder)),
     card("Configuration", soft(`Keys that differ from their defaults; search all ${config.length}.`), search, body),
     ...changes.map((change) => card(`Settings changed after step ${change.step}`,
-      table(["key", "before", "from then on"], Object.entries(change.changes)
+      table(["key", "before", "after"], Object.entries(change.changes)
         .map(([key, value]) => [key, code(value?.before), code(value?.now)]), 3))),
     ...starts.map((start, i) => card(`${i ? "Restart" : "Start"} ${start.started ?? ""}`,
       fold("Versions, machine, model", table(["", ""], flat(start), 2)))));
@@ -811,7 +811,7 @@ async function route() {
   if (isCurrent()) document.documentElement.dataset.ready = view;
 }
 
-// The live page: draw again when the files of the runs have changed.
+// On the live page, redraw when the files of the runs have changed.
 async function poll() {
   let pause = 1500;
   try {
@@ -823,7 +823,7 @@ async function poll() {
     }
     if (state?.is_indexing) pause = 100;
   } catch (error) {
-    showStatus(`No answer from jaxrl view (${error.message}); start it again.`);
+    showStatus(`jaxrl view does not respond (${error.message}); restart it.`);
   }
   setTimeout(poll, pause);
 }

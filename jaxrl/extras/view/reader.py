@@ -1,4 +1,4 @@
-"""Read a workdir: files may be missing, cut short, damaged or still growing."""
+"""Readers of a workdir with missing, truncated, damaged or growing files."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import number_of, parse_json, read_object
 
 FILES = ("metrics.jsonl", "config.json", "eval", "trajectories")
-"""A run's workdir holds at least one of these."""
+"""Names that identify a workdir; it holds at least one of them."""
 
 
 @dataclass
 class JsonLines:
-    """Records of a JSONL file that grows. Each line is parsed once.
+    """Records of a growing JSONL file. Each line is parsed once.
 
     Attributes:
-        path: The file, which need not exist.
+        path: Path of the file, which need not exist.
         names: Required fields and their types.
-        records: Valid records in the order of the file.
-        num_damaged: Number of lines that are no such record.
+        records: Valid records in file order.
+        num_damaged: Number of invalid lines.
     """
 
     path: Path
@@ -48,10 +48,12 @@ class JsonLines:
     _rest: bytes = b""
 
     def refresh(self) -> bool:
-        """Read appended lines; start over if the file was replaced or cut.
+        """Read appended lines; start over if the file was replaced or truncated.
+
+        An incomplete last line is kept until its rest arrives.
 
         Returns:
-            True if anything changed. A last line without an end waits for its rest.
+            True if anything changed.
         """
         identity = identify(self.path)
         inode, size, _ = identity or (0, 0, 0)
@@ -81,7 +83,7 @@ class JsonLines:
             return None
         if not isinstance(record, dict):
             return None
-        # Keys repeat in every record: share their memory.
+        # Keys repeat in every record, so share their strings.
         record = {"stage": "train"} | {sys.intern(name): value for name, value in record.items()}
         is_valid = all(type(record.get(name)) is kind for name, kind in self.names.items())
         return record if is_valid and abs(record["step"]) < 2**53 else None
@@ -89,17 +91,17 @@ class JsonLines:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """One file of `eval/`; responses stay in the file.
+    """Contents of one file of `eval/`, without the responses.
 
     Attributes:
-        path: The file.
-        stage: Stage that evaluated.
-        step: Global step at which it did.
-        weights_step: Global step whose weights were evaluated.
+        path: Path of the file.
+        stage: Stage of the evaluation.
+        step: Global step of the evaluation.
+        weights_step: Global step of the evaluated weights.
         summary: Means by suite, data set and measure.
-        intervals: Likewise, the 95% intervals.
-        weights: By suite, the weight of each part of the reward.
-        answers: By suite, one row per sample in the order of the file.
+        intervals: 95% intervals by suite, data set and measure.
+        weights: Weights by suite and reward part.
+        answers: Rows by suite, one per sample in file order.
     """
 
     path: Path
@@ -113,7 +115,7 @@ class Evaluation:
 
 
 class _File(NamedTuple):
-    """A file as it was read, or why it could not be."""
+    """Value of a file as last read, or the problem with it."""
 
     identity: Identity | None
     value: Any
@@ -125,12 +127,12 @@ class RunReader:
 
     Attributes:
         workdir: Folder of the run.
-        name: Display name, unique among the runs that are shown.
+        name: Display name, unique among the displayed runs.
         version: Number of refreshes that changed something.
-        config: Flat configuration; empty if there is none.
-        evaluations: Evaluations in the order of the run.
+        config: Flat configuration; {} if it is missing.
+        evaluations: Evaluations in chronological order.
         starts: Objects of `environment.json`, one per start.
-        changes: Lines of `config_history.jsonl` that changed settings.
+        changes: Lines of `config_history.jsonl` with changed settings.
         index: Index of `trajectories/`.
     """
 
@@ -153,7 +155,7 @@ class RunReader:
 
     @property
     def problems(self) -> list[str]:
-        """Sentences about files and lines that could not be read."""
+        """Descriptions of unreadable files and lines."""
         problems = [file.problem for file in self._files.values() if file.problem]
         for lines in (self.metrics, self.signs):
             if lines.num_damaged:
@@ -161,10 +163,10 @@ class RunReader:
         return problems + self.index.problems
 
     def refresh(self, seconds: float = float("inf")) -> None:
-        """Read what changed.
+        """Read changed files.
 
         Args:
-            seconds: Time after which indexing of trajectories pauses until the next refresh.
+            seconds: Seconds after which indexing of trajectories pauses until the next refresh.
         """
         changed = [self.metrics.refresh(), self.signs.refresh()]
         readers: dict[Path, Callable[[Path], Any]] = {
@@ -187,12 +189,12 @@ class RunReader:
         self.version += any(changed)
 
     def _read(self, path: Path, read: Callable[[Path], Any]) -> bool:
-        """Read a file if it has changed."""
+        """Read a file if it has changed; return True if it has."""
         identity = identify(path)
         if path in self._files and self._files[path].identity == identity:
             return False
         value, problem = None, f"{path.name} is missing"
-        if identity is not None:  # a pipe would never end
+        if identity is not None:  # only regular files: reading a pipe would never end
             try:
                 value, problem = read(path), ""
             except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -201,11 +203,11 @@ class RunReader:
         return True
 
     def read_answer(self, evaluation: Evaluation, suite: str, row: int) -> dict[str, Any]:
-        """Read the whole record of an answer from its file.
+        """Read the complete record of an answer from its file.
 
         Raises:
-            LookupError: The file has changed and has no such row.
-            OSError, ValueError: The file cannot be read.
+            LookupError: The file has changed and lacks this row.
+            OSError, ValueError: The file is unreadable.
         """
         return _records(_read_content(evaluation.path, identify(evaluation.path)), suite)[row]
 
@@ -217,7 +219,7 @@ def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
     """Return a reader for each distinct workdir, with unique names.
 
     Raises:
-        FileNotFoundError: A folder does not exist, or holds no file of a run.
+        FileNotFoundError: A folder does not exist, or is not a run's workdir.
     """
     folders: dict[Path, Path] = {}
     for workdir in workdirs:
@@ -257,14 +259,14 @@ def _read_changes(path: Path) -> list[dict[str, Any]]:
 
 
 def _records(content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
-    """Return the answers of a suite; entries that are no objects are left out."""
+    """Return the answers of a suite, without entries that are not objects."""
     records = as_list(as_dict(content.get("questions")).get(suite))
     return [record for record in records if isinstance(record, dict)]
 
 
 @lru_cache(maxsize=4)
 def _read_content(path: Path, identity: Identity | None) -> dict[str, Any]:
-    """Read an evaluation's file; `identity` makes the cache miss if the file has changed."""
+    """Read an evaluation file. `identity` is part of the cache key, so changed files are reread."""
     return read_object(path)
 
 
@@ -289,7 +291,7 @@ def _read_evaluation(path: Path) -> Evaluation:
 
 
 def _answer_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what the list of answers shows of a record."""
+    """Return the fields of a record that the list of answers shows."""
     return {
         "task_id": str(record.get("task_id")),
         "sample": number_of(record.get("sample_index")) or 0,

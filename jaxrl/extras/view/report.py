@@ -1,4 +1,4 @@
-"""Write the page as one self-contained file, and compare runs on the terminal."""
+"""The page as one self-contained file, and a comparison of runs for the terminal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from jaxrl.extras.view.viewer import Viewer, to_plain
 from jaxrl.utils.files import written_whole
 
 MAX_ANSWERS = 100
-"""Held-out answers of each suite of a run in the static page."""
+"""Maximum number of held-out answers per run and suite in the static page."""
 
 MAX_TRAJECTORIES = 32
-"""Trajectories of each run in the static page."""
+"""Maximum number of trajectories per run in the static page."""
 
 MAX_DETAIL_BYTES = 8 * 2**20
-"""Size of all whole answers and trajectories in the static page."""
+"""Size limit on all complete answers and trajectories in the static page."""
 
 
 def write_report(
@@ -42,14 +42,14 @@ def write_report(
     ignore: Sequence[str] = (),
     log: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write the page of some runs as one self-contained file.
+    """Write the page of runs as one self-contained file.
 
     Args:
         workdirs: Folders of the runs, finished or not.
-        out: Path of the page; by default `report.html` in the run, or in the folder that the runs
-            have in common.
+        out: Path of the page; by default `report.html` in the run's folder, or for several runs in
+            their common parent.
         ignore: Keys or sections that may differ among the seeds of one group.
-        log: Receives the result of a run in one line, or a table of several runs.
+        log: Function that receives one line about a single run, or a table of several runs.
 
     Returns:
         Path of the page.
@@ -75,7 +75,7 @@ def write_report(
 
 
 def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
-    """Write the report of a run that ends; an error is only a warning."""
+    """Write the report at the end of a run; an error is only a warning."""
     try:
         log(f"report: {write_report([workdir], log=log)}")
     except Exception as error:
@@ -86,7 +86,7 @@ def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
 def snapshot(viewer: Viewer) -> dict[str, Any]:
     """Return the answers that the static page needs, by address.
 
-    Whole trajectories and, after these, whole answers are limited in number and size.
+    Complete trajectories come first, then complete answers, limited in number and size.
     """
     data = {"overview": viewer.at("overview")}
     details: list[str] = []
@@ -114,7 +114,7 @@ def snapshot(viewer: Viewer) -> dict[str, Any]:
 
 
 def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
-    """Choose trajectories for the static page: half from the first steps, half from the last."""
+    """Select trajectories for the static page: half from the first steps, half from the last."""
     ordered = sorted(rows, key=lambda row: (row[0], row[1]))
     half = MAX_TRAJECTORIES // 2
     if len(ordered) <= 2 * half:
@@ -123,9 +123,9 @@ def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
 
 
 def render(data: dict[str, Any]) -> str:
-    """Return the page with its style, its script and the data in it.
+    """Return the page with its style, script and data embedded.
 
-    The Content-Security-Policy names the hashes of these two, so nothing else can run.
+    The Content-Security-Policy contains the hashes of style and script, so nothing else can run.
     """
     folder = Path(__file__).parent
     html, css, js = (
@@ -141,7 +141,7 @@ def render(data: dict[str, Any]) -> str:
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
         "trusted-types 'none'"
     )
-    # In JSON a "<" is only in strings; escaped, no text can end the script element.
+    # In JSON "<" occurs only in strings. Escape it, so that no text can close the script element.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     data_tag = f'<script type="application/json" id="data">{text}</script>'
@@ -151,14 +151,14 @@ def render(data: dict[str, Any]) -> str:
 
 
 def format_comparison(comparison: dict[str, Any]) -> str:
-    """Return the comparison as a table, as wide as the terminal or as its numbers need."""
+    """Format the comparison as a table that fits the terminal but never truncates numbers."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     for position, name in enumerate(comparison["columns"]):
         head = Text(name.replace(", ", ",\n"))
-        # Names and settings may be folded; a cut number would be another number.
+        # Only names and settings may wrap: part of a number would be a wrong number.
         table.add_column(head, overflow="fold", no_wrap=position > 0)
     for row in comparison["rows"]:
-        # Text, not markup: names and settings are foreign.
+        # Text, not markup: names and settings are untrusted.
         table.add_row(*(Text(f"{value}\n{note}".rstrip()) for value, note in row["cells"]))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     console = Console(file=io.StringIO(), width=width, color_system=None)

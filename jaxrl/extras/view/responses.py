@@ -1,4 +1,4 @@
-"""Split responses into tagged segments, and classify wrong answers."""
+"""Segments of responses by tag, and kinds of wrong answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILURES = {
     "out_of_budget": ("Out of budget", "No tokens or searches left for an answer."),
     "environment_error": ("Environment error", "The environment failed; not scored."),
 }
-"""Kinds of failure: label and meaning."""
+"""Label and meaning of each kind of failure."""
 
 _TAGS = "|".join(dict.fromkeys(tag for make in PROTOCOLS.values() for tag in make().tags))
 _SEGMENT = re.compile(rf"<({_TAGS})>(.*?)(?:</\1>|(?=<(?:{_TAGS})>)|\Z)", re.DOTALL)
@@ -28,9 +28,8 @@ _CALL_ENDS = ("</search>", "</python>")
 def split_response(response: str) -> list[tuple[str, str]]:
     """Split a response into (kind, text) by its tags.
 
-    The kind is a tag, `text` outside of any tag, or `forged` for a result that the model wrote
-    itself: the environment puts results right behind a call. An unclosed segment ends at the next
-    tag.
+    The kind is a tag, `text` outside all tags, or `forged` for a result that the model wrote: real
+    results directly follow a call. An unclosed segment ends at the next tag.
     """
     segments, end = [], 0
     for match in _SEGMENT.finditer(response):
@@ -46,14 +45,14 @@ def split_response(response: str) -> list[tuple[str, str]]:
 
 
 def is_right(record: dict[str, Any]) -> bool | None:
-    """Return True if an answer is an exact match; None if it could not be scored."""
+    """Return True if an answer is an exact match; None if it has no score."""
     score = number_of(record.get("exact_match"))
     has_failed = record.get("outcome") == "environment_error"
     return None if has_failed or score is None else score >= 1
 
 
 def failure_kind(record: dict[str, Any]) -> str | None:
-    """Classify an answer by `FAILURES`; None if it is right or has no score."""
+    """Return the key of `FAILURES` for an answer; None if it is right or has no score."""
     outcome = record.get("outcome")
     if outcome == "environment_error":
         return "environment_error"
@@ -65,7 +64,7 @@ def failure_kind(record: dict[str, Any]) -> str | None:
     results = [text for kind, text in segments if kind == "information"]
     if not results and not record.get("searches"):
         return "no_search"
-    # Compare whole words: "Ann" is not found in "Annapolis".
+    # Compare complete words: "Ann" does not match "Annapolis".
     text = f" {normalize_answer(' '.join(results))} "
     answers = record.get("answers")
     accepted = map(normalize_answer, map(str, answers if isinstance(answers, list) else ()))

@@ -1,9 +1,9 @@
-"""Serve the page to this machine's browser only.
+"""Server of the page for browsers on this machine only.
 
-A run's files hold texts of models and web pages, and any page in the same browser can send
-requests here. So the server listens on the loopback address, requires a `Host` that names it (DNS
-rebinding), answers GET only, opens no file that a request names, and its policy lets the page run
-no other script and make no other request.
+A run's files contain text from models and web pages, and any page in the same browser can send
+requests here. So the server listens on the loopback address, requires its own name as `Host`
+(against DNS rebinding), answers only GET, and opens no file named by a request. Its
+Content-Security-Policy allows no other scripts and no other requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxrl.extras.view.viewer import Viewer
 from jaxrl.utils.text import printable
 
 INDEXING_S = 0.5
-"""Seconds of indexing trajectories in one request."""
+"""Seconds that one request may spend on indexing trajectories."""
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -43,7 +43,7 @@ FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-"""Files of the page, and their types, by path."""
+"""Files of the page with their content types, by path."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        """Answer the page's files, and `/api/` followed by an address of `Viewer.at`."""
+        """Answer requests for the page's files and for `/api/` plus an address of `Viewer.at`."""
         url = urlsplit(self.path)
         hosts = self.headers.get_all("Host") or []
         site = self.headers.get("Sec-Fetch-Site", "none")
@@ -85,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send_error(404, str(error))
         except (ValueError, OSError) as error:
             self._send_error(409, str(error))
-        except Exception as error:  # a file with unexpected contents must not end the server
+        except Exception as error:  # unexpected file contents must not end the server
             self._send_error(500, f"{type(error).__name__}: {error}")
         else:
             self._send(200, json.dumps(value, allow_nan=False).encode(), "application/json")
@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps({"error": printable(text)}).encode(), "application/json")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse other methods and malformed requests with the headers of every response."""
+        """Refuse other methods and malformed requests, with `HEADERS` in the response."""
         self._send_error(405 if code == 501 else code, message or "The request cannot be read.")
 
     def _send(self, status: int, content: bytes, kind: str) -> None:
@@ -118,7 +118,7 @@ class Server(ThreadingHTTPServer):
 
     Attributes:
         viewer: Source of the answers.
-        lock: Held while the viewer reads or answers.
+        lock: Lock held while the viewer reads or answers.
         hosts: Accepted values of `Host`.
     """
 

@@ -1,4 +1,4 @@
-"""Numbers and texts of the tokens of one trajectory."""
+"""Per-token quantities and texts of a trajectory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jaxrl.runtime.resume import run_folder
 from jaxrl.utils.json_io import number_of, parse_json
 
 Values = list[float | None]
-"""A number per token; None where the policy did not sample it, or nothing was recorded."""
+"""One number per token; None for tokens that were not sampled or not recorded."""
 
 
 class NotRecordedError(Exception):
-    """A list that a quantity needs is missing or has another length than the tokens."""
+    """A list that a quantity needs is missing, or its length differs from the tokens'."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Lists by token of one record.
+    """Per-token lists of one record.
 
     Attributes:
         record: A line of `trajectories/`.
@@ -42,7 +42,7 @@ class Tokens:
         """Read the ids and the mask.
 
         Raises:
-            ValueError: They are not lists of integers of one length.
+            ValueError: The ids and the mask are not integer lists of equal length.
         """
         ids, mask = record.get("token_ids"), record.get("loss_mask")
         for values in (ids, mask):
@@ -58,7 +58,7 @@ class Tokens:
         """Return the numbers of a list of the record.
 
         Raises:
-            NotRecordedError: Says what is missing.
+            NotRecordedError: The list is missing or has the wrong length.
         """
         values = self.record.get(name)
         if values is None:
@@ -71,15 +71,16 @@ class Tokens:
         ]
 
     def combine(self, function: Callable[..., float | None], *names: str) -> Values:
-        """Apply a function to the numbers of several lists of the record."""
+        """Apply a function elementwise to several lists of the record."""
         lists = zip(*(self.values(name) for name in names), strict=True)
         return [None if None in values else function(*values) for values in lists]
 
     def advantages(self) -> Values:
-        """Return the advantage of each token: as recorded, else that of the trajectory.
+        """Return the recorded advantage of each token, else that of the trajectory.
 
         Raises:
-            NotRecordedError: The trajectory has none, or one for each turn.
+            NotRecordedError: Tokens have no recorded advantages, and the trajectory has none or one
+                per turn.
         """
         advantage = number_of(self.record.get("advantage"))
         has_turns = bool(self.record.get("turn_advantages"))
@@ -88,7 +89,7 @@ class Tokens:
         return [advantage if is_sampled else None for is_sampled in self.is_sampled]
 
     def ratios(self) -> Values:
-        """Return `exp(new_logprobs - old_logprobs)`; the exponent is within 20 as in the losses."""
+        """Return `exp(new_logprobs - old_logprobs)`; like in losses, the exponent is within ±20."""
         return self.combine(
             lambda new, old: math.exp(min(max(new - old, -20.0), 20.0)),
             "new_logprobs",
@@ -96,14 +97,14 @@ class Tokens:
         )
 
     def reference_log_ratios(self) -> Values:
-        """Return the log-ratio to the reference in nats, after the update if that is recorded."""
+        """Return the log-ratio to the reference in nats, after the update if recorded."""
         name = "old_logprobs" if self.record.get("new_logprobs") is None else "new_logprobs"
         return self.combine(lambda value, reference: value - reference, name, "ref_logprobs")
 
     def gaps(self) -> Values:
-        """Return `old_logprobs - rollout_logprobs` in nats; none where the sampler has no logprob.
+        """Return `old_logprobs - rollout_logprobs` in nats; None without a sampler logprob.
 
-        It has none of observations, which have a loss with `loss.mask_observations` off.
+        The sampler has none for observations, which have loss if `loss.mask_observations` is off.
         """
         return self.combine(
             lambda old, rollout: old - rollout if rollout else None,
@@ -113,11 +114,11 @@ class Tokens:
 
 
 def quantities(tokens: Tokens) -> list[dict[str, Any]]:
-    """Return what is known of each token.
+    """Compute all quantities of the tokens.
 
     Returns:
-        For each quantity its `name`, `label` and `unit`; its `scale`, which is `amount` from 0,
-        `signed` around 0 or `ratio` around 1; its `values`, or None and the reason `why`.
+        For each quantity its `name`, `label` and `unit`; its `scale`, one of `amount` (from 0),
+        `signed` (around 0) and `ratio` (around 1); and its `values`, or None and the reason `why`.
     """
 
     def recorded(name: str) -> Callable[[], Values]:
@@ -145,12 +146,12 @@ def quantities(tokens: Tokens) -> list[dict[str, Any]]:
 
 
 def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[bytes], str]:
-    """Load the bytes of each token id, from `export/` or `model.path`. Nothing is downloaded.
+    """Load the bytes of each token id from `export/` or `model.path`, without downloads.
 
     A relative path is relative to the folder in which the run was started.
 
     Returns:
-        The vocabulary, empty without a tokenizer, and the reason for that or "".
+        The vocabulary and "", or without a tokenizer [] and the reason.
     """
     folders = [str(workdir / "export")]
     if path := config.get("model.path"):
@@ -161,13 +162,13 @@ def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[byte
             file = Path(folder) / "tokenizer.json"
             spec = parse_json(tokenizers.Tokenizer.from_file(str(file)).to_str(), str(file))
             return bytes_of_ids(spec), ""
-        except Exception as error:  # tokenizers raises plain ones
+        except Exception as error:  # tokenizers raises plain exceptions
             problem = f"No tokenizer ({error}); tokens are shown by their ids."
     return [], problem
 
 
 def token_texts(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
-    """Return the text of each token; a split character belongs to the token that ends it."""
+    """Return the text of each token. A character split over tokens belongs to the last of them."""
     if not vocabulary:
         return [f"{id} " for id in ids]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

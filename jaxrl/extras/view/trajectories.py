@@ -1,6 +1,6 @@
-"""Index the trajectories of a run: one short row each, and where its line is in its file.
+"""Index of a run's trajectories: one short row each, with the position of its line in its file.
 
-The files of a run can be gigabytes, so no trajectory stays in memory. Each file is read once, the
+The files of a run can be gigabytes, so trajectories do not stay in memory. Each file is read once,
 newest first, and again only if it changes.
 """
 
@@ -24,27 +24,27 @@ COLUMNS = (
 """Fields of a row; `task` is a position in `TrajectoryIndex.tasks`."""
 
 MAX_ANSWER = 200
-"""Characters of a final answer in a list."""
+"""Maximum length of a final answer in a list, in characters."""
 
 MAX_QUESTION = 400
-"""Characters of a question in a list."""
+"""Maximum length of a question in a list, in characters."""
 
 _FILE = re.compile(r"step_(\d{6,9})\.jsonl")
 _TOKENS, _MASK = b', "token_ids": [', b', "loss_mask": ['
 
 
 class TrajectoryIndex:
-    """Rows of the trajectories of `folder`, in the order in which they were indexed.
+    """Rows of the trajectories in `folder`, in indexing order.
 
     Attributes:
         folder: Folder `trajectories/` of a run.
-        generation: Number of times that the rows started over, because a file changed.
-        rows: Values of `COLUMNS` of each trajectory.
-        tasks: (id, question) of each task.
+        generation: Number of times that indexing started over because a file changed.
+        rows: Values of `COLUMNS` for each trajectory.
+        tasks: Pairs of id and question for each task.
         num_files: Number of files in the folder.
-        num_indexed: Number of files that are indexed.
-        num_damaged: Number of lines that are no trajectory.
-        error: Text of an environment error, of the first step that has one; "" without any.
+        num_indexed: Number of indexed files.
+        num_damaged: Number of invalid lines.
+        error: Environment error from the earliest step with one; "" without any.
     """
 
     def __init__(self, folder: Path):
@@ -63,19 +63,19 @@ class TrajectoryIndex:
 
     @property
     def num_indexed(self) -> int:
-        """Number of files that are indexed."""
+        """Number of indexed files."""
         return len(self._indexed)
 
     @property
     def problems(self) -> list[str]:
-        """Sentences about files and lines that could not be read."""
+        """Descriptions of unreadable files and lines."""
         problems = list(self._unreadable)
         if self.num_damaged:
             problems.append(f"{self.num_damaged} lines of trajectories/ are damaged")
         return problems
 
     def refresh(self, deadline: float) -> bool:
-        """Index new and changed files, the newest first, until a time of `time.monotonic`.
+        """Index new and changed files, newest first, until `time.monotonic` reaches `deadline`.
 
         Returns:
             True if anything changed.
@@ -101,7 +101,7 @@ class TrajectoryIndex:
         return self.folder / f"step_{step:06d}.jsonl"
 
     def _list_files(self) -> dict[int, Identity]:
-        """Return the identity of each regular file by its step."""
+        """Return the identity of each regular file, by step."""
         files = {}
         for path in self.folder.glob("step_*.jsonl"):
             match = _FILE.fullmatch(path.name)
@@ -161,9 +161,9 @@ class TrajectoryIndex:
         """Read one trajectory from its file.
 
         Raises:
-            LookupError: There is no such trajectory.
-            ValueError: Its line is damaged.
-            OSError: The file cannot be read.
+            LookupError: The trajectory does not exist.
+            ValueError: The line is damaged.
+            OSError: The file is unreadable.
         """
         if (step, line) not in self._offsets:
             raise LookupError(f"There is no trajectory at step {step}, line {line + 1}.")
@@ -177,7 +177,7 @@ class TrajectoryIndex:
 
 
 def identify(path: Path) -> Identity | None:
-    """Return what differs when a file has changed; None if it is no regular file."""
+    """Return a value that changes when a file changes; None if it is not a regular file."""
     try:
         status = path.stat()
     except OSError:
@@ -188,14 +188,14 @@ def identify(path: Path) -> Identity | None:
 
 
 def parse_head(line: bytes) -> tuple[dict[str, Any], int | None, int | None]:
-    """Parse a line up to its lists of numbers, which are most of it and come last.
+    """Parse a line up to its lists of numbers, which come last and are most of the line.
 
     The lists are counted, not parsed, so damage in them shows only when the trajectory is opened.
-    No string can hold the key that ends the head: a quote in a string has a backslash before it.
+    The key that ends the head cannot occur in a string, where quotes are escaped.
 
     Returns:
-        The fields before the lists, empty if the line is damaged; the number of tokens and of
-        sampled tokens, None if the line is laid out differently.
+        The fields before the lists, {} if the line is damaged; and the numbers of tokens and of
+        sampled tokens, None if the line has another layout.
     """
     line = line.strip()
     head, key, arrays = line.partition(_TOKENS)

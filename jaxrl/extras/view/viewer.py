@@ -1,7 +1,7 @@
-"""Answer the requests of the page, as JSON values.
+"""Answers to requests of the page, as JSON values.
 
-The live server and the static page ask the same functions at the same addresses: a name and
-integers, such as `trajectory/0/20/3`.
+The live server and the static page use the same addresses: a name and integers, such as
+`trajectory/0/20/3`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from jaxrl.extras.view.trajectories import COLUMNS
 from jaxrl.utils.text import printable
 
 MAX_POINTS = 600
-"""Points of a curve."""
+"""Maximum number of points in a curve."""
 
 ARRAYS = (
     *("token_ids", "loss_mask", "rollout_logprobs", "rollout_entropies", "policy_versions"),
     *("old_logprobs", "new_logprobs", "ref_logprobs", "token_advantages", "token_weights"),
     "kl_weights",
 )
-"""Lists by token of a trajectory, which the page gets as quantities."""
+"""Per-token lists of a trajectory, which the page receives as quantities."""
 
 
 class Viewer:
-    """Some runs, and what the page asks about them.
+    """Runs, and the answers to requests about them.
 
-    Methods named in `ADDRESSES` raise LookupError for what does not exist, and ValueError or
-    OSError for what cannot be read.
+    Methods in `ADDRESSES` raise LookupError for missing items, and ValueError or OSError for
+    unreadable ones.
     """
 
     def __init__(self, runs: Sequence[RunReader], ignore: Sequence[str] = ()):
-        """Answer about `runs`, of which nothing is read before `refresh`.
+        """Prepare to answer requests about `runs`; `refresh` reads them.
 
         Args:
             runs: Readers of the runs.
@@ -47,19 +47,19 @@ class Viewer:
         self._vocabularies: dict[int, tuple[list[bytes], str]] = {}
 
     def refresh(self, seconds: float = math.inf) -> None:
-        """Read what changed; indexing of trajectories pauses after `seconds`."""
+        """Read changed files; indexing of trajectories pauses after `seconds`."""
         for run in self.runs:
             run.refresh(seconds / len(self.runs))
 
     def state(self) -> dict[str, Any]:
-        """Return what changes when the page must be drawn again."""
+        """Return a value that changes whenever the page must be redrawn."""
         return {
             "version": sum(run.version for run in self.runs),
             "is_indexing": any(run.index.num_indexed < run.index.num_files for run in self.runs),
         }
 
     def overview(self) -> dict[str, Any]:
-        """Return the facts of all runs, their groups and their comparison."""
+        """Return the summaries of all runs, their groups and their comparison."""
         groups = facts.group_runs(self.runs, self.ignore)
         return self.state() | {
             "runs": [facts.summarize_run(run) for run in self.runs],
@@ -70,7 +70,7 @@ class Viewer:
         }
 
     def curves(self, number: int, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the points of metrics of a run, by stage and name; None for all names."""
+        """Return the curves of a run's metrics, by stage and name; None for all names."""
         run = self.runs[number]
         return {
             stage: {
@@ -82,10 +82,10 @@ class Viewer:
         }
 
     def answers(self, number: int, suite: int) -> list[dict[str, Any]]:
-        """Return the held-out answers of a suite, in its first and its last evaluation.
+        """Return the held-out answers of a suite in its first and last evaluation.
 
-        Each is a row of the last evaluation, with `before` from the first one if there are two, and
-        the `addresses` of the whole records.
+        Each item is a row of the last evaluation, with `before` from the first one if there are
+        two, and the `addresses` of the complete records.
         """
         run = self.runs[number]
         name = facts.suites_of(run)[suite]
@@ -109,7 +109,7 @@ class Viewer:
         return rows
 
     def answer(self, number: int, evaluation: int, suite: int, row: int) -> dict[str, Any]:
-        """Return the whole record of an answer, its response in segments."""
+        """Return the complete record of an answer, with its response split into segments."""
         run = self.runs[number]
         name = facts.suites_of(run)[suite]
         record = dict(run.read_answer(run.evaluations[evaluation], name, row))
@@ -119,7 +119,7 @@ class Viewer:
     def trajectories(
         self, number: int, generation: int, num_rows: int, num_tasks: int
     ) -> dict[str, Any]:
-        """Return the rows and tasks of the index behind those that the page has already."""
+        """Return the rows and tasks of the index after those that the page already has."""
         index = self.runs[number].index
         if generation != index.generation:
             num_rows = num_tasks = 0
@@ -156,7 +156,7 @@ class Viewer:
             options: Further arguments of the method.
 
         Raises:
-            LookupError: There is nothing at this address.
+            LookupError: The address does not exist.
         """
         name, *numbers = address.split("/")
         method, count = ADDRESSES.get(name, (None, 0))
@@ -177,7 +177,7 @@ ADDRESSES: dict[str, tuple[Callable[..., Any], int]] = {
     "trajectories": (Viewer.trajectories, 4),
     "trajectory": (Viewer.trajectory, 3),
 }
-"""Methods by the first part of an address, and how many integers follow."""
+"""Methods by the first part of an address, with the number of integers that follow."""
 
 
 def _key(row: dict[str, Any]) -> tuple[str, float]:
@@ -185,7 +185,7 @@ def _key(row: dict[str, Any]) -> tuple[str, float]:
 
 
 def to_plain(value: Any) -> Any:
-    """Return the value as strict JSON: printable texts, and null for what is not finite."""
+    """Convert a value to strict JSON: printable texts, and None for non-finite numbers."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
