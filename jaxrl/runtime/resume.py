@@ -92,6 +92,7 @@ def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None
 
     if not has_any(workdir / "checkpoints"):
         return None
+    # config.json is authoritative; a checkpoint replaces a lost one.
     step, position = read_newest_position(workdir / "checkpoints")
     saved = position.get("config") or {}
     warnings: list[str] = []
@@ -123,6 +124,7 @@ def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None
         warnings.append(f"warning: {line}; its checkpoints may hold other arrays too")
     if configured:  # drop keys of the checkpoint that an earlier start was allowed to drop
         saved = {key: value for key, value in saved.items() if key in KEYS or key in configured}
+    # Later starts may have changed files, so the history overrides the checkpoint's fingerprints.
     lines, num_damaged = read_history(workdir)
     contents = dict(position.get("contents") or {})
     if num_damaged or (contents and not (workdir / HISTORY).exists()):

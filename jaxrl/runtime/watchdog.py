@@ -61,6 +61,7 @@ def watchdog(
         display.doing = what  # the warning itself is no progress
 
     def watch() -> None:
+        # A warning also updates `moved_at`. `seen` skips that, so `since` is the real progress.
         seen, since, limit = display.moved_at, display.moved_at, seconds or math.inf
         while not over.wait(min(min(limits) / 4, 1.0)):
             if display.moved_at != seen:

@@ -166,6 +166,7 @@ def collect(
     sampler.unfinished = [
         Draw(task=stream.take(at, 1)[0], stream_index=at) for at in in_flight_tasks
     ]
+    # Groups without any reward are resampled, in the early stage only on request.
     is_resampled = controllers.is_late or settings.resample_early
     attempts = settings.resample_attempts if is_resampled else 0
     while len(kept) < wanted:

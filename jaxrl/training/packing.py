@@ -276,7 +276,7 @@ def assign_rows(
 def _first_fit(
     items: Sequence[Item], order: Sequence[int], whole: tuple[int, int]
 ) -> list[list[int]]:
-    """Pack in this order into rows; `whole` holds a row's tokens and attachment tokens."""
+    """Pack in this order into rows of `whole[0]` tokens and `whole[1]` attachment tokens."""
     rows: list[dict[int, list[int]]] = []  # by prompt
     room: list[tuple[int, int]] = []
     for index in order:
@@ -447,6 +447,7 @@ def _fill(
         **{name: np.zeros(size, np.float32) for name in token_fields},
     }
     beside = {name: array.filled(*size) for name, array in shape.token_arrays.items()}
+    # Segment ids begin at 1; 0 marks padding.
     for row, members in enumerate(rows):
         start = 0
         for index, left_out in members:

@@ -72,6 +72,7 @@ def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
             values = values + loss.term_coef * added
             metrics |= {f"actor/{name}": Metric(value) for name, value in term_metrics.items()}
             metrics["actor/term_loss"] = Metric(added, "loss")
+        # The KL and entropy terms.
         if kl_coef:
             anchor = batch.ref_logprobs if kl.anchor == "ref" else old
             assert anchor is not None

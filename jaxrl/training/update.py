@@ -318,6 +318,7 @@ class Gradient:
             key = joined(model.program_key, token_loss, temperature, entropy_gradient)
         passes = model.without_base
 
+        # The loss of one micro-batch, already weighted: sums over micro-batches need no scaling.
         def micro_loss(
             trained: Params, others: Params, micro: Batch, balance: Any, logit_capacity: int
         ) -> tuple[jax.Array, Any]:
@@ -350,6 +351,7 @@ class Gradient:
             inline=True,
         )
 
+        # Zeros of the right shapes, without running the gradient.
         def begin(params: Params, batch: Batch) -> GradAccumulator:
             first = jax.tree.map(lambda x: x[0], batch)
             differentiated = partial(
@@ -374,6 +376,7 @@ class Gradient:
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
             return replace(sums.with_measured(*measured), gradients=gradients)
 
+        # Metrics only, for trajectories without a gradient.
         def measure(
             params: Params, sums: GradAccumulator, micro: Batch, _: jax.Array, logit_capacity: int
         ) -> GradAccumulator:

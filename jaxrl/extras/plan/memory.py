@@ -280,7 +280,7 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
         "gradients": 4 * policy.trained,
         "batch": num_minibatches * shape.num_micro * tokens * token_bytes,
     }
-    if stage == "train" and samples_beside(config):  # the next step's rollout is under way
+    if stage == "train" and samples_beside(config):  # the next step's rollout is running
         sampling = rollout_phase(config, model, target)
         kept |= {name: sampling.kept[name] for name in ("decode weights", "KV cache")}
         kept |= {"sampling": sum(sampling.moments[sampling.moment].values())} | searching
