@@ -280,10 +280,9 @@ class Checkpointer:
         except Exception as error:  # Orbax raises exceptions of many kinds
             reason = shorten(str(error), 500, placeholder=" …")
             raise CheckpointError(
-                f"checkpoint {step} in {self._folder} is as it was written, but restoring it "
-                f"failed: {type(error).__name__}: {reason}. Undo what was changed since it was "
-                "written, the version of jaxrl too, give the devices more memory, or name another "
-                "--workdir."
+                f"checkpoint {step} in {self._folder} is undamaged, but restoring it failed: "
+                f"{type(error).__name__}: {reason}. Undo changes to the configuration and the "
+                "version of jaxrl, give the devices more memory, or name another --workdir."
             ) from error
         return {name: restored[name] for name in items}
 

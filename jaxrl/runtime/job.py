@@ -45,7 +45,7 @@ def find_job(
         return None
     if len(given) < len(flags):
         missing = [name for name in flags if name not in given]
-        raise ValueError(f"{', '.join(given)} came without {', '.join(missing)}; set all three.")
+        raise ValueError(f"{', '.join(given)} set without {', '.join(missing)}; set all three.")
     assert coordinator is not None
     assert num_processes is not None
     assert process_id is not None

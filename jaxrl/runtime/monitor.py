@@ -280,7 +280,7 @@ class Monitor:
                 why = f"it gave no sign of life for {deadline_s:g} s"
                 return Loss(index=link.index, lost=why)
         if self._missing and now - self._started > deadline_s:
-            why = f"its monitor did not come within {deadline_s:g} s"
+            why = f"its monitor did not join within {deadline_s:g} s"
             return Loss(index=min(self._missing), lost=why)
         return None
 

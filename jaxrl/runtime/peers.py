@@ -128,7 +128,7 @@ class Peers:
                     # The main thread may wait in a collective that never ends.
                     os._exit(1 if loss.failed else EXIT_LOST)
         if not (self._is_over.is_set() or self._is_failing):
-            os.write(2, b"error: the monitor of this process is gone; without it nothing is sure\n")
+            os.write(2, b"error: the monitor of this process ended, so losses would go unnoticed\n")
             os._exit(EXIT_LOST)
 
     def everywhere(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
@@ -226,7 +226,9 @@ def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> It
             text = f"{who}waiting for the other processes{where} for {limit_s:.0f} s at most"
             os.write(2, f"{text}\n".encode())
             if not arrived.wait(limit_s - silent_s):
-                text = f"{who}not all processes came{where} within {limit_s:.0f} s; see the others"
+                text = (
+                    f"{who}not all processes joined{where} within {limit_s:.0f} s; see their logs"
+                )
                 os.write(2, f"error: {text}\n".encode())
                 os._exit(EXIT_LOST)
 

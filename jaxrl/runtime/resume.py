@@ -109,7 +109,7 @@ def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None
                 "configuration."
             ) from error
         source = f"checkpoint {step}" if saved else "nothing"
-        warnings.append(f"warning: {damage}; {source} tells how the run was configured")
+        warnings.append(f"warning: {damage}; {source} records the configuration")
     # config.json is written last, so its keys were accepted before, if necessary.
     unknown = sorted((configured or saved).keys() - KEYS.keys())
     unknown = [key for key in unknown if not missing_folder(key)]

@@ -37,7 +37,7 @@ def write_environment(
         starts = read_starts(path)
     except FileNotFoundError:
         if step > 0:
-            log(f"warning: {path} is missing: what earlier starts ran on is lost")
+            log(f"warning: {path} is missing: the record of earlier starts is lost")
     except (OSError, ValueError) as error:
         log(f"warning: {error}; set aside as {set_aside(path).name}")
     starts = [*starts, {"step": step, **environment(components)}]

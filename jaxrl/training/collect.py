@@ -299,8 +299,8 @@ def _complaint(
         f"{len(sampled_stats)} groups sampled were: {_shares(sampled_stats)}. If most failed, fix "
         "what the error names. If most are all right, the tasks are too easy for this policy; if "
         "most are all wrong, too hard: raise config.filter.max_batches (0: no limit) or, with "
-        "--accept_changes, change config.tasks.train.source or config.rollout.group_size. What was "
-        "finished is saved."
+        "--accept_changes, change config.tasks.train.source or config.rollout.group_size. Finished "
+        "work is saved."
     )
 
 

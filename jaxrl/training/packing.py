@@ -212,8 +212,8 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
         attached, later = sequence.attachments, contexts_of(sequence)[1:]
         if later and tower:
             raise ValueError(
-                "a trajectory has several contexts, and the model reads images, whose places are "
-                "those of one text; set config.rollout.context.name to 'none'."
+                "a trajectory has several contexts, and the model reads images, which support only "
+                "one context; set config.rollout.context.name to 'none'."
             )
         if not all(_begins_alike(sequence, context, num_shared, shape) for context in later):
             num_shared = 0

@@ -19,7 +19,7 @@ def test_explicit_flags():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"num_processes": 2}, "--num_processes came without --coordinator, --process_id"),
+        ({"num_processes": 2}, "--num_processes set without --coordinator, --process_id"),
         (
             {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
             "--process_id=2 with --num_processes=2; expected 0 to 1",

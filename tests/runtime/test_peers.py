@@ -92,7 +92,7 @@ def test_what_a_process_waits_for(capfd, monkeypatch, comes):
     wanted = "waiting for the other processes at host7:1234, process 0's address, for"
     assert waiting.startswith(f"process 3 of 4: {wanted}")
     assert [line.partition(",")[0] for line in error] == (
-        [] if comes else ["error: process 3 of 4: not all processes came at host7:1234"]
+        [] if comes else ["error: process 3 of 4: not all processes joined at host7:1234"]
     )
 
 

@@ -221,7 +221,7 @@ class TestOlderRuns:
             path.write_text(damage, encoding="latin-1")
         [warning] = read_record(tmp_path).warnings
         assert warning.startswith(f"warning: {path} is missing or cannot be read (")
-        assert warning.endswith("checkpoint 40 tells how the run was configured")
+        assert warning.endswith("checkpoint 40 records the configuration")
         assert refused(tmp_path) == []
         assert refused(tmp_path, seed=7) == ["seed"]
         path.write_text("{}")
@@ -233,7 +233,7 @@ class TestOlderRuns:
         with pytest.raises(ValueError, match=r"cannot be read .* --accept_changes"):
             read_record(tmp_path)
         begun = read_record(tmp_path, is_accepted=True)
-        assert begun.warnings[0].endswith("nothing tells how the run was configured")
+        assert begun.warnings[0].endswith("nothing records the configuration")
         assert changes_since(begun, configured(seed=7)) == []
         resume.write_config(tmp_path, configured(seed=7))
         assert (tmp_path / "config.json.damaged").read_text() == "{"

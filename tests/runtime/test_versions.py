@@ -66,7 +66,7 @@ def test_a_damaged_or_lost_file_is_reported(tmp_path, parts, damage):
     assert lines[0].endswith("set aside as environment.json.damaged")
     path.unlink()
     write_environment(path, 3, parts, lines.append)
-    assert lines[1].endswith("environment.json is missing: what earlier starts ran on is lost")
+    assert lines[1].endswith("environment.json is missing: the record of earlier starts is lost")
 
 
 def git(folder, *arguments):

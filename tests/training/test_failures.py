@@ -89,7 +89,7 @@ class TestWhy:
 
     def test_equal_rewards(self):
         got = why_nothing([equal(reward=-0.5)] * 3, [STILL])
-        assert got == "no trajectory had a signal: what is compared was equal (rewards -0.5)"
+        assert got == "no trajectory had a signal: all compared values were equal (rewards -0.5)"
         got = why_nothing([equal(reward=1.0), equal(reward=0.0)], [STILL])
         assert got.endswith("(rewards 0 to 1)")
         right = dataclasses.replace(equal(reward=1.0), is_correct=True)
