@@ -220,12 +220,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Shard mini-batches `[A, b, T]`: rows over data, fsdp and expert, tokens over context."""
+    """Return the sharding of mini-batches `[A, b, T]`: rows over `BATCH`, tokens over context."""
     return NamedSharding(mesh, P(None, BATCH, CONTEXT))
 
 
 def piece_sharding(mesh: Mesh) -> NamedSharding:
-    """Shard the first axis over data, fsdp, expert and context."""
+    """Return the sharding that splits the first axis over `PIECES`."""
     return NamedSharding(mesh, P(PIECES))
 
 
@@ -260,7 +260,7 @@ def whole_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
 
 
 def cache_sharding(mesh: Mesh) -> NamedSharding:
-    """Shard `[pages, n * K, page, H]`: pages over `PIECES`, heads over tensor."""
+    """Return the sharding of `[pages, n * K, page, H]`: pages over `PIECES`, heads over tensor."""
     return NamedSharding(mesh, P(PIECES, "tensor", None, None))
 
 

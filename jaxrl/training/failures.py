@@ -75,7 +75,7 @@ def first_error(trajectories: Iterable[Trajectory]) -> str:
 
 
 def short(text: str) -> str:
-    """Shorten text to one line of at most `_LONGEST_ERROR` characters."""
+    """Shorten text to one line of about `_LONGEST_ERROR` characters at most."""
     line = " ".join(printable(text).split())
     return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]} …"
 

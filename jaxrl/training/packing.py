@@ -429,7 +429,7 @@ def _fill(
     shape: BatchShape,
     token_fields: Mapping[str, Sequence[np.ndarray]],
 ) -> dict[str, Any]:
-    """Fill the fields of `Batch`, `[A * b, T]`."""
+    """Return the filled fields of `Batch`, `[A * b, T]`."""
     size = (shape.num_micro * shape.micro_rows, shape.row_tokens)
     if len(rows) > size[0]:
         raise ValueError(

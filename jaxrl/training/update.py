@@ -254,7 +254,7 @@ class Balance:
     """Load-balancing coefficients, from an extra forward pass over the mini-batch."""
 
     def __init__(self, model: Model):
-        """`model` must have statistics."""
+        """Prepare the forward pass of `model`, which must have statistics."""
         self._model, read = model, model.architecture.statistics
         assert read is not None
 
@@ -281,7 +281,7 @@ class Balance:
         self.add = MicroBatches(model, "balance", add)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed, coef: float) -> Any:
-        """See `Statistics.balance_weights`."""
+        """Return `Statistics.balance_weights` of the mini-batch."""
         begun = self._begin(params, self._model.of_text(batch))
         sums = self.add(params, begun, batch, packed)
         return self._weigh(sums, np.float32(coef))
