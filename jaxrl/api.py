@@ -1,4 +1,4 @@
-"""Training and evaluation from Python, as in a notebook.
+"""Training and evaluation from Python, for example in a notebook.
 
     from jaxrl.api import evaluate, train
     from jaxrl.config import default_config
@@ -9,8 +9,8 @@
     run = train(config, "runs/first")
     run.metrics.to_pandas().plot(x="step", y="critic/rewards/mean")
 
-A run lives in its workdir, as one of the command `jaxrl train` does. The same call resumes it, and
-`jaxrl train`, `chat` and `report` read the same folder.
+The workdir holds the run, exactly as with `jaxrl train`. The same call resumes it, and
+`jaxrl train`, `chat` and `report` work on the same folder.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Run:
 
     Attributes:
         workdir: Folder of the run.
-        metrics: One row for each record of `metrics.jsonl`, null where a record lacks a metric.
-            `step` counts over all stages, `stage` names the stage.
+        metrics: One row per record of `metrics.jsonl`, null for missing metrics. `step` counts
+            over all stages, `stage` names the stage.
         scores: Means of the last evaluation by name, such as `val-core/all/exact_match/mean@1`.
-        best_checkpoint: Checkpoint with the highest `eval.best_metric`, or the newest one if none
+        best_checkpoint: Checkpoint with the highest `eval.best_metric`, or the latest one if none
             has a value; None without checkpoints.
-        report: Page about the run, if there is one.
+        report: HTML report of the run, if it exists.
     """
 
     workdir: Path
@@ -65,19 +65,20 @@ def train(
     accept_changes: bool = False,
     ignore_memory_plan: bool = False,
 ) -> Run:
-    """Run the stages of a configuration in this process, from the workdir's newest checkpoint.
+    """Run the configured stages in this process, from the workdir's latest checkpoint.
 
     Args:
         config: `jaxrl.config.default_config()` with changes. It is copied.
-        workdir: Folder of the run; it is made.
-        accept_changes: Resume in a workdir that began with other data, rewards or another method.
-        ignore_memory_plan: Start although the plan needs more memory than a device has.
+        workdir: Folder of the run; created if missing.
+        accept_changes: True to resume a workdir that began with other data, rewards or another
+            method.
+        ignore_memory_plan: True to start even if the plan needs more memory than a device has.
 
     Raises:
         ValueError, KeyError, AttributeError, TypeError, OSError: The configuration, a file or the
             workdir is wrong.
-        KeyboardInterrupt: The user interrupted. Finished steps are saved, and the same call
-            resumes. A second interrupt ends at once.
+        KeyboardInterrupt: The user interrupted. Completed steps are saved, and the same call
+            resumes. A second interrupt stops at once, without saving.
         OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
             UserCodeError, UnreadableError, CheckpointError: See `jaxrl.run.run`.
     """
@@ -87,19 +88,19 @@ def train(
 
 
 def evaluate(config: ConfigDict, workdir: str | Path, *, step: int | None = None) -> Run:
-    """Evaluate a run on its held-out tasks, and export its model.
+    """Evaluate a run on its held-out tasks and export its model.
 
-    In a workdir without checkpoints this measures the model of `config.model.path`.
+    Without checkpoints in the workdir, evaluates the model at `config.model.path`.
 
     Args:
-        config: Configuration of the run. `eval.*` and `tasks.eval` may have changed, and `stages`
-            is ignored.
+        config: Configuration of the run. `eval.*` and `tasks.eval` may have changed; `stages` is
+            ignored.
         workdir: Folder of the run.
-        step: Step whose checkpoint is evaluated into `eval/evaluate_<step>.json` and
-            `steps/<step>/`. Nothing else of the run changes.
+        step: Step of the checkpoint to evaluate into `eval/evaluate_<step>.json` and
+            `steps/<step>/`. The rest of the run stays unchanged.
 
     Raises:
-        Exception: As `train`.
+        Exception: The errors of `train`.
     """
     config = config.copy_and_resolve_references()
     config.stages = ("evaluate",)
@@ -107,17 +108,17 @@ def evaluate(config: ConfigDict, workdir: str | Path, *, step: int | None = None
 
 
 def load_run(workdir: str | Path) -> Run:
-    """Read the results of a run, also of one in progress.
+    """Read the results of a finished or running run.
 
     Raises:
-        FileNotFoundError: The folder holds no `metrics.jsonl`.
+        FileNotFoundError: The folder has no `metrics.jsonl`.
     """
     workdir = Path(workdir)
     file, page = workdir / "metrics.jsonl", workdir / "report.html"
     if not file.is_file():
         raise FileNotFoundError(f"{workdir} holds no metrics.jsonl; expected a run's workdir.")
     lines = file.read_bytes().splitlines()
-    # The last line may be half written by a run that is under way.
+    # A running job may have written only part of the last line.
     records = [record for record in map(parse_record, lines) if record is not None]
     scores: dict[str, float] = {}
     for record in records:
@@ -138,7 +139,7 @@ def load_run(workdir: str | Path) -> Run:
 
 
 def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
-    # A copy, because sizes that the memory decides are set in it.
+    # A copy, because the memory plan sets micro-batch sizes in it.
     config = config.copy_and_resolve_references()
     add_code_folders(workdir)
     resolved = validation.validate(config)
@@ -156,7 +157,7 @@ def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
         except Interrupted:
             is_interrupted = True
         del play
-    # Raised here, since a notebook keeps the frames of an error, and with them weights.
+    # Raised out here because a notebook keeps an error's frames alive, and the weights in them.
     if is_interrupted:
         raise KeyboardInterrupt(f"the steps done are saved in {workdir}")
     return load_run(workdir)
@@ -164,10 +165,10 @@ def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Let a first interrupt ask for the end of the run; a second one interrupts at once."""
+    """Turn the first interrupt into a stop request; a second one interrupts at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set  # where Python delivers no signals
+        yield asked.is_set  # Python delivers signals to the main thread only
         return
     before = signal.getsignal(signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""Score a policy on held-out tasks: roll out, summarize, write."""
+"""Score a policy on held-out tasks: roll out, summarize, write the results."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def as_record(
     made_with: str = "",
     has_results: bool = False,
 ) -> dict[str, Any]:
-    """Return an evaluation as JSON: summaries, and every answer to every question.
+    """Return an evaluation as JSON: summaries, and all answers to each question.
 
     Args:
         step: Step over all stages.
         stage: Stage that evaluates.
-        settings: How it was measured.
-        suites: Groups of each suite.
-        summaries: Summary of each suite.
+        settings: Evaluation settings.
+        suites: Groups by suite.
+        summaries: Summaries by suite.
         weights_step: Step of the weights; `step` by default.
-        made_with: Hash of everything else that it depends on, for `read_metrics`.
-        has_results: Attribute each answer to results of tools.
+        made_with: Hash of everything else that the result depends on, for `read_metrics`.
+        has_results: True to attribute each answer to tool results.
     """
     return {
         "step": step,
@@ -87,7 +87,7 @@ def as_record(
 
 
 def write(path: Path, record: Mapping[str, Any], text: str) -> None:
-    """Write the record to `path` and the text beside it as `.txt`, each atomically."""
+    """Write the record to `path` and the text to the same path with `.txt`, each atomically."""
     content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
     for name, written in ((path.with_suffix(".txt"), text), (path, content)):
         with written_whole(name) as file:
@@ -95,10 +95,10 @@ def write(path: Path, record: Mapping[str, Any], text: str) -> None:
 
 
 def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, float] | None:
-    """Return the metrics of an evaluation on disk, to reuse instead of repeating it.
+    """Return the metrics of an evaluation on disk, or None if it must be repeated.
 
-    None if the file is missing or damaged, has another `weights_step` or `made_with`, or if the
-    environment failed in it, which may be repaired by now.
+    It must be repeated if the file is missing or damaged, if `weights_step` or `made_with` differs,
+    or if the environment failed, because it may work by now.
     """
     try:
         record = read_object(path)
@@ -122,7 +122,7 @@ def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, flo
 
 
 def read_ledger(path: Path) -> UsageStats:
-    """Return the ledger of an evaluation on disk; an empty one if there is none."""
+    """Return the usage of an evaluation on disk; zero if there is none."""
     try:
         return UsageStats.from_json(read_object(path)["ledger"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -130,10 +130,11 @@ def read_ledger(path: Path) -> UsageStats:
 
 
 def evaluate(run_state: RunState, params: Params) -> Params:
-    """Run the stage: score parameters in all final suites, unless the result is on disk.
+    """Score the parameters in all final suites, unless the result is on disk.
 
-    No stage follows, so the parameters are donated to the sampler.
+    This is the last stage, so it donates the parameters to the sampler.
     """
+    # Reuse an evaluation on disk. The main process decides for all.
     progress, workdir = run_state.progress, run_state.workdir
     file = workdir / "eval" / f"evaluate_{progress.step}.json"
     done, spent = None, UsageStats()
@@ -142,6 +143,7 @@ def evaluate(run_state: RunState, params: Params) -> Params:
         spent = read_ledger(file)
     errors: dict[str, str] = {}
     metrics = distributed.broadcast(done)
+    # Otherwise load the weights and roll out. A model behind an endpoint has no sampler.
     if metrics is None:
         run_state.check_budget()
         sampler = run_state.components.sampler
@@ -186,7 +188,7 @@ def run_suites(
         Metrics, and the first error of each suite in which every episode failed.
 
     Raises:
-        BudgetSpentError: A model behind an endpoint plays, and the run has spent its budget.
+        BudgetSpentError: The policy is behind an endpoint and the run has spent its budget.
     """
     step, display, settings = (
         run_state.progress.step,
@@ -197,14 +199,15 @@ def run_suites(
     played: dict[str, list[Group]] = {}
     ledger = UsageStats()
     for suite in suites:
-        # The suites before may have spent the budget of a model behind an endpoint. Its answers
-        # are recorded, so the next start continues from there.
+        # Earlier suites may have spent the budget of a model behind an endpoint. Its answers are
+        # recorded, so the next start continues from them.
         if run_state.components.external:
             run_state.check_budget()
         groups = played[suite] = play(run_state, suite)
         prices, is_control = run_state.settings.ledger.prices, suite in CONTROLS
         ledger += UsageStats.of(members(groups), prices, is_control=is_control)
         run_state.uncounted = ledger
+    # Summarize, and free the cache for the update.
     summaries = {
         suite: summarize(
             groups,
@@ -218,7 +221,8 @@ def run_suites(
         for suite, groups in played.items()
     }
     if run_state.components.sampler is not None:
-        run_state.components.sampler.clear()  # the cache; the weights are the next rollout's
+        run_state.components.sampler.clear()  # the next rollout still needs the weights
+    # Write the results. Every process has them; one writes.
     whose_weights = run_state.progress.whose_weights
     record = as_record(
         step,
@@ -235,6 +239,7 @@ def run_suites(
     if distributed.is_main():
         write(run_state.workdir / "eval" / f"{stage}_{step}.json", record, text)
         write_images(run_state.workdir, (t for groups in played.values() for t in members(groups)))
+    # Report. The final evaluation prints its complete text, others a line per suite.
     unscored = [suite for suite, summary in summaries.items() if is_unscored(summary)]
     errors = {suite: first_error(members(played[suite])) for suite in unscored}
     for suite, error in errors.items():
@@ -254,7 +259,7 @@ def run_suites(
 
 
 def play(run_state: RunState, suite: str) -> list[Group]:
-    """Play the held-out tasks of a suite with the engine's weights."""
+    """Roll out the held-out tasks of a suite with the engine's weights."""
     settings, components = run_state.settings.evaluation, run_state.components
     is_greedy = suite == "greedy"
     rollout = components.rollout if suite in ("sampled", "greedy") else components.controls[suite]
@@ -273,4 +278,4 @@ def play(run_state: RunState, suite: str) -> list[Group]:
         should_stop=run_state.should_stop,
         progress=run_state.display.counter(f"evaluating {suite}, trajectories"),
     )
-    return [group for group in groups if group is not None]  # an evaluation leaves none unfinished
+    return [group for group in groups if group is not None]  # evaluations finish every group

@@ -1,11 +1,11 @@
-"""The command: `python -m jaxrl.launch --config=configs/X.py --workdir=runs/X [--config.a.b=v]`.
+"""Command line: `python -m jaxrl.launch --config=configs/X.py --workdir=runs/X [--config.a.b=v]`.
 
-Runs the stages that the configuration names, in order. Run again on the same workdir, it goes on
-from the newest checkpoint. On SIGTERM or SIGINT it saves and exits with code 75. Values come from
-the config file, then from `--values`, then from the command line; the later ones win.
+Runs the configured stages in order. With an existing workdir it resumes from the latest checkpoint.
+On SIGTERM or SIGINT it saves and exits with code 75. Command-line values override `--values`, which
+overrides the config file.
 
-With `--plan` nothing runs: it shows what the configuration needs of each device's memory, from the
-model's config.json alone, and ends with 0 if it fits and 1 if it does not.
+With `--plan` nothing runs: it shows the memory that each device needs, computed from the model's
+config.json alone, and exits with 0 if that fits and 1 if not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxrl.runtime.watchdog import tell_on_signal
 from jaxrl.utils.text import printable, replace_unencodable
 
 if __name__ == "__main__":
-    end_on_signals()  # a moment passes until all below is imported
+    end_on_signals()  # before the slow imports below
     replace_unencodable()
     tell_on_signal()
 
@@ -53,40 +53,38 @@ if TYPE_CHECKING:
     from jaxrl.runtime.resume import Change, RunRecord
 
 _CONFIG = flags.DEFINE_string("config", None, "Configuration: FILE.py or FILE.py:ARGUMENT.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; created if missing.")
 _VALUES = flags.DEFINE_string("values", None, "YAML or JSON file of keys to set.")
 _PLAN = flags.DEFINE_bool("plan", False, "Show the memory each device needs, and run nothing.")
 _PLAN_DEVICES = flags.DEFINE_integer("plan_devices", 0, "Devices to plan for; 0: this host's.")
 _PLAN_PROCESSES = flags.DEFINE_integer(
-    "plan_processes", 1, "Processes among which they are divided.", lower_bound=1
+    "plan_processes", 1, "Processes that share the planned devices.", lower_bound=1
 )
-_PLAN_MEMORY = flags.DEFINE_float("plan_memory_gib", 0.0, "GiB of each; 0: as this host's.")
+_PLAN_MEMORY = flags.DEFINE_float("plan_memory_gib", 0.0, "GiB per device; 0: this host's.")
 _PLAN_PLATFORM = flags.DEFINE_enum(
-    "plan_platform", None, ["cpu", "gpu", "tpu"], "Their kind; default: gpu where memory is given."
+    "plan_platform", None, ["cpu", "gpu", "tpu"], "Device kind; default: gpu if memory is given."
 )
 _IGNORE_MEMORY_PLAN = flags.DEFINE_bool(
-    "ignore_memory_plan", False, "Start although the plan needs more memory than a device has."
+    "ignore_memory_plan", False, "Start even if the plan needs more memory than a device has."
 )
 _PLAN_PASSAGES = flags.DEFINE_integer(
     "plan_passages",
     0,
-    "Passages of the corpus of search.dense; 0: as many as it has.",
+    "Passages in the search.dense corpus; 0: its actual number.",
     lower_bound=0,
 )
-_PLAN_JSON = flags.DEFINE_string("plan_json", None, "File for the plan as JSON.")
+_PLAN_JSON = flags.DEFINE_string("plan_json", None, "JSON file to write the plan to.")
 _ACCEPT = flags.DEFINE_bool(
-    "accept_changes", False, "Go on in a workdir with other data, rewards, model, seed or method."
+    "accept_changes", False, "Resume a workdir with other data, rewards, model, seed or method."
 )
-_STEP = flags.DEFINE_integer(
-    "step", None, "Evaluate and export the checkpoint of this step, and change nothing else."
-)
-flags.DEFINE_bool("traceback", False, "Show where an error of the input was found.")
+_STEP = flags.DEFINE_integer("step", None, "Only evaluate and export the checkpoint of this step.")
+flags.DEFINE_bool("traceback", False, "Show the traceback of an input error.")
 _CLUSTER = flags.DEFINE_enum(
-    "cluster", None, ["slurm", "tpu"], "Where this process finds its place among several."
+    "cluster", None, ["slurm", "tpu"], "Cluster to read process id and coordinator from."
 )
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0 of several.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes in the job.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, from 0.")
 _PEER_DEADLINE_S = flags.DEFINE_float(
     "peer_deadline_s", 120.0, "Seconds after which a silent process counts as lost.", lower_bound=5
 )
@@ -95,7 +93,7 @@ INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.
 
 
 def main(argv: Sequence[str]) -> None:
-    """Check everything, then run."""
+    """Check the configuration, workdir and files, then run."""
     begun = threading.Event()
     sys.excepthook = _show_exception
     try:
@@ -114,10 +112,10 @@ def main(argv: Sequence[str]) -> None:
                     everywhere = peers.everywhere(should_stop) if peers else should_stop
                     _run(config, workdir, everywhere, begun.set)
     except SystemExit as end:
-        # Not imported: a run that is stopped before JAX is loaded need not load it.
+        # Looked up, not imported: a run stopped before JAX is loaded must not load it now.
         compilation = sys.modules.get("jaxrl.runtime.compilation")
         if end.code == EXIT_TRY_AGAIN and compilation and compilation.is_under_way():
-            # Leaving in the usual way would wait for the compilation.
+            # A normal exit would wait for the compilation.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(EXIT_TRY_AGAIN)
@@ -125,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _show_exception(*raised: Any) -> None:
-    """Print an exception that nobody catches, with its causes, redacted."""
+    """Print an uncaught exception and its causes, redacted."""
     sys.stderr.write(redact("".join(traceback.format_exception(*raised))))
 
 
@@ -133,11 +131,11 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
     """Return the checked configuration, the workdir, and the job of this process."""
     try:
         config, workdir = _read(argv)
-        # Imported late: a misspelled key is reported at once, without loading JAX.
+        # Imported late, so that a misspelled key is reported at once, without loading JAX.
         from jaxrl.builders.validation import validate
 
         config = validate(config, needs_data=not _PLAN.value)
-        # JAX would tell on a host without accelerators that it found none.
+        # Without this JAX warns on hosts without accelerators.
         for name in ("absl", "jax._src.compilation_cache", "jax._src.xla_bridge", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
         if _PLAN.value:
@@ -174,13 +172,13 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 def _run(
     config: ConfigDict, workdir: Path, should_stop: Callable[[], bool], begin: Callable[[], None]
 ) -> None:
-    """Build the run and play its stages. Errors end the process.
+    """Build the run and execute its stages. Errors end the process.
 
     Args:
         config: Checked configuration.
-        workdir: Folder of the run; it is made.
-        should_stop: Returns True once the run must save and end.
-        begin: Called when there will be something to save.
+        workdir: Folder of the run; created if missing.
+        should_stop: Function that returns True once the run must save and end.
+        begin: Function called once a stop request must save the run.
     """
     from jaxrl.envs.base import OutageError
     from jaxrl.envs.images import UnreadableError
@@ -196,6 +194,7 @@ def _run(
     from jaxrl.utils.callables import UserCodeError
 
     with contextlib.ExitStack() as stack:
+        # Build. Errors here are the user's to fix, so they take one line.
         display = Display(is_shown=distributed.is_main())
         stack.callback(display.stop)
         try:
@@ -212,6 +211,7 @@ def _run(
             _refuse(error)
         except OutageError as error:
             _end(error, EXIT_NOTHING_WORKS)
+        # Run. Each kind of end has its exit code.
         begin()
         stack.enter_context(watchdog(display, config.watch.stall_s, config.watch.deadline_s))
         try:
@@ -231,7 +231,7 @@ def _run(
         ) as error:
             _refuse(error)
         except Exception as error:
-            # A full disk, and a file of the workdir that the system refuses, are told in a line.
+            # One line suffices for a full disk or a system error about a file of the workdir.
             from jaxrl.runtime.checkpoint import newest_whole
 
             if (full := full_disk(error)) is not None:
@@ -256,22 +256,22 @@ def make_ready(
     """Check a run against its workdir, files and code, and build its components.
 
     Args:
-        config: Checked configuration. Micro-batches that the memory decides are set in it.
-        workdir: Folder of the run; it is made.
-        display: Progress.
-        stack: Holds the workdir for this process until it is closed.
-        accept_changes: Resume in a workdir that began with other data or another method.
-        ignore_memory_plan: Start although the plan needs more memory than a device has.
-        step: Step whose checkpoint alone is evaluated and exported.
+        config: Checked configuration. Micro-batch sizes left to the memory plan are set in place.
+        workdir: Folder of the run; created if missing.
+        display: Progress display.
+        stack: Exit stack that holds the lock of the workdir.
+        accept_changes: True to resume a workdir that began with other data or another method.
+        ignore_memory_plan: True to start even if the plan needs more memory than a device has.
+        step: Step of the checkpoint to evaluate and export, instead of running the stages.
 
     Returns:
-        Function that plays the stages, given a function that returns True once the run must save
+        Function that runs the stages, given a function that returns True once the run must save
         and end. See `run.run` for its errors.
 
     Raises:
-        ValueError, KeyError, AttributeError, TypeError, OSError: The message says what is wrong
-            and where to change it.
-        OutageError: The environment's server has not answered a first query.
+        ValueError, KeyError, AttributeError, TypeError, OSError: The configuration, the workdir or
+            a file is wrong; the message says how to fix it.
+        OutageError: The environment's server did not answer the first query.
     """
     from jaxrl.builders import validation
     from jaxrl.builders.components import build, run_settings
@@ -282,6 +282,7 @@ def make_ready(
     from jaxrl.runtime.compilation_cache import use_compilation_cache
     from jaxrl.runtime.host_memory import give_back_after_compiling
 
+    # Cheap checks first, so that nothing is written or compiled for a run that cannot start.
     _check_workdir(config, workdir, is_accepted=accept_changes)
     if step is not None:
         if config.stages != ("evaluate",) or config.policy.name != configuration.OWN_MODEL:
@@ -296,13 +297,13 @@ def make_ready(
     begun, changes = _compare(config, workdir, contents, is_accepted=accept_changes)
     notes = validation.warnings(config)
     if begun is not None:
-        # The checkpoint of a step is evaluated alone, which changes nothing of the run.
+        # With --step the run itself stays unchanged.
         place = f"changed after step {begun.step}" if step is None else "differs from the run"
         notes += [*begun.warnings, *(f"{place}: {change}" for change in changes)]
     notes += _fit_memory(config, workdir, ignore_memory_plan=ignore_memory_plan)
     use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
-    # All processes write their prompts at the same time.
+    # Prompts may contain the time; all processes must render the same one.
     now = datetime.fromisoformat(distributed.broadcast(resume.prompt_time(workdir).isoformat()))
     components = build(config, display.activity, workdir=workdir, log=display.log, now=now)
     if distributed.is_main():
@@ -322,7 +323,7 @@ def make_ready(
             else:
                 evaluate_step(*given, step)
         except Exception:
-            check_held(workdir)  # if it was moved, whatever else failed is of no interest
+            check_held(workdir)  # a moved workdir explains any other error
             raise
 
     return play
@@ -340,10 +341,10 @@ def _end(error: Exception, code: int) -> NoReturn:
 def _fit_memory(
     config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = False
 ) -> list[str]:
-    """Fit a run of the own model to this host's devices. Return lines about what was chosen.
+    """Fit a run of the run's own model to this host's devices. Return log lines about the choices.
 
     Raises:
-        ValueError: The run does not fit, or the memory plan that it needs was deleted.
+        ValueError: The run does not fit, or it needs the memory plan and that extra was deleted.
     """
     if config.policy.name != configuration.OWN_MODEL:
         return []
@@ -354,8 +355,8 @@ def _fit_memory(
         for stage in config.training_steps:
             if not config[MICRO_ROWS[stage]]:
                 raise ValueError(
-                    f"config.{MICRO_ROWS[stage]} is 0, which leaves it to the plan of memory, but "
-                    "jaxrl/extras/plan is not there; set it to a number of rows."
+                    f"config.{MICRO_ROWS[stage]} is 0, which leaves it to the memory plan, but "
+                    "jaxrl/extras/plan is missing; set it to a number of rows."
                 )
         return ["no plan of memory: jaxrl/extras/plan is not there"]
     notes: list[str] = fit(config, workdir, ignore_memory_plan=ignore_memory_plan)
@@ -363,14 +364,14 @@ def _fit_memory(
 
 
 FIT = "jaxrl.extras.plan.fitting:fit_memory"
-"""Chooses micro-batches that fit, and refuses a run that does not."""
+"""Function that chooses micro-batches that fit and rejects a run that does not."""
 
 SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
 """Function that `--plan` calls."""
 
 
 def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = False) -> None:
-    """Refuse to resume what another configuration began."""
+    """Raise if a different configuration started this workdir."""
     for key, entry in configuration.KEYS.items():
         written = workdir / entry.written_to
         if entry.written_to and written.resolve() == Path(config[key]).resolve():
@@ -394,7 +395,7 @@ def _compare(
     *,
     is_accepted: bool,
 ) -> tuple[RunRecord | None, list[Change]]:
-    """Return what began in the workdir and what changed since. Refuse changes not accepted."""
+    """Return the record of the workdir's run and the changes since. Reject unaccepted changes."""
     from jaxrl.runtime import resume
 
     begun = resume.read_record(workdir, is_accepted=is_accepted)
@@ -410,14 +411,14 @@ _SETTING = re.compile(r"--?(no)?config\.")
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Parse the flags. Return the other arguments, those of the form `--config.key=value` last."""
-    # Log records go to the current sys.stderr, which redacts keys and prints above the live line.
+    """Parse the flags. Return the other arguments, with `--config.key=value` settings last."""
+    # Log to the current sys.stderr, which redacts secrets and prints above the live display.
     flags.FLAGS.set_default("logtostderr", True)
     settings = [argument for argument in argv if _SETTING.match(argument)]
     for argument in argv:
         key = argument.partition("=")[0].lstrip("-")
         if argument.startswith("-") and key in configuration.KEYS:
-            settings.append(argument)  # a key without its prefix, which `read_keys` refuses
+            settings.append(argument)  # `read_keys` rejects keys without the --config prefix
     try:
         others = flags.FLAGS([argument for argument in argv if argument not in settings])
     except flags.Error as error:
@@ -426,7 +427,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
 
 
 def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
-    """Return the configuration with all its values, and the workdir."""
+    """Return the configuration with all overrides applied, and the workdir."""
     if _CONFIG.value is None:
         raise ValueError(
             "--config is missing; name a configuration, such as --config=configs/quickstart.py."
@@ -440,7 +441,7 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"--workdir={workdir}: {folder} is a file; name a folder.")
     keys = read_keys(argv[1:])
-    # Modules of the user are looked for beside the file, by the file itself and by dotted names.
+    # The config file and dotted names may import user modules from the config's folder.
     sys.path.append(str(Path(_CONFIG.value.partition(":")[0]).absolute().parent))
     config = load_config_file(_CONFIG.value)
     if _VALUES.value is not None:
@@ -450,30 +451,30 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
 
 
 def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> NoReturn:
-    """End the process with an error of the input or the system, in one line.
+    """Exit with a one-line message about an input or system error.
 
     Args:
-        error: What went wrong.
-        remedy: Remedy of a system error, if it is not the one of `REMEDIES`.
-        place: Subject of a system error that does not name a file.
+        error: Error to report.
+        remedy: Remedy for a system error, instead of the one in `REMEDIES`.
+        place: Path to name for a system error that names no file.
     """
     if {"-traceback", "--traceback"} & set(sys.argv):
         raise error
     full = full_disk(error)
-    if full is not None and full.filename:  # else the error itself tells more
+    if full is not None and full.filename:  # otherwise `error` says more
         error = full
     sys.exit(f"error: {_message(error, remedy, place)}")
 
 
 def _is_of(error: Exception, folder: Path) -> bool:
-    """Return True for a system error, known to `REMEDIES`, about a file in `folder`."""
+    """Return True for a system error in `REMEDIES` about a file in `folder`."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
         return False
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
 
 
 def _message(error: Exception, remedy: str = "", place: Path | None = None) -> str:
-    """Return an error in one line."""
+    """Format an error in one line."""
     known = system_message(error, remedy, place) if isinstance(error, OSError) else None
     return printable(" ".join((known or str(error)).split()))
 

@@ -1,4 +1,4 @@
-"""Run the stages of a run in order, from its newest checkpoint to the end."""
+"""Run the configured stages in order, starting or resuming from the latest checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STAGE_FUNCTIONS: dict[str, Callable[[RunState, Params], Params]] = {
     "train": train,
     "evaluate": evaluate,
 }
-"""Functions from the parameters at the start of a stage to those at its end."""
+"""Stage functions: each takes the parameters at its start and returns those at its end."""
 
 
 def run(
@@ -54,28 +54,28 @@ def run(
     contents: Mapping[str, str] | None = None,
     record_start: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run the configured stages from the newest checkpoint of the workdir.
+    """Run the configured stages from the latest checkpoint of the workdir.
 
     Args:
         settings: Settings of the stages.
         workdir: Folder of the run; it must exist.
         components: Components built from the configuration.
-        display: Progress.
-        should_stop: Returns True once the run must save and end.
-        contents: Fingerprints of the files that the configuration names, for the checkpoints.
-        record_start: Called once the checkpoint, if any, is restored: from then on the workdir
+        display: Progress display.
+        should_stop: Function that returns True once the run must save and end.
+        contents: Fingerprints of the configured files, saved in checkpoints.
+        record_start: Function called once any checkpoint is restored; from then on the workdir
             belongs to this configuration.
 
     Raises:
-        Interrupted: `should_stop` returned True. Finished steps are saved, here and below.
+        Interrupted: `should_stop` returned True. Completed steps are saved, here and below.
         NothingWorksError: Every episode failed, several times in a row or in the last evaluation.
         OutageError: The environment's server has not answered for too long.
-        BudgetSpentError: The run has spent its budget. Finished steps are saved.
+        BudgetSpentError: The run has spent its budget.
         UnsoundError: A step had a sign of collapse that ends the run. That step is saved.
         NotEnoughGroupsError: The filter kept too few groups.
         UserCodeError: User code failed in a step. The steps before it are saved.
-        UnreadableError: An image of a demonstration or of the checkpoint cannot be read.
-        CheckpointError: There are checkpoints, but the one to resume cannot be read.
+        UnreadableError: An image in a demonstration or checkpoint cannot be read.
+        CheckpointError: The checkpoint to resume cannot be read.
     """
     checkpointer = Checkpointer(
         workdir / "checkpoints",
@@ -83,6 +83,7 @@ def run(
         keep_best=settings.checkpoint.keep_best,
         log=display.log,
     )
+    # Each rollback ends `run_stages` and resumes with a new run state.
     with contextlib.closing(checkpointer):
         is_done = is_recorded = False
         while not is_done:
@@ -99,6 +100,7 @@ def run(
             is_recorded = True
             with contextlib.closing(run_state.metrics_log), _stopping(display):
                 is_done = run_stages(run_state)
+    # Report the contents of the workdir, and warn if nothing was learned.
     progress = run_state.progress
     ending: list[str] = []
     write_report(run_state, ending.append)
@@ -117,10 +119,8 @@ def nothing_saved(run_state: RunState) -> str:
     replies = run_state.settings.kept_replies
     if run_state.components.external and replies is not None:
         folder = replies or run_state.workdir / "replies"
-        return (
-            f"the replies so far are kept in {folder}. The same command asks for the others alone"
-        )
-    return "there was nothing to save yet. The same command begins anew"
+        return f"the replies so far are kept in {folder}. The same command requests only the others"
+    return "there was nothing to save yet. The same command starts again"
 
 
 def evaluate_step(
@@ -132,10 +132,10 @@ def evaluate_step(
     contents: Mapping[str, str],
     step: int,
 ) -> None:
-    """Evaluate and export the checkpoint of a step, and change nothing else of the run.
+    """Evaluate and export the checkpoint of a step, leaving the rest of the run unchanged.
 
-    Scores go to `eval/evaluate_<step>.json`, the model to `steps/<step>/` of the workdir. `step`
-    counts over all stages. For the other arguments see `run`.
+    Writes scores to `eval/evaluate_<step>.json` and the model to `steps/<step>/` in the workdir.
+    `step` counts over all stages. For the other arguments see `run`.
 
     Raises:
         Interrupted: `should_stop` returned True.
@@ -177,7 +177,7 @@ def evaluate_step(
 
 
 def nothing_learned(num_steps: int, learning_rate: float) -> str:
-    """Explain a stage in which no update had a gradient."""
+    """Return a warning about a stage in which no update had a gradient."""
     cause = (
         "config.optimizer.lr is 0"
         if learning_rate == 0
@@ -196,7 +196,7 @@ def nothing_learned(num_steps: int, learning_rate: float) -> str:
 
 @contextlib.contextmanager
 def _stopping(display: Display) -> Iterator[None]:
-    """End the live line of the terminal with the block."""
+    """Stop the live display when the block ends."""
     try:
         yield
     finally:
@@ -204,10 +204,10 @@ def _stopping(display: Display) -> Iterator[None]:
 
 
 def run_stages(run_state: RunState) -> bool:
-    """Run the stages of a run. Save and report what ends them early.
+    """Run the stages. If one ends early, save the progress and report why.
 
     Returns:
-        False if a new run state must resume from an earlier checkpoint.
+        False after a rollback: a new run state must resume from an earlier checkpoint.
     """
     progress, display = run_state.progress, run_state.display
     try:
@@ -221,24 +221,24 @@ def run_stages(run_state: RunState) -> bool:
     except (*ENDING, UnsoundError, Interrupted) as error:
         run_state.save_progress()
         if isinstance(error, Interrupted):
-            saved = f"step {progress.step} is saved. The same command goes on from there"
+            saved = f"step {progress.step} is saved. The same command resumes there"
             nothing = nothing_saved(run_state)
             display.log(f"stopped; {saved if run_state.saved else nothing}")
         if isinstance(error, BudgetSpentError):
             saved = f"step {progress.step} is saved" if run_state.saved else "nothing is saved yet"
             display.log(f"stopped; {saved}; {error}")
-        # Drawing takes seconds, for which one who stops a run that has done nothing need not wait.
+        # Rendering the report takes seconds. Skip it for an interrupted run without any records.
         is_unbegun = isinstance(error, Interrupted) and not run_state.metrics_log.num_records
         if not (is_unbegun or isinstance(error, NotEnoughGroupsError | UserCodeError)):
             write_report(run_state, display.log)
         if isinstance(error, UserCodeError):
-            go_on = "What was finished is saved; mend the code and go on with --accept_changes."
+            go_on = "Completed steps are saved; fix the code and resume with --accept_changes."
             raise UserCodeError(f"{error} {go_on}") from error
         raise
 
 
 def roll_back(run_state: RunState, decision: RollBack) -> None:
-    """Prepare the workdir and the memory to resume from an earlier checkpoint."""
+    """Record a rollback decision and free device memory, to resume from an earlier checkpoint."""
     progress = run_state.progress
     number = progress.watched.num_roll_backs + 1
     line = {"number": number, "sign": decision.sign, "from_step": decision.from_step}
@@ -249,12 +249,12 @@ def roll_back(run_state: RunState, decision: RollBack) -> None:
         resume.append_rollback(run_state.workdir, line)
     distributed.barrier()
     run_state.components.engine.release()
-    run_state.state = run_state.ref_params = None  # the devices have no room for two
+    run_state.state = run_state.ref_params = None  # the devices cannot hold two states
     aside = run_state.workdir / resume.ASIDE / str(number)
     run_state.display.log(
-        f"going back from step {decision.from_step} to the checkpoint of step {decision.to_step}, "
-        f"with other draws and {decision.lr_scale:g} of the learning rate ({decision.sign}); "
-        f"{aside} keeps what was measured since"
+        f"rolling back from step {decision.from_step} to the checkpoint of step "
+        f"{decision.to_step}, with other samples and the learning rate scaled by "
+        f"{decision.lr_scale:g} ({decision.sign}); later metrics are in {aside}"
     )
 
 
@@ -269,7 +269,8 @@ def load_run_state(
     contents: Mapping[str, str],
     record_start: Callable[[], None] | None,
 ) -> RunState:
-    """Restore the run_state from the workdir's newest checkpoint. For arguments see `run`."""
+    """Restore the run state from the workdir's latest checkpoint. For arguments see `run`."""
+    # Restore the progress, after applying rollbacks that are newer than the checkpoint.
     is_main = distributed.is_main()
     going_back = apply_rollbacks(workdir, checkpointer)
     checkpoint = checkpointer.restore(lambda saved: restore_targets(components, saved))
@@ -279,6 +280,7 @@ def load_run_state(
         apply_rollback(progress, going_back[-1], checkpointer)
     if components.processor is not None:
         progress.restore_images(components.processor.with_images)
+    # The restore succeeded, so the workdir may change: drop records after the checkpoint.
     if record_start is not None:
         record_start()
     if is_main and (checkpoint or set(settings.stages) != {"evaluate"}):
@@ -317,13 +319,13 @@ def load_run_state(
 
 
 def apply_rollbacks(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
-    """Apply rollback decisions that are newer than the newest whole checkpoint.
+    """Apply rollback decisions that are newer than the latest complete checkpoint.
 
     Returns:
-        All decisions if the last one is newer than that checkpoint, else none.
+        All decisions if the last one is newer than that checkpoint, else an empty list.
 
     Raises:
-        CheckpointError: The decisions on disk are damaged, or there is nothing to go back to.
+        CheckpointError: The decisions on disk are damaged, or there is no checkpoint to restore.
     """
     lines: list[dict[str, Any]] = []
     error = None
@@ -337,7 +339,7 @@ def apply_rollbacks(workdir: Path, checkpointer: Checkpointer) -> list[dict[str,
         raise CheckpointError(error)
     newest = checkpointer.newest_position() if lines else None
     if newest is None:
-        if lines and distributed.is_main():  # of a run whose checkpoints were removed
+        if lines and distributed.is_main():  # the checkpoints were deleted: start over
             (workdir / resume.ROLLBACKS).unlink()
         return []
     step, position = newest
@@ -356,7 +358,7 @@ def apply_rollback(
     """Apply a rollback decision to the restored progress."""
     changed = {"lr_scale": decision["lr_scale"], "num_roll_backs": decision["number"]}
     progress.watched = dataclasses.replace(progress.watched, acting=(), **changed)
-    # What the steps and groups that were given up have cost is spent.
+    # The cost of discarded steps and groups still counts.
     progress.ledger = UsageStats.from_json(decision["ledger"])
     progress.prefetched = None
     values = checkpointer.values()
@@ -367,14 +369,14 @@ def apply_rollback(
 
 
 def run_origin(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
-    """Return the configuration and files of this start, for comparison when it resumes."""
+    """Return the configuration and file fingerprints of this start, to compare on resume."""
     return {"config": dict(flat_pairs(settings.values)), "contents": dict(contents)}
 
 
 def start_params(run_state: RunState) -> Params:
     """Return the parameters of the first stage: the checkpoint's, or else the model's.
 
-    If nothing is trained they are still on disk; see `load_hf`.
+    If nothing is trained, each is a function that reads it from disk; see `load_hf`.
     """
     settings, display, progress = run_state.settings, run_state.display, run_state.progress
     if run_state.components.external:
@@ -406,7 +408,7 @@ def start_params(run_state: RunState) -> Params:
 
 
 def write_report(run_state: RunState, log: Callable[[str], None]) -> None:
-    """Write `report.html`, in one of the processes."""
+    """Write `report.html`, from the main process only."""
     if distributed.is_main():
         write = optional(REPORT)
         if write is None:
@@ -416,11 +418,11 @@ def write_report(run_state: RunState, log: Callable[[str], None]) -> None:
 
 
 REPORT = "jaxrl.extras.view.report:write_or_warn"
-"""Function that writes the report of a run, if its folder exists."""
+"""Function that writes a run's report; missing if the extra was deleted."""
 
 
 def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the abstract arrays of a checkpoint to resume; `saved` is its progress."""
+    """Return the abstract arrays to restore from a checkpoint; `saved` is its progress."""
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh
     shapes = trained.abstract_params()

@@ -1,4 +1,4 @@
-"""The supervised warm start: demonstrations of the protocol, through the same update step."""
+"""Supervised warm start: train on demonstrations with the same update step as RL."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from jaxrl.training.update import put_batch
 from jaxrl.types import Batch, Params
 
 SHOWN_OF_SFT = {"loss": "sft/loss"} | {name: SHOWN[name] for name in ("tokens/s", "s/step", "GiB")}
-"""Numbers that the display shows of a step, and the metric of each."""
+"""Metric behind each number that the display shows."""
 
 
 def sft(run_state: RunState, params: Params) -> Params:
-    """Trains on demonstrations; returns the trained parameters."""
+    """Train on demonstrations and return the trained parameters."""
     components, progress = run_state.components, run_state.progress
     stage = components.stages["sft"]
     num_steps, batch_size = stage.num_steps, stage.batch_size
     if not run_state.begin("sft"):
         return params
+    # A new state, or the checkpoint's in the middle of the stage.
     state = run_state.state = run_state.start_state(params)
     stream = Stream(components.demonstrations, seed=run_state.settings.seed)
     num_shards = num_batch_shards(components.mesh)
@@ -39,6 +40,7 @@ def sft(run_state: RunState, params: Params) -> Params:
     while progress.stage_step < num_steps:
         if distributed.any_process(run_state.should_stop()):
             raise Interrupted
+        # Pack demonstrations. Each loss token has the same weight (token_mean).
         started = time.perf_counter()
         taken = stream.take(progress.items_taken, batch_size)
         weights = token_weights([one.loss_mask for one in taken], token_mean)
@@ -50,11 +52,13 @@ def sft(run_state: RunState, params: Params) -> Params:
             num_shards=num_shards,
         )
         batch = put_batch(components.mesh, packed.batch)
+        # Update. Reading the metrics waits for the devices, so `step_s` includes the update.
         with stopped_by(run_state.should_stop):
             state, measured = stage.update(state, batch, packed)
         run_state.state = state
         metrics = {name: float(metric.value) for name, metric in measured.items()}
         step_s = time.perf_counter() - started
+        # Advance the progress, log, and save if due. `RunState.end` saves the last step.
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken += batch_size
         record = {
@@ -80,6 +84,6 @@ def sft(run_state: RunState, params: Params) -> Params:
 def supervised_loss(
     logprobs: jax.Array, entropies: jax.Array, batch: Batch
 ) -> tuple[jax.Array, dict[str, Metric]]:
-    """Cross-entropy of the demonstrations' assistant tokens; see `update.TokenLoss`."""
+    """Compute the cross-entropy of assistant tokens; see `update.TokenLoss`."""
     loss = negative_log_likelihood(logprobs, batch.loss_mask)
     return loss, {"sft/nll_loss": Metric(loss, "loss"), "sft/entropy": Metric(entropies)}

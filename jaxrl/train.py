@@ -1,4 +1,4 @@
-"""The reinforcement-learning loop, alone, top to bottom: each step from tasks to metrics."""
+"""RL training loop: each step from tasks to metrics, in one function."""
 
 from __future__ import annotations
 
@@ -64,13 +64,14 @@ from jaxrl.types import Draw, Group, Params, TrainState, Trajectory, members
 
 
 def train(run_state: RunState, params: Params) -> Params:
-    """Reinforcement learning; returns the trained parameters."""
+    """Run the RL stage and return the trained parameters."""
     components, progress = run_state.components, run_state.progress
     stage, method = components.stages["train"], components.method
     patience = run_state.settings.evaluation.patience
     if not run_state.begin("train"):
         run_state.note_steps_beyond(stage.num_steps)
         return params
+    # Restore the reference and the training state, or create them.
     is_resumed = progress.stage_step > 0
     ref_params = run_state.ref_params = run_state.start_reference(params)
     state = run_state.state = run_state.start_state(params)
@@ -81,50 +82,53 @@ def train(run_state: RunState, params: Params) -> Params:
     divergences = make_kl_fn(score, components.mesh, stage.shape, method)
 
     def measure(groups: Sequence[Group]) -> list[Group]:
-        """Adds divergences to groups, where the method has a use for them."""
+        """Add divergences to groups if the method uses them."""
         if not is_measured(method.kl):
             return list(groups)
         assert run_state.state is not None
         assert ref_params is not None
-        components.engine.clear()  # the cache would lie beside the activations that scoring takes
+        components.engine.clear()  # scoring needs the cache's memory for activations
         return divergences(groups, run_state.state.params, ref_params)
 
+    # Prepare the sampler. Per-token notes (log.tokens) are optional.
     take_notes = run_state.make_notes and run_state.make_notes(score, stage.shape, method)
     collector = Collector(run_state=run_state, stream=stream, measure=measure)
     run_state.compile_sampler()
-    # A signal may break off a compilation within: nothing has changed until a step's first update.
+    # A signal may abort a compilation here: no state changes before a step's first update.
     with stopped_by(run_state.should_stop):
         components.engine.set_weights(components.model.whole(state.params))
+    # Evaluate first, or finish what the checkpoint left open.
     if not is_resumed:
         begin_training(run_state)
     elif count := len(progress.in_flight_tasks):
         run_state.display.log(
-            f"train: {count} task{'s' * (count > 1)} were under way when the run stopped; their "
-            "episodes are played anew"
+            f"train: {count} task{'s' * (count > 1)} were in flight when the run stopped; their "
+            "episodes start again"
         )
     run_state.display.start("train", progress.stage_step, stage.num_steps)
     if progress.record is not None:
-        finish_step(run_state)  # the run was stopped while it evaluated
+        finish_step(run_state)  # the run was stopped during this step's evaluation
 
     while progress.stage_step < stage.num_steps and not progress.is_out_of_patience(patience):
         run_state.check_budget()
         clock, policy_version = Clock(), int(state.num_updates)
-        # Draw tasks, roll them out, shape rewards (training/rewards.py), keep the groups that
-        # teach (objectives/filters.py, by filter.name).
+        # Sample tasks, roll them out, shape rewards (training/rewards.py) and drop groups without
+        # a learning signal (objectives/filters.py, selected by filter.name).
         with clock.sampling():
             collected = collector.take(policy_version)
-        # Measure the divergence from the reference, move the controllers, change rewards.
+        # Measure the divergence from the reference, advance the controllers, adjust rewards.
         with stopped_by(run_state.should_stop):
             groups = measure(collected.groups)
         moved, groups = advance(
             progress.controllers, groups, collected.sampled_stats, method, components.is_trigger
         )
-        # This step uses the KL state from before it, and all other states as just advanced.
+        # The KL state lags one step: otherwise a step's divergence would set its own penalty.
         used = dataclasses.replace(moved, kl=progress.controllers.kl)
         groups = rewards.charge_kl(groups, used, method)
         groups = rewards.pay_entropy(groups, used, method.shaping)
-        # An advantage for each trajectory or turn (objectives/advantages.py, by advantage.name),
-        # then mini-batches with a weight for each token, old and reference log-probabilities.
+        # Estimate an advantage for each trajectory or turn (objectives/advantages.py, selected by
+        # advantage.name), then pack mini-batches with token weights and old and reference
+        # log-probabilities.
         groups = estimate(groups, progress.step, progress.stage_step)
         minibatches = make_minibatches(
             groups, stage.shape, method, controllers=used, num_shards=num_shards
@@ -134,32 +138,33 @@ def train(run_state: RunState, params: Params) -> Params:
                 minibatches, components.mesh, score, state.params, ref_params, method
             )
             noted = take_notes(groups, used, state.params, ref_params) if take_notes else None
-        # Update. If no trajectory has a signal, the optimizer still steps, with a gradient of zero.
+        # Update. Without any learning signal the optimizer still steps, with a zero gradient.
         update_metrics: list[dict[str, Any]] = []
         scale = progress.watched.lr_scale
-        # None, not 1.0: the compiled program then has no such factor and rounds as without a watch.
+        # None, not 1.0: the compiled program then has no scale factor and rounds the same as a run
+        # without a watch.
         lr_scale = None if scale == 1 else scale
         run_state.display.activity(
             f"update, {len(batches) * stage.settings.num_epochs} mini-batches"
         )
         for _ in range(stage.settings.num_epochs):
             for packed, batch in zip(minibatches, batches, strict=True):
-                if packed.num_counted:  # else only environment errors: nothing to learn from
-                    # A stop may interrupt the compilation of the step's first update, which has
-                    # changed nothing yet. Later ones may not be: the old state is donated by then.
+                if packed.num_counted:  # skip mini-batches that hold only environment errors
+                    # A stop may abort only the first update's compilation, before anything has
+                    # changed. After that the old state is donated.
                     may_end = run_state.should_stop if not update_metrics else lambda: False
                     with stopped_by(may_end):
                         state, metrics = stage.update(state, batch, packed, lr_scale)
                     update_metrics.append(metrics)
         run_state.state = state
-        # Nothing above has waited for the devices. While they work, collect the groups of the next
-        # step (rollout.async_level).
+        # Updates are dispatched asynchronously. While the devices work, collect the groups of the
+        # next step (rollout.async_level).
         with clock.sampling():
             pending = collector.prefetch(collected, moved, policy_version)
         update_metrics = jax.device_get(update_metrics)
         components.engine.set_weights(components.model.whole(state.params))
         clock.updated()
-        # Where the run stands now, and what the step was like.
+        # Advance the progress, then assemble the step's metrics.
         progress.controllers, progress.buffered_groups = moved, collected.buffered_groups
         progress.in_flight_tasks = collected.in_flight_tasks
         progress.prefetched, progress.ledger = pending, progress.ledger + collected.ledger
@@ -199,17 +204,18 @@ def train(run_state: RunState, params: Params) -> Params:
             "perf/num_compilations/update": stage.update.num_programs,
         }
         if method.watch is not None:
-            # Signs of collapse, by watch.name; acted on once the step is recorded.
+            # Look for signs of collapse (watch.name). `finish_step` acts on them after the step is
+            # recorded.
             progress.watched, marks = check_step(
                 method, progress.watched, progress.record, groups, progress.stage_step
             )
             progress.record |= marks
         fields = sample_fields(groups, moved)
-        if noted:  # scores on the devices, so every process takes part
+        if noted:  # scores on the devices, so every process must call it
             fields = [a | b for a, b in zip(fields, noted(state.params), strict=True)]
         log_trajectories(run_state, trajectories, fields)
         finish_step(run_state)
-    progress.discard_prefetched()  # where the stage ends early
+    progress.discard_prefetched()  # groups remain if the stage ends early
     if progress.stage_step < stage.num_steps:
         state = take_best(run_state, state)
     return run_state.end(state)
@@ -217,21 +223,21 @@ def train(run_state: RunState, params: Params) -> Params:
 
 @dataclass(kw_only=True)
 class Collector:
-    """Collect the groups of a step, at its start or, one step ahead, during the step before.
+    """Collector of a step's groups, at its start or one step ahead.
 
-    Groups collected ahead are sampled with the weights from before the current step's update, and
-    with its controllers after `advance`. The stage gate moves at that step's evaluation, after they
-    are collected, so they still see the old gate.
+    Prefetched groups are sampled with the weights from before the current step's update, and with
+    its controllers after `advance`. The stage gate moves later, at that step's evaluation, so
+    prefetched groups still see the old gate.
     """
 
     run_state: RunState
     stream: Stream[Task]
     measure: Measure
-    failure: Exception | None = None  # for which nothing could be collected ahead
-    has_warned: bool = False  # of idle devices
+    failure: Exception | None = None  # raised by a prefetch; the next `take` raises it again
+    has_warned: bool = False  # True after the warning about idle devices
 
     def take(self, policy_version: int) -> Collected:
-        """Collects what the step that begins trains on."""
+        """Return the groups for the current step, prefetched or sampled now."""
         run_state, progress = self.run_state, self.run_state.progress
         if self.failure is not None:
             raise self.failure
@@ -239,19 +245,24 @@ class Collector:
         if collected is None:
             collected = self._collect(progress, policy_version, run_state.should_stop)
         elif distributed.any_process(run_state.should_stop()):
-            # Nothing is sampled here, where a rollout would notice the request.
+            # Without a rollout here, nothing else checks for a stop request.
             raise Interrupted("the run was asked to stop between two steps")
         if not self._looks_ahead:
-            run_state.components.engine.release()  # its memory is the update's
+            run_state.components.engine.release()  # the update needs its memory
         return collected
 
     def prefetch(
         self, collected: Collected, controllers: Controllers, policy_version: int
     ) -> Collected | None:
-        """Collects what the next step trains on; None where that step must collect it itself.
+        """Collect the next step's groups; return None if that step must collect them itself.
 
-        `controllers` are those after `advance` in the current step. A request to stop waits until
-        this is done: the weights that sample here are not in the checkpoint.
+        Stop requests wait until this returns, because the checkpoint does not contain the weights
+        that sample here.
+
+        Args:
+            collected: Groups of the current step.
+            controllers: Controllers after `advance` in the current step.
+            policy_version: Number of optimizer steps that the engine's weights have seen.
         """
         if not self._looks_ahead:
             return None
@@ -266,7 +277,7 @@ class Collector:
         try:
             return self._collect(progress, policy_version, lambda: False)
         except ENDING as error:
-            self.failure = error  # told once the step under way is done and saved
+            self.failure = error  # raised once the current step is done and saved
             return None
 
     @property
@@ -282,12 +293,12 @@ class Collector:
         policy_version: int,
         should_stop: Callable[[], bool],
     ) -> Collected:
-        """Collects the groups of a step from where the progress stands, with its metrics."""
+        """Collect a step's groups and metrics, starting from `progress`."""
         run_state, engine = self.run_state, self.run_state.components.engine
         started = time.perf_counter()
         before = dataclasses.replace(engine.counts)
         engine.waits.clear()
-        uncounted = run_state.uncounted  # of the step during which this one's groups are collected
+        uncounted = run_state.uncounted  # usage of the current step, if this is a prefetch
         sampler = make_sampler(
             run_state,
             progress.step,
@@ -314,20 +325,17 @@ class Collector:
         metrics = collected.metrics | engine_metrics(engine, before) | wait_metrics(engine)
         self._warn_of_idling(metrics["timing_s/wait_lag"], time.perf_counter() - started)
         metrics |= self.stream.metrics(collected.num_tasks_taken)
-        engine.clear()  # each counts its pages from the first
+        engine.clear()  # each collection counts its pages from an empty cache
         return dataclasses.replace(collected, metrics=metrics)
 
     def _warn_of_idling(self, idle_s: float, sampling_s: float) -> None:
-        """Warn once if a fixed lag keeps the devices idle for a tenth of the sampling time.
-
-        Less than a second is not worth a warning.
-        """
+        """Warn once if a fixed lag idles the devices for 10% of sampling, and at least 1 s."""
         if self.has_warned or idle_s < max(1.0, 0.1 * sampling_s):
             return
         self.has_warned = True
         self.run_state.display.log(
             f"warning: the devices were idle for {idle_s:.1f} of {sampling_s:.1f} s of sampling, "
-            "as replies of the environment enter after a fixed number of chunks; set "
+            "because observations enter after a fixed number of chunks; set "
             "config.rollout.deterministic=False, or raise config.rollout.observation_lag_chunks"
         )
 
@@ -339,7 +347,7 @@ def make_sampler(
     should_stop: Callable[[], bool],
     unfinished: int = 0,
 ) -> StepSampler:
-    """Return the sampler of one training step. What it uses is added to `run_state.uncounted`.
+    """Return the sampler of one training step. It adds its usage to `run_state.uncounted`.
 
     Args:
         run_state: State of the run.
@@ -355,7 +363,7 @@ def make_sampler(
         top_p=method.top_p,
         seeds=Seeds(
             seed=run_state.settings.seed,
-            # Other draws after each return to an earlier checkpoint (`watch.action`).
+            # Sample differently after each rollback to an earlier checkpoint (`watch.action`).
             stage=STAGES.index("train") + len(STAGES) * run_state.progress.watched.num_roll_backs,
             step=step,
         ),
@@ -379,10 +387,10 @@ def make_sampler(
 
 
 def begin_training(run_state: RunState) -> None:
-    """Evaluates the policy as it is, and sets up the controllers."""
+    """Evaluate the initial policy and set up the controllers."""
     progress = run_state.progress
     evaluated = run_state.evaluate(run_state.settings.evaluation.suites)
-    best_metric(run_state.settings, evaluated)  # refused now where it is missing
+    best_metric(run_state.settings, evaluated)  # raises now if the metric is missing
     update_gate(run_state, evaluated)
     bootstrap(run_state)
     metrics = evaluated | progress.controllers.metrics() | progress.ledger.metrics()
@@ -390,9 +398,9 @@ def begin_training(run_state: RunState) -> None:
 
 
 def bootstrap(run_state: RunState) -> None:
-    """Rolls tasks out once, to set up thresholds, difficulties and targets before the first step.
+    """Roll out tasks once to set thresholds, difficulties and targets before the first step.
 
-    The tasks are the first ones in their file; they are sampled with seeds that no step uses.
+    Uses the first tasks of the file, with seeds that no step uses.
     """
     components, method = run_state.components, run_state.components.method
     count = method.shaping.bootstrap_tasks
@@ -420,16 +428,16 @@ def bootstrap(run_state: RunState) -> None:
 
 
 BOOTSTRAP_STEP = 2**31 - 1
-"""Step number in the sampling seeds of `bootstrap`; no real step has it."""
+"""Step number in the sampling seeds of `bootstrap`; never a real step."""
 
 
 def update_gate(run_state: RunState, evaluated: Mapping[str, float]) -> None:
-    """Moves the stage gate, where the method has one, by how correct greedy answers are."""
+    """Advance the method's stage gate, if any, by the accuracy of greedy answers."""
     if not evaluated:
         return
     part = run_state.settings.evaluation.correct
     head = "val-core/all/exact_match" if part == "exact_match" else f"val-aux/all/{part}"
-    # Where every search failed, nothing was scored and there is no such metric.
+    # If every search failed, nothing was scored and the metric is missing.
     correctness = evaluated.get(f"{head}/greedy", math.nan)
     progress = run_state.progress
     progress.controllers = advance_gate(
@@ -438,18 +446,21 @@ def update_gate(run_state: RunState, evaluated: Mapping[str, float]) -> None:
 
 
 def finish_step(run_state: RunState) -> None:
-    """Ends a step: evaluates, writes the record and saves a checkpoint, each where it is due."""
+    """Finish a step: evaluate and save a checkpoint if due, and write the record."""
+    # Evaluate if due. Greedy accuracy moves the stage gate.
     progress, is_last = run_state.progress, run_state.is_last_step
     settings = run_state.settings.evaluation
     every, evaluated = settings.every_steps, dict[str, float]()
     if is_last or (every and progress.stage_step % every == 0):
         evaluated = run_state.evaluate(settings.suites)
     update_gate(run_state, evaluated)
+    # Complete the record. A checkpoint without one needs no further evaluation.
     assert progress.record is not None
     record = progress.record | evaluated | progress.controllers.metrics()
     record |= progress.ledger.metrics()
     progress.record = None
     show_step(run_state, record)
+    # Compare with the best step so far.
     progress.value = best_metric(run_state.settings, evaluated)
     is_best = False
     if progress.value is not None:
@@ -461,18 +472,18 @@ def finish_step(run_state: RunState) -> None:
     mark = {"stopped_early": 1} if is_early else {}
     run_state.metrics_log.write(progress.step, "train", record | mark)
     act_on_signs(run_state)
-    # `RunState.end` saves the last step. A step at which patience ran out is saved only if it is
-    # the best, since the stage then ends with the best checkpoint.
+    # `RunState.end` saves the last step. If patience ran out, the stage ends with the best
+    # checkpoint, so this step is saved only if it is the best.
     if not is_last and (is_best or (run_state.is_checkpoint_due and not is_early)):
         run_state.save()
 
 
 def act_on_signs(run_state: RunState) -> None:
-    """Tells the signs of the step that was just recorded, and does what `watch.action` asks for.
+    """Report the step's signs of collapse and apply `watch.action`.
 
     Raises:
-        RollBack: the run is to go back to an earlier checkpoint.
-        UnsoundError: it is to end.
+        RollBack: The action is to restore an earlier checkpoint.
+        UnsoundError: The action is to stop.
     """
     progress, watch = run_state.progress, run_state.components.method.watch
     signs = progress.watched.acting
@@ -485,30 +496,31 @@ def act_on_signs(run_state: RunState) -> None:
         run_state.metrics_log.mark(
             progress.step, "train", {**sign, "action": action_on(sign, watch)}
         )
-    # Of those that ask for the same, the one whose last sound step is the earliest.
+    # The most severe action wins; ties go to the sign with the earliest last sound step.
     worst = max(signs, key=lambda s: (ACTIONS.index(action_on(s, watch)), -s["since"]))
     action = action_on(worst, watch)
+    # Clear the signs first, so that a saved or resumed run does not act on them again.
     scale = progress.watched.lr_scale * watch.lr_factor
     progress.watched = dataclasses.replace(progress.watched, acting=())
     if action == "stop":
         raise UnsoundError(
             f"config.watch.action ends the run at train step {progress.stage_step}, which is "
-            f"saved: {worst['name']}: {worst['text']} The same command goes on from there."
+            f"saved: {worst['name']}: {worst['text']} The same command resumes there."
         )
     if action == "lower_lr":
         progress.watched = dataclasses.replace(progress.watched, lr_scale=scale)
         run_state.display.log(
-            f"train {progress.stage_step}: from here on with {scale:g} of the learning rate"
+            f"train {progress.stage_step}: the learning rate is scaled by {scale:g} from now on"
         )
     if action == "roll_back":
-        begun = progress.step - progress.stage_step  # after the stages before
+        begun = progress.step - progress.stage_step  # number of steps in earlier stages
         steps = [s - begun for s in run_state.checkpointer.values() if begun <= s < progress.step]
         goal = begun + rollback_target(worst, watch, progress.watched, steps)
         raise RollBack(sign=worst["name"], from_step=progress.step, to_step=goal, lr_scale=scale)
 
 
 def show_step(run_state: RunState, record: Mapping[str, Any]) -> None:
-    """Shows the numbers of a step's record that a person follows."""
+    """Show the main metrics of a step on the display."""
     numbers = {name: plain_number(record.get(key)) for name, key in SHOWN.items()}
     if not run_state.settings.ledger.prices:
         numbers.pop("spent")
@@ -517,16 +529,16 @@ def show_step(run_state: RunState, record: Mapping[str, Any]) -> None:
 
 
 def best_metric(settings: Settings, evaluated: Mapping[str, float]) -> float | None:
-    """The value that tells the best checkpoint; None where nothing was evaluated or scored.
+    """Return the value of `eval.best_metric`; None if nothing was evaluated or scored.
 
     Raises:
-        ValueError: the evaluation has no metric of that name.
+        ValueError: The evaluation has no metric of that name.
     """
     if settings.checkpoint.keep_best == 0 or not evaluated:
         return None
     name = settings.evaluation.best_metric
     if name not in evaluated and num_unscored_suites(evaluated):
-        return None  # where every episode failed there is no score by any name
+        return None  # every episode of a suite failed, so its metrics are missing
     if name not in evaluated:
         raise ValueError(
             f"config.eval.best_metric is {name!r}; expected one of the metrics of "
@@ -536,7 +548,7 @@ def best_metric(settings: Settings, evaluated: Mapping[str, float]) -> float | N
 
 
 def take_best(run_state: RunState, state: TrainState) -> TrainState:
-    """The state of the best checkpoint in place of the last one, which is freed."""
+    """Free the last state and return the best checkpoint's."""
     settings, progress = run_state.settings.evaluation, run_state.progress
     wanted = abstract(state, jax.tree.map(lambda leaf: leaf.sharding, state))
     run_state.checkpointer.wait()
@@ -557,7 +569,7 @@ def take_best(run_state: RunState, state: TrainState) -> TrainState:
 def log_trajectories(
     run_state: RunState, trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Writes the step's first trajectories to its file, as many as the configuration asks for."""
+    """Write the step's first trajectories to its file, up to the configured number."""
     if not distributed.is_main():
         return
     count = run_state.settings.trajectories
