@@ -1,4 +1,4 @@
-"""The data that travels between the parts: trajectories on the host, batches on the device."""
+"""Shared data types: trajectories on the host, batches on the device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jaxrl.envs.base import CallRecord, Outcome, Task, Turn
 from jaxrl.envs.images import Picture
 
 Params = dict[str, Any]
-"""A plain nested dict of arrays; see `models.architecture`."""
+"""Nested dict of arrays; see `models.architecture`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """A task to roll out, and where it stands in the task stream, which seeds its samples."""
+    """A task to roll out and its index in the task stream, which seeds its samples."""
 
     task: Task
     stream_index: int
-    attempt: int = 0  # tries before this one to sample the same draw
+    attempt: int = 0  # number of earlier attempts to sample this draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,124 +37,130 @@ class TokenStep:
     token_id: int
     token_text: str
     log_prob: float  # nats
-    position: int  # in the trajectory's ids, observations counted
+    position: int  # index in the trajectory's ids, observations included
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Divergence:
-    """Divergence of the policy before the update from the reference, along one trajectory."""
+    """Divergence of the pre-update policy from the reference along one trajectory.
 
-    old_logprobs: np.ndarray  # float32 [L], nats; 0 where nothing is trained
-    ref_logprobs: np.ndarray  # float32 [L], nats; likewise
-    per_token: np.ndarray  # float32 [L], nats, by `kl.estimator`; 0 where nothing is trained
-    num_tokens: int  # that are trained on
+    Arrays are 0 at tokens that are not trained on.
+    """
+
+    old_logprobs: np.ndarray  # float32 [L], nats
+    ref_logprobs: np.ndarray  # float32 [L], nats
+    per_token: np.ndarray  # float32 [L], nats, by `kl.estimator`
+    num_tokens: int  # number of tokens that are trained on
 
     @property
     def total(self) -> float:
-        """The sum over the trajectory, in nats."""
+        """Sum over the trajectory in nats."""
         return float(self.per_token.sum())
 
     @property
     def mean(self) -> float:
-        """Nats a token; NaN where none is trained on."""
+        """Mean in nats per trained token; NaN without any."""
         return self.total / self.num_tokens if self.num_tokens else math.nan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows:
-    """Windows of entropy along one trajectory (ARES)."""
+    """Entropy windows along one trajectory (ARES)."""
 
-    values: np.ndarray  # float32 [L], nats; 0 where there is no whole window
-    valid: np.ndarray  # bool [L]
-    is_high: np.ndarray  # bool [L], at the threshold or above
-    percentile: float  # of the values, nats; NaN without any
-    excess: float  # the sum of what lies above the threshold, nats
+    values: np.ndarray  # float32 [L], nats; 0 without a complete window
+    valid: np.ndarray  # bool [L], True if the window is complete
+    is_high: np.ndarray  # bool [L], True if the value reaches the threshold at a trigger token
+    percentile: float  # `shaping.entropy_percentile` of the values, nats; NaN without any
+    excess: float  # sum over the windows of the excess over the threshold, nats
 
     @property
     def count(self) -> int:
-        """Tokens followed by a window of high entropy."""
+        """Number of high-entropy windows."""
         return int(self.is_high.sum())
 
 
 class Attachment(Protocol):
-    """An image, say, within a text, as a model reads it; equal by content."""
+    """Non-text input within a text, such as an image, preprocessed for the model."""
 
     @property
     def num_patches(self) -> int:
-        """Into how many pieces it is cut."""
+        """Number of patches."""
         ...
 
     def __hash__(self) -> int:
-        """Hashes the content."""
+        """Return a hash of the content; attachments with equal content are equal."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One episode on the host: every token the model read or wrote."""
+    """One episode on the host, with all L tokens that the model read or wrote."""
 
     token_ids: np.ndarray  # int32 [L]
-    # bool [L], True where the policy sampled the token; `with_loss_mask` may add observations.
+    # bool [L], True for tokens that the policy sampled; `with_loss_mask` may add observations.
     loss_mask: np.ndarray
     rollout_logprobs: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     rollout_entropies: np.ndarray  # float32 [L], nats; 0 outside loss_mask
-    policy_versions: np.ndarray  # int32 [L], updates the sampling weights had seen; -1 outside
-    attachments: tuple[Attachment, ...] = ()  # in the order of their runs of ids in `token_ids`
-    # [L, ...] of `Architecture.recorded`, as the sampler's passes left them; {} where training is
-    # not given them.
+    # int32 [L], number of updates behind the sampling weights; -1 for tokens not sampled.
+    policy_versions: np.ndarray
+    attachments: tuple[Attachment, ...] = ()  # in the order of their placeholders in `token_ids`
+    # [L, ...] arrays of `Architecture.recorded` from the sampler's passes; {} if training does not
+    # replay them.
     token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     prompt_length: int
     sample_index: int  # within the group
     attempt: int = 0
     task: Task
-    # Beginning of the response, which the chat template has written: the prompt ends with it.
-    opener: str = ""
+    opener: str = ""  # start of the response, if the chat template writes it as the prompt's end
     turns: tuple[Turn, ...]
-    turn_starts: tuple[int, ...] = ()  # where the tokens of each turn begin
-    # Contexts after the first: where each begins in `token_ids`, and how many tokens it begins with
-    # that stand in an earlier one. A token was drawn from those of its own context alone.
+    turn_starts: tuple[int, ...] = ()  # index of each turn's first token
+    # For each context after the first: its start in `token_ids`, and how many of its first tokens
+    # repeat an earlier context. Tokens attend only within their own context.
     contexts: tuple[tuple[int, int], ...] = ()
     outcome: Outcome
     reward: float = 0.0
-    turn_rewards: tuple[float, ...] = ()  # of `reward`, what each turn has earned; () where none
-    rest_reward: float = 0.0  # of `reward`, what no turn has earned, where there are turn_rewards
+    turn_rewards: tuple[float, ...] = ()  # part of `reward` earned by each turn; () without
+    rest_reward: float = 0.0  # part of `reward` earned by no turn, if there are turn_rewards
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    reward_records: tuple[CallRecord, ...] = ()  # of calls of judges, also where these failed
+    reward_records: tuple[CallRecord, ...] = ()  # calls to judges, failed ones included
     final_answer: str = ""
     is_correct: bool = False  # this and the next two are the environment's verdicts
     is_abstention: bool = False  # declines to answer
     is_well_formed: bool = True
-    # Of a model behind an endpoint: calls, attempts, prompt_tokens, completion_tokens.
+    # With a model behind an endpoint: calls, attempts, prompt_tokens, completion_tokens.
     usage: Mapping[str, float] = field(default_factory=dict)
-    # What a training step finds out about it; None until then, or where no term asks for it.
+    # Computed by the training step; None before it, or if the method does not need the value.
     divergence: Divergence | None = None
     windows: Windows | None = None
-    advantage: float | None = None  # by turns: their mean over the sampled tokens
-    turn_advantages: tuple[float, ...] | None = None  # of each turn, by `advantage.by_turn`
+    advantage: float | None = None  # with turn advantages: their mean over the sampled tokens
+    turn_advantages: tuple[float, ...] | None = None  # one per turn, if `advantage.by_turn`
 
     @property
     def has_signal(self) -> bool:
-        """True if an advantage of it is not 0."""
+        """True if any advantage is not 0."""
         if self.turn_advantages is not None:
             return any(self.turn_advantages)
         return self.advantage != 0
 
     @property
     def token_advantages(self) -> np.ndarray:
-        """float32 [L], at each token that of its turn or, not by turns, of the trajectory."""
+        """Advantage of each token's turn, or of the trajectory: float32 [L]."""
         if self.turn_advantages is None:
             return np.full(len(self.token_ids), self.required("advantage"), np.float32)
         return np.array(self.turn_advantages, np.float32)[self.token_turns]
 
     @property
     def token_turns(self) -> np.ndarray:
-        """Int [L], each token's turn, observations after it included; of the prompt the first."""
+        """Turn index of each token: int [L]. Observations belong to the turn before them.
+
+        The prompt belongs to the first turn.
+        """
         places = np.arange(len(self.token_ids))
         return np.maximum(np.searchsorted(self.turn_starts, places, side="right") - 1, 0)
 
     @property
     def is_repeated(self) -> np.ndarray:
-        """Bool [L], True of tokens that stand in an earlier context too."""
+        """True for tokens that repeat an earlier context: bool [L]."""
         repeated = np.zeros(len(self.token_ids), bool)
         for start, count in self.contexts:
             repeated[start : start + count] = True
@@ -162,7 +168,7 @@ class Trajectory:
 
     @property
     def query(self) -> str:
-        """The task's question, or the last message of the user that it brings."""
+        """The task's question, or else the last user message of its chat."""
         if self.task.question is not None:
             return self.task.question
         asked = [m["content"] for m in self.task.messages or () if m["role"] == "user"]
@@ -170,7 +176,7 @@ class Trajectory:
 
     @property
     def pictures(self) -> list[Picture]:
-        """Images as they were given, in the order of `attachments`: the task's, then of tools."""
+        """Original images in the order of `attachments`: the task's, then those from tools."""
         return [*self.task.images, *(image for turn in self.turns for image in turn.images)]
 
     @property
@@ -180,20 +186,20 @@ class Trajectory:
 
     @property
     def is_scored(self) -> bool:
-        """False for an environment error, which is in no statistics and no loss."""
+        """False for an environment error, which counts in no statistic and no loss."""
         return self.outcome != Outcome.ENVIRONMENT_ERROR
 
     @property
     def error(self) -> str:
-        """The environment's failure; "" where it did not fail."""
+        """Error of the environment; "" if it did not fail."""
         texts = [turn.error for turn in self.turns if turn.error]
         return "" if self.is_scored else texts[-1] if texts else "it has no text"
 
     def required(self, name: str) -> Any:
-        """A measure that a step has made of it: `divergence`, `windows` or `advantage`.
+        """Return `divergence`, `windows` or `advantage`.
 
         Raises:
-            RuntimeError: it was not measured.
+            RuntimeError: The step has not computed it.
         """
         value = getattr(self, name)
         if value is None:
@@ -205,18 +211,18 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens in `loss_mask`: those the policy sampled, unless `with_loss_mask` widened it."""
+        """Number of tokens in `loss_mask`: sampled ones, and any that `with_loss_mask` added."""
         return int(self.loss_mask.sum())
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt, observations included, each once."""
+        """Number of tokens after the prompt, observations included, repeated ones excluded."""
         repeated = sum(count for _, count in self.contexts)
         return len(self.token_ids) - self.prompt_length - repeated
 
     @property
     def mean_entropy(self) -> float:
-        """Mean entropy of the sampled tokens, nats."""
+        """Mean entropy of the sampled tokens in nats."""
         return float(self.rollout_entropies.sum()) / max(self.num_sampled, 1)
 
     @property
@@ -231,26 +237,26 @@ class Trajectory:
 
     @property
     def records(self) -> list[CallRecord]:
-        """Records of its calls of tools, in their order."""
+        """Records of all tool calls, in order."""
         return [record for turn in self.turns for record in turn.records]
 
     def calls(self, tool: str | None) -> list[str]:
-        """Calls of a tool; None is the search engine."""
+        """Return the calls to a tool; None selects the search engine."""
         return [call for turn in self.turns for call in turn.calls(tool)]
 
     @property
     def generated_text(self) -> str:
-        """The template's opener, and everything after the prompt, observations included."""
+        """The opener and all text after the prompt, observations included."""
         written = "".join(turn.text + (turn.observation or "") for turn in self.turns)
         return self.opener + written
 
     def token_steps(self, token_text: Callable[[int], str]) -> list[TokenStep]:
-        """Every sampled token by itself.
+        """Return one record per sampled token.
 
-        The last token of a turn is whole here; `generated_text` ends at the stop string within it.
+        The last token of a turn is complete; `generated_text` ends at the stop string within it.
 
         Args:
-            token_text: the text of one id.
+            token_text: Function that decodes one id.
         """
         return [
             TokenStep(
@@ -264,18 +270,18 @@ class Trajectory:
 
     @property
     def full_input_ids(self) -> list[int]:
-        """Prompt, sampled and inserted ids, in order, context by context."""
+        """Ids of prompt, sampled and inserted tokens, context by context."""
         return [int(token) for token in self.token_ids]
 
     @property
     def generated_positions(self) -> list[int]:
-        """Places of the sampled tokens in `full_input_ids`."""
+        """Indices of the sampled tokens in `full_input_ids`."""
         return [int(position) for position in np.flatnonzero(self.loss_mask)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """All trajectories of one task, drawn once, in the order of `sample_index`."""
+    """All trajectories of one draw of a task, in the order of `sample_index`."""
 
     trajectories: tuple[Trajectory, ...]  # at least one
 
@@ -291,23 +297,23 @@ class Group:
 
     @property
     def num_correct(self) -> int:
-        """Scored trajectories that are correct."""
+        """Number of scored trajectories that are correct."""
         return sum(t.is_correct for t in self.scored)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStats:
-    """Outcome of one group; environment errors among its trajectories are left out."""
+    """Outcome of one group, without trajectories that ended in environment errors."""
 
     task_id: str
     num_correct: int
     num_scored: int
-    mean_entropy: float  # nats a token, the mean over trajectories; NaN without any
-    error: str = ""  # what the environment first failed with
+    mean_entropy: float  # nats per token, averaged over trajectories; NaN without any
+    error: str = ""  # first environment error
 
     @classmethod
     def of(cls, group: Group) -> GroupStats:
-        """The numbers of a group as it was sampled last."""
+        """Compute the statistics of a group."""
         entropies = [t.mean_entropy for t in group.scored]
         return cls(
             task_id=group.task_id,
@@ -328,23 +334,23 @@ class GroupStats:
 
 
 GROUP_KINDS = ("all_right", "all_wrong", "mixed", "failed")
-"""Kinds of groups; in a failed one all trajectories had environment errors."""
+"""Kinds of groups. In a failed group every trajectory had an environment error."""
 
 
 def members(groups: Sequence[Group]) -> list[Trajectory]:
-    """The trajectories of all groups, group by group."""
+    """Return the trajectories of all groups, group by group."""
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def with_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group]:
-    """Groups whose trajectories have other values in some fields.
+    """Return a copy of the groups with new values in some fields.
 
     Args:
-        groups: as they are.
-        columns: by name of a field, its value in each trajectory, in the order of `members`.
+        groups: Groups to copy.
+        columns: Values by field name, one per trajectory, in the order of `members`.
 
     Raises:
-        ValueError: a column has more or fewer values than there are trajectories.
+        ValueError: The number of values differs from the number of trajectories.
     """
     trajectories = members(groups)
     for name, values in columns.items():
@@ -361,20 +367,20 @@ def with_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group
 
 
 class Columns:
-    """Columns over the trajectories of some groups, as objectives read them.
+    """Arrays over the N trajectories of some groups, as inputs of objectives.
 
-    A column has the name of the parameter that takes it. The trajectories of a group are
-    contiguous; N counts those with environment errors too, which are in no group.
+    Each is named after the parameter that takes it. The trajectories of a group are contiguous. N
+    includes those with environment errors, which belong to no group.
     """
 
     def __init__(self, groups: Sequence[Group]):
-        """The columns of `groups`, in the order of `members`."""
+        """Prepare the columns of `groups`, in the order of `members`."""
         self._groups = groups
         self._members = members(groups)
 
     @cached_property
     def group_ids(self) -> np.ndarray:
-        """int32 [N], the group's index; -1 for an environment error."""
+        """Group index: int32 [N]; -1 for an environment error."""
         ids = [
             index if t.is_scored else -1
             for index, group in enumerate(self._groups)
@@ -384,34 +390,34 @@ class Columns:
 
     @cached_property
     def rewards(self) -> np.ndarray:
-        """float32 [N]."""
+        """Rewards: float32 [N]."""
         return np.array([t.reward for t in self._members], np.float32)
 
     @cached_property
     def is_correct(self) -> np.ndarray:
-        """Bool [N], what the environment says; False for its errors."""
+        """True if the environment judged the answer correct: bool [N]; False for its errors."""
         return np.array([t.is_correct and t.is_scored for t in self._members], bool)
 
     @cached_property
     def is_abstention(self) -> np.ndarray:
-        """Bool [N], the answer says that the model does not know."""
+        """True if the model declined to answer: bool [N]."""
         return np.array([t.is_abstention for t in self._members], bool)
 
     @cached_property
     def is_well_formed(self) -> np.ndarray:
-        """Bool [N], the response keeps to the protocol."""
+        """True if the response follows the protocol: bool [N]."""
         return np.array([t.is_well_formed for t in self._members], bool)
 
     @cached_property
     def token_counts(self) -> np.ndarray:
-        """int32 [N], sampled tokens."""
+        """Number of sampled tokens: int32 [N]."""
         return np.array([t.num_sampled for t in self._members], np.int32)
 
     @cached_property
     def turn_rewards(self) -> np.ndarray:
-        """float64 [N, K], what each turn has earned; 0 where there is no such turn.
+        """Reward of each turn: float64 [N, K]; 0 for missing turns.
 
-        K is the most turns, up to the next power of two: few sizes have few programs.
+        K is the largest number of turns, rounded up to a power of two to limit recompilation.
         """
         most = max((len(t.turns) for t in self._members), default=1)
         width = 1 << max(most - 1, 0).bit_length()
@@ -422,56 +428,55 @@ class Columns:
 
     @cached_property
     def rest_rewards(self) -> np.ndarray:
-        """float32 [N], what no turn has earned."""
+        """Reward that belongs to no turn: float32 [N]."""
         rest = [t.rest_reward if t.turn_rewards else t.reward for t in self._members]
         return np.array(rest, np.float32)
 
     @cached_property
     def turn_token_counts(self) -> np.ndarray:
-        """int32 [N, K], sampled tokens of each turn."""
+        """Number of sampled tokens of each turn: int32 [N, K]."""
         width = self.turn_rewards.shape[1]
         counts = [np.bincount(t.token_turns[t.loss_mask], minlength=width) for t in self._members]
         return np.array(counts, np.int32).reshape(len(counts), width)
 
     @cached_property
     def mean_entropies(self) -> np.ndarray:
-        """float32 [N], nats a sampled token."""
+        """Mean entropy in nats per sampled token: float32 [N]."""
         return np.array([t.mean_entropy for t in self._members], np.float32)
 
 
 @struct.dataclass
 class Batch:
-    """Trajectories packed into rows of T. Index t of every row is about token t.
+    """Trajectories packed into rows of T tokens: A micro-batches of b rows.
 
-    The leading axes are A micro-batches of b rows; no trajectory crosses a row.
+    Index t of every array belongs to token t. No trajectory crosses a row.
     """
 
     token_ids: jax.Array  # int32 [A, b, T]
-    segment_ids: jax.Array  # int32 [A, b, T], trajectory index in the mini-batch + 1; 0 on padding
-    # int32 [A, b, T], a token's place in its context; a shared beginning may stand earlier in the
-    # row. Contexts of a trajectory lie one after another: the next begins where positions do not go
-    # on by one.
+    segment_ids: jax.Array  # int32 [A, b, T], trajectory index in the mini-batch + 1; 0 for padding
+    # int32 [A, b, T], position in the token's context. A shared prefix may be earlier in the row.
+    # The contexts of a trajectory follow each other: a new one starts where positions do not
+    # increase by one.
     positions: jax.Array
-    loss_mask: jax.Array  # bool [A, b, T], True where the token is trained on
-    token_weights: jax.Array  # float32 [A, b, T], the aggregation, from the whole mini-batch
-    advantages: jax.Array  # float32 [A, b, T], constant over a trajectory or a turn
-    rollout_logprobs: jax.Array  # float32 [A, b, T], as the sampler reported them
-    old_logprobs: jax.Array | None = None  # float32 [A, b, T]; None: the current ones are the old
+    loss_mask: jax.Array  # bool [A, b, T], True for tokens that are trained on
+    token_weights: jax.Array  # float32 [A, b, T], `loss.aggregation` over the complete mini-batch
+    advantages: jax.Array  # float32 [A, b, T], constant within a trajectory or a turn
+    rollout_logprobs: jax.Array  # float32 [A, b, T], from the sampler
+    old_logprobs: jax.Array | None = None  # float32 [A, b, T]; None: equal to the current ones
     ref_logprobs: jax.Array | None = None  # float32 [A, b, T]; None without a KL term to them
-    kl_weights: jax.Array | None = None  # float32 [A, b, T]; None where all tokens have kl.coef
-    # [A, b, T, ...], the recorded arrays, and those of `Tower.arrays` where the mini-batch has
-    # attachments
+    kl_weights: jax.Array | None = None  # float32 [A, b, T]; None if all tokens have kl.coef
+    # [A, b, T, ...], recorded arrays, and those of `Tower.arrays` if there are attachments.
     token_arrays: Mapping[str, jax.Array] = field(default_factory=dict)
-    # Of a micro-batch while it is computed: `patches` [S, P, values] in the compute dtype, `places`
-    # int32 [S, P, W] on the S devices that share tokens, each with what its own rows have. What
-    # several sequences of a device's rows begin with is there once.
+    # Only while a micro-batch is computed: `patches` [S, P, values] in the compute dtype and
+    # `places` int32 [S, P, W], on each of the S devices that share tokens those of its own rows.
+    # Attachments in a prefix that a device's rows share are stored once.
     attached: Any = None
-    rest: Any = None  # the Batch of what is measured and not learned from; None without any
+    rest: Any = None  # Batch of trajectories that are measured but not trained on, or None
 
 
 @struct.dataclass
 class TrainState:
-    """Everything the update step changes."""
+    """Everything that the update step changes."""
 
     params: Params  # float32 master weights
     opt_state: Any
