@@ -1,4 +1,4 @@
-"""The configuration: every key, how values are read, and how names are resolved."""
+"""Configuration: the keys, loading of values, and resolution of names."""
 
 from jaxrl.config.schema import default_config
 

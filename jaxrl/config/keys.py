@@ -1,7 +1,7 @@
-"""A key of the configuration, a rule between keys, and the keys of optional capabilities.
+"""Types for configuration keys and rules, and loading of the keys of extras.
 
-`schema.py` has the keys of the core. A folder of `extras/` has its own in `keys.py`, which imports
-nothing else of the capability.
+`schema.py` defines the keys of the core. Each folder of `extras/` defines its own in `keys.py`,
+which imports nothing else from the extra.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ml_collections import ConfigDict
 from jaxrl.utils.concurrency import MAX_S
 
 FREE = "free"
-"""A restart may change it: results stay the same, to rounding."""
+"""A restart may change the key: results stay the same up to rounding."""
 EVALUATION = "evaluation"
-"""A restart may change it unless evaluations steer training: it decides what they measure."""
+"""The key affects only evaluations. A restart may change it unless they steer training."""
 TRAINING = "training"
-"""Another value makes another experiment, but an evaluation alone may change it."""
+"""Another value is another experiment, but a restart that only evaluates may change the key."""
 RESULTS = "results"
-"""Another value makes another experiment."""
+"""Another value is another experiment."""
 
 MODEL = "a model"
-"""A path to a folder of weights and their small files."""
+"""Value of `Key.holds` for the path of a model folder."""
 CORPUS = "a corpus"
-"""A path to one file of documents or vectors, beside whose index its hash is kept."""
+"""Value of `Key.holds` for a file of documents or vectors; its hash is stored with its index."""
 
 DTYPES = ("float32", "bfloat16")
 REPLAY = ("off", "record", "only")
@@ -37,38 +37,38 @@ REPLAY = ("off", "record", "only")
 
 @dataclass(frozen=True)
 class Key:
-    """One key: what is known of it by itself."""
+    """One configuration key, with the constraints on its value alone."""
 
     default: Any  # None: a switch whose default depends on the platform
-    meaning: str  # with its unit; Markdown
+    meaning: str  # Markdown, with the unit
     _: KW_ONLY
-    restart: str = ""  # "": as its section, see `schema.RESTART`
-    above: float | None = None  # bounds of a number
+    restart: str = ""  # "": the value of its section in `schema.RESTART`
+    above: float | None = None  # this and the next three bound a number
     at_least: float | None = None
     at_most: float | None = None
     below: float | None = None
-    one_of: tuple[Any, ...] = ()  # choices; a name that a table holds is checked beside the table
+    one_of: tuple[Any, ...] = ()  # choices; names in a registry are checked when resolved
     some_of: tuple[str, ...] = ()  # choices for the entries of a tuple
-    is_valid: Callable[[Any], bool] | None = None  # what else holds of it
-    expected: str = ""  # told with a refusal; "": as the fields above say
-    example: Any = None  # value of a mapping whose names are not ours, for messages
-    is_nested: bool = False  # the values of such a mapping may be lists and mappings
-    group: str = ""  # of entry points, whose names it takes too
-    names_code: bool = False  # its value may be the dotted name of a function of one's own
-    required: str = ""  # expected in place of an empty text where a run reads the key's section
-    holds: str = ""  # `MODEL` or `CORPUS`, of a path whose content a start that goes on compares
-    file: str = ""  # in the folder that the key names, whose content is compared likewise
-    written_to: str = ""  # folder of the workdir into which a run exports the like
-    # True where checkpoints hold what the key decides: no start that goes on may change it.
+    is_valid: Callable[[Any], bool] | None = None  # further check
+    expected: str = ""  # expectation in error messages; "": derived from the fields above
+    example: Any = None  # example value for a mapping with user-defined names, for messages
+    is_nested: bool = False  # True if values of such a mapping may be lists and mappings
+    group: str = ""  # entry-point group whose names the key also accepts
+    names_code: bool = False  # True if the value may be the dotted path of a user's function
+    required: str = ""  # expected value, if a run that reads the section cannot leave it empty
+    holds: str = ""  # `MODEL` or `CORPUS` for a path whose content is compared on resume
+    file: str = ""  # file in the folder that the key names; also compared on resume
+    written_to: str = ""  # workdir folder to which a run exports; the key must not name it
+    # Returns True if checkpoints depend on the value, so that a resumed run must keep it.
     is_fixed: Callable[[ConfigDict], Any] | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value of another type, out of range or none of the choices.
+        """Reject a value of the wrong type, out of range or not among the choices.
 
-        ml_collections accepts None for anything and a bool for a number.
+        ml_collections does not suffice: it accepts None for anything and a bool for a number.
 
         Raises:
-            ValueError: The message says what the key holds and what is expected.
+            ValueError: The value is invalid. The message names the key and what it expects.
         """
         is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
         if isinstance(self.default, float):
@@ -78,7 +78,7 @@ class Key:
             if value is not None and not isinstance(value, bool):
                 refuse(name, value, "True, False or None")
         elif type(value) is not type(self.default):
-            expected = f"a value of type {type(self.default).__name__}, as {self.default!r}"
+            expected = f"a value of type {type(self.default).__name__}, such as {self.default!r}"
             refuse(name, value, expected)
         if self.one_of and value not in self.one_of:
             choices = ", ".join(str(choice) or repr(choice) for choice in self.one_of)
@@ -94,7 +94,7 @@ class Key:
             kinds += ", or lists of these" * self.is_nested
             for inner, item in value.items():
                 if not isinstance(inner, str) or not _is_plain(item, is_flat=not self.is_nested):
-                    refuse(name, value, f"names with {kinds}, as {{'name': {self.example!r}}}")
+                    refuse(name, value, f"names with {kinds}, such as {{'name': {self.example!r}}}")
         if self.is_valid is not None and not self.is_valid(value):
             refuse(name, value, self.expected)
         if name.startswith("prompt.") and re.search("[\ud800-\udfff]", str(value)):
@@ -117,13 +117,13 @@ class Key:
 
 
 def is_finite(value: Any) -> bool:
-    """Return True for a number that a float can hold. A bool is not a number."""
+    """Return True for a number that fits in a float. A bool does not count."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max
 
 
 def _is_plain(value: Any, *, is_flat: bool) -> bool:
-    """Return True for values that JSON can hold."""
+    """Return True for values that JSON can represent, without lists and mappings if `is_flat`."""
     if isinstance(value, dict) and not is_flat:
         return all(isinstance(k, str) and _is_plain(v, is_flat=False) for k, v in value.items())
     if isinstance(value, list | tuple) and not is_flat:
@@ -132,39 +132,39 @@ def _is_plain(value: Any, *, is_flat: bool) -> bool:
 
 
 def are_texts(values: tuple[Any, ...]) -> bool:
-    """Return True for texts that are not empty."""
+    """Return True if all values are non-empty strings."""
     return all(isinstance(value, str) and value for value in values)
 
 
 def refuse(key: str, value: Any, expected: str) -> None:
-    """Raise a ValueError that says what a key holds and what was expected."""
+    """Raise a ValueError with a key's value and the expected one."""
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination of keys that is refused or warned about."""
+    """A combination of keys that is an error or a warning."""
 
-    key: str  # the key to change
+    key: str  # key to change
     is_broken: Callable[[ConfigDict], bool]
-    expected: str  # instead, and why
+    expected: str  # expected value, and the reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraKeys:
-    """Keys of an optional capability, rules between them, and settings that are unusual."""
+    """Keys of an extra, rules between them, and warnings about unusual settings."""
 
     keys: Mapping[str, Key] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     warnings: tuple[Rule, ...] = ()
 
     def section(self, prefix: str) -> dict[str, Key]:
-        """Return the keys of a section, or the key of that name."""
+        """Return the keys of a section, or the single key of that name."""
         return {name: key for name, key in self.keys.items() if f"{name}.".startswith(f"{prefix}.")}
 
 
 def load_extra_keys(folder: str) -> ExtraKeys:
-    """Load `KEYS`, `RULES` and `WARNINGS` of a folder's `keys.py`; nothing if it is missing."""
+    """Load `KEYS`, `RULES` and `WARNINGS` from an extra's `keys.py`; empty if it is missing."""
     module = optional(f"jaxrl.extras.{folder}.keys:")
     if module is None:
         return ExtraKeys()
@@ -176,7 +176,7 @@ def load_extra_keys(folder: str) -> ExtraKeys:
 
 
 def optional(name: str) -> Any:
-    """Return the object `module:name`, or the module `module:`; None if its folder was deleted."""
+    """Import the object `module:name`, or the module `module:`; None if its folder is missing."""
     try:
         return pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:

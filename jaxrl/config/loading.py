@@ -1,4 +1,4 @@
-"""Values of keys: from Python, YAML and JSON files and from the command line."""
+"""Load configuration values from Python, YAML and JSON files and from the command line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jaxrl.utils.paths import similar_path
 
 
 def load_config_file(argument: str) -> ConfigDict:
-    """Return the locked configuration of a Python file, from its function `get_config`.
+    """Load the configuration from `get_config` in a Python file, and lock it.
 
     Args:
-        argument: Path, which a colon and an argument of `get_config` may follow.
+        argument: Path of the file, optionally followed by a colon and an argument of `get_config`.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not Python, fails, or returns something else.
+        ValueError: The file is not Python, raises, or does not return a `ConfigDict`.
     """
     path, _, given = argument.partition(":")
     if not Path(path).is_file():
@@ -37,15 +37,15 @@ def load_config_file(argument: str) -> ConfigDict:
     spec = importlib.util.spec_from_file_location("config_file", path)
     if spec is None or spec.loader is None:
         raise ValueError(
-            f"--config={path} takes a Python file, such as configs/quickstart.py; keys in YAML or "
-            f"JSON go beside it, as --values={path}."
+            f"--config={path} takes a Python file, such as configs/quickstart.py; pass YAML or "
+            f"JSON with --values={path}."
         )
-    Path(path).open().close()  # the system's refusal reads better than that of the import
+    Path(path).open().close()  # an OSError here is clearer than one from the import
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         config = module.get_config(*([given] if given else []))
-    except (Exception, SystemExit) as error:  # the file is a program
+    except (Exception, SystemExit) as error:  # the file runs user code
         raise ValueError(f"--config={path}: {format_failure(error)}.") from error
     if not isinstance(config, ConfigDict):
         raise ValueError(
@@ -56,7 +56,7 @@ def load_config_file(argument: str) -> ConfigDict:
 
 
 def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return keys and values of `--config.key=value`, `--config.switch` and `--noconfig.switch`.
+    """Parse `--config.key=value`, `--config.switch` and `--noconfig.switch` arguments.
 
     Raises:
         ValueError: An argument has another form, or a key or value is wrong.
@@ -82,24 +82,23 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
                 value = with_tuples(ast.literal_eval(text))
             except (ValueError, SyntaxError) as error:
                 kind = type(default).__name__
-                raise ValueError(f"{argument}: expected a {kind} as Python writes it.") from error
+                raise ValueError(f"{argument}: expected a Python {kind}.") from error
         KEYS[key].check(key, value)
         keys[key] = value
     return keys
 
 
 def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -> None:
-    """Set keys from a YAML or JSON file, nested or with dots.
+    """Set keys from a YAML or JSON file, with nested or dotted names.
 
     Args:
-        config: Configuration in which keys are set.
+        config: Configuration to change.
         path: Path of the file.
-        drops_missing: Leave out keys whose folder in `extras/` is missing.
+        drops_missing: True to skip keys of extras that are not installed.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is not YAML, not a mapping, names an unknown key, or holds a value
-            that the key does not take.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not YAML or not a mapping, or a key or value is invalid.
     """
     file = Path(path)
     if not file.is_file():
@@ -127,7 +126,7 @@ def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, except that a repeated key is an error."""
+    """PyYAML's safe loader with an error for repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """See `yaml.constructor.SafeConstructor`."""
@@ -150,14 +149,14 @@ def _read_yaml(file: Path) -> Any:
 
 SWITCHES = dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True)
 SWITCHES |= dict.fromkeys(("false", "f", "0", "no", "n", "off"), False)
-"""Words for True and False, in lower case."""
+"""Lower-case words for True and False."""
 
 
 def as_default(value: Any, default: Any) -> Any:
-    """Return the value that a text stands for, by the type of the default; else the text itself.
+    """Convert a text to the type of the default; return it unchanged if that fails.
 
-    A switch may be `yes` or `off`, a whole number `1e3`. YAML reads a number without a point, such
-    as 1e-6, as text.
+    Accepts `yes` or `off` for a switch and `1e3` for an integer. YAML reads a number without a
+    point, such as 1e-6, as text.
     """
     if not isinstance(value, str):
         return value
@@ -173,14 +172,14 @@ def as_default(value: Any, default: Any) -> Any:
 
 
 def check_keys(keys: Iterable[str], *, source: str = "") -> None:
-    """Refuse unknown keys.
+    """Reject unknown keys.
 
     Args:
-        keys: Keys with their sections and dots.
-        source: File that sets them, for the message; "" for the command line.
+        keys: Full dotted names.
+        source: File that sets the keys, for the message; "" for the command line.
 
     Raises:
-        ValueError: The message names the key and the nearest known one.
+        ValueError: A key is unknown. The message suggests the closest known one.
     """
     for key in keys:
         if problem := unknown_key(key, in_file=bool(source)):

@@ -24,7 +24,7 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
     """Return the object that `config.<key>` names.
 
     Args:
-        key: Full key, with its sections.
+        key: Full dotted key.
         name: Entry of `table`, or a dotted path to a module on `sys.path`. `jaxrl.launch` adds the
             folder of the config file to that path.
         table: Objects by name. A text value is itself a dotted path.
@@ -65,9 +65,9 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
 
 
 def _import(path: str) -> Any:
-    """Return the object of a dotted path.
+    """Import the object at a dotted path.
 
-    `pkgutil` hides why a module cannot be imported unless a colon separates the object from it.
+    `pkgutil` reports why a module fails to import only if a colon separates module and object.
     """
     try:
         return pkgutil.resolve_name(path)
@@ -109,10 +109,10 @@ def instantiate(
 
 
 def subsection(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of what `section.name` names.
+    """Return the settings for `section.name`.
 
-    A built-in name has a subsection of its own or shares that of its family: `pass_at_k` holds the
-    settings of `pass_at_k_bootstrap`. A dotted path takes `section.settings`.
+    A built-in name has its own subsection or shares its family's: `pass_at_k` holds the settings
+    of `pass_at_k_bootstrap`. A dotted path takes `section.settings`.
     """
     if is_dotted(section["name"]):
         return dict(section["settings"])
@@ -126,7 +126,7 @@ def _family(section: Mapping[str, Any], name: str) -> str:
 
 
 def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
-    """Refuse `settings` beside a built-in name.
+    """Reject `settings` combined with a built-in name.
 
     Raises:
         ValueError: `settings` is not empty. The message names the section to use instead.
@@ -143,17 +143,17 @@ def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
 def function_settings(
     key: str, name: str, function: Callable[..., Any], settings: Mapping[str, Any], **common: Any
 ) -> dict[str, Any]:
-    """Return the keyword-only arguments of a function.
+    """Return values for the keyword-only parameters of a function.
 
     Args:
         key: Key of the settings, for messages.
         name: Name of the function, for messages.
         function: Function whose keyword-only parameters are settings.
-        settings: Values from the config. A built-in function may ignore some.
-        common: Values that any function of this kind may take.
+        settings: Values from the config. Built-in functions ignore those they do not accept.
+        common: Values offered to every function of this kind.
 
     Raises:
-        ValueError: A custom function does not take a setting, or a setting is missing.
+        ValueError: A custom function does not accept a setting, or a required one is missing.
     """
     parameters = inspect.signature(function).parameters.values()
     accepted = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -169,7 +169,7 @@ def _check_arguments(
     settings: Iterable[str],
     arguments: Mapping[str, Any],
 ) -> None:
-    """Refuse settings that are not accepted, and required parameters without an argument."""
+    """Reject settings that are not accepted, and required parameters without an argument."""
     unknown = [setting for setting in settings if setting not in accepted]
     if unknown:
         raise ValueError(
@@ -183,18 +183,18 @@ def _check_arguments(
 
 
 REWARD_KEYS = ("reward.weights", "reward.settings")
-"""Mappings whose names may be entry points of rewards."""
+"""Mappings with names that may be entry points of rewards."""
 
 
 def resolve_entry_points(config: ConfigDict) -> None:
-    """Replace entry-point names in the config with dotted paths, apart from those of rewards.
+    """Replace entry-point names in the config with dotted paths, except those of rewards.
 
-    A package registers an engine, say, in its pyproject.toml:
+    A package registers, for example, an engine in its pyproject.toml:
 
         [project.entry-points."jaxrl.engines"]
         mine = "my_package.engine:MyEngine"
 
-    Keys that accept such names have a `group`. Built-in names win.
+    Keys with a `group` accept such names. Built-in names take precedence.
 
     Raises:
         ValueError: Several packages register the name, or a key names one object twice.
@@ -205,7 +205,7 @@ def resolve_entry_points(config: ConfigDict) -> None:
 
 
 def resolve_reward_entry_points(config: ConfigDict, environment_parts: Iterable[str]) -> None:
-    """Do the same for rewards. The names of the environment's own parts win."""
+    """Replace entry-point names of rewards. The environment's own parts take precedence."""
     for key in REWARD_KEYS:
         _replace(config, key, KEYS["reward.weights"].group, set(environment_parts))
 

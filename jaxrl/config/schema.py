@@ -1,8 +1,8 @@
-"""Every configuration key, once: default, meaning, what it takes, and what a restart may change.
+"""Every configuration key, defined once: default, meaning, constraints, and effect on a restart.
 
-Checks of single values, `default_config()`, what a restart compares and the tables of
-docs/configuration.md come from `KEYS`. Those of an optional capability stand in its folder, and
-rules between keys in `jaxrl/builders/validation.py` and `extras/*/keys.py`.
+`KEYS` is the source of value checks, `default_config()`, the comparison on resume and the tables in
+docs/configuration.md. Extras define their keys in `extras/*/keys.py`. Rules between keys are there
+and in `jaxrl/builders/validation.py`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ SECTIONS = {
     "loss.token_filter.off_policy": "stability",
     "watch.sentinel": "sentinel",
 }
-"""Sections and single keys that optional capabilities bring, and their folders in `extras/`."""
+"""Sections and single keys defined by extras, with the folder in `extras/`."""
 
 EXTRA_KEYS = {folder: load_extra_keys(folder) for folder in dict.fromkeys(SECTIONS.values())}
-"""Keys and rules of each of these folders."""
+"""Keys and rules by folder; empty for a missing folder."""
 
 
 def _extra(section: str) -> dict[str, Key]:
@@ -60,7 +60,7 @@ def _extra(section: str) -> dict[str, Key]:
 
 
 def missing_folder(key: str) -> str:
-    """Return the missing folder that a key or its section belongs to, or ""."""
+    """Return the folder of the missing extra that defines a key or section, or ""."""
     folders = [f for section, f in SECTIONS.items() if f"{key}.".startswith(f"{section}.")]
     return next((folder for folder in folders if not EXTRA_KEYS[folder].keys), "")
 
@@ -72,7 +72,7 @@ OWN_MODEL = "model"
 SUITES = ("sampled", "greedy", "empty_search", "random_search", "blank_images")
 
 MIN_TEMPERATURE = 1e-3
-"""Less draws the most likely token all but always, and far less makes logits infinite."""
+"""Lower temperatures are practically greedy, and much lower ones make logits infinite."""
 
 
 def _are_messages(values: tuple[Any, ...]) -> bool:
@@ -84,7 +84,7 @@ def _are_mappings(values: dict[str, Any]) -> bool:
 
 
 def _is_k_schedule(pairs: tuple[Any, ...]) -> bool:
-    """Return True for pairs (step, k) of whole numbers, steps rising from 0."""
+    """Return True for pairs (step, k) of integers with steps increasing from 0 and k >= 1."""
     if not all(isinstance(one, tuple) and [type(n) for n in one] == [int, int] for one in pairs):
         return False
     steps = [step for step, _ in pairs]
@@ -92,10 +92,10 @@ def _is_k_schedule(pairs: tuple[Any, ...]) -> bool:
     return is_rising and all(k >= 1 for _, k in pairs)
 
 
-# A table, laid out by hand: key, default, meaning; then what it takes, and what a restart may do.
+# Table formatted by hand: key, default, meaning; then constraints and the effect on a restart.
 # fmt: off
 def _optimizer(section: str) -> dict[str, Key]:
-    """Return the keys that supervised and reinforcement learning share."""
+    """Return the optimizer keys of a section, shared by SFT and RL."""
     return {
         f"{section}.lr": Key(1e-6, "Peak learning rate of AdamW.", at_least=0),
         f"{section}.warmup_steps": Key(0, "Steps of linear warm-up; the first has 1 / "
@@ -111,8 +111,8 @@ def _optimizer(section: str) -> dict[str, Key]:
         f"{section}.epsilon": Key(1e-8, "AdamW's epsilon.", above=0),
         f"{section}.grad_clip": Key(1.0, "Global norm to which gradients are clipped. 0: none.",
             at_least=0),
-        # The second moment has no such key: with beta2 = 0.999 a step changes it by less than
-        # bfloat16 can tell apart.
+        # No key for the second moment: with beta2 = 0.999 a step changes it by less than bfloat16
+        # resolves.
         f"{section}.moments_dtype": Key("float32", "Dtype of AdamW's first moment. The second is "
             "float32.", one_of=DTYPES),
         f"{section}.offload": Key(False, "Keep both moments in host memory between updates.",
@@ -124,7 +124,7 @@ def _optimizer(section: str) -> dict[str, Key]:
 
 
 def _tasks(name: str, what: str, split: str) -> dict[str, Key]:
-    """Return the keys of a set of tasks."""
+    """Return the keys of the training or held-out tasks."""
     return {
         f"tasks.{name}.source": Key("", f"{what}: a file, a pattern with `*`, a folder, or the "
             "name of what a generator makes."),
@@ -146,7 +146,7 @@ def _tasks(name: str, what: str, split: str) -> dict[str, Key]:
 
 
 STAGES = ("sft", "train", "evaluate")
-"""Stages of a run, in their order."""
+"""Stages of a run in order."""
 
 _ENTRIES: dict[str, Key] = {
     "stages": Key(("train", "evaluate"), "Stages of the run, in this order: `sft`, `train`, "
@@ -170,7 +170,7 @@ _ENTRIES: dict[str, Key] = {
     "model.eos_tokens": Key((), "Further tokens that end a message, such as `('<|im_end|>',)`, "
         "in addition to `eos_token` of `tokenizer_config.json` and `eos_token_id` of "
         "`generation_config.json`.", is_valid=are_texts,
-        expected="a tuple of texts, as ('<|im_end|>',)"),
+        expected="a tuple of texts, such as ('<|im_end|>',)"),
     "model.attention": Key("auto", "Attention kernels: `xla` (all devices), `mosaic_gpu` "
         "(Hopper), `triton` (GPUs), `mosaic` (TPUs), or `auto`: the first that passes its "
         "self-test.", one_of=ATTENTION, restart=FREE),
@@ -259,7 +259,7 @@ _ENTRIES: dict[str, Key] = {
         group="jaxrl.engines", names_code=True),
     "search.settings": Key({}, "Keyword arguments of your engine.", example=1,
         is_nested=True),
-    # What stands around any engine, in this order; docs/environments.md has the whole.
+    # Layers around any engine; docs/search.md lists them in order.
     "search.cache_mib": Key(64.0, "MiB of results cached in memory, least recently used evicted. "
         "0: none.", at_least=0, restart=FREE),
     "search.cache_ttl_s": Key(0.0, "Seconds that a cached result is valid. 0: forever.",
@@ -296,7 +296,7 @@ _ENTRIES: dict[str, Key] = {
     "search.local.index": Key("", "Folder of the index. Empty: `index` beside the corpus."),
     "search.local.topk": Key(3, "Documents per query.", above=0),
     "search.http.url": Key("", "Address of the server, such as `http://127.0.0.1:8000/retrieve`.",
-        required="the address of a server, as http://127.0.0.1:8000", restart=FREE),
+        required="the address of a server, such as http://127.0.0.1:8000", restart=FREE),
     "search.http.protocol": Key("search_r1", "`search_r1` or `flashrag`."),
     "search.http.topk": Key(3, "Documents per query.", above=0),
     "search.http.key_env": Key("", "Environment variable that holds a bearer token. Empty: none.",
@@ -319,7 +319,7 @@ _ENTRIES: dict[str, Key] = {
         expected="a finite number for each part"),
     "reward.settings": Key({}, "Keyword arguments of your functions, such as "
         "`{'my_reward.brevity': {'words': 50}}`.", example={}, is_nested=True,
-        is_valid=_are_mappings, expected="names with mappings, as {'name': {'setting': 50}}"),
+        is_valid=_are_mappings, expected="names with mappings, such as {'name': {'setting': 50}}"),
     "reward.deadline_s": Key(600.0, "Seconds for all reward functions of a batch; unfinished "
         "episodes become environment errors. 0: no limit, and synchronous functions run one by "
         "one in the main thread.", at_least=0, restart=FREE),
@@ -328,7 +328,7 @@ _ENTRIES: dict[str, Key] = {
     "reward.judges": Key({}, "LLM judges by name, such as `{'helpful': {'url': "
         "'http://judge:8000/v1', 'model': 'judge', 'prompt': '..{response}..'}}`; all settings "
         "are in `jaxrl/extras/endpoints/judges.py`.", example={}, is_nested=True,
-        is_valid=_are_mappings, expected="names with mappings, as {'name': {'setting': 50}}"),
+        is_valid=_are_mappings, expected="names with mappings, such as {'name': {'setting': 50}}"),
     **_extra("reward.math_verify"),
     # -------------------------------------------------------------------------- shaping
     "shaping.overlong_buffer": Key(0, "Tokens before the limit over which the penalty grows. 0: "
@@ -404,7 +404,7 @@ _ENTRIES: dict[str, Key] = {
         "once; a call beyond it ends the episode. 0: no limit.", at_least=0),
     "rollout.max_num_seqs": Key(64, "Trajectories decoded side by side, in total; a multiple of "
         "`data` × `fsdp` × `expert` × `context`.", above=0, restart=FREE),
-    # The bound is more than any device has, in numbers that stay whole.
+    # The upper bound exceeds any device's memory and keeps the number of bytes exact.
     "rollout.cache_gib": Key(0.0, "GiB of KV cache per device. 0: what the plan leaves; on a "
         "CPU, room for `max_num_seqs` trajectories of full length.", at_least=0,
         at_most=2**20, restart=FREE),
@@ -556,7 +556,7 @@ _ENTRIES: dict[str, Key] = {
         "`blank_images`.", some_of=SUITES),
     "eval.final_suites": Key(("sampled", "greedy", "empty_search"), "Suites of the stage "
         "`evaluate`.", some_of=SUITES, restart=FREE),
-    # More take seconds a question: votes are counted over all subsets.
+    # Above 256, counting votes over all subsets takes seconds per question.
     "eval.samples": Key(1, "Samples per question; `greedy` has one.", above=0, at_most=256),
     "eval.temperature": Key(1.0, "Temperature of these samples.", at_least=MIN_TEMPERATURE,
         expected=f"a number of at least {MIN_TEMPERATURE}; the suite 'greedy' is that of 0"),
@@ -623,7 +623,7 @@ RESTART = {
     **dict.fromkeys(("shaping", "filter", "advantage", "loss", "kl"), TRAINING),
     **dict.fromkeys(("optimizer", "sft", "tasks.train"), TRAINING),
 }
-"""What a restart may change in a section, apart from keys that have `restart`."""
+"""Value of `Key.restart` by section, for keys without one."""
 
 
 def _restart(name: str) -> str:
@@ -632,24 +632,24 @@ def _restart(name: str) -> str:
 
 
 KEYS = {name: replace(key, restart=key.restart or _restart(name)) for name, key in _ENTRIES.items()}
-"""All keys, with their sections."""
+"""All keys by full dotted name."""
 
 
 class Config(ConfigDict):
-    """The configuration, or a section of it.
+    """The configuration or a section of it, with one-line errors that name the full key.
 
-    Its errors name the whole key in one line. Those of ml_collections list all keys of a section.
+    The errors of ml_collections list all keys of a section.
     """
 
-    _section = ""  # name of the section with a dot behind it
+    _section = ""  # name of the section with a trailing dot
 
     def with_section(self, section: str) -> Config:
-        """Set the name of the section, which errors show."""
+        """Set the section name for error messages and return self."""
         object.__setattr__(self, "_section", f"{section}.")
         return self
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set a key; raise a ValueError if it does not exist or takes another type."""
+        """Set a key; raise a ValueError if it does not exist or the value has the wrong type."""
         name = f"{self._section}{key}"
         if self.is_locked and key not in self and (problem := unknown_key(name)):
             raise ValueError(problem)
@@ -658,7 +658,7 @@ class Config(ConfigDict):
             super().__setitem__(key, value)
         except TypeError as error:
             wrong_type = error
-        # Raised out here, so that a traceback does not show the other error.
+        # Raised outside the handler, so that the traceback does not show the original error.
         if wrong_type is not None:
             if problem := unknown_key(name):
                 raise ValueError(problem)
@@ -693,15 +693,15 @@ OTHER_NAMES = {
     "max_model_len": "max_total_tokens",
     "max_steps": "num_steps",
 }
-"""Names of other trainers and samplers, and the ends of the keys that mean the same."""
+"""Names from other trainers and samplers, with the last parts of the equivalent keys here."""
 
 
 def unknown_key(key: str, *, in_file: bool = False) -> str:
-    """Return what is wrong with the name of a key; "" if there is such a key.
+    """Return an error message about an unknown key; "" if the key exists.
 
     Args:
-        key: Key with its sections and dots.
-        in_file: True if a file of values sets it, False if Python or the command line does.
+        key: Full dotted name.
+        in_file: True if a file of values sets the key, False for Python or the command line.
     """
     if key in KEYS:
         return ""
@@ -712,20 +712,20 @@ def unknown_key(key: str, *, in_file: bool = False) -> str:
         )
     inside = [name for name in KEYS if name.startswith(f"{key}.")]
     if inside:
-        return f"config.{key} is a section; set its keys, as {inside[0]}."
+        return f"config.{key} is a section; set its keys, such as {inside[0]}."
     whole = next((mapping for mapping in MAPPINGS if key.startswith(f"{mapping}.")), None)
     if whole is not None:
         name, value = key.removeprefix(f"{whole}."), MAPPINGS[whole]
         mapping = f"{{{name!r}: {value}}}"
         example = mapping if in_file else f'--config.{whole}="{mapping}"'
-        return f"config.{whole} takes a mapping; set it whole, as {example}."
+        return f"config.{whole} takes a mapping; set it as a whole, such as {example}."
     near = _similar_keys(key)
     hint = f"did you mean {' or '.join(near)}?" if near else "docs/configuration.md has all keys."
     return f"there is no key config.{key}; {hint}"
 
 
 def _similar_keys(key: str) -> list[str]:
-    """Return keys that may be meant, by the last part of the name, or else by its spelling."""
+    """Return suggestions for a misspelled key, by the last part of its name or by spelling."""
     section, _, last = key.rpartition(".")
     last = OTHER_NAMES.get(last, last)
     if f"{section}.{last}" in KEYS:
@@ -741,14 +741,14 @@ def _similar_keys(key: str) -> list[str]:
 
 
 def default_config() -> Config:
-    """Return all keys with their defaults. A config file changes what its run needs."""
+    """Return a configuration with every key at its default."""
     config = Config()
     for key, entry in KEYS.items():
         *sections, name = key.split(".")
         place = config
         for depth, section in enumerate(sections, start=1):
             if section not in place:
-                # A mapping stays one value where a section holds one; elsewhere it is a section.
+                # ConfigDict would turn a mapping into a section; in these sections it must not.
                 prefix = ".".join(sections[:depth])
                 inner = Config(convert_dict=prefix not in _WITH_MAPPINGS)
                 place[section] = inner.with_section(prefix)
@@ -759,13 +759,13 @@ def default_config() -> Config:
 
 
 MAPPINGS = {key: entry.example for key, entry in KEYS.items() if isinstance(entry.default, dict)}
-"""Keys whose values are mappings with names that are not ours, and a value as an example."""
+"""Keys that hold mappings with user-defined names, and an example value of each."""
 
 _WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPINGS}
 
 
 def flat_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return keys, with their sections joined by dots, and values, in the order of a mapping."""
+    """Flatten nested values to pairs of dotted key and value, in order. Repeated keys remain."""
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
@@ -776,7 +776,7 @@ def flat_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, A
 
 
 def with_tuples(value: Any) -> Any:
-    """Return a value with lists, also nested ones, as the tuples that a configuration holds."""
+    """Convert lists, including nested ones, to tuples, as the configuration stores them."""
     if not isinstance(value, list | tuple):
         return value
     return tuple(
@@ -788,15 +788,15 @@ def with_tuples(value: Any) -> Any:
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
-    """Return every value by its key, with sections joined by dots."""
+    """Return all values by dotted key."""
     return dict(flat_pairs(config.to_dict()))
 
 
 def flat_json(path: Path) -> dict[str, Any]:
-    """Return the values of a workdir's `config.json` by key, with sections joined by dots."""
+    """Read a workdir's `config.json` and return its values by dotted key."""
     return dict(flat_pairs(read_object(path)))
 
 
 def to_json(config: ConfigDict) -> str:
-    """Return the configuration as JSON, for `config.json` of the workdir."""
+    """Serialize the configuration as JSON, for the workdir's `config.json`."""
     return json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"

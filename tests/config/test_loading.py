@@ -70,13 +70,16 @@ def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
             "prompt: {chat_template_kwargs: 1}",
             "chat_template_kwargs is 1; expected a value of type",
         ),
-        ("prompt.chat_template_kwargs.x: 1", "takes a mapping; set it whole, as {'x': False}"),
+        (
+            "prompt.chat_template_kwargs.x: 1",
+            "takes a mapping; set it as a whole, such as {'x': False}",
+        ),
         ("rollout: {group_size: many}", "rollout.group_size is 'many'; expected a value of type"),
         ("rollout: {group_size: 2.0}", "rollout.group_size is 2.0; expected a value of type int"),
         ("optimizer.lr: fast", "optimizer.lr is 'fast'; expected a finite number"),
         ("model.scan_layers: 1", "model.scan_layers is 1; expected a value of type bool"),
-        ("model.remat: true", "model.remat is True; expected a value of type str, as 'full'"),
-        ("model.remat: off", "model.remat is False; expected a value of type str, as 'full'"),
+        ("model.remat: true", "model.remat is True; expected a value of type str, such as 'full'"),
+        ("model.remat: off", "model.remat is False; expected a value of type str, such as 'full'"),
         ("stages: train", "stages is 'train'; expected a value of type tuple"),
         ("rollout: 3", "config.rollout is a section; set its keys"),
         ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
@@ -211,12 +214,12 @@ def test_keys_of_the_command_line():
         ("--config.optimizer.lr=fast", "config.optimizer.lr is 'fast'; expected a finite number"),
         ("--config.model.scan_layers=maybe", "is 'maybe'; expected a value of type bool"),
         ("--config.rollout.deterministic=maybe", "expected True, False or None"),
-        ("--config.stages=train", "expected a tuple as Python writes it"),
+        ("--config.stages=train", "expected a Python tuple"),
         ("--config.ledger.prices=3", "config.ledger.prices is 3; expected a value of type dict"),
         ("--config.ledger.prices={'a': []}", "expected names with true, false, a number or a te"),
         (
             "--config.ledger.prices.search=1",
-            "takes a mapping; set it whole, as --config.ledger.prices=\"{'search': 0.001}\"",
+            "set it as a whole, such as --config.ledger.prices=\"{'search': 0.001}\"",
         ),
         ("--config.model=x", "config.model is a section; set its keys"),
         ("--noconfig.model.remt", "there is no key config.model.remt; did you mean model.remat?"),
@@ -263,7 +266,7 @@ def test_config_files_by_name(open_folder):
     config = load_config_file(f"{file}:7")
     assert (config.seed, config.is_locked) == (7, True)
     (open_folder / "my.yaml").touch()
-    with pytest.raises(ValueError, match=r"takes a Python file, .* as --values=.*/my\.yaml\."):
+    with pytest.raises(ValueError, match=r"takes a Python file, .* with --values=.*/my\.yaml\."):
         load_config_file(str(open_folder / "my.yaml"))
     with pytest.raises(FileNotFoundError, match=rf"is not a file; .* Did you mean '{file}'"):
         load_config_file(str(open_folder / "mine"))

@@ -80,7 +80,7 @@ def test_shipped_configs_are_valid(name):
         # What ml_collections lets through.
         ("seed", None, "a value of type int, as 0"),
         ("seed", True, "a value of type int, as 0"),
-        ("stages", None, "a value of type tuple, as ('train', 'evaluate')"),
+        ("stages", None, "a value of type tuple, such as ('train', 'evaluate')"),
         ("optimizer.lr", float("nan"), "a finite number"),
         ("reward.weights", {"exact_match": 10**400}, "a finite number for each part"),
         ("ledger.prices", {"search": -1.0}, "a price of at least 0 for each tool"),
@@ -112,7 +112,10 @@ def test_a_key_in_an_address_is_refused_without_being_shown(config, key):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"engine": "http"}, "search.http.url is ''; expected the address of a server, as http"),
+        (
+            {"engine": "http"},
+            "search.http.url is ''; expected the address of a server, such as http",
+        ),
         (
             {"engine": "web", "web.provider": "searxng"},
             "search.web.url is ''; expected the address of a server",
@@ -162,7 +165,7 @@ def test_a_key_added_by_a_config_file(config):
     [
         ("optimizer.lr = '1e-3'", "config.optimizer.lr is '1e-3'; expected a finite number"),
         ("rollout.group_size = 2.5", "config.rollout.group_size is 2.5; expected a value of type"),
-        ("optimizer = 3", "config.optimizer is a section; set its keys, as optimizer.lr."),
+        ("optimizer = 3", "config.optimizer is a section; set its keys, such as optimizer.lr."),
         ("rollout.grup_size = 4", "config.rollout.grup_size; did you mean rollout.group_size?"),
         ("rollout['grup_size'] = 4", "config.rollout.grup_size; did you mean rollout.group_size?"),
         ("optimizer.learning_rate = 1.0", "learning_rate; did you mean optimizer.lr?"),
