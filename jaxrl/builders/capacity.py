@@ -1,4 +1,4 @@
-"""Rows, positions and KV-cache pages that the configured devices hold."""
+"""Checks and sizes of rows, positions and KV-cache pages on the configured devices."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ GIB = 2**30
 
 
 def gib(size: int) -> str:
-    """Format a number of bytes, in MiB if it is less than a GiB."""
+    """Format a number of bytes in GiB, or in MiB below 1 GiB."""
     unit, scale = unit_of(size)
     return f"{size / scale:.2f} {unit}"
 
 
 def unit_of(size: int) -> tuple[str, int]:
-    """Return the unit in which a number of bytes is shown, and its bytes."""
+    """Return the display unit for a number of bytes, and the unit's bytes."""
     return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
 
 
 MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"}
-"""Keys of the rows of a micro-batch, by stage."""
+"""Config keys of the rows per micro-batch, by stage."""
 
 
 def check_rows(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
-    """Refuse numbers of rows, of configured stages, that do not divide evenly over the devices.
+    """Check that the rows of the configured stages divide evenly over the devices.
 
     Raises:
-        ValueError: The message names the key.
+        ValueError: A number of rows does not. The message names the key.
     """
     batch, shards = " * ".join(BATCH), num_batch_shards(mesh)
     pieces = " * ".join(PIECES)
@@ -55,10 +55,10 @@ def check_rows(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
 
 
 def check_length(config: ResolvedConfig, model: Architecture) -> None:
-    """Refuse trajectories longer than the model's positions.
+    """Check that trajectories fit in the model's positions.
 
     Raises:
-        ValueError: The message names the key.
+        ValueError: They are too long. The message names the key.
     """
     length = config.context_tokens
     if length > model.max_positions:
@@ -70,13 +70,13 @@ def check_length(config: ResolvedConfig, model: Architecture) -> None:
 
 
 def sampling_shards(config: ResolvedConfig, mesh: Any, num_processes: int) -> int:
-    """Return the number of devices, or groups along `tensor`, that sample rows of their own."""
+    """Return the number of devices, or groups along `tensor`, that sample separate rows."""
     devices = config.mesh.rollout_devices
     return num_processes * devices // mesh.shape["tensor"] if devices else num_pieces(mesh)
 
 
 def samples_beside(config: ResolvedConfig) -> bool:
-    """Return True if a device samples while it updates."""
+    """Return True if the same devices sample and update at the same time."""
     return bool(config.rollout.async_level) and not config.mesh.rollout_devices
 
 
@@ -85,9 +85,9 @@ class CacheSizes:
     """KV cache of the sampler on one device.
 
     Attributes:
-        rows: Trajectories decoded side by side.
-        pages_each: Pages of a trajectory of full length.
-        page_bytes: Bytes of a page, in all layers.
+        rows: Trajectories decoded in parallel.
+        pages_each: Pages of a trajectory of maximum length.
+        page_bytes: Bytes of a page over all layers.
     """
 
     rows: int
@@ -103,7 +103,7 @@ class CacheSizes:
         num_processes: int,
         page_tokens: int,
     ) -> CacheSizes:
-        """Return the sizes for pages of `page_tokens`, on a mesh that need not exist."""
+        """Compute the sizes for pages of `page_tokens`. The mesh may be a planned one."""
         heads = model.num_kv_heads // mesh.shape["tensor"]
         values = 2 * model.num_layers * heads * model.head_dim
         return cls(
@@ -114,14 +114,14 @@ class CacheSizes:
 
     @property
     def full(self) -> int:
-        """Pages of all rows at full length."""
+        """Pages for all rows at maximum length."""
         return self.rows * self.pages_each
 
     def fixed_pages(self, config: ResolvedConfig, platform: str) -> int | None:
-        """Return the pages of the cache; None if they depend on what else the device holds.
+        """Return the pages of the cache; None if they depend on the device's free memory.
 
-        `rollout.cache_gib` decides. Without it, there are enough for all rows on a CPU, whose
-        memory has other users, and on a device that samples while it updates.
+        `rollout.cache_gib` decides. If it is 0, all rows fit on a CPU, because other programs use
+        its memory too, and on a device that samples while it updates.
 
         Raises:
             ValueError: The cache does not hold one trajectory.

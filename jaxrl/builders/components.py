@@ -1,4 +1,4 @@
-"""Build the objects of a run from a resolved configuration, before any long work."""
+"""Build all objects of a run from a resolved configuration, before any long work."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunComponents(Components):
-    """Components, and what only the code around the stages needs."""
+    """Components, plus objects for the code around the stages."""
 
     tokenizer: Tokenizer
     processor: Processor | None  # None if the model reads no images
@@ -91,19 +91,20 @@ def build(
     log: Log = lambda _: None,
     now: datetime | None = None,
 ) -> RunComponents:
-    """Read and check everything that the configured stages need; build an index last.
+    """Build and check everything that the configured stages need; the search index comes last.
 
     Args:
         c: Resolved configuration.
-        show: Receives the current activity, where it may take long.
-        workdir: Folder of the run, where searches are recorded by default.
-        log: Receives lines about tools and the search engine.
-        now: Time that the chat template reads; the present by default.
+        show: Function that displays the current activity.
+        workdir: Folder of the run, with the recordings by default.
+        log: Function that logs lines about tools and the search engine.
+        now: Time given to the chat template; the current time by default.
 
     Raises:
         FileNotFoundError, ValueError: A file, model or combination is wrong.
         OutageError: The search engine's server does not answer.
     """
+    # The model: the run's own, or one behind an endpoint that needs only config and tokenizer.
     forget_if_edited()
     mesh = make_mesh(**c.mesh)
     method = build_method(c)
@@ -121,11 +122,13 @@ def build(
             "config.model.path reads images; expected 'none', or a model without images."
         )
     tools = build_tools(c, log)
-    # The control environment: its search engine finds nothing.
+    # The control environment, with a search engine that finds nothing. It stands in for the real
+    # one in all checks, before an index is built.
     control = build_environment(c, None if c.search.engine == NO_ENGINE else EmptySearch(), tools)
     chat_tools = getattr(control, "chat_tools", ())
-    if chat_tools:  # refuse a chat template that does not show the results of tools
+    if chat_tools:  # raises if the chat template cannot render tool results
         tokenizer.render_results([""], chat_tools)
+    # Data: tasks and demonstrations.
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     tasks, eval_tasks = _read_tasks(c, show)
     check_documents(c, show)
@@ -143,6 +146,7 @@ def build(
             chat_tools=chat_tools,
             processor=processor,
         )
+    # Sampler, model, training stages and rewards.
     engine = None
     if external is None:
         kind = getattr(control, "engine_kind", Engine)
@@ -167,17 +171,19 @@ def build(
         return Rollout(engine, env, tokenizer, automaton, *common[1:])
 
     def rollout_of(env: Env, seen_by: Processor | None = processor) -> SharedRollout:
-        # Groups from other processes arrive without their images.
+        # Groups from other processes arrive without images, which are then loaded again.
         return SharedRollout(
             local_rollout(env, seen_by), restore=seen_by.with_images if seen_by else list
         )
 
+    # Drop or reject tasks with overlong prompts.
     control_rollout = local_rollout(control)
     tasks, notes = _fit_sources(tasks, control_rollout, c, show)
     eval_tasks, eval_notes = _fit_sources(eval_tasks, control_rollout, c, show)
     notes += [*eval_notes, overlap_note(tasks, eval_tasks)]
     if engine:
         notes = [*template_notes(tokenizer), *notes]
+    # The environment with the real search engine, and the rollouts of control suites.
     env, controls = control, {"empty_search": rollout_of(control)}
     if c.searches:
         search = build_search(c, show, workdir, log)
@@ -218,7 +224,8 @@ def build(
 
 
 def run_settings(c: ResolvedConfig) -> Settings:
-    """Freeze the part of a configuration that the stages read."""
+    """Extract the settings of the stages from a configuration."""
+    # `depends_on` holds what affects an evaluation's result, so that it can be reused.
     endpoint = c.policy.get(c.policy.name)
     sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
     values, copied = c.to_dict(), c.to_dict()  # keys are removed from the copy
@@ -227,7 +234,7 @@ def run_settings(c: ResolvedConfig) -> Settings:
     if c.policy.name != OWN_MODEL:
         depends_on["policy"] = copied["policy"]
         for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
-            del depends_on["policy"]["openai"][key]  # no answer depends on these
+            del depends_on["policy"]["openai"][key]  # these do not affect answers
     if c.rollout.max_cost:
         depends_on["prices"] = c.ledger.prices
     return Settings(
@@ -259,7 +266,7 @@ def run_settings(c: ResolvedConfig) -> Settings:
 def _build_processor(
     c: ResolvedConfig, tokenizer: Tokenizer, model: Architecture
 ) -> Processor | None:
-    """Make the image processor; None if the model reads no images.
+    """Create the image processor; None if the model reads no images.
 
     Raises:
         ValueError: The folder's preprocessor belongs to another model.
@@ -278,10 +285,10 @@ def _build_processor(
 
 
 def _build_external(c: ResolvedConfig, workdir: Path | None, log: Log) -> External | None:
-    """Make the model behind an endpoint; None for the run's own model.
+    """Create the client of a model behind an endpoint; None for the run's own model.
 
     Raises:
-        ValueError: Its key is not set, or the workdir holds a run of an own model.
+        ValueError: The API key is not set, or the workdir holds checkpoints of an own model.
     """
     if c.policy_class is None:
         return None
@@ -308,12 +315,12 @@ def read_model_and_tokenizer(
     Args:
         c: Resolved configuration.
         mesh: Mesh of the devices.
-        is_local: The model runs on these devices, and is checked against them.
-        now: Time that the chat template reads; the present by default.
-        log: Receives lines about the weights.
+        is_local: True if the model runs on these devices, which must then fit it.
+        now: Time given to the chat template; the current time by default.
+        log: Function that logs lines about the weights.
 
     Raises:
-        ValueError: The configuration, the devices and the model do not fit each other.
+        ValueError: The configuration, the devices and the model do not match.
     """
     folder = c.model.path
     model = read_model(folder, c.model.architecture)
@@ -355,8 +362,9 @@ def template_notes(tokenizer: Tokenizer) -> list[str]:
     if end := tokenizer.unknown_message_end:
         known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
         notes.append(
-            f"warning: the chat template ends a message with {end}, but only {known} ends the "
-            f"model's; it may run on behind it. Set config.model.eos_tokens to ({end!r},)"
+            f"warning: the chat template ends a message with {end}, but only {known} stops the "
+            f"sampler; the model may continue after {end}. Set config.model.eos_tokens to "
+            f"({end!r},)"
         )
     if tokenizer.reads_clock:
         notes.append(
@@ -365,15 +373,15 @@ def template_notes(tokenizer: Tokenizer) -> list[str]:
         )
     if own := tokenizer.left_out_system:
         notes.append(
-            f"prompts without a system message have none: {own!r:.200}, which the chat template "
-            "writes into such chats, is left out. Set config.prompt.system, or put a system "
-            "message into the chats, to have one"
+            f"the chat template's default system message {own!r:.200} is left out of prompts "
+            "without one. To add a system message, set config.prompt.system or put it into the "
+            "chats"
         )
     return notes
 
 
 def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
-    """Refuse a tokenizer with more ids than the model, or with unknown end-of-message ids."""
+    """Reject a tokenizer with more ids than the model, or with unknown end-of-message ids."""
     if tokenizer.num_tokens > model.vocab_size:
         raise ValueError(
             f"the tokenizer in {path!r} knows {tokenizer.num_tokens} ids, the model "
@@ -388,10 +396,10 @@ def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> No
 
 
 def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
-    """Refuse to offload moments or activations if devices cannot use the host's memory.
+    """Check that the devices can offload moments or activations to host memory.
 
     Raises:
-        ValueError: The message names the key.
+        ValueError: They cannot. The message names the key.
     """
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -410,7 +418,7 @@ def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
 
 
 def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer) -> Model:
-    """Make the model of a policy, without its parameters."""
+    """Create the model of a policy, without parameters."""
     return Model(
         policy.on_mesh(mesh, experts=c.model.experts, check_dtype=c.model.dtype),
         mesh,
@@ -425,13 +433,13 @@ def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: 
 
 
 def export(model: Model, source: str, params: Params, parent: Path) -> None:
-    """Write the trained model as a Hugging Face folder; an adapter is also written by itself.
+    """Write the trained model in Hugging Face format; an adapter is also written separately.
 
     Args:
-        model: The policy.
-        source: Folder of the model that the run began with.
+        model: Policy to export.
+        source: Folder of the initial model.
         params: Trained parameters.
-        parent: Folder into which folders are written.
+        parent: Parent of the new folders.
     """
     if model.architecture.wrapper is not None:
         model.architecture.wrapper.export(params, parent, source)
@@ -440,10 +448,10 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
 
 
 def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, Stage]:
-    """Make the configured stages that train, and call their custom functions on examples.
+    """Create the configured training stages and test their custom functions on examples.
 
     Raises:
-        ValueError: A custom function would fail in a step. The message names its key.
+        ValueError: A custom function failed. The message names its key.
     """
     losses = {"sft": supervised_loss, "train": make_policy_loss(method)}
     stages = {}
@@ -481,7 +489,7 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
 
 
 def build_schedule(c: ResolvedConfig, platform: str) -> Schedule:
-    """Make the schedule by which replies enter on devices of a platform."""
+    """Create the schedule by which observations enter the sampler."""
     is_deterministic = c.rollout.deterministic
     return Schedule(
         deterministic=platform == "cpu" if is_deterministic is None else is_deterministic,
@@ -499,7 +507,7 @@ def build_engine(
     *,
     kind: type[Engine] = Engine,
 ) -> Engine:
-    """Make the sampling engine. `kind` is its class."""
+    """Create the sampling engine, an instance of `kind`."""
     rollout, length = c.rollout, c.context_tokens
     sampling = local_mesh(mesh, c.mesh.rollout_devices)
     kernels = choose(c.model.attention, sampling, policy, check_dtype=c.model.dtype)
@@ -532,27 +540,27 @@ def build_engine(
         kinds=draw_kinds(c),
     )
     if engine.recorded:
-        engine.check()  # an architecture of the user's own may not leave what it declares
+        engine.check()  # a custom architecture may not record the arrays that it declares
     return engine
 
 
 def pages_left(c: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
-    """Return the pages of the cache for which the memory plan leaves room."""
+    """Return the number of cache pages that fit in the memory left by the plan."""
     plan = optional(PAGES_LEFT)
     if plan is None:
         raise ValueError(
-            "config.rollout.cache_gib is 0, which takes what the plan of memory leaves, but "
-            "jaxrl/extras/plan is not there; set it to GiB of each device."
+            "config.rollout.cache_gib is 0, which leaves the size to the memory plan, but "
+            "jaxrl/extras/plan is missing; set it to GiB per device."
         )
     return int(plan(c, model, page_tokens))
 
 
 PAGES_LEFT = "jaxrl.extras.plan.fitting:pages_left"
-"""Function that plans the sampler's cache beside everything else on a device."""
+"""Function that sizes the sampler's cache given everything else on a device."""
 
 
 def draw_kinds(c: ResolvedConfig) -> list[str]:
-    """Return the ways in which the configured stages draw tokens; without stages, all of `chat`."""
+    """Return the token sampling kinds of the configured stages; without stages, those of chat."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:
@@ -563,7 +571,7 @@ def draw_kinds(c: ResolvedConfig) -> list[str]:
     if suites - {"greedy"} or not c.stages:
         kinds.append(kind_of(evaluation.temperature, evaluation.top_p))
     if TOP_P in kinds and kinds[0] != FULL:
-        kinds = [kind for kind in kinds if kind != FULL]  # plain sampling is top-p of 1
+        kinds = [kind for kind in kinds if kind != FULL]  # full sampling is top-p with p = 1
     return list(dict.fromkeys(kinds)) or [FULL]
 
 
@@ -589,7 +597,7 @@ def _read_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[T
 def _fit_sources(
     tasks: Mixture[Task], rollout: EpisodePlayer, c: ResolvedConfig, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
-    """Apply `fit_prompts` to each source. Also return its notes, and one on several sources."""
+    """Apply `fit_prompts` to each source. Also return notes about dropped tasks and shares."""
     sources, notes = [], []
     if len(tasks.sources) > 1:
         total = sum(source.weight for source in tasks.sources)
@@ -610,16 +618,16 @@ def _fit_sources(
 def fit_prompts(
     tasks: Sequence[Task], rollout: EpisodePlayer, c: ResolvedConfig, key: str
 ) -> tuple[Sequence[Task], str]:
-    """Return the tasks whose prompts fit, and a note on the others, or "".
+    """Return the tasks with prompts that fit, and a note about the others, or "".
 
     Args:
         tasks: Tasks of one source.
-        rollout: Measures and truncates prompts.
-        c: Resolved configuration, which says what happens to an overlong prompt.
+        rollout: Player that measures and truncates prompts.
+        c: Resolved configuration; see `rollout.overlong_prompts`.
         key: Key that names the file, for messages.
 
     Raises:
-        ValueError: A prompt is overlong and refused, or all are and would be dropped.
+        ValueError: An overlong prompt is refused, or dropping them would leave no task.
     """
     limit = c.rollout.max_prompt_tokens
     try:
@@ -647,7 +655,7 @@ def fit_prompts(
 
 
 def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: EpisodePlayer) -> bool:
-    """Return True if the prompt of a task fits. Errors name the task's line."""
+    """Return True if a task's prompt fits. Errors name the task's line."""
     try:
         return rollout.prompt_fits(task)
     except UnreadableError:
@@ -658,12 +666,12 @@ def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: Episode
 
 
 def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Return True for ids that are one of `words`, apart from spaces and case: bool [V].
+    """Return True for ids that equal one of `words` up to spaces and case: bool [V].
 
     None without words.
 
     Raises:
-        ValueError: No id is one of the words.
+        ValueError: No id matches.
     """
     if not words:
         return None

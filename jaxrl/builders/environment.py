@@ -1,4 +1,4 @@
-"""Build the environment: its search engine, tools and rewards."""
+"""Build the environment with its search engine, tools and rewards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Log = Callable[[str], None]
 
 
 def build_tools(c: ResolvedConfig, log: Log) -> list[Tool]:
-    """Make the tools beside the search engine, those of MCP servers included.
+    """Create all tools except search, including those of MCP servers.
 
     Raises:
         ValueError: A tool needs a package that is not installed, or a server does not answer.
@@ -55,8 +55,8 @@ def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[To
     """Instantiate the environment with the objects that its constructor accepts.
 
     Raises:
-        ValueError: The environment does not measure what `reward.weights` names, or
-            `ledger.prices` names a tool that does not exist.
+        ValueError: `reward.weights` names a part that nothing measures, or `ledger.prices` names an
+            unknown tool.
     """
     prompt = Prompt(**{key: c.prompt[key] for key in ("system", "template", "examples")})
     env: Env = instantiate(
@@ -100,7 +100,7 @@ def _check_prices(c: ResolvedConfig, tools: Sequence[str]) -> None:
 
 
 def build_rewards(c: ResolvedConfig, workdir: Path | None, log: Log) -> RewardCombiner:
-    """Make the function that combines reward parts, and open the recordings of judges."""
+    """Create the reward combiner and open the recordings of judges."""
     for part in c.reward_parts.values():
         if open_part := getattr(part, "open", None):
             open_part(workdir, process=jax.process_index(), log=log)
@@ -116,7 +116,7 @@ def build_rewards(c: ResolvedConfig, workdir: Path | None, log: Log) -> RewardCo
 def build_search(
     c: ResolvedConfig, show: Callable[[str], None], workdir: Path | None, log: Log
 ) -> ResilientSearch:
-    """Make the search engine with its cache, limits, retries and recording.
+    """Create the search engine with its cache, limits, retries and recording.
 
     Raises:
         OutageError: The engine's server does not answer.
@@ -134,13 +134,13 @@ def build_search(
 
 def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> Tool:
     assert c.engine_class is not None
-    if not c.needs_engine:  # a recording answers
+    if not c.needs_engine:  # a recording answers all queries
         stand_in = EmptySearch()
         stand_in.blank = c.engine_class.blank
         return stand_in
     name = c.search.engine
     corpus = c.search[c.corpus_section].corpus if c.corpus_section else ""
-    total = functools.cache(lambda: len(line_starts(Path(corpus))))  # if an index is built
+    total = functools.cache(lambda: len(line_starts(Path(corpus))))  # only if an index is built
     sections = {
         key: section.to_dict()
         for key, section in c.search.items()
@@ -161,10 +161,10 @@ def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> T
 
 
 def build_random_search(c: ResolvedConfig, search: ResilientSearch) -> Tool:
-    """Make the control engine that draws documents at random.
+    """Create the control engine that returns random documents.
 
     Raises:
-        ValueError: The configured engine has no documents to draw from.
+        ValueError: The configured engine has no `documents`.
     """
     engine = search.engine
     if not isinstance(engine, DocumentSearch) or engine.documents is None:
@@ -179,12 +179,12 @@ def build_random_search(c: ResolvedConfig, search: ResilientSearch) -> Tool:
 
 
 def check_documents(c: ResolvedConfig, show: Callable[[str], None]) -> None:
-    """Read a corpus that is not indexed yet, before demonstrations are encoded.
+    """Read a corpus that is not indexed yet, to report malformed documents early.
 
-    Encoding may take minutes, and a malformed document should be reported before it.
+    Otherwise the error would come only after encoding the demonstrations, which may take minutes.
 
     Raises:
-        FileNotFoundError, ValueError: A document is malformed, or there is none.
+        FileNotFoundError, ValueError: A document is malformed, or the corpus is missing or empty.
     """
     section = c.corpus_section
     if not section or "sft" not in c.stages:

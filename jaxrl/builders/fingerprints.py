@@ -1,4 +1,4 @@
-"""Fingerprints of the files that a configuration names."""
+"""Fingerprints of the files named in a configuration."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from jaxrl.runtime.distributed import gather
 from jaxrl.training.run_state import OF_CODE
 from jaxrl.utils.callables import is_dotted
 
-MAX_DIFFERENCES = 10  # in one message
+MAX_DIFFERENCES = 10  # listed in one message
 
 WEIGHT_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
-_LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses a longer one
+_LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
 
 
 def fingerprints(config: ResolvedConfig) -> dict[str, str]:
     """Hash the files that the configured stages read, by config key.
 
-    A name is a key (`tasks.train.source`), for the model one with a file
-    (`model.path/config.json`), for user code one such as `advantage.name's file`. Equal
-    fingerprints mean equal content, wherever the files are. Missing files are left out.
+    Names are config keys (`tasks.train.source`), for the model with a file
+    (`model.path/config.json`), for user code with a suffix (`advantage.name's file`). Equal
+    fingerprints mean equal content, regardless of location. Missing files are skipped.
 
-    Data, corpus and the model's small files are hashed whole. Of weights, which may have hundreds
-    of gigabytes, the hash covers the size, the header with all names and shapes, and
-    `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
+    Data, corpus and the model's small files are hashed completely. Weights may have hundreds of
+    gigabytes, so their hash covers the size, the header with all names and shapes, and
+    `WEIGHT_SAMPLES` evenly spaced blocks. Training changes nearly all blocks.
     """
     digests = _model_digests("model.path", Path(config.model.path))
     flat = flatten(config)
@@ -50,14 +50,14 @@ def fingerprints(config: ResolvedConfig) -> dict[str, str]:
     kinds = [kind for kind, stages in readers.items() if stages & set(config.stages)]
     for kind in kinds:
         for key, (files, extra) in task_files(config.task_sources[kind]).items():
-            # A single path has its own digest, which the same data has wherever it is named.
+            # A single path keeps its plain digest, so that equal data compares equal everywhere.
             parts = [*map(_data_digest, files), *([extra] if extra else [])]
             is_single = len(files) == 1 and not extra
             whole = "\n".join(parts).encode()
             digests[key] = parts[0] if is_single else hashlib.sha256(whole).hexdigest()
     if config.corpus_section:
         digests |= search_fingerprints(config)
-    # The files of user code. What these import is not hashed.
+    # Files of user code. The modules that they import are not hashed.
     names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
     names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
     names |= {f"reward.weights.{name}": name for name in config.reward.weights}
@@ -89,7 +89,7 @@ def search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
 
 
 def _model_digests(key: str, model: Path) -> dict[str, str]:
-    """Hash the files of a model's folder, which a key names."""
+    """Hash the files of a model folder, named after its key."""
     files = [path for pattern in (*SIDE_FILES, INDEX_FILE) for path in model.glob(pattern)]
     digests = {
         f"{key}/{path.relative_to(model).as_posix()}": _digest(path)
@@ -97,7 +97,7 @@ def _model_digests(key: str, model: Path) -> dict[str, str]:
         if path.is_file()
     }
     for path in model.glob("*.safetensors"):
-        # The tensors follow a length of 8 bytes and that many bytes of JSON.
+        # A safetensors file starts with an 8-byte length and that many bytes of JSON.
         with path.open("rb") as file:
             header = 8 + int.from_bytes(file.read(8), "little")
         digests[f"{key}/{path.name}"] = _sampled_digest(path, header=header)
@@ -105,7 +105,7 @@ def _model_digests(key: str, model: Path) -> dict[str, str]:
 
 
 def check_alike(config: ResolvedConfig, workdir: Path, contents: Mapping[str, str]) -> None:
-    """Refuse processes of one job that would train on different things; all of them call this.
+    """Check that all processes of a job have the same settings and files. All must call it.
 
     Args:
         config: Configuration of this process.
@@ -113,11 +113,11 @@ def check_alike(config: ResolvedConfig, workdir: Path, contents: Mapping[str, st
         contents: Fingerprints of this process.
 
     Raises:
-        ValueError: The message names what differs, in all processes alike.
+        ValueError: Processes differ. Every process raises, with the same list of differences.
     """
     settings = {f"config.{key}": repr(value) for key, value in flatten(config).items()}
     settings["--workdir"] = repr(str(workdir.resolve()))
-    for engine in ("local", "dense"):  # built from the corpus, each host may have its own
+    for engine in ("local", "dense"):  # hosts may keep their indexes in different folders
         settings.pop(f"config.search.{engine}.index", None)
     differing = differences(gather([settings, {f"config.{k}": v for k, v in contents.items()}]))
     if differing:
@@ -133,8 +133,8 @@ def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
     """Describe the settings and files in which processes differ from the first one.
 
     Args:
-        everyone: Settings of each process, and its fingerprints. A setting that names files is
-            compared by their content: hosts may keep their files in different places.
+        everyone: Settings and fingerprints of each process. A setting that names files is compared
+            by content only, because hosts may keep files in different folders.
     """
     differing = []
     paths = {name.partition("/")[0] for _, contents in everyone for name in contents}
@@ -154,7 +154,7 @@ def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
 
 
 def _data_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or of all files of a folder with their names."""
+    """Return the SHA-256 of a file, or of a folder's files with their relative paths."""
     if path.is_file():
         return _digest(path)
     digest = hashlib.sha256()
@@ -169,7 +169,7 @@ def _digest(path: Path) -> str:
 
 
 def _sampled_digest(path: Path, *, header: int) -> str:
-    """Return the SHA-256 of a large file's size, its first `header` bytes and some blocks."""
+    """Return the SHA-256 of a large file's size, first `header` bytes and sampled blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -181,7 +181,7 @@ def _sampled_digest(path: Path, *, header: int) -> str:
 
 
 def _weight_blocks(size: int, *, header: int) -> Iterator[tuple[int, int]]:
-    """Yield start and length of what is hashed: the header, then blocks up to the file's end."""
+    """Yield start and length of the blocks to hash: the header, then evenly spaced samples."""
     header = min(header, size, _LONGEST_HEADER)
     yield 0, header
     rest = size - header

@@ -1,4 +1,4 @@
-"""Build the method of a run: objectives with their settings, optimizers and batch shapes."""
+"""Build the training method: objectives with their settings, optimizers and batch shapes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 
 def from_section(kind: Callable[..., T], section: ConfigDict, /, **values: Any) -> T:
-    """Fill a dataclass from a config section. `values` take precedence."""
+    """Create a dataclass from the fields of a config section. `values` take precedence."""
     fields = [name for name in inspect.signature(kind).parameters if name in section]
     return kind(**{name: section[name] for name in fields} | values)
 
 
 def build_method(c: ResolvedConfig) -> Method:
-    """Return the method as the training loop uses it."""
+    """Create the method from its resolved objectives and settings."""
     rollout, kl = c.rollout, c.kl
     keys = {} if c.estimator.is_custom else subsection(c.advantage)
     schedules = {
@@ -85,7 +85,7 @@ def build_method(c: ResolvedConfig) -> Method:
 
 
 def optimizer_settings(c: ResolvedConfig, stage: str) -> OptimizerSettings:
-    """Return the optimizer's settings for a stage that trains."""
+    """Return the optimizer settings of a training stage."""
     return from_section(
         OptimizerSettings,
         c.optimizer_section(stage),
@@ -101,10 +101,10 @@ def batch_shape(
     num_pieces: int = 1,
     model: Architecture | None = None,
 ) -> BatchShape:
-    """Return the shape of every mini-batch of a stage.
+    """Return the shape of all mini-batches of a stage; see `BatchShape.for_sequences`.
 
     A row holds the longest trajectory, rounded up to a multiple of 16 and of `num_pieces`, the
-    number of pieces into which rows are split. See `BatchShape.for_sequences`.
+    number of pieces that devices split it into.
     """
     rollout, unit = c.rollout, math.lcm(16, num_pieces)
     num_sequences, image_tokens = c.sft.batch_size, rollout.max_image_tokens
@@ -125,10 +125,10 @@ def batch_shape(
 
 
 def policy_architecture(c: ResolvedConfig, model: Architecture) -> Architecture:
-    """Return the model with the configured output layer and adapter.
+    """Apply the configured output dtype and adapter to the model.
 
     Raises:
-        ValueError: The model has no layer that the adapter targets, or no output layer in
+        ValueError: The model lacks a layer that the adapter targets, or does not support
             `model.head_dtype`.
     """
     if c.model.head_dtype:
@@ -142,6 +142,6 @@ def policy_architecture(c: ResolvedConfig, model: Architecture) -> Architecture:
 
 
 def frozen_entries(c: ResolvedConfig, model: Architecture) -> tuple[str, ...]:
-    """Return the parameter entries that are not trained, apart from an adapter's base."""
+    """Return the parameter entries that are not trained, except the base of an adapter."""
     is_frozen = c.model.freeze_tower and not adapter_key(c)
     return (model.tower.entry,) if model.tower and is_frozen else ()

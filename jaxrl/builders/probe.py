@@ -1,4 +1,4 @@
-"""Call user code once on example inputs, before the run begins."""
+"""Call user code once on example inputs, to report errors before the run starts."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from jaxrl.utils.callables import (
 from jaxrl.utils.errors import ToolError
 
 SHAPE = (2, 32)
-"""Rows and tokens of the arrays on which losses are traced."""
+"""Rows and tokens of the example arrays for losses."""
 
 MAX_SCHEDULE_STEPS = 100_000
-"""Steps at which a schedule is evaluated; of a longer stage, so many evenly spread."""
+"""Largest number of steps at which a schedule is evaluated, evenly spaced over the stage."""
 
 _DTYPES = {"loss_mask": jnp.bool_, "segment_ids": jnp.int32, "positions": jnp.int32}
 _DIFFERENTIATED = ("logprobs", "entropies", "log_ratios")
 
 
 def probe_schedule(settings: OptimizerSettings) -> None:
-    """Refuse a learning-rate schedule that fails or gives no finite rate of at least 0.
+    """Check that a learning-rate schedule returns finite rates of at least 0.
 
     Raises:
-        UserCodeError: The message names the key.
+        UserCodeError: It raised or returned something else. The message names the key.
     """
     schedule, count = settings.schedule, settings.num_updates
     steps = np.linspace(0, count - 1, min(count, MAX_SCHEDULE_STEPS)).astype(np.int32)
@@ -64,17 +64,18 @@ def probe_schedule(settings: OptimizerSettings) -> None:
 
 
 def probe_method(method: Method, max_response_tokens: int) -> None:
-    """Call the custom functions of the method on arrays of a step's kind.
+    """Call the method's custom functions on arrays with the shapes and dtypes of a step.
 
-    Losses and KL estimators are traced together with their gradient, and not executed.
+    Losses and KL estimators are traced with their gradients but not executed.
 
     Raises:
-        UserCodeError: A function raised, or returned another kind of value than the loop expects.
+        UserCodeError: A function raised, or returned a value of the wrong type or shape.
     """
     loss = method.loss
     for function in (loss.policy_loss, loss.term, loss.token_filter, method.kl.estimator):
         if function is not None and function.is_user_code:
             _probe_loss(function, is_gate=function is loss.token_filter)
+    # The advantage estimator, traced on one step's trajectories.
     estimator, count = method.advantage.estimator, method.tasks_per_step * method.group_size
     if estimator.is_user_code:
         columns = Columns(())
@@ -92,6 +93,7 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
             expected=f"float32[{count}], one advantage per trajectory",
             is_valid=lambda a: a.shape == (count,) and jnp.issubdtype(a.dtype, jnp.floating),
         )
+    # The filter and the aggregation are executed, not traced.
     keep = method.filter.keep
     if keep is not None and keep.is_user_code:
         index = np.arange(
@@ -125,7 +127,7 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
 
 
 def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
-    """Trace a function of the loss, and its gradient in what depends on the policy."""
+    """Trace a loss function and its gradient with respect to policy-dependent arguments."""
     arrays = [
         jax.ShapeDtypeStruct(SHAPE, _DTYPES.get(name, jnp.float32)) for name in function.arguments
     ]
@@ -177,7 +179,7 @@ def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
     """Call each custom reward function on an example episode of a task.
 
     Raises:
-        UserCodeError: A function raised, or returned no number.
+        UserCodeError: A function raised, or did not return a number.
     """
     names = {part: part for part in c.reward_parts}
     names |= {name.split(".")[-1].split(":")[-1]: name for name in c.reward.weights}
@@ -186,8 +188,8 @@ def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
     reward = Reward(parts=dict.fromkeys(env.reward_parts, 0.0), final_answer=answer)
     for part, function in c.reward_parts.items():
         if not isinstance(function, RewardFunction):
-            continue  # a call of a judge costs money
-        # A part may be None for an episode to which it does not apply.
+            continue  # calls to judges cost money
+        # A part may return None for an episode that it does not apply to.
         combine = RewardCombiner(
             weights=dict.fromkeys(env.reward_parts[:1], 1.0),
             custom_parts={part: function},
@@ -202,10 +204,10 @@ def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
 def probe_tools(c: ResolvedConfig, tools: Sequence[Tool], engine: Tool | None) -> None:
     """Call each custom tool and search engine on an example.
 
-    A tool may reject the example: only other exceptions are errors.
+    A tool may reject the example with a `CallError` or `ToolError`.
 
     Raises:
-        UserCodeError: A tool raised, or returned no text.
+        UserCodeError: A tool raised another exception, or did not return text.
     """
     by_name = {tool.name: tool for tool in tools}
     for name, factory in zip(c.env.search.tools, c.tools, strict=True):
@@ -231,7 +233,7 @@ def _probe_tool(key: str, name: str, tool: Tool, example: str) -> None:
 
 
 def _example_of(schema: Mapping[str, Any]) -> Any:
-    """Return a value that a JSON schema describes, with the required properties only."""
+    """Return an example value for a JSON schema, with required properties only."""
     if "enum" in schema:
         return schema["enum"][0]
     kind = schema.get("type")

@@ -1,4 +1,4 @@
-"""Open the recording of a run's searches."""
+"""Open the recording of search results for a run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from jaxrl.utils.callables import is_dotted
 def open_recording(
     config: ResolvedConfig, workdir: Path | None, log: Callable[[str], None]
 ) -> Recording:
-    """Open the recording of the searches of a run.
+    """Open the recording of a run's search results.
 
     Args:
         config: Resolved configuration.
-        workdir: Folder of the run, where the recording is by default; None without a run.
-        log: Receives lines about damaged records.
+        workdir: Folder of the run, with the recording by default; None without a run.
+        log: Function that logs damaged records.
 
     Raises:
-        ValueError: There is no folder for it.
-        FileNotFoundError: Only the recording may answer, but it has nothing of this engine.
+        ValueError: Neither a recording folder nor a workdir is set.
+        FileNotFoundError: `search.replay` is "only", and the recording has nothing of this engine.
     """
     search = config.search
     if not (search.replay_folder or workdir):
@@ -57,11 +57,11 @@ _NOT_IN_RESULTS = {
     *("local.index", "dense.index", "dense.query_rows", "dense.batch_tokens"),
     "dense.query_batch_tokens",
 }
-"""Settings of built-in engines that change no result, or say where the same server is."""
+"""Settings of built-in engines that do not change results, such as a server's address."""
 
 
 def _engine_settings(config: ResolvedConfig) -> dict[str, Any]:
-    """Return the settings on which results depend. A file is a hash of its content, or None."""
+    """Return the settings that affect results. A file is its content hash, None if missing."""
     engine = config.search.engine
     if is_dotted(engine):
         return dict(config.search.settings)
@@ -73,7 +73,7 @@ def _engine_settings(config: ResolvedConfig) -> dict[str, Any]:
         if not {key, f"{name}.{key}"} & _NOT_IN_RESULTS
     }
     if engine == "hybrid":
-        del settings["local.corpus"]  # the same as that of dense
+        del settings["local.corpus"]  # dense.corpus names the same file
     fingerprints = search_fingerprints(config)
     for key in filter(_is_file, settings):
         files = {
@@ -87,15 +87,15 @@ def _engine_settings(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def _is_file(setting: str) -> bool:
-    """Return True for a setting that names a file: its content counts, not its path."""
+    """Return True for a setting that names a file, which is compared by content."""
     return f"search.{setting}" in KEYS and bool(KEYS[f"search.{setting}"].holds)
 
 
 def _as_recorded(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the settings, with missing files as the only recording that fits has them.
+    """Return the settings, taking the hashes of missing files from the only matching recording.
 
     Raises:
-        FileNotFoundError: Several recordings fit.
+        FileNotFoundError: Several recordings match.
     """
     settings: dict[str, Any] = engine["settings"]
     missing = [key for key, value in settings.items() if value is None and _is_file(key)]
@@ -106,7 +106,7 @@ def _as_recorded(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             fitting.append(recorded["settings"])
     if len(fitting) > 1:
         raise FileNotFoundError(
-            f"config.search.{missing[0]} is not here, and {folder} has searches of {len(fitting)} "
-            "such files; put the one that is meant where the key says."
+            f"the file of config.search.{missing[0]} is missing, and {folder} has searches of "
+            f"{len(fitting)} such files; restore the one to use at the configured path."
         )
     return fitting[0] if fitting else settings

@@ -263,7 +263,7 @@ def test_what_is_recorded_answers_where_there_is_no_corpus(tmp_path):
     assert "Another" in searching(config, tmp_path).run("bridge")
     config.search.local.corpus = str(corpus)
     with pytest.raises(
-        FileNotFoundError, match=r"local\.corpus is not here, and .* of 2 such files"
+        FileNotFoundError, match=r"local\.corpus is missing, and .* of 2 such files"
     ):
         searching(config, tmp_path)
     config.search.local.topk = 9
