@@ -1,4 +1,4 @@
-"""A checked configuration whose names are resolved to objects, once."""
+"""Resolve every name in a checked configuration to an object, once."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from jaxrl.training import optimizer, watch
 from jaxrl.utils.callables import NamedFunction, is_dotted, probe, short_name
 
 NO_ENGINE = "none"
-"""Value of `search.engine` that offers no search tool."""
+"""Value of `search.engine` for no search tool."""
 
 CORPORA = {"local": "local", "dense": "dense", "hybrid": "dense"}
-"""Engines that search a corpus, and the section of `config.search` that names the corpus."""
+"""Engines with a corpus, and the section of `config.search` that names it."""
 
 ADAPTERS = {"model.lora.rank": "jaxrl.extras.lora.adapter:around"}
-"""Keys that turn an adapter on when above 0, and the function that wraps the model in it."""
+"""Keys that enable an adapter if above 0, and the functions that apply it to a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFactory:
-    """A configured tool: the name by which the model calls it, and how to make it."""
+    """Factory of a configured tool, with the name by which the model calls it."""
 
     name: str
     make: Callable[[], Tool]
@@ -55,21 +55,21 @@ class ToolFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """A configuration with every name resolved. Sections of `config` are attributes too.
+    """A configuration with every name resolved. Sections of `config` are also attributes.
 
     Attributes:
         config: The configuration.
-        env_class: Class that `env.name` names.
-        protocol: Function from the names of the tools to the protocol.
-        engine_class: Class that `search.engine` names; None for "none".
-        tools: Tools of `env.search.tools`.
+        env_class: Class for `env.name`.
+        protocol: Function from tool names to the protocol.
+        engine_class: Class for `search.engine`; None for "none".
+        tools: Factories for `env.search.tools`.
         environment_parts: Reward parts that the environment measures.
-        reward_parts: Other reward parts, by the names under which they are recorded.
-        reward_weights: Weights by part, in the order in which they are summed.
+        reward_parts: Other reward parts by recorded name.
+        reward_weights: Weights by part, in summation order.
         policy_class: Class of a model behind an endpoint; None for the run's own model.
         task_sources: Sources of `tasks.train` and `tasks.eval`, if a stage reads them.
         estimator, policy_loss, loss_term, token_filter, aggregation, kl_estimator, group_filter,
-            trajectory_filter, watcher: Functions of the method; None where the name is "none".
+            trajectory_filter, watcher: Functions of the method; None if the name is "none".
         schedules: Learning-rate schedules by stage.
     """
 
@@ -101,28 +101,28 @@ class ResolvedConfig:
         return self.config[key]
 
     def with_values(self, values: Mapping[str, Any]) -> ResolvedConfig:
-        """Return a copy with other values of keys that hold no names."""
+        """Return a copy with new values for keys that hold no names."""
         config = self.config.copy_and_resolve_references()
         config.update_from_flattened_dict(dict(values))
         return replace(self, config=config)
 
     @property
     def has_custom_rollout(self) -> bool:
-        """True if the environment plays its episodes itself."""
+        """True if the environment runs its own episodes."""
         return hasattr(self.env_class, "rollout")
 
     def accepts(self, name: str) -> bool:
-        """Return True if the environment's constructor takes this argument."""
+        """Return True if the environment's constructor has a parameter `name`."""
         return name in inspect.signature(self.env_class).parameters
 
     @property
     def searches(self) -> bool:
-        """True if the environment takes a search engine and one is configured."""
+        """True if a search engine is configured and the environment accepts one."""
         return self.accepts("engine") and self.config.search.engine != NO_ENGINE
 
     @property
     def has_tools(self) -> bool:
-        """True if a turn can end before the model ends it, and gets a reply."""
+        """True if a stop string can end a turn, so that an observation follows."""
         return bool(self.env_class.stop_strings)
 
     @property
@@ -133,9 +133,9 @@ class ResolvedConfig:
 
     @property
     def needs_engine(self) -> bool:
-        """True if a real engine is needed. A recording may answer in its place.
+        """True if a live engine is needed, not only a recording.
 
-        The suite `random_search` draws documents from the engine itself.
+        The suite `random_search` needs the engine's documents.
         """
         is_live = self.config.search.replay != "only" or "random_search" in self.suites
         return self.searches and is_live
@@ -147,7 +147,7 @@ class ResolvedConfig:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end a turn, apart from those of tools of MCP servers."""
+        """Strings that end a turn, without those of MCP tools."""
         if not issubclass(self.env_class, SearchEnv):
             return tuple(self.env_class.stop_strings)
         names = [tool.name for tool in self.tools]
@@ -155,7 +155,7 @@ class ResolvedConfig:
 
     @property
     def correct_by(self) -> str:
-        """The environment's part that decides whether an answer is correct.
+        """The environment's reward part that decides correctness.
 
         If `reward.correct` names another part, `RewardCombiner` decides instead.
         """
@@ -166,7 +166,7 @@ class ResolvedConfig:
 
     @property
     def reads_rewards(self) -> bool:
-        """False for estimators that read only which answers are correct."""
+        """False if the advantage estimator uses correctness only."""
         return "rewards" in self.estimator.arguments
 
     @property
@@ -182,7 +182,10 @@ class ResolvedConfig:
 
     @property
     def prompt_tokens(self) -> int:
-        """Longest prompt of the sampler. With several contexts a prompt may be a whole context."""
+        """Largest number of tokens in a prompt of the sampler.
+
+        If episodes resume or have several contexts, a prompt may fill a context.
+        """
         resumes = self.has_contexts or self.config.filter.unfinished_tasks > 0
         if resumes or self.has_custom_rollout:
             return self.context_tokens
@@ -192,7 +195,7 @@ class ResolvedConfig:
     def image_tokens(self) -> int:
         """Largest number of image tokens in a trajectory.
 
-        If no turn gets a reply, all images are in the prompt.
+        Without tools all images are in the prompt.
         """
         rollout = self.config.rollout
         most = rollout.max_total_tokens if self.has_tools else rollout.max_prompt_tokens
@@ -200,10 +203,10 @@ class ResolvedConfig:
 
     @property
     def overlong_limit(self) -> int:
-        """Response length in tokens from which the whole overlong penalty is charged.
+        """Response length in tokens at which the overlong penalty reaches its maximum.
 
-        Observations count as response but not toward `rollout.max_response_tokens`. Measured by
-        that limit alone, every search would be overlong.
+        Observations count as response but not toward `rollout.max_response_tokens`, so with that
+        limit alone every search would be overlong.
         """
         rollout = self.config.rollout
         room = rollout.max_total_tokens - rollout.max_prompt_tokens
@@ -212,7 +215,7 @@ class ResolvedConfig:
 
     @property
     def training_steps(self) -> dict[str, int]:
-        """Number of steps of each configured stage that trains."""
+        """Number of steps of each configured training stage."""
         return training_steps(self.config)
 
     def num_updates(self, stage: str) -> int:
@@ -223,26 +226,26 @@ class ResolvedConfig:
         return int(self.config.num_steps * optimizer.num_minibatches * optimizer.num_epochs)
 
     def optimizer_section(self, stage: str) -> ConfigDict:
-        """Return the optimizer's section of a stage."""
+        """Return the config section of a stage's optimizer."""
         return self.config.sft.optimizer if stage == "sft" else self.config.optimizer
 
 
 def training_steps(config: Any) -> dict[str, int]:
-    """Return the number of steps of each configured stage that trains."""
+    """Return the number of steps of each configured training stage."""
     steps = {"sft": config.sft.num_steps, "train": config.num_steps}
     return {stage: steps[stage] for stage in config.stages if stage in steps}
 
 
 def adapter_key(config: Any) -> str:
-    """Return the key in `ADAPTERS` that is above 0, or "" without an adapter."""
+    """Return the key of the enabled adapter, or "" without one."""
     return next((key for key in ADAPTERS if key in KEYS and config[key]), "")
 
 
 def fixed_keys(c: ResolvedConfig, before: Mapping[str, Any]) -> list[str]:
-    """Return the keys with which checkpoints could not be resumed if they changed.
+    """Return the keys that must not change if checkpoints are to be resumed.
 
     Args:
-        c: Configuration of this start.
+        c: New configuration.
         before: Flat configuration of the run so far.
     """
     fixed = [*ADAPTERS]
@@ -252,8 +255,8 @@ def fixed_keys(c: ResolvedConfig, before: Mapping[str, Any]) -> list[str]:
     if "train" in c.stages:
         fixed.append("kl.anchor")
         if before.get("kl.coef") == 0:
-            fixed.append("kl.coef")  # the checkpoints hold no reference policy
-        if c.checkpoint.keep_best:  # values of two metrics cannot be ranked together
+            fixed.append("kl.coef")  # the checkpoints contain no reference policy
+        if c.checkpoint.keep_best:  # values of different metrics cannot be ranked together
             fixed += ["eval.best_metric", "tasks.eval.source", "tasks.eval.sources"]
     return fixed
 
@@ -261,15 +264,16 @@ def fixed_keys(c: ResolvedConfig, before: Mapping[str, Any]) -> list[str]:
 def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
     """Resolve every name in a configuration.
 
-    Entry-point names in `config` are replaced by dotted paths.
+    Replaces entry-point names in `config` by dotted paths.
 
     Args:
         config: The configuration.
-        needs_data: Resolve the sources of tasks that the configured stages read.
+        needs_data: True to resolve the task sources of the configured stages.
 
     Raises:
         ValueError: A name resolves to nothing usable. The message names the key.
     """
+    # The environment comes first: its reward parts decide which other parts to resolve.
     resolve_entry_points(config)
     env_class = _env_class(config)
     make_protocol, protocol = _protocol(config)
@@ -329,7 +333,7 @@ def _env_class(config: ConfigDict) -> type[Env]:
     check_settings("env", config.env, config.env.name)
     cls = resolve("env.name", config.env.name, ENVS, example="my_env.MyEnv")
     required = ("stop_strings", "reward_parts", "start", "step", "score")
-    # Members inherited from `Env` itself are only declarations.
+    # Members inherited from `Env` are declarations without an implementation.
     missing = [name for name in required if getattr(cls, name, None) is getattr(Env, name, None)]
     if not isinstance(cls, type) or missing:
         raise ValueError(
@@ -342,7 +346,7 @@ def _env_class(config: ConfigDict) -> type[Env]:
 
 
 def _protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Protocol], Protocol]:
-    """Return a function that makes the protocol for some tools, and the protocol without tools."""
+    """Return a function from tool names to the protocol, and the protocol without tools."""
     key, name = "env.search.protocol", config.env.search.protocol
     function = resolve(key, name, PROTOCOLS, example="my_protocol.make")
     if not callable(function):
@@ -417,12 +421,11 @@ def _tool_class(key: str, name: str, cls: Any) -> type[Tool]:
 def _reward_parts(
     config: ConfigDict, environment_parts: Sequence[str]
 ) -> tuple[dict[str, RewardPart], dict[str, str]]:
-    """Return the reward parts that the environment does not measure.
+    """Resolve the reward parts that the environment does not measure.
 
     Returns:
-        The parts by the names under which they are recorded, and these names by the names in the
-        configuration. A function is recorded by the last part of its dotted path, or by the whole
-        path if several end alike.
+        Parts by recorded name, and recorded names by configured name. A function is recorded under
+        the last part of its dotted path, or under the full path if several have the same last part.
     """
     reward = config.reward
     shorts = [short_name(name) for name in reward.weights if is_dotted(name)]
@@ -493,9 +496,9 @@ def _function(
         config: The configuration.
         key: Key that holds the name. If it ends in `.name`, the section has `settings` and a
             subsection for each built-in name; otherwise the function has no settings.
-        table: Built-in functions by name; None where the name stands for no function.
+        table: Built-in functions by name; a None entry means no function.
         arrays: Names of the arguments that the function may take.
-        common: Settings that every function of this kind may take.
+        common: Settings offered to every function of this kind.
 
     Returns:
         A `NamedFunction`, or None.
@@ -515,10 +518,10 @@ def _function(
 def _resolve_function(
     key: str, name: str, table: Mapping[str, Any], arrays: Sequence[str]
 ) -> Callable[..., Any]:
-    """Resolve a function whose positional parameters are some of `arrays`.
+    """Resolve a function, and check that its positional parameters are among `arrays`.
 
     Raises:
-        ValueError: It is not such a function.
+        ValueError: The object is not a plain function of these arrays.
     """
     function: Callable[..., Any] = resolve(key, name, table, example="my_module.my_function")
     expected = f"a function of some of {', '.join(arrays)}, and of settings after a *"

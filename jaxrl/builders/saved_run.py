@@ -1,4 +1,4 @@
-"""Load a saved run: its configuration, and the weights that it has trained."""
+"""Load the configuration and trained weights of a saved run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from jaxrl.utils.text import printable
 
 
 def line(error: Exception) -> str:
-    """Return the line that reports an error to a user."""
+    """Format an error as one line for the user."""
     known = system_message(error) if isinstance(error, OSError) else None
     return printable(f"error: {' '.join((known or str(error)).split())}")
 
@@ -49,27 +49,28 @@ def load_saved_run(
     keys: Mapping[str, Any] = MappingProxyType({}),
     is_talk: bool = False,
 ) -> tuple[RunComponents, ResolvedConfig]:
-    """Build the components that play a run's episodes, with weights, and resolve its names.
+    """Build the components of a saved run and load its weights, for inference.
 
     Args:
         run: Workdir of the run.
-        model: Model folder to use instead of what the run has trained.
-        display: Progress.
-        step: Step whose checkpoint is loaded; the end of the run by default.
-        keys: Values that replace those of the run.
-        is_talk: Prompts hold a conversation, and may take all but the tokens of an answer.
+        model: Model folder to use instead of the trained weights.
+        display: Progress display.
+        step: Step of the checkpoint to load; the end of the run by default.
+        keys: Values that override the run's configuration.
+        is_talk: True if a prompt holds a conversation, which may fill all but an answer's tokens.
 
     Raises:
         FileNotFoundError, ValueError: There is no such run, model or step, or nothing is trained
             yet.
     """
+    # Adapt the run's configuration.
     config = read_config(run)
     if keys:
         config.update_from_flattened_dict(keys)
     model = chosen_model(config, run, model, step)
     if model is not None:
         config.model.path = str(model)
-        leave_out_adapter(config)  # it is merged into what a run exports
+        leave_out_adapter(config)  # exports have it merged
     config.policy.name = OWN_MODEL
     if is_talk:
         rollout = config.rollout
@@ -79,7 +80,8 @@ def load_saved_run(
         longest -= max(min(rollout.max_response_tokens, 64), answer)
         rollout.max_prompt_tokens = max(rollout.max_prompt_tokens, longest)
     resolved = resolve_saved(config, is_changed=bool(keys))
-    config.search.replay = "off"  # no recording holds a new question, and the run stays as it is
+    config.search.replay = "off"  # new questions are not recorded, and must not change the run
+    # Build for this host's devices, then load the weights.
     fit_mesh(config)
     use_compilation_cache(config.compilation_cache, display.log)
     give_back_after_compiling()
@@ -100,8 +102,8 @@ def chosen_model(
     Args:
         config: Configuration of the run.
         run: Workdir of the run.
-        model: Model folder to use instead of what the run has trained.
-        step: Step whose checkpoint is loaded.
+        model: Model folder to use instead of the trained weights.
+        step: Step of the checkpoint to load.
 
     Raises:
         FileNotFoundError: There is no such step, or nothing is trained yet.
@@ -109,7 +111,7 @@ def chosen_model(
     if step is not None:
         check_step(run / "checkpoints", step)
     _, saved = read_newest_position(run / "checkpoints")
-    # The rest of the progress belongs to a method whose functions may be missing here.
+    # Other fields of the progress depend on the method's functions, which may be missing here.
     names = ("stage", "stage_step", "stopped_early", "record")
     position = Progress(**{name: saved[name] for name in names if name in (saved or ())})
     is_training = position.is_under_way(training_steps(config))
@@ -125,10 +127,10 @@ def chosen_model(
 
 
 def read_config(run: Path) -> ConfigDict:
-    """Return the configuration that a run began with, and make its modules importable.
+    """Load the configuration of a run, and make its user modules importable.
 
     Raises:
-        FileNotFoundError, ValueError: There is none, or it has unknown keys.
+        FileNotFoundError, ValueError: The folder is not a run, or has unknown keys.
     """
     file = run / "config.json"
     if not file.is_file():
@@ -142,37 +144,37 @@ def read_config(run: Path) -> ConfigDict:
 
 
 def resolve_saved(config: ConfigDict, *, is_changed: bool) -> ResolvedConfig:
-    """Resolve the names that answering needs; training, data and rewards are left out.
+    """Resolve the names that inference needs, without training, data and rewards.
 
     Args:
-        config: The run's configuration, which is changed.
-        is_changed: Check the rules between keys, because some differ from the run's.
+        config: Configuration of the run; changed in place.
+        is_changed: True if values differ from the run's, so that they must be checked.
     """
     if is_changed:
         check_values(config)
-    config.stages = ()  # no data are read
+    config.stages = ()  # read no data
     judges, prices = config.reward.judges, config.ledger.prices
     config.ledger.prices = {name: prices[name] for name in prices if name not in judges}
-    config.ledger.max_cost = 0.0  # the budget of the run
+    config.ledger.max_cost = 0.0  # the budget applies to the run only
     config.reward.settings, config.reward.judges, config.reward.weights = {}, {}, {}
     leave_out_method(config)
     resolved = resolve_names(config, needs_data=False)
     if is_changed:
         check_rules(resolved, needs_data=False)
     config.reward.correct = resolved.correct_by
-    # Nothing scores the answers, but an episode ends with a reward.
+    # An episode needs some reward, although it is not used here.
     return dataclasses.replace(resolved, reward_weights={resolved.environment_parts[0]: 1.0})
 
 
 def leave_out_adapter(config: ConfigDict) -> None:
-    """Set the keys of an adapter to their defaults, as for a model that it is merged into."""
+    """Disable the adapter, for a model that has it merged."""
     section = adapter_key(config).rpartition(".")[0]
     defaults = {key: entry.default for key, entry in KEYS.items() if key.startswith(f"{section}.")}
     config.update_from_flattened_dict(defaults if section else {})
 
 
 def leave_out_method(config: ConfigDict) -> None:
-    """Replace user code that only training calls by the defaults: it may be missing here."""
+    """Replace user code that only training needs by the defaults, because it may be missing."""
     for key, entry in KEYS.items():
         section, _, last = key.rpartition(".")
         if section.split(".")[0] in METHOD and entry.names_code and is_dotted(config[key]):
@@ -180,18 +182,18 @@ def leave_out_method(config: ConfigDict) -> None:
             if last == "name":
                 config[section].settings = {}
             if section == "advantage":
-                config.advantage.name = "reinforce_plus_plus"  # groups of one are valid
+                config.advantage.name = "reinforce_plus_plus"  # accepts groups of one
 
 
 METHOD = ("advantage", "loss", "kl", "filter", "optimizer", "sft", "watch")
-"""Sections of the training method."""
+"""Config sections of the training method."""
 
 
 def fit_mesh(config: ConfigDict) -> int:
-    """Fit the mesh and the rows to this host's devices, for groups of one trajectory.
+    """Fit the mesh and the numbers of rows to this host's devices, for groups of one.
 
     Returns:
-        Number of devices over which rows of training are split.
+        Number of devices that split the rows of training.
     """
     num_devices = jax.device_count()
     config.mesh.rollout_devices = 0
@@ -216,10 +218,10 @@ def load_weights(
     *,
     step: int | None = None,
 ) -> tuple[Params, str]:
-    """Load the weights of the folder `model`, or of a checkpoint of the run: `step` or the newest.
+    """Load the weights from `model`, or else from the checkpoint of `step` or the latest one.
 
     Returns:
-        Parameters, and where they come from.
+        Parameters, and a description of their source.
     """
     architecture = config.model.architecture
     if model is not None:

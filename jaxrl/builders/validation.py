@@ -1,4 +1,4 @@
-"""Validation of a whole configuration: single values, names, and combinations of keys."""
+"""Validate a configuration: single values, names and combinations of keys."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from jaxrl.training.method import has_gate, is_measured, needs_buckets, needs_wi
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted
 
 Finding = tuple[str, str]
-"""A key, and the value that is expected of it, with the reason."""
+"""A key, and the expected value with the reason."""
 
 
 def validate(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
-    """Check every key and the rules between them, and resolve the names.
+    """Check all keys and the rules between them, and resolve the names.
 
     Args:
         config: Configuration with a value for every key.
-        needs_data: Require the data files of the configured stages. A memory plan reads none.
+        needs_data: True to require the data files of the configured stages; a plan needs none.
 
     Raises:
         ValueError: A value, name or combination is wrong. The message names the key.
@@ -40,7 +40,7 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
 
 
 def check_values(config: ConfigDict) -> None:
-    """Check every key by itself.
+    """Check each key on its own.
 
     Raises:
         ValueError: A key is missing or unknown, or its value is wrong. The message names the key.
@@ -61,8 +61,8 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
     """Check the rules between keys.
 
     Args:
-        c: Configuration whose values are checked.
-        needs_data: Require the data files of the configured stages.
+        c: Configuration with checked values.
+        needs_data: True to require the data files of the configured stages.
 
     Raises:
         ValueError: A combination is wrong. The message names the key.
@@ -81,7 +81,7 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
 
 
 def warnings(c: ResolvedConfig) -> list[str]:
-    """Return a line for each unusual setting: the key, its value, and what is usual."""
+    """Return a warning for each unusual setting, with the key, its value and the usual value."""
     return [
         f"warning: config.{key} is {_value(c, key)!r}; usual is {usual}"
         for key, usual in _unusual_settings(c)
@@ -96,7 +96,7 @@ def _value(c: ResolvedConfig, key: str) -> Any:
 
 
 def _check_tools(c: ResolvedConfig) -> None:
-    """Refuse tools that the protocol cannot call, and a tool that is named twice."""
+    """Reject tools that the protocol cannot call, and repeated tools."""
     key, names = "env.search.tools", c.env.search.tools
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -119,7 +119,7 @@ def _check_tools(c: ResolvedConfig) -> None:
             "an engine such as 'local' or 'empty': only env.search.protocol='qwen' does without",
         )
     if servers and not engine and not c.tools:
-        return  # the servers name their tools when they start
+        return  # the servers' tools are unknown until they start
     try:
         with_tools(c.protocol, [*engine, *(tool.name for tool in c.tools)])
     except Exception as error:
@@ -128,9 +128,9 @@ def _check_tools(c: ResolvedConfig) -> None:
 
 
 def _check_rewards(c: ResolvedConfig) -> None:
-    """Refuse weights of parts that nothing measures."""
+    """Reject weights of parts that nothing measures."""
     if not c.stages:
-        return  # nothing is scored
+        return  # inference only: no rewards
     measured = (*c.environment_parts, *c.reward_parts)
     try:
         check_weights(c.reward_weights, dict.fromkeys((*measured, *REWARD_PARTS)))
@@ -142,7 +142,7 @@ def _check_rewards(c: ResolvedConfig) -> None:
 
 
 def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield keys that are set but not read, so that they would silently do nothing."""
+    """Yield keys that are set but have no effect."""
     shaping, kl, endpoint = c.shaping, c.kl, c.policy.get(c.policy.name)
     prices = [*c.ledger.prices.values()]
     if endpoint:
@@ -188,7 +188,7 @@ def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _broken_rules(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield keys that do not go together with others."""
+    """Yield keys that conflict with others."""
     yield from _broken_run_rules(c)
     yield from _broken_method_rules(c)
     yield from _broken_filter_rules(c)
@@ -197,7 +197,8 @@ def _broken_rules(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield what is wrong between keys of advantages, losses and the KL term."""
+    """Yield conflicts between keys of advantages, losses and the KL term."""
+    # Advantage estimators and the groups and rewards that they need.
     rollout, advantage, loss, kl = c.rollout, c.advantage, c.loss, c.kl
     correction, shaping = loss.correction, c.shaping
     is_grouped = not is_dotted(advantage.name) and (
@@ -312,7 +313,8 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield what is wrong between keys of filters and reward shaping."""
+    """Yield conflicts between keys of filters and reward shaping."""
+    # Filters.
     rollout, kl, filter, shaping = c.rollout, c.kl, c.filter, c.shaping
     size, bounds = rollout.group_size, filter.accuracy_range
     passes = any(bounds.low < count / size < bounds.high for count in range(size + 1))
@@ -389,7 +391,7 @@ def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield what is wrong between keys of the model, the environment and evaluations."""
+    """Yield conflicts between keys of the model, the environment and evaluations."""
     if c.policy.name != OWN_MODEL:
         if c.stages != ("evaluate",):
             yield (
@@ -410,7 +412,7 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
     if c.model.head_dtype == c.model.dtype:
         yield "model.head_dtype", "'' if it equals model.dtype"
 
-    # Evaluation suites. Suites of a stage that does not run are not read.
+    # Evaluation suites. Those of a stage that does not run are ignored.
     has_engine = c.env.name != "math" and c.search.engine != NO_ENGINE and not c.has_custom_rollout
     # A custom engine may have a corpus.
     has_corpus = c.searches and (is_dotted(c.search.engine) or c.search.engine in CORPORA)
@@ -448,7 +450,7 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield numbers that do not fit each other."""
+    """Yield numbers that do not fit together."""
     rollout, context, optimizer = c.rollout, c.rollout.context, c.optimizer
     if rollout.tasks_per_step % optimizer.num_minibatches:
         yield (
@@ -493,12 +495,12 @@ def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _unwritten_metric(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield `eval.best_metric` if no evaluation writes it."""
+    """Yield `eval.best_metric` if no evaluation computes it."""
     if not c.checkpoint.keep_best or "train" not in c.stages:
         return
     suites, samples = c.eval.suites, c.eval.samples
     parts = c.eval.best_metric.split("/")
-    if "exact_match" in parts[2:]:  # the name of a data set may hold slashes: openai/gsm8k
+    if "exact_match" in parts[2:]:  # data set names may contain slashes: openai/gsm8k
         at = parts.index("exact_match", 2)
         parts = [parts[0], "/".join(parts[1:at]), *parts[at:]]
     match parts:
@@ -523,7 +525,7 @@ def _unwritten_metric(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]:
-    """Yield empty texts in sections that the run reads. Refuse malformed addresses."""
+    """Yield required keys that are empty in sections that the run reads. Check addresses."""
     if not c.model.path:
         yield "model.path", "a path"
     if needs_data and "sft" in c.stages and not c.sft.source:
@@ -535,7 +537,7 @@ def _missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]
     sections = {f"policy.{c.policy.name}"}
     engine = c.search.engine
     if c.searches:
-        # A recording may replace an engine with a corpus.
+        # A corpus is not required if a recording replaces the engine.
         section = c.corpus_section if engine in CORPORA else engine
         sections.add(f"search.{section}")
         settings = c.search.get(section)
@@ -552,7 +554,7 @@ def _missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]
 
 
 def _unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield settings that are reported and not refused, with what is usual."""
+    """Yield unusual settings, which cause a warning, with the usual value."""
     for extra in EXTRA_KEYS.values():
         yield from ((rule.key, rule.expected) for rule in extra.warnings if rule.is_broken(c))
     is_training = "train" in c.stages
