@@ -141,7 +141,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
         if _PLAN.value:
             show_plan = optional(SHOW_PLAN)
             if show_plan is None:
-                raise ValueError("--plan: jaxrl/extras/plan is not there; bring it back to plan.")
+                raise ValueError("--plan: jaxrl/extras/plan is missing; restore the folder.")
             fits = show_plan(
                 config,
                 num_devices=_PLAN_DEVICES.value,
@@ -358,7 +358,7 @@ def _fit_memory(
                     f"config.{MICRO_ROWS[stage]} is 0, which leaves it to the memory plan, but "
                     "jaxrl/extras/plan is missing; set it to a number of rows."
                 )
-        return ["no plan of memory: jaxrl/extras/plan is not there"]
+        return ["no plan of memory: jaxrl/extras/plan is missing"]
     notes: list[str] = fit(config, workdir, ignore_memory_plan=ignore_memory_plan)
     return notes
 

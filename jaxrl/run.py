@@ -181,16 +181,15 @@ def nothing_learned(num_steps: int, learning_rate: float) -> str:
     cause = (
         "config.optimizer.lr is 0"
         if learning_rate == 0
-        else "no update had a gradient, as all rewards that are compared were equal, every episode "
-        "failed or gradients were not finite; the warnings above say which"
+        else "no update had a gradient, because all compared rewards were equal, every episode "
+        "failed or gradients were not finite; see the warnings above"
     )
     steps = "one step" if num_steps == 1 else f"{num_steps} steps"
     return (
-        f"warning: NOTHING WAS LEARNED in the {steps} of the train stage: {cause}. The "
-        "weights are those it began with, but for weight decay. Look at generated_text and reward "
-        "in trajectories/, and at filter/*_share and outcome/* in metrics.jsonl: answers that are "
-        "all wrong want a warm start (sft), a better prompt or easier tasks; answers that are all "
-        "right want harder ones."
+        f"warning: NOTHING WAS LEARNED in the {steps} of the train stage: {cause}. Only weight "
+        "decay changed the weights. Look at generated_text and reward in trajectories/, and at "
+        "filter/*_share and outcome/* in metrics.jsonl. If all answers are wrong, try a warm start "
+        "(sft), a better prompt or easier tasks; if all are right, try harder tasks."
     )
 
 
@@ -412,7 +411,7 @@ def write_report(run_state: RunState, log: Callable[[str], None]) -> None:
     if distributed.is_main():
         write = optional(REPORT)
         if write is None:
-            log("no report: jaxrl/extras/view is not there")
+            log("no report: jaxrl/extras/view is missing")
         else:
             write(run_state.workdir, log)
 

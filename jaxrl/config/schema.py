@@ -127,7 +127,7 @@ def _tasks(name: str, what: str, split: str) -> dict[str, Key]:
     """Return the keys of the training or held-out tasks."""
     return {
         f"tasks.{name}.source": Key("", f"{what}: a file, a pattern with `*`, a folder, or the "
-            "name of what a generator makes."),
+            "name of a generated data set."),
         f"tasks.{name}.format": Key("", "`jsonl`, `csv`, `parquet` (also verl's), `tfds`, `hf` "
             "(`save_to_disk`; extra `datasets`), `reasoning_gym` (extra `reasoning-gym`), or the "
             "dotted name of your reader. Empty: by the source."),
@@ -264,11 +264,11 @@ _ENTRIES: dict[str, Key] = {
         "0: none.", at_least=0, restart=FREE),
     "search.cache_ttl_s": Key(0.0, "Seconds that a cached result is valid. 0: forever.",
         at_least=0, restart=FREE),
-    "search.queries_per_second": Key(0.0, "Queries per second at most, those of a batch counted "
-        "one by one. 0: no limit.", at_least=0, restart=FREE),
-    "search.max_concurrent": Key(0, "Calls of the engine in flight at most; a batch is one. 0: "
-        "the engine's own limit.", at_least=0, restart=FREE),
-    "search.deadline_s": Key(120.0, "Seconds after which a call of the engine has failed.",
+    "search.queries_per_second": Key(0.0, "Maximum queries per second; each query of a batch "
+        "counts. 0: no limit.", at_least=0, restart=FREE),
+    "search.max_concurrent": Key(0, "Maximum concurrent calls to the engine; a batch is one "
+        "call. 0: the engine's own limit.", at_least=0, restart=FREE),
+    "search.deadline_s": Key(120.0, "Seconds after which a call to the engine fails.",
         above=0, restart=FREE),
     "search.retries": Key(3, "Retries of a query that fails while others succeed; then its "
         "episode is an environment error. During an outage, retries do not count.",
@@ -293,7 +293,7 @@ _ENTRIES: dict[str, Key] = {
         restart=FREE),
     "search.local.corpus": Key("", "JSONL of documents: `id`, `title`, `text`.", required="a path",
         holds=CORPUS),
-    "search.local.index": Key("", "Folder of the index. Empty: `index` beside the corpus."),
+    "search.local.index": Key("", "Folder of the index. Empty: `index` next to the corpus."),
     "search.local.topk": Key(3, "Documents per query.", above=0),
     "search.http.url": Key("", "Address of the server, such as `http://127.0.0.1:8000/retrieve`.",
         required="the address of a server, such as http://127.0.0.1:8000", restart=FREE),
@@ -303,10 +303,10 @@ _ENTRIES: dict[str, Key] = {
         restart=FREE),
     "search.http.timeout_s": Key(30.0, "Seconds per request.",
         above=0, restart=FREE),
-    "search.http.connections": Key(16, "Requests in flight at most.", above=0, restart=FREE),
-    "search.http.batch_size": Key(64, "Queries per request at most.", above=0, restart=FREE),
-    "search.http.max_response_mib": Key(64.0, "MiB of a response at most; a larger one is a "
-        "failure.", above=0, restart=FREE),
+    "search.http.connections": Key(16, "Maximum concurrent requests.", above=0, restart=FREE),
+    "search.http.batch_size": Key(64, "Maximum queries per request.", above=0, restart=FREE),
+    "search.http.max_response_mib": Key(64.0, "Maximum size of a response in MiB; a larger one "
+        "is a failure.", above=0, restart=FREE),
     **_extra("search.web"),
     **_extra("search.dense"),
     **_extra("search.hybrid"),
@@ -323,8 +323,8 @@ _ENTRIES: dict[str, Key] = {
     "reward.deadline_s": Key(600.0, "Seconds for all reward functions of a batch; unfinished "
         "episodes become environment errors. 0: no limit, and synchronous functions run one by "
         "one in the main thread.", at_least=0, restart=FREE),
-    "reward.correct": Key("exact_match", "Part that decides correctness, where it is above 0. "
-        "For `answer`: where the answer equals or resembles the truth."),
+    "reward.correct": Key("exact_match", "Reward part that decides correctness: above 0 is "
+        "correct. With `answer`, an answer that equals or resembles the truth is correct."),
     "reward.judges": Key({}, "LLM judges by name, such as `{'helpful': {'url': "
         "'http://judge:8000/v1', 'model': 'judge', 'prompt': '..{response}..'}}`; all settings "
         "are in `jaxrl/extras/endpoints/judges.py`.", example={}, is_nested=True,
@@ -374,34 +374,35 @@ _ENTRIES: dict[str, Key] = {
         restart=TRAINING),
     "rollout.top_p": Key(1.0, "Nucleus sampling probability. 1: off.",
         above=0, at_most=1, restart=TRAINING),
-    "rollout.max_prompt_tokens": Key(1024, "Tokens of a prompt.", above=0),
+    "rollout.max_prompt_tokens": Key(1024, "Maximum length of a prompt in tokens.", above=0),
     "rollout.overlong_prompts": Key("refuse", "Longer prompts: `refuse` the run, `drop` the "
         "task, or `truncate_left`.", one_of=("refuse", "drop", "truncate_left")),
-    "rollout.max_response_tokens": Key(512, "Sampled tokens of a trajectory, over all turns.",
-        above=0),
-    "rollout.max_total_tokens": Key(2048, "Prompt, sampled tokens and observations of a "
-        "trajectory.", above=0),
+    "rollout.max_response_tokens": Key(512, "Maximum number of sampled tokens per trajectory, "
+        "over all turns.", above=0),
+    "rollout.max_total_tokens": Key(2048, "Maximum length of a trajectory in tokens: prompt, "
+        "sampled tokens and observations.", above=0),
     "rollout.context.name": Key("none", "What happens when a context is full. `none`: the "
         "episode ends; `drop_observations`: it continues with all turns but without older "
         "observations; `last_turns`: with the newest turns.",
         one_of=("none", "drop_observations", "last_turns"),
         restart=TRAINING),
-    "rollout.context.max_tokens": Key(0, "Tokens of a context. `max_total_tokens` counts all "
-        "contexts, with repeated tokens.", at_least=0, restart=TRAINING),
+    "rollout.context.max_tokens": Key(0, "Maximum length of a context in tokens. "
+        "`max_total_tokens` counts all contexts, with repeated tokens.", at_least=0,
+        restart=TRAINING),
     "rollout.context.keep": Key(1, "Newest observations or turns that the next context keeps, as "
         "far as they fit.", above=0, restart=TRAINING),
     "rollout.context.turn_tokens": Key(64, "Tokens that a turn must have room for; else the next "
         "context starts.", above=0, restart=TRAINING),
-    "rollout.max_image_tokens": Key(0, "Image tokens of a trajectory. 0: `max_total_tokens`, or "
-        "`max_prompt_tokens` without tools.", at_least=0),
-    "rollout.max_observation_tokens": Key(500, "Tokens of an observation; the rest is cut, "
-        "inside its tags.", above=0),
-    "rollout.max_turns": Key(4, "Turns that may call tools. A further one ends the episode.",
-        at_least=0),
-    "rollout.max_calls": Key(0, "Tool calls of a trajectory; the model is told about calls "
-        "beyond it. 0: no limit.", at_least=0),
-    "rollout.max_cost": Key(0.0, "Cost of a trajectory's calls at `ledger.prices`, each counted "
-        "once; a call beyond it ends the episode. 0: no limit.", at_least=0),
+    "rollout.max_image_tokens": Key(0, "Maximum number of image tokens per trajectory. 0: "
+        "`max_total_tokens`, or `max_prompt_tokens` without tools.", at_least=0),
+    "rollout.max_observation_tokens": Key(500, "Maximum length of an observation in tokens; a "
+        "longer one is truncated inside its tags.", above=0),
+    "rollout.max_turns": Key(4, "Maximum number of turns that call tools. One more ends the "
+        "episode.", at_least=0),
+    "rollout.max_calls": Key(0, "Maximum number of tool calls per trajectory. Further calls get "
+        "an error message. 0: no limit.", at_least=0),
+    "rollout.max_cost": Key(0.0, "Maximum cost of a trajectory's calls at `ledger.prices`, each "
+        "counted once. A call beyond it ends the episode. 0: no limit.", at_least=0),
     "rollout.max_num_seqs": Key(64, "Trajectories decoded side by side, in total; a multiple of "
         "`data` × `fsdp` × `expert` × `context`.", above=0, restart=FREE),
     # The upper bound exceeds any device's memory and keeps the number of bytes exact.
@@ -446,13 +447,13 @@ _ENTRIES: dict[str, Key] = {
     "filter.carry_over": Key(False, "Keep surplus groups for the next step instead of dropping "
         "them."),
     "filter.unfinished_tasks": Key(0, "Tasks whose episodes may continue into the next step, so "
-        "that no step waits for the slowest. Groups are trained on whole.",
+        "that no step waits for the slowest. Only complete groups are trained on.",
         at_least=0),
     "filter.resample_attempts": Key(0, "Resampling attempts for groups that are all wrong "
         "without an abstention. 0: none.", at_least=0),
     "filter.resample_early": Key(False, "Resample in the early stage too."),
-    "filter.skip_solved": Key(False, "Never draw a task again once all its samples are right and "
-        "confident."),
+    "filter.skip_solved": Key(False, "Skip a task for the rest of the run once all its samples "
+        "are correct and confident."),
     "filter.skip_entropy": Key(0.1, "Mean entropy in nats below which samples are confident.",
         at_least=0),
     # ----------------------------------------------------------------------- advantages
@@ -461,9 +462,9 @@ _ENTRIES: dict[str, Key] = {
         "`pass_at_k_bootstrap`, `pass_at_k_entropy_guided`, or a dotted name such as "
         "`my_estimator.estimate`.", names_code=True),
     "advantage.settings": Key({}, "Keyword arguments of your estimator.", example=1),
-    "advantage.by_turn": Key(False, "True: tokens of a turn carry the reward to go from that "
-        "turn on. False: all tokens carry the whole reward."),
-    "advantage.turn_discount": Key(1.0, "Discount per turn of later rewards, by turn.",
+    "advantage.by_turn": Key(False, "True: tokens of a turn get the reward-to-go from that turn. "
+        "False: all tokens get the total reward."),
+    "advantage.turn_discount": Key(1.0, "Discount of later rewards per turn, with `by_turn`.",
         at_least=0, at_most=1),
     "advantage.grpo.normalize_std": Key(True, "Divide by the group's standard deviation."),
     "advantage.grpo.ddof": Key(1, "0: population standard deviation; 1: sample standard "
@@ -538,8 +539,8 @@ _ENTRIES: dict[str, Key] = {
         "entropy."),
     # ------------------------------------------------------------ optimizer, warm start
     **_optimizer("optimizer"),
-    "optimizer.num_minibatches": Key(1, "Optimizer steps per batch and epoch, of whole groups.",
-        above=0),
+    "optimizer.num_minibatches": Key(1, "Optimizer steps per batch and epoch. Groups are not "
+        "split.", above=0),
     "optimizer.num_epochs": Key(1, "Passes over each batch.", above=0),
     "optimizer.skip_signal_free": Key(True, "Skip the backward pass of trajectories without a "
         "gradient. The step is the same.",
@@ -707,8 +708,8 @@ def unknown_key(key: str, *, in_file: bool = False) -> str:
         return ""
     if folder := missing_folder(key):
         return (
-            f"config.{key} is a key of jaxrl/extras/{folder}, and that folder is not there; bring "
-            "it back, or leave the key out."
+            f"config.{key} is a key of jaxrl/extras/{folder}, and that folder is missing; restore "
+            "it or remove the key."
         )
     inside = [name for name in KEYS if name.startswith(f"{key}.")]
     if inside:

@@ -169,7 +169,7 @@ def test_aliases_and_merges_are_read(config, tmp_path):
 def test_keys_of_a_folder_that_is_not_there_name_it(tmp_path):
     config, file = default_config(), tmp_path / "config.json"
     file.write_text(json.dumps({"seed": 7, "model": {"lora": {"rank": 0, "targets": ["q"]}}}))
-    named = r"config\.model\.lora\.rank is a key of jaxrl/extras/lora, and that folder is not there"
+    named = r"config\.model\.lora\.rank is a key of jaxrl/extras/lora, and that folder is missing"
     with pytest.raises(ValueError, match=named):
         load_values(config, str(file))
     load_values(config, str(file), drops_missing=True)  # as a run's own are read

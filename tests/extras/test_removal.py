@@ -67,8 +67,8 @@ def trains_two_steps(folder, world, compilation):
 
 def test_without_any_extra_a_text_run_trains(tiny_world, tmp_path, quick_compilation):
     told = trains_two_steps(without(tmp_path, *EXTRAS), tiny_world, quick_compilation)
-    assert "no report: jaxrl/extras/view is not there" in told
-    assert "no plan of memory: jaxrl/extras/plan is not there" in told
+    assert "no report: jaxrl/extras/view is missing" in told
+    assert "no plan of memory: jaxrl/extras/plan is missing" in told
     # Their keys went with them.
     written = flat_json(tmp_path / "run" / "config.json")
     left = {key for one in EXTRA_KEYS.values() for key in one.keys} & {*written}
