@@ -142,6 +142,7 @@ def evaluate_step(
         CheckpointError: There is no such checkpoint, or it is damaged.
         NothingWorksError, OutageError, BudgetSpentError: See `run`.
     """
+    # Nothing is recorded: the metrics log discards its records, and no rollback applies.
     checkpointer = Checkpointer(
         workdir / "checkpoints", keep=settings.checkpoint.keep, log=display.log
     )

@@ -322,6 +322,7 @@ def read_model_and_tokenizer(
     Raises:
         ValueError: The configuration, the devices and the model do not match.
     """
+    # The architecture, checked against devices and keys. A model behind an endpoint runs elsewhere.
     folder = c.model.path
     model = read_model(folder, c.model.architecture)
     if is_local:
@@ -344,6 +345,7 @@ def read_model_and_tokenizer(
             moments=c.optimizer.offload or c.sft.optimizer.offload,
             activations=c.model.remat == "offload",
         )
+    # The tokenizer, then the weight files.
     tokenizer = Tokenizer.from_folder(
         folder,
         eos_tokens=c.model.eos_tokens,
@@ -508,6 +510,7 @@ def build_engine(
     kind: type[Engine] = Engine,
 ) -> Engine:
     """Create the sampling engine, an instance of `kind`."""
+    # The cache gets the configured size, or what the memory plan leaves.
     rollout, length = c.rollout, c.context_tokens
     sampling = local_mesh(mesh, c.mesh.rollout_devices)
     kernels = choose(c.model.attention, sampling, policy, check_dtype=c.model.dtype)

@@ -146,6 +146,7 @@ def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
         shapes = [getattr(values, "shape", None) for values in result.metrics.values()]
         return is_per_token(result.per_token) and shapes == [SHAPE] * len(shapes)
 
+    # Trace the function itself.
     expected = "a PolicyLoss whose loss and metrics have one value per token"
     if is_gate:
         expected = "a bool per token"
@@ -159,6 +160,7 @@ def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
         expected=f"{expected}, {list(SHAPE)} here",
         is_valid=is_valid,
     )
+    # Trace its gradient, which may fail although the function does not.
     places = tuple(i for i, name in enumerate(function.arguments) if name in _DIFFERENTIATED)
     if is_gate or not places:
         return

@@ -282,6 +282,7 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
     reward_parts, names = _reward_parts(config, environment_parts)
     weights = {names[name]: float(weight) for name, weight in config.reward.weights.items()}
     order = [part for part in (*environment_parts, *reward_parts) if part in weights]
+    # The other names resolve independently.
     policy = config.policy.name
     none: dict[str, Any] = {"none": None}
     loss = config.loss
@@ -427,6 +428,7 @@ def _reward_parts(
         Parts by recorded name, and recorded names by configured name. A function is recorded under
         the last part of its dotted path, or under the full path if several have the same last part.
     """
+    # Recorded names. A part that only decides correctness needs no weight.
     reward = config.reward
     shorts = [short_name(name) for name in reward.weights if is_dotted(name)]
     named = list(reward.weights)
@@ -442,6 +444,7 @@ def _reward_parts(
             raise ValueError(
                 f"config.reward.{key} has {unused[0]!r}, which config.reward.weights does not name."
             )
+    # Objects: user functions, judges and built-in parts.
     parts: dict[str, RewardPart] = {}
     for name, part in names.items():
         if part in environment_parts:

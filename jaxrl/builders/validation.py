@@ -143,6 +143,7 @@ def _check_rewards(c: ResolvedConfig) -> None:
 
 def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield keys that are set but have no effect."""
+    # Each row has a key, whether it is read, and the condition for that.
     shaping, kl, endpoint = c.shaping, c.kl, c.policy.get(c.policy.name)
     prices = [*c.ledger.prices.values()]
     if endpoint:
@@ -451,6 +452,7 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
 
 def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield numbers that do not fit together."""
+    # Mini-batches and lengths.
     rollout, context, optimizer = c.rollout, c.rollout.context, c.optimizer
     if rollout.tasks_per_step % optimizer.num_minibatches:
         yield (
@@ -483,6 +485,7 @@ def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
             yield "rollout.context.name", "'none' with a policy.name other than 'model'"
     if rollout.chunk_tokens > c.context_tokens:
         yield "rollout.chunk_tokens", f"at most {length_key}={c.context_tokens}"
+    # Evaluations.
     samples = c.eval.samples
     if not all(type(k) is int and 1 <= k <= samples for k in c.eval.ks):
         yield "eval.ks", f"a tuple of integers from 1 to eval.samples={samples}"
