@@ -1,4 +1,4 @@
-"""Interface of environments, in text and image files."""
+"""Environment interface and its records."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxrl.envs.images import Picture
 from jaxrl.utils.errors import ToolError
 
 Message = Mapping[str, Any]
-"""One chat message: texts as `role` and `content`, and fields such as `tool_calls`."""
+"""A chat message: strings `role` and `content`, and fields such as `tool_calls`."""
 
 
 NO_INFORMATION = "No information found"
-"""Text of a search that finds nothing."""
+"""Search result when nothing matches."""
 
 
 class Outcome(enum.StrEnum):
@@ -25,15 +25,15 @@ class Outcome(enum.StrEnum):
     ABSTAINED = "abstained"
     MALFORMED = "malformed"
     OUT_OF_BUDGET = "out_of_budget"
-    ENVIRONMENT_ERROR = "environment_error"  # ours, not the policy's: never a reward of 0
+    ENVIRONMENT_ERROR = "environment_error"  # not the policy's fault, so never a reward of 0
 
 
 class OutageError(ToolError):
-    """A tool has not answered anyone for longer than the run waits.
+    """A tool has answered no call for longer than the run waits.
 
     Attributes:
-        fallback: Text to show instead, in an episode that ends as an environment error. None stops
-            the run.
+        fallback: Text to show instead, in an episode that ends as an environment error. If None,
+            the run stops.
     """
 
     def __init__(self, message: str, *, fallback: str | None = None) -> None:
@@ -42,28 +42,28 @@ class OutageError(ToolError):
 
 
 SOURCES = ("tool", "cache", "shared", "replay", "fallback")
-"""Sources of an answer: the tool; the cache; the same call of another episode, in flight at that
-moment; a recording; nobody, during an outage."""
+"""Sources of an answer, in order: the tool, the cache, an identical call in flight from another
+episode, a recording, or the fallback text of an outage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
-    """Record of one call of a tool. Only `tool`, `call` and `result_index` are reproducible."""
+    """Record of one tool call. Only `tool`, `call` and `result_index` are reproducible."""
 
     call: str
     tool: str | None = None  # None for the search engine
     source: str = "tool"  # one of SOURCES
     attempts: int = 1
     waited_s: float = 0.0
-    error: str | None = None  # reason for no answer
-    result_index: int = 0  # of its result in the turn
+    error: str | None = None  # why there is no answer
+    result_index: int = 0  # index of its result in the turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A question record, with either `question` or `messages`, and all accepted answers.
 
-    The texts hold a mark `<image>` for each image, in order.
+    The text contains one `<image>` placeholder per image, in order.
     """
 
     id: str
@@ -77,12 +77,12 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Chat that asks a question.
+    """Chat messages that ask a question.
 
     Attributes:
         system: System message; "" for none.
-        template: User message, with `{question}`. Other braces are plain text.
-        examples: Messages between the two.
+        template: User message that contains `{question}`. Other braces are literal.
+        examples: Messages between the system and user messages.
     """
 
     system: str
@@ -96,7 +96,7 @@ class Prompt:
             )
 
     def messages(self, task: Task) -> list[Message]:
-        """Return the first messages of an episode; those of the task if it has some."""
+        """Return the first messages of an episode: the task's messages if it has any."""
         if task.messages is not None:
             return list(task.messages)
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -106,10 +106,10 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Text that the environment inserts, with images behind `body`.
+    """Text that the environment inserts, with images after `body`.
 
-    Only `body` may be cut to fit a token budget. It is foreign text, so special tokens in it are
-    encoded as plain text. `prefix` and `suffix` carry the protocol's tags.
+    Only `body` may be truncated to fit a token budget. It is untrusted text, so special tokens in
+    it are encoded as plain text. `prefix` and `suffix` contain the protocol's tags.
     """
 
     prefix: str
@@ -119,23 +119,24 @@ class Observation:
 
     @property
     def text(self) -> str:
-        """The whole block before it is cut."""
+        """The full text before truncation."""
         return self.prefix + self.body + self.suffix
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResults:
-    """Results of the calls of one message, which the chat template renders.
+    """Results of one message's calls, which the chat template renders.
 
-    Each is foreign text that may be cut, like the body of an `Observation`, with images behind it.
+    Each is untrusted text that may be truncated, like the body of an `Observation`, with images
+    after it.
     """
 
     bodies: tuple[str, ...]
-    images: tuple[tuple[Picture, ...], ...] = ()  # of each body; () for none
+    images: tuple[tuple[Picture, ...], ...] = ()  # one entry per body; () for no images
 
     @property
     def images_of_each(self) -> tuple[tuple[Picture, ...], ...]:
-        """`images`, one entry for each body."""
+        """`images` with one entry per body."""
         return self.images or ((),) * len(self.bodies)
 
 
@@ -143,9 +144,9 @@ class ToolResults:
 class StepResult:
     """The environment's reply to one model message.
 
-    The episode ends if `outcome` is set. Otherwise the model continues, after an `observation` if
-    there is one. With an `error` but no outcome, the observation stands in for the reply, and the
-    episode ends as an environment error later.
+    The episode ends if `outcome` is set. Otherwise the model continues, after the `observation` if
+    there is one. With an `error` but no outcome, the observation is a fallback, and the episode
+    later ends as an environment error.
     """
 
     observation: Observation | ToolResults | None = None
@@ -154,7 +155,7 @@ class StepResult:
     tool: str | None = None  # its tool; None for the search engine
     latency_s: float = 0.0
     error: str | None = None
-    records: tuple[CallRecord, ...] = ()  # of all calls
+    records: tuple[CallRecord, ...] = ()  # one per call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,16 +165,16 @@ class Turn:
     text: str
     tool_call: str | None = None
     tool: str | None = None
-    observation: str | None = None  # as inserted, perhaps cut
-    results: tuple[str, ...] = ()  # of each call, if the observation is `ToolResults`
+    observation: str | None = None  # as inserted, possibly truncated
+    results: tuple[str, ...] = ()  # one per call, if the observation is `ToolResults`
     latency_s: float = 0.0
-    error: str | None = None  # of the environment
+    error: str | None = None  # error of the environment
     records: tuple[CallRecord, ...] = ()
-    images: tuple[Picture, ...] = ()  # of the observation
-    is_cut: bool = False  # by the token budget
+    images: tuple[Picture, ...] = ()  # images of the observation
+    is_cut: bool = False  # True if the token budget truncated the observation
 
     def calls(self, tool: str | None) -> list[str]:
-        """Return the calls of a tool in this turn; None is the search engine."""
+        """Return this turn's calls of one tool; None means the search engine."""
         if self.records:
             return [record.call for record in self.records if record.tool == tool]
         return [self.tool_call] if self.tool_call is not None and self.tool == tool else []
@@ -181,10 +182,10 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Episode:
-    """One sample of one task in progress, which the rollout fills."""
+    """One sample of one task in progress, filled in by the rollout."""
 
     task: Task
-    opener: str = ""  # beginning of the response that the chat template writes
+    opener: str = ""  # start of the response, written by the chat template
     turns: list[Turn] = field(default_factory=list)
     outcome: Outcome | None = None
 
@@ -196,19 +197,19 @@ class Episode:
 
     @property
     def num_tool_calls(self) -> int:
-        """Turns that called a tool."""
+        """Number of turns that called a tool."""
         return sum(turn.tool_call is not None for turn in self.turns)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """Result of the environment for one episode.
+    """The environment's score for one episode.
 
     `parts` are unweighted. `RewardCombiner` fills in `total`, their weighted sum, which training
-    uses, and `turn_totals` and `rest`, the shares of turns and of the whole episode.
+    uses. It splits `total` into `turn_totals`, one per turn, and `rest`, for the episode.
 
-    Parts that are earned by turn are in `turn_parts` only, with an amount for each turn.
-    Advantages, filters and shaping read the verdicts.
+    Per-turn parts are in `turn_parts` only, with one value per turn. Advantages, filters and
+    shaping use the `is_*` flags.
     """
 
     parts: Mapping[str, float]
@@ -219,7 +220,7 @@ class Reward:
     rest: float = 0.0
     is_correct: bool = False
     is_abstention: bool = False  # the answer is "I don't know"
-    is_well_formed: bool = True  # by the protocol
+    is_well_formed: bool = True  # according to the protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,45 +229,47 @@ class ScoredEpisode:
 
     episode: Episode
     reward: Reward
-    completion_ids: Sequence[int] = ()  # all after the prompt, observations included
+    completion_ids: Sequence[int] = ()  # all tokens after the prompt, including observations
     records: list[CallRecord] = field(default_factory=list)
 
 
 class Env(Protocol):
     """A batched environment.
 
-    An exception, a result of another type or no `step` within a deadline ends the episodes
-    concerned as environment errors. An `OutageError` of `step` without a fallback ends the run.
+    If a method raises, returns the wrong type, or `step` misses its deadline, the affected
+    episodes end as environment errors. If `step` raises an `OutageError` without a fallback, the
+    run ends.
 
-    An environment that plays its episodes itself also has a method `rollout`, which returns a
-    rollout. It takes the sampler, the further arguments of `sampling.episodes.EpisodePlayer`, and
-    `log`, a callback for lines of the run. It may have an `engine_kind`, the class of its sampler.
-    Its `start` and `step` are not called.
+    An environment with a custom rollout also has a method `rollout`, which returns a rollout. It
+    takes the sampler, the other arguments of `sampling.episodes.EpisodePlayer`, and `log`, a
+    callback for log lines. It may have an `engine_kind`, the class of its sampler. Its `start` and
+    `step` are not called.
     """
 
     stop_strings: tuple[str, ...]
-    """Ends of a model's turn; () for one turn without tools."""
+    """Strings that end a model's turn; () for a single turn without tools."""
 
     reward_parts: tuple[str, ...]
-    """Names of the parts that `score` measures, the same for every reward."""
+    """Names of the parts that `score` computes, the same for every episode."""
 
     chat_tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the functions that the chat template describes."""
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Return the first messages of an episode of each task."""
+        """Return the first messages of one episode per task."""
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Reply to the new turn `texts[i]` of each episode, which is not in its `turns` yet.
+        """Reply to the new turn `texts[i]` of each episode, which is not in `turns` yet.
 
-        The text ends at a stop string, or the model ended its turn. Called from several threads.
-        Must not change the episodes. After an exception it is called for each episode alone.
+        Each text ends with a stop string, unless the model ended its turn. Called from several
+        threads. Must not change the episodes. If it raises, it is called again, one episode at a
+        time.
         """
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Return the rewards of finished episodes of one task, without environment errors.
+        """Return the rewards of one task's finished episodes, except environment errors.
 
-        After an exception it is called for each episode alone.
+        If it raises, it is called again, one episode at a time.
         """
 
 
@@ -275,4 +278,4 @@ ENVS: Mapping[str, str] = {
     "math": "jaxrl.envs.math_env.MathEnv",
     "agents": "jaxrl.extras.serve.agents.environment.AgentEnv",
 }
-"""Environments by the names that a config uses."""
+"""Environments by config name."""

@@ -1,4 +1,4 @@
-"""Decoding of images: few formats, bounded size, upright."""
+"""Image decoding with a fixed list of formats, bounded size and EXIF orientation."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from PIL.Image import Transpose
 from jaxrl.envs.images import Picture, UnreadableError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that are read. Pillow would try all it knows, and starts Ghostscript for EPS."""
+"""Supported formats. By default Pillow tries all that it knows, and starts Ghostscript for EPS."""
 
 MAX_PIXELS = 50_000_000
-"""Maximum size of an image; a small file may hold many pixels of some 11 bytes each."""
+"""Maximum size of an image. A small file may decode to many pixels, about 11 bytes each."""
 
 MAX_SCANS = 100
-"""Maximum number of scans of a JPEG: each decodes all pixels again from perhaps a few bytes."""
+"""Maximum number of scans of a JPEG. A scan of a few bytes makes the decoder redo all pixels."""
 
-TURNED = range(5, 9)  # values of EXIF's orientation that swap height and width
+TURNED = range(5, 9)  # EXIF orientations that swap height and width
 _TURNS = {
     2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
     5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
 }  # fmt: skip
-"""Turns to make images upright; Pillow's `exif_transpose` fails at other fields of wrong types."""
+"""Transposes that make images upright. Pillow's `exif_transpose` fails if an unrelated EXIF field
+has the wrong type."""
 _ORIENTATION = 0x0112
 
 
@@ -35,8 +36,8 @@ def opened(picture: Picture) -> PIL.Image.Image:
     """Open an image without reading its pixels.
 
     Raises:
-        UnreadableError: The image has more than `MAX_PIXELS`, `MAX_SCANS` or 8 bits per value.
-        Exception: The image is damaged or of another format; see `reading`.
+        UnreadableError: The image exceeds `MAX_PIXELS`, `MAX_SCANS` or 8 bits per value.
+        Exception: The image is damaged or has an unsupported format; see `reading`.
     """
     source = picture.path if picture.path else io.BytesIO(picture.data)
     image = PIL.Image.open(source, formats=FORMATS)
@@ -63,12 +64,12 @@ def num_scans(jpeg: bytes) -> int:
     starts = jpeg.count(b"\xff\xda")
     if starts <= MAX_SCANS:
         return starts
-    # Some may be in metadata, or in another image behind this one.
+    # Some of these bytes may be in metadata, or in another image that follows this one.
     count, place = 0, 2
-    # Within a scan, 255 is followed by 0 or the number of a restart.
+    # Within a scan, byte 255 is followed by 0 or a restart number.
     while marker := _MARKER.search(jpeg, place):
         kind, place = marker[0][1], marker.end()
-        if kind == 0xD9:  # the end
+        if kind == 0xD9:  # end of image
             break
         count += kind == 0xDA
         place += int.from_bytes(jpeg[place : place + 2])
@@ -80,27 +81,30 @@ _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 
 @contextmanager
 def reading(picture: Picture) -> Iterator[None]:
-    """Raise any error of Pillow as an `UnreadableError`."""
+    """Convert any exception in the block to an `UnreadableError`."""
     try:
         yield
     except UnreadableError:
         raise
     except Exception as error:
         why = " ".join(str(error).split())
-        if isinstance(error, PIL.UnidentifiedImageError):  # whose text may be an address in memory
+        if isinstance(error, PIL.UnidentifiedImageError):  # its text may show a memory address
             why = f"it is none of {', '.join(FORMATS)}"
         raise UnreadableError(f"{picture.name} cannot be read as an image: {why}") from error
 
 
 def orientation(image: PIL.Image.Image) -> int | None:
-    """Return EXIF's orientation, or None; a PNG may have it at its end, which is not read yet."""
+    """Return the EXIF orientation, or None.
+
+    Also None for a PNG with EXIF at its end, until its pixels are loaded.
+    """
     is_read = image.format != "PNG" or "exif" in image.info
     return image.getexif().get(_ORIENTATION) if is_read else None
 
 
 def upright(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Decode an image to RGB, turned upright."""
+    """Decode an image to RGB and apply its EXIF orientation."""
     is_turned = orientation(image) in _TURNS
-    image.load()  # which turns a TIFF, and reads the end of a PNG
+    image.load()  # also transposes a TIFF, and reads the end of a PNG
     turn = _TURNS.get(orientation(image) or 1) if is_turned else None
     return (image if turn is None else image.transpose(turn)).convert("RGB")

@@ -1,4 +1,4 @@
-"""Encoded images, in files or as bytes, and the marks for them in texts."""
+"""Encoded images, in files or as bytes, and their placeholder in text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "<image>"
-"""Place of an image in a text; plain text in a task without images."""
+"""Image placeholder in a text. Plain text in a task without images."""
 
 
 class UnreadableError(ValueError):
@@ -21,7 +21,7 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An encoded image: the path of a file, or its bytes."""
+    """An encoded image: a file path, or bytes."""
 
     path: str = ""
     data: bytes = field(default=b"", repr=False)
@@ -36,43 +36,43 @@ class Picture:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the content; raises as `read` does."""
+        """Hash of the content. Raises like `read`."""
         return hashlib.blake2b(self.read(), digest_size=16).hexdigest()
 
     @property
     def name(self) -> str:
-        """Name in messages."""
+        """Name for error messages."""
         return self.path or f"an image of {len(self.data):,} bytes"
 
 
 class Pictured(str):
-    """A tool's answer with images behind it: `Pictured("two", images=[picture])`."""
+    """A tool's answer followed by images: `Pictured("two", images=[picture])`."""
 
     __slots__ = ("images",)
     images: tuple[Picture, ...]
 
     def __new__(cls, text: str, images: Iterable[Picture]) -> Pictured:
-        """Make the text. Methods of `str` drop the images."""
+        """Create a text with images. Methods of `str` drop the images."""
         pictured = super().__new__(cls, text)
         pictured.images = tuple(images)
         return pictured
 
 
 def images_behind(text: str) -> tuple[Picture, ...]:
-    """Return the images of a `Pictured`; other texts have none."""
+    """Return the images of a `Pictured`; () for other text."""
     return text.images if isinstance(text, Pictured) else ()
 
 
 def picture(value: Any, folder: Path) -> Picture:
-    """Read the image in a field of a record.
+    """Convert a field of a record to a `Picture`.
 
     Args:
-        value: A path, bytes of a file, a `data:` URL, or an object with `bytes`, `path`, `image`
-            or `url`, as in verl and Hugging Face's `datasets`.
-        folder: Folder of relative paths.
+        value: A path, file content, a `data:` URL, or an object with `bytes`, `path`, `image` or
+            `url`, as in verl and Hugging Face's `datasets`.
+        folder: Base folder for relative paths.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value has another form.
     """
     match value:
         case bytes() if value:
@@ -100,7 +100,7 @@ def picture(value: Any, folder: Path) -> Picture:
 
 
 def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
-    """Read a field that holds one image or a list of them; raises as `picture` does."""
+    """Convert a field with one image or a list of images. Raises like `picture`."""
     if values is None:
         return ()
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)

@@ -1,4 +1,4 @@
-"""Mathematics environment: one turn of reasoning, and an answer that is checked."""
+"""Math environment: one turn of reasoning and a verifiable answer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from jaxrl.envs.rewards.rules import is_refusal
 
 
 class MathEnv(Env):
-    """Questions answered in one turn, in the last `Answer:` line.
+    """Single-turn questions, answered in the last `Answer:` line.
 
-    There are no tools and no stop strings. An episode without an `Answer:` line is malformed.
+    There are no tools and no stop strings. A response without an `Answer:` line is malformed.
     """
 
     stop_strings = ()
     reward_parts = ("exact_match", "math")
 
     def __init__(self, *, prompt: Prompt) -> None:
-        """Store the prompt, which should ask for a last line `Answer: ..`."""
+        """Store the prompt, which should ask for a final line `Answer: ..`."""
         self._prompt = prompt
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
@@ -31,7 +31,7 @@ class MathEnv(Env):
         return [StepResult(outcome=_outcome(math_answer(text))) for text in texts]
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Score answers: `math` is 1 if correct, else -1; `exact_match` is 1 or 0."""
+        """Score the answers: `math` is 1 or -1, `exact_match` is 1 or 0."""
         rewards = []
         for episode in group:
             task, answer = episode.task, math_answer(episode.response)

@@ -1,11 +1,12 @@
-r"""Protocols of a searching model's turns: parsing, sanitizing and rendering.
+r"""Turn protocols of a model that searches: parsing, sanitizing and rendering.
 
-In Search-R1's (https://arxiv.org/abs/2503.09516) and BAPO's (https://arxiv.org/abs/2601.11037), the
-model thinks in `<think>`, calls tools by tags of their names such as `<search>`, and ends with
-`<answer>`. Results are in `<information>` or `<result>`. BAPO's final answer is in `\boxed{..}`.
+In the protocols of Search-R1 (https://arxiv.org/abs/2503.09516) and BAPO
+(https://arxiv.org/abs/2601.11037), the model thinks in `<think>`, calls a tool with a tag of its
+name, such as `<search>`, and ends with `<answer>`. Results are in `<information>` or `<result>`.
+BAPO's final answer is in `\boxed{..}`.
 
-In Qwen's (https://qwen.readthedocs.io/en/latest/framework/function_call.html), calls are JSON in
-`<tool_call>`, any number per turn. The chat template describes tools and renders results.
+In Qwen's protocol (https://qwen.readthedocs.io/en/latest/framework/function_call.html), calls are
+JSON in `<tool_call>`, any number per turn. The chat template describes tools and renders results.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from jaxrl.envs.rewards.rules import (
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A call of a tool, which may not exist, with a text or JSON arguments."""
+    """A parsed tool call with a text or JSON arguments. The tool may not exist."""
 
     tool: str
     arguments: str | Mapping[str, Any]
@@ -53,7 +54,7 @@ class Unreadable:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The calls of a turn; none if it closes a call that it never opened."""
+    """A parsed turn. It has no calls if it closes a call that it never opened."""
 
     calls: tuple[Asked | Unreadable, ...] = ()
     is_answer: bool = False  # ends the episode
@@ -66,22 +67,22 @@ class Protocol:
 
     Attributes:
         name: Key in `PROTOCOLS`.
-        tags: All tags. `sanitize` removes them from foreign text.
+        tags: All tags. `sanitize` removes them from untrusted text.
         tools: Tags that call a tool.
-        stop_strings: Ends of a turn of a model with a search engine only.
+        stop_strings: Strings that end a turn when the search engine is the only tool.
         result_prefix: Text before a tool's result.
-        result_suffix: Text after it.
+        result_suffix: Text after a tool's result.
         final_answer: Function from a response to its answer, or "".
-        is_well_formed: Function from a response to True if it follows the protocol.
-        format_reward: Function from a response to the reward for that.
-        reward_parts: Names of the parts that are measured.
-        correctness_name: The part that is specific to this protocol.
+        is_well_formed: Predicate: does a response follow the protocol?
+        format_reward: Function from a response to its format reward.
+        reward_parts: Names of the parts that are computed.
+        correctness_name: Name of the part that is specific to this protocol.
         correctness: Function from a response and the accepted answers to that part.
-        is_correct: Function from the same to True if the response is correct by that part.
+        is_correct: Predicate with the same arguments: is the response correct by that part?
         read: Function from the text of a turn and the names of tools to the calls.
-        is_abstention: Function from a response to True if its answer says "I don't know".
+        is_abstention: Predicate: does the answer of a response say "I don't know"?
         in_template: True if the chat template describes tools and renders results, and the model
-            ends its turns itself.
+            ends its own turns.
     """
 
     name: str
@@ -102,23 +103,23 @@ class Protocol:
     in_template: bool = False
 
     def sanitize(self, text: str) -> str:
-        """Replace the angle brackets of every protocol tag in foreign text by ‹ and ›.
+        """Replace the angle brackets of protocol tags in untrusted text with ‹ and ›.
 
-        Opening, closing and self-closing tags count, in any case and with blanks inside. Lone
-        surrogates become "?".
+        Covers opening, closing and self-closing tags, in any case and with whitespace inside.
+        Lone surrogates become "?".
         """
         names = "|".join(self.tags)
         tag = re.compile(rf"<(\s*(?:/\s*)?(?:{names})\s*(?:/\s*)?)>", re.IGNORECASE)
         return tag.sub(r"‹\1›", text).encode("utf-8", "replace").decode("utf-8")
 
     def render_observation(self, body: str) -> Observation:
-        """Return the sanitized result of a call in the protocol's tags."""
+        """Sanitize the result of a call and wrap it in the protocol's tags."""
         return Observation(
             prefix=self.result_prefix, body=self.sanitize(body), suffix=self.result_suffix
         )
 
     def render_results(self, results: Sequence[str]) -> Observation | ToolResults:
-        """Return the observation for a turn's results in order; tags hold only one."""
+        """Return the observation for a turn's results. Tag protocols allow only one result."""
         images = tuple(map(images_behind, results))
         if self.in_template:
             shown = images if any(images) else ()
@@ -127,7 +128,7 @@ class Protocol:
 
 
 def read_tags(turn: str, tools: Sequence[str]) -> Reading:
-    """Parse a turn that ends with a closing tag; any other end is malformed."""
+    """Parse a turn of a tag protocol. A turn that does not end with a closing tag is malformed."""
     if turn.endswith("</answer>"):
         return Reading(is_answer=True)
     tool = next((name for name in tools if turn.endswith(f"</{name}>")), None)
@@ -138,10 +139,10 @@ def read_tags(turn: str, tools: Sequence[str]) -> Reading:
 
 
 def mask_calls(text: str) -> str:
-    """Return a text of the same length in which tags inside the JSON of calls are no tags.
+    """Hide tags inside the JSON of calls; the length of the text stays the same.
 
-    In a JSON object that follows `<tool_call>`, `<` becomes `‹`. What cannot be parsed as JSON
-    stays, so all tags in it count.
+    In a JSON object that follows `<tool_call>`, `<` becomes `‹`. Text that does not parse as JSON
+    stays, so its tags count.
     """
     pieces, position = [], 0
     while candidate := _CALL_JSON.search(text, position):
@@ -153,8 +154,8 @@ def mask_calls(text: str) -> str:
     return "".join([*pieces, text[position:]])
 
 
-# JSON has no `<` outside of strings, and an object begins with a string. What is decoded ends at
-# such a `<`, so the time stays linear: of two objects, only one can reach beyond the other's start.
+# JSON has no `<` outside strings, and an object starts with a string. The pattern stops at such a
+# `<`, so the time stays linear: of two objects, only one can extend past the other's start.
 _CALL_JSON = re.compile(
     r'<tool_call>\s*+(\{(?=\s*+["}])(?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+)', re.DOTALL
 )
@@ -162,10 +163,10 @@ _JSON = json.JSONDecoder()
 
 
 def read_tool_calls(turn: str, tools: Sequence[str] = ()) -> Reading:
-    """Parse a turn in Qwen's format; calls inside thoughts do not count.
+    """Parse a turn in Qwen's format, ignoring calls inside thoughts.
 
-    Each `<tool_call>` holds a JSON object with a name and an object of arguments; anything else,
-    or a call that is not closed, is `Unreadable`. A turn without calls is the last one.
+    Each `<tool_call>` contains a JSON object with a name and an object of arguments. Anything
+    else, or an unclosed call, is `Unreadable`. A turn without calls ends the episode.
     """
     masked = mask_calls(turn)
     begin, end = _said(masked)
@@ -207,7 +208,7 @@ def _refuse_constant(name: str) -> Any:
 def said(text: str) -> str:
     """Return a response without its thoughts, masked by `mask_calls`.
 
-    A `<think>` that is never closed ends with its message, before the results of its calls.
+    An unclosed `<think>` ends with its message, before the results of its calls.
     """
     rest = mask_calls(text).rpartition("</think>")[2]
     return _UNCLOSED_THOUGHT.sub("", rest)
@@ -217,7 +218,7 @@ _UNCLOSED_THOUGHT = re.compile(r"<think>.*?(?:</tool_response>|\Z)", re.DOTALL)
 
 
 def _said(masked: str) -> tuple[int, int]:
-    """Return where the part of a masked text outside its thoughts begins and ends."""
+    """Return start and end of the part of a masked text outside its thoughts."""
     thoughts = masked.rpartition("</think>")
     begin = len(masked) - len(thoughts[2])
     return begin, begin + len(thoughts[2].partition("<think>")[0])
@@ -226,11 +227,11 @@ def _said(masked: str) -> tuple[int, int]:
 def qwen_format(text: str) -> bool:
     """Return True if a response follows Qwen's protocol.
 
-    Outside closed think blocks, the tags must be: any number of rounds of valid calls with as many
-    results, then one answer, which ends the text. Other text may be between the tags.
+    Outside closed think blocks, the tags must be any number of rounds, each of valid calls and as
+    many results, then one answer that ends the text. Other text may appear between the tags.
 
     Args:
-        text: Response with its results as the chat template renders them.
+        text: Response including its results as the chat template renders them.
     """
     text = without_thoughts(mask_calls(text))
     tags = "".join(_LETTERS[tag] for tag in _CALL_TAGS.findall(text))
@@ -251,9 +252,9 @@ _LETTERS = {
 
 
 def last_query(turn: str, tag: str = "search") -> str | None:
-    """Return the dedented text after the last opening tag of a turn that ends with the closing tag.
+    """Return the dedented text between the last opening tag and the closing tag at the end.
 
-    None if the turn ends otherwise or opens nothing.
+    None if the turn does not end with the closing tag, or has no opening tag.
     """
     if not turn.endswith(f"</{tag}>"):
         return None
@@ -262,9 +263,9 @@ def last_query(turn: str, tag: str = "search") -> str | None:
 
 
 def last_answer(response: str) -> str:
-    """Return the last `<answer>` of a response, stripped; "" without one.
+    """Return the content of the last `<answer>`, stripped; "" if there is none.
 
-    Without any `</answer>`, it is the partial text after the last `<answer>`.
+    If there is no `</answer>`, return the partial text after the last `<answer>`.
     """
     before_close, close, _ = response.rpartition("</answer>")
     _, opener, answer = (before_close if close else response).rpartition("<answer>")
@@ -290,11 +291,11 @@ def search_r1(
     """Return Search-R1's protocol with these rewards.
 
     Args:
-        tools: Names of tools beside the search engine.
+        tools: Names of tools other than the search engine.
         format_reward: Reward for a well-formed response.
-        format_failure: Reward for any other.
+        format_failure: Reward for a malformed response.
         answer_reward: Reward for an answer close to the truth.
-        exact_match_bonus: Reward for the truth itself, instead of `answer_reward`.
+        exact_match_bonus: Reward for an exact match, instead of `answer_reward`.
         not_found: Reward for the answer "no relevant content found".
     """
     tools = ("search", *tools)
@@ -330,7 +331,7 @@ def bapo(tools: Sequence[str] = ()) -> Protocol:
     """Return BAPO's protocol. `<python>` is a tag even without that tool.
 
     Args:
-        tools: Names of tools beside the search engine.
+        tools: Names of tools other than the search engine.
     """
     tools = tuple(dict.fromkeys(("search", "python", *tools)))
 
@@ -363,7 +364,7 @@ def qwen(
     Args:
         tools: Names of all tools.
         format_reward: Reward for a well-formed response.
-        format_failure: Reward for any other.
+        format_failure: Reward for a malformed response.
     """
 
     def final_answer(response: str) -> str:
@@ -405,4 +406,5 @@ PROTOCOLS: Mapping[str, Callable[..., Protocol]] = {
     "bapo": bapo,
     "qwen": qwen,
 }
-"""Protocols as functions of the names of tools (those with tags: beside the search engine)."""
+"""Functions from tool names to a protocol. For tag protocols, the names exclude the search
+engine."""

@@ -1,4 +1,4 @@
-"""Search environment: the model calls a search engine and other tools, and answers."""
+"""Search environment: the model calls a search engine and other tools, then answers."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from jaxrl.utils.concurrency import side_by_side
 
 
 class SearchEnv(Env):
-    """Questions answered with a search engine and other tools, in a protocol.
+    """Questions answered with a search engine and other tools.
 
-    In Search-R1's and BAPO's protocols, a turn ends with `</answer>`, which ends the episode, or
-    with the closing tag of a tool, which inserts the result. A turn that ends otherwise is
-    malformed. One that closes a call that it never opened is ignored, and the model continues.
+    In the protocols of Search-R1 and BAPO, a turn ends with `</answer>`, which ends the episode,
+    or with the closing tag of a tool, which inserts the result. Any other end is malformed. A turn
+    that closes a call it never opened gets no reply, and the model continues.
 
-    In Qwen's, the model ends its turns itself. All calls of a turn are answered in order; a wrong
-    call is answered with its error. A turn without calls is the last one, and malformed without an
-    answer.
+    In Qwen's protocol, the model ends its own turns. All calls of a turn are answered in order; an
+    invalid call is answered with its error. A turn without calls is the last one. It is malformed
+    if it has no answer.
 
     An answer that says "I don't know" ends the episode as abstained.
     """
 
     stop_strings: tuple[str, ...] = ("</search>", "</answer>")
-    reward_parts: tuple[str, ...] = ()  # those of the protocol
+    reward_parts: tuple[str, ...] = ()  # set from the protocol
 
     def __init__(
         self,
@@ -56,21 +56,22 @@ class SearchEnv(Env):
         correct_by: str = "exact_match",
         budget: Budget | None = None,
     ) -> None:
-        """Check the settings.
+        """Validate and store the settings.
 
         Args:
-            engine: Search engine, called `search`. None is allowed with Qwen's protocol only.
+            engine: Search engine with the name `search`. None is allowed only in Qwen's protocol.
             tools: Other tools.
-            prompt: Chat that asks the question.
-            max_turns: Maximum number of turns with calls, including blank ones. After one more
-                turn with a call, the episode is out of budget.
+            prompt: Chat messages that ask the question.
+            max_turns: Maximum number of turns with calls, including blank calls. One more turn
+                with a call ends the episode as out of budget.
             max_calls: Maximum number of calls that reach a tool in an episode; 0 for no limit.
-                Further ones are answered with an error.
+                Further calls are answered with an error.
             protocol: Function from the names of `tools` to the protocol.
-            correct_by: Reward part by which an episode is correct: above 0, or by `is_correct` if
-                it is the protocol's own part.
-            budget: Bound on the cost of an episode's calls, whose excess ends the episode.
+            correct_by: Reward part that decides correctness. An episode is correct if the part is
+                above 0; for the protocol's own part, `Protocol.is_correct` decides.
+            budget: Upper bound on the cost of an episode's calls. Exceeding it ends the episode.
         """
+        # The protocol depends on the names of the tools.
         offered = [*([] if engine is None else [engine]), *tools]
         names = [tool.name for tool in offered]
         self._protocol = spoken = with_tools(protocol, names)
@@ -82,6 +83,7 @@ class SearchEnv(Env):
                 f"correct_by is {correct_by!r}; expected one of {', '.join(measures)} in the "
                 f"protocol {spoken.name!r}."
             )
+        # The chat template describes tools to the model; with tags, each call holds one text.
         if spoken.in_template:
             self.stop_strings = ()
             self.chat_tools = tuple(chat_schema(tool) for tool in offered)
@@ -105,7 +107,7 @@ class SearchEnv(Env):
         return [self._prompt.messages(task) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Reply to one turn of each episode; all calls of a tool go to it together."""
+        """Reply to one turn per episode. Each tool gets all of its calls as one batch."""
         plans = [self._plan(e, text) for e, text in zip(episodes, texts, strict=True)]
         calls: dict[str, list[_Call]] = {}
         for plan in plans:
@@ -116,7 +118,7 @@ class SearchEnv(Env):
         return [plan if isinstance(plan, StepResult) else self._reply(plan) for plan in plans]
 
     def _plan(self, episode: Episode, text: str) -> StepResult | list[_Call]:
-        """Parse one turn; return its calls, or the reply if there are none."""
+        """Parse one turn. Return its calls, or the reply if there are none to make."""
         reading = self._protocol.read(text, tuple(self._tools))
         if reading.is_answer:
             abstains = self._protocol.is_abstention(episode.response + text)
@@ -125,7 +127,7 @@ class SearchEnv(Env):
             return StepResult(outcome=Outcome.MALFORMED)
         if not reading.calls:
             return StepResult()
-        # Blank calls count too: they are answered like the others.
+        # Blank calls count too, since they are answered like the others.
         num_turns = sum(turn.observation is not None for turn in episode.turns)
         if num_turns >= self._max_turns:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
@@ -143,7 +145,7 @@ class SearchEnv(Env):
         return calls
 
     def _resolve(self, asked: Asked | Unreadable) -> _Call:
-        """Find the tool of a call, or answer it with an error."""
+        """Look up the tool of a call, or answer the call with an error."""
         if isinstance(asked, Unreadable):
             return _Call(found=f"error: {asked.reason}")
         tool = self._tools.get(asked.tool)
@@ -156,12 +158,12 @@ class SearchEnv(Env):
             return _Call(found=f"error: {error}")
         except ToolError as error:
             return _Call(found=error)
-        except RecursionError:  # JSON that can be read may be too deep to be written
+        except RecursionError:  # JSON that parses may still be too deep to serialize
             return _Call(found="error: the call is nested too deeply")
         return _Call(tool=tool, text=text) if text.strip() else _Call(found=tool.blank)
 
     def _reply(self, calls: list[_Call]) -> StepResult:
-        """Return the results of a turn's calls, or the failure of one."""
+        """Return the results of a turn's calls, or the first failure."""
         shown, errors = [], []
         for result in [call.found for call in calls]:
             if isinstance(result, OutageError) and result.fallback is None:
@@ -202,7 +204,7 @@ class SearchEnv(Env):
                 "f1": f1(judged, task.answers),
             }
             is_correct = parts[self._correct_by] > 0
-            # The config may set a reward above 0 for what is not correct.
+            # The config may set a positive reward for an incorrect answer.
             if self._correct_by == protocol.correctness_name:
                 is_correct = protocol.is_correct(response, task.answers)
             reward = Reward(
@@ -218,11 +220,11 @@ class SearchEnv(Env):
 
 @dataclass
 class _Call:
-    """A call of a tool and its answer."""
+    """A tool call and its answer."""
 
-    tool: Tool | None = None  # None if the call reaches none
+    tool: Tool | None = None  # None if the call reaches no tool
     text: str = ""
-    found: str | ToolError = ""  # answer or failure
+    found: str | ToolError = ""  # the answer or failure
     record: CallRecord | None = None  # None if no tool was called
 
 
@@ -236,10 +238,10 @@ def _answer(calls: list[_Call]) -> None:
 
 
 def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
-    """Return the protocol for these tools; the search engine is the first if there is one.
+    """Return the protocol for these tools. A search engine comes first.
 
     Raises:
-        ValueError: A name cannot be called or is taken, or a required tool is missing.
+        ValueError: A name is invalid or reserved, or a required tool is missing.
     """
     bare = protocol(())
     pattern, taken, called = r"[A-Za-z_][\w.-]*", set(), names
@@ -265,7 +267,7 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
 
 
 def turn_ends(protocol: Protocol, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the stop strings with tools of these names beside the search engine."""
+    """Return the stop strings for a search engine and other tools with these names."""
     if protocol.in_template:
         return ()
     return (*protocol.stop_strings, *(f"</{name}>" for name in names))
@@ -275,7 +277,7 @@ def check_spoken(protocol: Protocol) -> None:
     """Check that `SearchEnv` can use a protocol.
 
     Raises:
-        ValueError: A required stop string is missing, or a reward part is not measured.
+        ValueError: A required stop string is missing, or a reward part is not computed here.
     """
     for end in () if protocol.in_template else ("</search>", "</answer>"):
         if end not in protocol.stop_strings:
