@@ -1,7 +1,8 @@
 """Attribution of an answer to the search results of an episode.
 
-Evidence is what the model saw of executed searches. Errors and results of other tools do not count.
-Neither does an answer whose words are all in the query, since the result may repeat them.
+Evidence is the text of executed searches that the model saw. Errors and results of other tools do
+not count. An answer does not count either if all of its words are in the query, since the result
+may just repeat them.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ _DOCUMENT = re.compile(r"^ *Doc \d+ ?\(Title: ", re.MULTILINE)
 _NO_WORD = regex.compile(r"[^\p{L}\p{M}\p{N}]+")
 _UNSPACED = regex.compile(rf"({UNSPACED}\p{{M}}*)", regex.V1)
 _ESCAPE = re.compile(r"\\(?:[bfnrt]|u[0-9a-fA-F]{4})")
-_MAX_JOINED = 8  # words of a query that a result may write as one
+_MAX_JOINED = 8  # query words that a result may write as one word
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """Relation of an episode's results to its answer.
+    """Relation of an episode's search results to the accepted answers.
 
     Attributes:
         has_evidence: True if a search shows an accepted answer, see `shows_answer`.
-        num_redundant: Number of searches that repeat a query, or find nothing new.
+        num_redundant: Number of searches that repeat a query or return nothing new.
     """
 
     has_evidence: bool
@@ -47,7 +48,7 @@ def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
     for turn in turns:
         queries = [" ".join(c.call.lower().split()) for c in calls_of(turn) if c.tool is None]
         results = [piece for _, result in search_results(turn) for piece in results_of(result)]
-        # A result may have been cut.
+        # A result may have been truncated, so a prefix of an earlier one is known too.
         is_known = bool(results) and all(
             any(old.startswith(new) for old in seen) for new in results
         )
@@ -62,7 +63,7 @@ def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
 
 
 def search_results(turn: Turn) -> list[tuple[str, str]]:
-    """Return query and result, as the model saw it, of each executed search of a turn."""
+    """Return each executed search of a turn: its query, and its result as the model saw it."""
     shown = turn.results or ((turn.observation,) if turn.observation else ())
     return [
         (record.call, shown[record.result_index])
@@ -85,12 +86,12 @@ def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
 
 
 def _words_of(query: str) -> set[str]:
-    """Return the words of a query, also joined, since a result may have `java-script` for two."""
+    """Return the words of a query and of joined words: a result may write `java-script`."""
     words: set[str] = set()
-    # Several arguments are JSON, which may escape blanks.
+    # A call with several arguments is JSON, which may escape whitespace.
     for text in (query, _ESCAPE.sub(" ", query)):
         plain = _plain(text)
-        # An article in the query may be a letter of the answer.
+        # The article "a" in the query may be a letter in the answer, so keep articles too.
         spellings = plain.translate(NO_PUNCTUATION), _NO_WORD.sub(" ", plain)
         for reading in map(str.split, (*spellings, *_readings(text))):
             for start in range(len(reading)):
@@ -99,12 +100,12 @@ def _words_of(query: str) -> set[str]:
 
 
 def occurs(answer: str, observation: str) -> bool:
-    """Return True if an observation contains an answer as whole words.
+    """Return True if an observation contains an answer as complete words.
 
-    Both are normalized as in `exact_match`, once without punctuation and once with blanks in its
-    place: `U.S.` is `US`, and `1914-1918` contains `1914`. Compatibility forms are equal, invisible
-    characters ignored, and a letter of a script without blanks is a word. Tags and the numbers of
-    documents do not count.
+    Both are normalized as in `exact_match`, once with punctuation removed and once with it replaced
+    by spaces: `U.S.` is `US`, and `1914-1918` contains `1914`. Compatibility forms are equal,
+    invisible characters are ignored, and each letter of a script without spaces is a word. Tags and
+    document numbers do not count.
     """
     text = _DOCUMENT.sub(" ", _TAG.sub(" ", observation))
     readings = zip(_readings(answer), _readings(text), strict=True)
@@ -112,18 +113,18 @@ def occurs(answer: str, observation: str) -> bool:
 
 
 def _readings(text: str) -> tuple[str, str]:
-    """Return a text normalized without punctuation, and with blanks in its place."""
+    """Return a text normalized with punctuation removed, and with it replaced by spaces."""
     text = _plain(text)
     return normalize_answer(text), normalize_answer(_NO_WORD.sub(" ", text))
 
 
 def _plain(text: str) -> str:
-    """Return a folded text with blanks around each letter of a script without blanks."""
+    """Fold a text, with spaces around each letter of a script without spaces."""
     return _UNSPACED.sub(r" \1 ", fold(text))
 
 
 def results_of(observation: str) -> list[str]:
-    """Return the numbered documents in an observation, or all of it without any."""
+    """Return the numbered documents in an observation, or its full text if there are none."""
     text = _TAG.sub(" ", observation)
     parts = _DOCUMENT.split(text)
     pieces = [" ".join(part.split()) for part in (parts[1:] or parts)]

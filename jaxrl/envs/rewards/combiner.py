@@ -1,4 +1,4 @@
-"""Weighted sum of reward parts: the environment's and those of functions and judges."""
+"""Weighted sum of reward parts from the environment, functions and judges."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxrl.envs.base import CallRecord, OutageError, Reward, ScoredEpisode, Task
 from jaxrl.utils.concurrency import LateError, new_loop, started
 
 MAX_THREADS = 32
-"""Maximum number of threads that call functions which are not async."""
+"""Maximum number of threads that call sync functions."""
 
 LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
 """Largest float32."""
 
-_PATIENCE_S = 1.0  # time for an event loop to respond
+_PATIENCE_S = 1.0  # how long an event loop may take to respond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class Measured:
     """Result of a reward part for one episode.
 
     Attributes:
-        score: Value of the part; None if it does not apply, so nothing is paid for it.
-        turns: Amount for each turn if the part is earned by turn. `score` is their sum.
-        others: Further numbers by name, which are logged and not paid.
+        score: Value of the part; None if it does not apply to the episode.
+        turns: One value per turn for a per-turn part. `score` is their sum.
+        others: Further values by name, which are logged but do not count.
     """
 
     score: float | None
@@ -42,11 +42,11 @@ class Call:
     """One call of a reward part.
 
     Attributes:
-        members: Indices of its episodes in the group.
+        members: Indices of the call's episodes in their group.
         make: Function that makes the call, and returns a coroutine if the part is async.
-        read: Function from the result to a `Measured` for each of the episodes. It may raise.
+        read: Function from the result to one `Measured` per episode. It may raise.
         records: Function that returns the records of priced tools after the call. They count for
-            the first of the episodes.
+            the first episode.
     """
 
     members: tuple[int, ...]
@@ -56,7 +56,7 @@ class Call:
 
 
 class RewardPart(Protocol):
-    """A reward part that is not the environment's."""
+    """A reward part that does not come from the environment."""
 
     @property
     def is_async(self) -> bool:
@@ -64,19 +64,19 @@ class RewardPart(Protocol):
         ...
 
     def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
-        """Return the calls for the episodes of one task; each episode is in one call."""
+        """Return the calls for one task's episodes. Each episode is in exactly one call."""
         ...
 
     def missing_fields(self, task: Task) -> list[str]:
-        """Return the names of required fields that a task does not have."""
+        """Return the names of required fields that the task lacks."""
         ...
 
 
 def number(name: str, value: Any) -> float:
-    """Read the value of a part: a finite number, or a scalar array.
+    """Convert the value of a part, a finite number or scalar array, to a float.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is not a finite number.
     """
     plain = value.item() if callable(getattr(value, "item", None)) else value
     if not (isinstance(plain, Real) and math.isfinite(plain)):
@@ -85,26 +85,26 @@ def number(name: str, value: Any) -> float:
 
 
 class EventLoop:
-    """Event loop of a run's async reward functions, whose clients belong to it."""
+    """Event loop of a run's async reward functions. Their clients are bound to it."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine beside the others."""
+        """Schedule a coroutine."""
         if self._loop is None:
             self._loop = new_loop("rewards")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def leave_if_stuck(self) -> None:
-        """Use a new loop from now on if a coroutine blocks this one."""
+        """Switch to a new loop if a coroutine blocks this one."""
         if wait([self.submit(asyncio.sleep(0))], timeout=_PATIENCE_S).not_done:
             self._loop = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupCall:
-    """A call of a part about one of the groups."""
+    """A call of one part for one group."""
 
     part: str
     group: int
@@ -116,13 +116,12 @@ class RewardCombiner:
     """Reward function of a run.
 
     Attributes:
-        weights: Weights of parts, summed in this order. Parts without a weight are only logged.
-        custom_parts: Parts that are not the environment's, by name.
-        correct: Name of the part above 0 that makes an answer correct, unless it abstains; "" to
-            ask the environment.
+        weights: Weight of each part, summed in this order. Parts without a weight are only logged.
+        custom_parts: Parts that do not come from the environment, by name.
+        correct: Name of the part that decides correctness: an answer is correct if the part is
+            above 0 and the answer is not an abstention. "" to use the environment's decision.
         deadline_s: Seconds for all functions of a batch, after which missing results are errors.
-            With 0 there is no deadline, and functions that are not async run one by one in the
-            calling thread.
+            With 0 there is no deadline, and sync functions run one by one in the calling thread.
     """
 
     weights: Mapping[str, float]
@@ -139,7 +138,7 @@ class RewardCombiner:
         Fills the `records` of the episodes.
 
         Raises:
-            OutageError: A judge or tool did not answer for too long.
+            OutageError: A judge or tool has not answered for too long.
         """
         calls = [
             _GroupCall(part=name, group=g, call=call)
@@ -149,7 +148,7 @@ class RewardCombiner:
             for call in part.requests(group)
         ]
         answers = self._ask(calls)
-        # A failed call about several episodes is repeated for each of them.
+        # Repeat a failed call one episode at a time, so that one episode cannot fail the others.
         again = [
             replace(failed, call=replace(call, members=(member,)))
             for failed, answer in zip(calls, answers, strict=True)
@@ -176,10 +175,10 @@ class RewardCombiner:
 
         Args:
             task: A task of the run.
-            key: Config key that named its file.
+            key: Config key of the task's file.
 
         Raises:
-            ValueError: The message names the part and the field.
+            ValueError: A field is missing. The message names the part and the field.
         """
         for name, part in self.custom_parts.items():
             if missing := part.missing_fields(task):
@@ -229,7 +228,7 @@ class RewardCombiner:
         """Return the reward with all parts and its total, or the first error among them."""
         try:
             parts, turn_parts = self._parts(episode, results)
-            # The environment measures all of its parts; others may not apply.
+            # The environment must provide all of its parts. Custom parts may not apply.
             wanted = {name: weight for name, weight in self.weights.items() if weight}
             missing = [name for name in wanted if name not in parts]
             foreign = [name for name in missing if name not in self.custom_parts]
@@ -241,7 +240,8 @@ class RewardCombiner:
             weights = {name: weight for name, weight in wanted.items() if name in parts}
             amounts = {name: weight * parts[name] for name, weight in weights.items()}
             total = sum(amounts.values())
-            if not abs(total) <= LARGEST_REWARD:  # advantages are float32
+            # Advantages are float32, so a larger total would become infinite.
+            if not abs(total) <= LARGEST_REWARD:
                 name = max(amounts, key=lambda name: abs(amounts[name]))
                 raise ValueError(
                     f"the reward part {name!r} gave {parts[name]:g}, which its weight "
@@ -270,10 +270,10 @@ class RewardCombiner:
     def _parts(
         self, episode: ScoredEpisode, results: Mapping[str, Measured | BaseException]
     ) -> tuple[dict[str, float], dict[str, Sequence[float]]]:
-        """Collect all parts, and the amounts of those by turns.
+        """Collect all parts, and the values of per-turn parts.
 
         Raises:
-            BaseException: A part failed, or lacks a finite amount for each turn.
+            BaseException: A part failed, or does not have a finite value per turn.
         """
         num_turns = len(episode.episode.turns)
         turn_parts: dict[str, Sequence[float]] = {}
@@ -297,7 +297,7 @@ class RewardCombiner:
 
 
 def _called(make: Callable[[], Any]) -> Future[Any]:
-    """Make a call now; return its future."""
+    """Make a call in this thread and return its completed future."""
     future: Future[Any] = Future()
     try:
         future.set_result(make())
@@ -309,11 +309,11 @@ def _called(make: Callable[[], Any]) -> Future[Any]:
 
 
 async def _awaited(call: Call) -> Any:
-    return await call.make()  # called in the loop's thread, to which its clients belong
+    return await call.make()  # in the loop's thread, which owns the clients
 
 
 JUDGE = ("jaxrl.extras.endpoints.judges:Judge", "jaxrl.extras.endpoints.judges:JudgeSettings")
-"""Reward part that asks a language model, and its settings."""
+"""Import paths of the LLM-judge reward part and its settings."""
 
 REWARD_PARTS: Mapping[str, str] = {"math_verify": "jaxrl.extras.symbolic_math.part.MathVerify"}
-"""Optional parts for any environment, with settings in the section of `reward` of that name."""
+"""Optional parts for any environment. The config section `reward.<name>` has their settings."""

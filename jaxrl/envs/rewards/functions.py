@@ -1,7 +1,7 @@
 """User reward functions, recognized by the names of their parameters.
 
-There are four kinds: of a response and the accepted answers, of the turns of an episode, as verl
-calls it, and as TRL calls it. Functions are called by keyword with the arguments that they take.
+There are four kinds: functions of a response and the accepted answers, functions of the turns of
+an episode, verl's, and TRL's. Each is called by keyword with the arguments that it takes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Kind:
     """Calling convention of reward functions.
 
     Attributes:
-        shown: Signature, for messages.
+        shown: Signature for error messages.
         arguments: Function from a group to the members and available arguments of each call.
-        read: Function from part name, result and episodes to a `Measured` for each episode.
+        read: Function from part name, result and episodes to one `Measured` per episode.
     """
 
     shown: str
@@ -44,10 +44,10 @@ class RewardFunction:
     Attributes:
         name: Name of the part.
         function: Sync or async function.
-        kind: Its calling convention.
+        kind: Calling convention.
         settings: Keyword arguments from the config.
         answer_is_text: True to pass the first answer as `ground_truth` to verl's functions, False
-            to pass `{"target": [all answers]}`. Only for tasks without their own.
+            to pass `{"target": [all answers]}`. Ignored for tasks with a `ground_truth`.
     """
 
     name: str
@@ -59,11 +59,11 @@ class RewardFunction:
     @property
     def is_async(self) -> bool:
         """True if calls return coroutines."""
-        inner = getattr(self.function, "__call__", None)  # noqa: B004, of an object
+        inner = getattr(self.function, "__call__", None)  # noqa: B004, for callable objects
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inner)
 
     def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
-        """Return a call for each episode, or one for the group."""
+        """Return one call per episode, or one for the group, depending on the kind."""
         parameters = inspect.signature(self.function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         calls = []
@@ -79,7 +79,7 @@ class RewardFunction:
         return calls
 
     def missing_fields(self, task: Task) -> list[str]:
-        """Return the names of required arguments that a task does not have."""
+        """Return the names of required arguments that the task lacks."""
         blank = ScoredEpisode(episode=Episode(task=task), reward=Reward(parts={}, final_answer=""))
         [(_, offered)] = self.kind.arguments([blank], self.answer_is_text)
         known = {**offered, **self.settings}
@@ -97,7 +97,7 @@ class RewardFunction:
 def part_of(
     name: str, function: Any, *, part: str, settings: Mapping[str, Any], answer_is_text: bool
 ) -> RewardFunction:
-    """Make a reward part of a function in `config.reward.weights`.
+    """Build a reward part from a function named in `config.reward.weights`.
 
     Args:
         name: Dotted path of the function.
@@ -107,19 +107,21 @@ def part_of(
         answer_is_text: See `RewardFunction`.
 
     Raises:
-        ValueError: It is not a function of a known kind, or does not take one of the settings.
+        ValueError: The object is not a function of a known kind, or does not take a setting.
     """
+    # Classes and generator functions are callable, but do not return a reward.
     kind, shown = None, f"a {type(function).__name__}"
     if callable(function) and not isinstance(function, type):
         try:
             kind, shown = kind_of(function), f"a function of {inspect.signature(function)}"
-        except (TypeError, ValueError) as error:  # built in, without a signature
+        except (TypeError, ValueError) as error:  # a builtin without a signature
             shown = str(error)
     if kind is None or inspect.isgeneratorfunction(function):
         expected = "; or ".join(kind.shown for kind in reversed(KINDS.values()))
         raise ValueError(
             f"config.reward.weights names {name!r}, {shown}; expected a function {expected}."
         )
+    # Catch misspelled settings before the run starts.
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = next((setting for setting in settings if setting not in parameters), None)
@@ -138,7 +140,7 @@ def part_of(
 
 
 def kind_of(function: Callable[..., Any]) -> Kind | None:
-    """Return the kind of a function by the names of its parameters, or None."""
+    """Return the kind of a function, judged by its parameter names, or None."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
         return None
@@ -159,7 +161,7 @@ def _listed(name: str, result: Any, count: int, what: str) -> list[Any]:
     """Return the `count` values of a part as a list.
 
     Raises:
-        ValueError: The result is no ordered collection of `count` values.
+        ValueError: The result is not an ordered collection of `count` values.
     """
     if not isinstance(result, Iterable) or isinstance(result, Mapping | Set | str | bytes):
         raise ValueError(f"the reward part {name!r} gave {result!r:.200}; expected a list")
@@ -180,10 +182,10 @@ def _read_turns(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> li
 
 
 def ground_truth(task: Task, answer_is_text: bool) -> Any:
-    """Return the truth for verl's functions: `reward_model.ground_truth`, or the task's answers.
+    """Return verl's `ground_truth`: `reward_model.ground_truth`, or else the task's answers.
 
-    The answers are `{"target": [..]}`, as in verl's question sets, or the first one as text, as in
-    its mathematics sets.
+    The answers are `{"target": [..]}`, as in verl's question datasets, or the first answer as
+    text, as in its math datasets.
     """
     model = task.metadata.get("reward_model")
     if isinstance(model, Mapping) and "ground_truth" in model:
@@ -245,7 +247,7 @@ def _trl_arguments(group: Sequence[ScoredEpisode], _: bool) -> Arguments:
 
 
 def completion_messages(one: ScoredEpisode) -> list[Message]:
-    """Return the turns of an episode as messages of the assistant and of tools."""
+    """Return the turns of an episode as assistant and tool messages."""
     messages: list[Message] = []
     for index, turn in enumerate(one.episode.turns):
         opener = one.episode.opener if index == 0 else ""
@@ -286,4 +288,4 @@ KINDS: dict[str, Kind] = {
         read=lambda name, result, _: [Measured(score=number(name, result))],
     ),
 }
-"""Kinds of functions by the parameter that identifies them."""
+"""Kinds of functions by identifying parameter, in order of precedence."""

@@ -1,4 +1,4 @@
-"""Answers to mathematical questions: extraction and comparison by value."""
+"""Extraction of math answers and comparison by value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 from jaxrl.envs.rewards.rules import is_refusal, last_boxed
 
 _ANSWER_LINE = re.compile(r"\banswer[*_]*\s*:[*_]*\s*([^\n]*)", re.IGNORECASE)
-_COMMA = r"(?:\\!)*(?:\{,\}|,)(?:\s?\\!)*(?:(?<=[!}])\s)?"  # `, ` alone separates items of a list
+_COMMA = r"(?:\\!)*(?:\{,\}|,)(?:\s?\\!)*(?:(?<=[!}])\s)?"  # a plain `, ` separates list items
 _SPACE = r"(?:\{\\[,;:]\}|\\(?:[,;:!]|thinspace(?![A-Za-z]))\s?|\\ |[~ \u00a0\u2009\u202f])"
 _THOUSANDS = re.compile(
     rf"(?<![\d.^_])([1-9]\d{{0,2}})(?:((?:{_COMMA}\d{{3}})+)|((?:{_SPACE}\d{{3}})+))(?!\d)"
@@ -40,18 +40,18 @@ _MAX_MATH = 200  # characters; longer answers are compared as text
 
 
 def math_answer(response: str) -> str | None:
-    """Return the text after the last `Answer:`, up to the end of its line, or None.
+    """Return the text after the last `Answer:` up to the end of the line, or None.
 
-    Case and bold type do not matter. The answer may be on the next line.
+    Ignores case and bold markup. The answer may be on the next line.
     """
     lines = _ANSWER_LINE.findall(response)
     return lines[-1].strip() if lines else None
 
 
 def math_correctness(response: str, answers: str | Sequence[str]) -> float:
-    """Return 1.0 if the last `Answer:` line gives an accepted answer by `same_math`, else -1.0.
+    """Return 1.0 if the last `Answer:` line matches an accepted answer by `same_math`, else -1.0.
 
-    The reward of DAPO (https://arxiv.org/abs/2503.14476). An abstention is never correct.
+    DAPO's reward (https://arxiv.org/abs/2503.14476). An abstention is never correct.
     """
     answer = math_answer(response)
     answers = (answers,) if isinstance(answers, str) else answers
@@ -63,22 +63,22 @@ def math_correctness(response: str, answers: str | Sequence[str]) -> float:
 def same_math(answer: str, truth: str) -> bool:
     r"""Return True if two answers are the same number, list of answers, or text.
 
-    Numbers are whole, decimal or fractions (`1/2`, `\frac{1}{-2}`, `1\frac12`), may have separators
-    of thousands (see `join_thousands`), and are compared exactly. Dollar signs, `\boxed`, a final
-    period, `x =`, degrees, percent signs and common units are ignored: `50\%` is 50. Other answers
-    are compared as text (NFC) without blanks; `\sqrt{4}` is not `2`.
+    Numbers are integers, decimals or fractions (`1/2`, `\frac{1}{-2}`, `1\frac12`), may have
+    thousands separators (see `join_thousands`), and are compared exactly. Dollar signs, `\boxed`, a
+    final period, `x =`, degrees, percent signs and common units are ignored: `50\%` is 50. Other
+    answers are compared as text (NFC) without whitespace, so `\sqrt{4}` is not `2`.
     """
     return value_equal(answer, truth) is True
 
 
 def value_equal(answer: str, truth: str) -> bool | None:
-    """Compare two answers as `same_math` does; return None if only their notation may differ.
+    """Compare two answers like `same_math`; return None if only the notation may differ.
 
-    Two different numbers are False.
+    Returns False for two different numbers.
     """
     answer, truth = (unicodedata.normalize("NFC", text) for text in (answer, truth))
     given, wanted = _canonical_math(answer), _canonical_math(truth)
-    if "" in (given, wanted):  # what is ignored around an answer may be the answer
+    if "" in (given, wanted):  # text that is normally ignored may be the answer itself
         return answer.strip() == truth.strip() != ""
     if given == wanted:
         return True
@@ -87,9 +87,9 @@ def value_equal(answer: str, truth: str) -> bool | None:
 
 
 def join_thousands(text: str) -> str:
-    r"""Remove separators of thousands: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
+    r"""Remove thousands separators: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
 
-    A plain comma stays, as `(1,234)` is a list, and so does a mixed number, `2 100/300`.
+    A plain comma stays, since `(1,234)` is a list, and so does a mixed number, `2 100/300`.
     """
     return _THOUSANDS.sub(_joined, text)
 
@@ -99,7 +99,7 @@ def _joined(number: re.Match[str]) -> str:
     groups = re.findall(r"\d+", by_commas or by_spaces)
     if by_spaces and under and len(groups) == 1 and groups[0][0] != "0":
         [divisor] = re.findall(r"\d+", under)
-        if groups[0].zfill(len(divisor)) < divisor.zfill(3):  # a proper fraction: a mixed number
+        if groups[0].zfill(len(divisor)) < divisor.zfill(3):  # proper fraction, so a mixed number
             return number[0]
     if by_commas and by_commas == "".join(f",{group}" for group in groups):
         return number[0]
@@ -107,7 +107,7 @@ def _joined(number: re.Match[str]) -> str:
 
 
 def _canonical_math(text: str) -> Fraction | str | tuple:
-    """Return a canonical form of an answer; "" for none."""
+    """Return a canonical form of an answer, "" if nothing is left."""
     text = text.strip().rstrip(".")
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).replace("−", "-")
@@ -156,7 +156,7 @@ def _read_math(text: str) -> Fraction | str | tuple:
 
 
 def _read_number(text: str) -> Fraction | None:
-    """Return the value of a number, fraction or mixed number; None for other text."""
+    """Parse a number, fraction or mixed number; return None for other text."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None
@@ -169,20 +169,20 @@ def _read_number(text: str) -> Fraction | None:
     elif whole is None:
         value = _fraction(over) / divisor
     elif {*"+-("} & {*over, *under}:
-        return None  # a sum or a product, and no mixed number
+        return None  # a sum or product, not a mixed number
     else:
         value = _fraction(whole) + _fraction(over) / divisor
     return -value if sign == "-" else value
 
 
 def _fraction(number: str) -> Fraction:
-    """Return the value of a decimal number, which may have a sign and brackets around it."""
+    """Parse a decimal number, which may have a sign and parentheses."""
     digits = number.replace(",", "").strip("()+- ").removesuffix(".")
     return -Fraction(digits) if "-" in number else Fraction(digits)
 
 
 def _is_one_bracket(text: str) -> bool:
-    """Return True if the first bracket of a text is closed by its last one."""
+    """Return True if the last bracket of a text closes its first bracket."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

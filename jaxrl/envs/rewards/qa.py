@@ -14,10 +14,11 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lowercase, drop ASCII punctuation and the words a, an, the, and collapse blanks.
+    """Lowercase, drop ASCII punctuation and the words a, an, the, and collapse whitespace.
 
-    SQuAD's normalization (https://arxiv.org/abs/1606.05250), except that a text of which nothing
-    would be left keeps its articles, or else its punctuation. Characters are composed (NFC) first.
+    SQuAD's normalization (https://arxiv.org/abs/1606.05250), with two changes: characters are
+    composed (NFC) first, and a text that would become empty keeps its articles, or else its
+    punctuation.
     """
     lowered = unicodedata.normalize("NFC", text).lower()
     plain = lowered.translate(NO_PUNCTUATION)
@@ -31,17 +32,17 @@ def exact_match(answer: str, truths: str | Sequence[str]) -> float:
 
 
 def f1(answer: str, truths: str | Sequence[str]) -> float:
-    """Return F1 of the answer's words, for the best of the truths.
+    """Return the word-level F1 of the answer, maximized over the truths.
 
-    SQuAD's measure (https://arxiv.org/abs/1606.05250) of bags of normalized words. As in HotpotQA
-    (https://arxiv.org/abs/1809.09600), `yes`, `no` and `noanswer` must match as a whole.
+    SQuAD's F1 (https://arxiv.org/abs/1606.05250) of bags of normalized words. As in HotpotQA
+    (https://arxiv.org/abs/1809.09600), `yes`, `no` and `noanswer` must match exactly.
     """
     truths = (truths,) if isinstance(truths, str) else truths
     answer, best = normalize_answer(answer), 0.0
     for truth in map(normalize_answer, truths):
         if answer == truth or not {answer, truth} & _VERDICTS:
             words, wanted = Counter(answer.split()), Counter(truth.split())
-            # 2PR / (P + R) is twice the shared words over all of them.
+            # 2PR / (P + R) is twice the number of shared words over the total number of words.
             shared = (words & wanted).total()
             best = max(best, 2 * shared / (words.total() + wanted.total()) if shared else 0.0)
     return best

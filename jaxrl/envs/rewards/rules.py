@@ -1,4 +1,4 @@
-"""Rules of several papers for format, correctness and abstention."""
+"""Format, correctness and abstention rules from several papers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from difflib import SequenceMatcher, get_close_matches
 from jaxrl.envs.rewards.qa import f1
 
 SPECIAL_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "<eos>", "</s>")
-"""End markers that a response may end with."""
+"""End-of-text markers that may follow a response."""
 
 NOT_FOUND = "未找到相关内容"
-"""The answer "no relevant content found", which is honest and earns a part."""
+"""The answer "no relevant content found", which earns part of the reward."""
 
 _THINK_BLOCK = re.compile(r"<think>(?:(?!<think>).)*?</think>", re.DOTALL)
-_BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")  # escaped ones are only printed
+_BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")  # escaped braces do not nest
 _UNKNOWN = ("i don't know", "i do not know")
 
 
 def search_r1_format(text: str, *, tools: Sequence[str] = ("search",)) -> bool:
     """Return True if a response follows Search-R1's protocol.
 
-    Outside closed think blocks, the tags must be: any number of calls, each closed and followed by
-    a closed information block, then one answer, which ends the text. Other text may be between.
+    Outside closed think blocks, the tags must be any number of closed calls, each followed by a
+    closed information block, then one answer that ends the text. Other text may appear between.
 
     Args:
-        text: Response with its observations, without the prompt.
+        text: Response including its observations, without the prompt.
         tools: Tags that call a tool.
     """
     text = without_thoughts(text)
@@ -59,9 +59,9 @@ def answer_reward(
 
     Args:
         answer: The model's answer.
-        truth: An accepted answer. With several of them, take the maximum.
+        truth: One accepted answer. Callers with several take the maximum.
         reward: Reward for an answer close to the truth, see `is_right_answer`.
-        exact_match_bonus: Reward for the truth itself, instead of `reward`.
+        exact_match_bonus: Reward for an exact match, instead of `reward`.
         not_found: Reward for `NOT_FOUND`, unless that is the truth.
     """
     answer, truth = _composed(answer), _composed(truth)
@@ -73,14 +73,14 @@ def answer_reward(
 
 
 MAX_COMPARED = 400
-"""Longest answer and truth that are compared by similarity, in characters without blanks."""
+"""Maximum length of texts compared by similarity, in characters without whitespace."""
 
 
 def is_right_answer(answer: str, truth: str) -> bool:
-    """Return True if an answer equals the truth or is close; `NOT_FOUND` must be equal.
+    """Return True if an answer equals the truth or is close to it. `NOT_FOUND` must be equal.
 
-    Close means a `SequenceMatcher` ratio of at least one half, without blanks and case. The ratio
-    is not symmetric. Texts longer than `MAX_COMPARED` must be equal, since its time is cubic.
+    Close means a `SequenceMatcher` ratio of at least one half, ignoring whitespace and case. The
+    ratio is not symmetric. Texts longer than `MAX_COMPARED` must be equal, since its time is cubic.
     """
     answer, truth = _composed(answer), _composed(truth)
     if answer in ("", truth, NOT_FOUND):
@@ -92,7 +92,7 @@ def is_right_answer(answer: str, truth: str) -> bool:
 
 
 def _composed(text: str) -> str:
-    """Return a text stripped and with its characters composed (NFC)."""
+    """Strip a text and compose its characters (NFC)."""
     return unicodedata.normalize("NFC", text.strip())
 
 
@@ -101,7 +101,7 @@ def _squeeze(text: str) -> str:
 
 
 def is_refusal(answer: str) -> bool:
-    """Return True if an answer says "I don't know", with any apostrophe."""
+    """Return True if an answer says "I don't know", with either apostrophe."""
     lowered = answer.lower().replace("’", "'")
     return any(words in lowered for words in _UNKNOWN)
 
@@ -121,12 +121,12 @@ def _answer_span(response: str) -> str | None:
 def bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -> bool:
     """Return True if a response follows BAPO's protocol.
 
-    As in the code of BAPO (https://arxiv.org/abs/2601.11037): as many closed as opened think
-    blocks, at least one; one answer, closed and with something boxed; each call of a tool closed
-    and followed by a closed result. Other results, and text after the answer, are allowed.
+    As in BAPO's code (https://arxiv.org/abs/2601.11037): at least one think block, and as many
+    closing as opening tags; one closed answer with a box; each tool call closed and followed by a
+    closed result. Other results, and text after the answer, are allowed.
 
     Args:
-        response: Response with its results, without the prompt.
+        response: Response including its results, without the prompt.
         tools: Tags that call a tool.
     """
     num_thoughts = response.count("<think>")
@@ -155,9 +155,9 @@ def boxed_answer(response: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last balanced `\boxed{..}`, stripped; None without one."""
-    # Starts of the content of open braces, negative if not boxed. Many tuples would trigger the
-    # garbage collector.
+    r"""Return the content of the last balanced `\boxed{..}`, stripped; None if there is none."""
+    # Where the content of each open brace starts, negated if not boxed. Integers, because many
+    # tuples would trigger the garbage collector.
     opened: list[int] = []
     last: tuple[int, int] | None = None
     for brace in _BRACE.finditer(text):
@@ -173,7 +173,7 @@ def last_boxed(text: str) -> str | None:
 def bapo_correctness(
     response: str, answers: str | Sequence[str], *, tools: Sequence[str] = ("search", "python")
 ) -> float:
-    """Return F1 of the boxed answer; -1.0 for a bad format, 0.0 for an abstention.
+    """Return the F1 of the boxed answer; -1.0 for a malformed response, 0.0 for an abstention.
 
     BAPO (https://arxiv.org/abs/2601.11037).
     """
@@ -184,10 +184,10 @@ def bapo_correctness(
 
 
 def check_weights(weights: Mapping[str, float], parts: Iterable[str]) -> None:
-    """Check that weights name known parts, and that one of them is not 0.
+    """Check that weights name known parts and that at least one weight is not 0.
 
     Raises:
-        ValueError: The message suggests a similar name.
+        ValueError: A part is unknown, or all weights are 0. The message suggests a similar name.
     """
     parts = list(parts)
     known = f"Known parts are {', '.join(parts)}."

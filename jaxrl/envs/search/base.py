@@ -1,4 +1,4 @@
-"""Search engines: a query in, the text of an observation out."""
+"""Search engine interface: a query in, the text of an observation out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxrl.envs.tools.base import Tool
 
 
 class SearchEngine(Tool):
-    """The tool that `<search>` calls: `run` returns the text for one query."""
+    """Tool behind `<search>`: `run` returns the text for one query."""
 
     name = "search"
     blank = NO_INFORMATION
@@ -20,11 +20,11 @@ class SearchEngine(Tool):
     description = "Searches a collection of documents and returns passages that fit a query."
 
     asks_server: ClassVar[bool] = False
-    """True if a run sends a test query at its start, to see whether the server answers."""
+    """True if a run sends a test query at startup to check that the server answers."""
 
 
 class EmptySearch(SearchEngine):
-    """Control engine that finds nothing, which measures what the policy knows by itself."""
+    """Control engine that finds nothing. It measures what the model knows without search."""
 
     def run(self, query: str, /) -> str:
         """Return `NO_INFORMATION`."""
@@ -32,7 +32,7 @@ class EmptySearch(SearchEngine):
 
 
 class Document(NamedTuple):
-    """A passage of a corpus. Documents of equal scores are ordered by these fields."""
+    """A passage of a corpus. Documents with equal scores are ordered by these fields."""
 
     id: str
     title: str
@@ -48,7 +48,7 @@ class Document(NamedTuple):
 
     @property
     def contents(self) -> str:
-        r"""Title and text as in Search-R1: `"title"\ntext`."""
+        r"""Title and text in Search-R1's format, `"title"\ntext`."""
         return f'"{self.title}"\n{self.text}'
 
 
@@ -56,8 +56,8 @@ class Hit(NamedTuple):
     """A document and its score.
 
     Attributes:
-        document: Document; its id is "" if the server sends none.
-        score: Higher is better, within one answer. None if the server sends none.
+        document: The document. Its id is "" if the server sends none.
+        score: Score within one answer; higher is better. None if the server sends none.
     """
 
     document: Document
@@ -72,23 +72,23 @@ class Documents(Protocol):
 
 
 def render_documents(documents: Iterable[Document]) -> str:
-    """Render documents as Search-R1 does, `Doc i(Title: ..) text` per line."""
+    """Render documents in Search-R1's format, one line `Doc i(Title: ..) text` each."""
     lines = [f"Doc {i}(Title: {d.title}) {d.text}" for i, d in enumerate(documents, start=1)]
     return "\n".join(lines) or NO_INFORMATION
 
 
 class DocumentSearch(SearchEngine):
-    """An engine that finds documents: subclasses define `retrieve`."""
+    """Base class of engines that return documents; subclasses define `retrieve`."""
 
     topk: int
-    """Maximum number of documents that an answer shows."""
+    """Maximum number of documents in an answer."""
 
     documents: Documents | None = None
-    """All documents in the order of the corpus, or None if they are not available."""
+    """All documents in corpus order, or None if they are not available."""
 
     @abc.abstractmethod
     def retrieve(self, queries: Sequence[str], topk: int) -> Sequence[list[Hit] | ToolError]:
-        """Return at most `topk` documents per query, best first, or the error of the query.
+        """Return at most `topk` documents per query, best first, or the query's error.
 
         Called from several threads.
 
@@ -117,7 +117,7 @@ def batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 class SkippedHits:
-    """Count of a server's hits that cannot be read, logged when it gains a digit."""
+    """Count of a server's unreadable hits, logged whenever it gains a digit."""
 
     def __init__(self, server: str, log: Callable[[str], None]) -> None:
         self.count = 0
@@ -125,10 +125,10 @@ class SkippedHits:
         self._lock = threading.Lock()
 
     def read(self, items: Iterable[Any], read_one: Callable[[Any], Hit]) -> list[Hit]:
-        """Read the hits of one query and skip those for which `read_one` raises a ValueError.
+        """Read the hits of one query, skipping those for which `read_one` raises a ValueError.
 
         Raises:
-            ValueError: No hit can be read, although there are some.
+            ValueError: There are hits, but none can be read.
         """
         hits: list[Hit] = []
         errors: list[ValueError] = []
@@ -150,7 +150,7 @@ class SkippedHits:
 
 
 Progress = Callable[[int], None]
-"""Callback for the number of documents that are indexed."""
+"""Callback that receives the number of documents indexed so far."""
 
 
 ENGINES: Mapping[str, str | type[SearchEngine]] = {
@@ -161,4 +161,4 @@ ENGINES: Mapping[str, str | type[SearchEngine]] = {
     "web": "jaxrl.extras.web_search.engine.WebSearch",
     "empty": EmptySearch,
 }
-"""Search engines by the names that a config uses."""
+"""Search engines by config name."""

@@ -41,19 +41,19 @@ from jaxrl.utils.text import UNSPACED, fold
 # A letter or number, then also marks.
 _WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
 
-# A letter with the marks above, below and around it, and a part of a word that is all such.
+# A letter of a script without spaces, with its marks, and a run of such letters.
 _CLUSTER = regex.compile(rf"{UNSPACED}\p{{M}}*", regex.V1)
 _UNSPACED_PART = regex.compile(rf"((?:{UNSPACED}\p{{M}}*)+)", regex.V1)
 
-# Part of the key of every index: raise it when `tokenize` or what is stored changes.
+# Part of every index key. Increase it when `tokenize` or the stored data changes.
 _INDEX_VERSION = 4
 
 
 def tokenize(text: str) -> list[str]:
-    """Split `text` into lowercase words, and scripts without blanks into pairs of letters.
+    """Split `text` into lowercase words, and scripts without spaces into letter bigrams.
 
-    A word is a letter or number followed by letters, marks, numbers and underscores, by their
-    Unicode categories. Format characters are dropped. Compatibility forms count as equal (NFKC), so
+    A word is a letter, number or underscore followed by letters, marks, numbers and underscores
+    (Unicode categories). Format characters are dropped. Compatibility forms are equal (NFKC), so
     full-width letters and combining accents match the usual spelling.
     """
     text = fold(text)
@@ -71,12 +71,12 @@ def tokenize(text: str) -> list[str]:
     return tokens
 
 
-# Scores are float32 sums whose order varies; equal documents may differ by this share of the score.
+# Scores are float32 sums in varying order, so equal documents may differ by this relative amount.
 _TIE = 1e-5
 
 
 MAX_QUERY_WORDS = 1_000
-"""Maximum number of different words of a query that are looked up."""
+"""Maximum number of distinct query words that are looked up."""
 
 
 _NUM_THREADS = min(os.cpu_count() or 1, 16)  # tantivy releases the GIL
@@ -85,14 +85,14 @@ _NUM_THREADS = min(os.cpu_count() or 1, 16)  # tantivy releases the GIL
 class LocalSearch(DocumentSearch):
     """BM25 over a JSONL corpus, from an index on disk.
 
-    A document matches if it shares a word with the query; words of the title count twice. Queries
-    have no syntax. Their first `MAX_QUERY_WORDS` different words count. Equal scores are ordered by
-    id, so an index always gives the same text.
+    A document matches if it shares a word with the query; title words count twice. Queries have
+    no syntax, and only their first `MAX_QUERY_WORDS` distinct words count. Equal scores are ordered
+    by id, so an index always returns the same text.
 
-    The index is built on first use, in a folder of `index` named after the corpus' content. If
-    lines were appended to an indexed corpus, only these are read; scores then differ from a fresh
-    index by at most a few parts in a million. Several processes may start at once, and a killed
-    build starts over. Checksums of all files are compared on opening.
+    The index is built on first use, in a subfolder of `index` named by a hash of the corpus. If
+    lines were appended to an indexed corpus, only the new lines are read; scores then differ from
+    those of a fresh index by at most a few parts per million. Several processes may start at once,
+    and a killed build starts over. Opening verifies the checksums of all files.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class LocalSearch(DocumentSearch):
 
         Args:
             corpus: JSONL file, see `read_corpus`.
-            index: Folder of indexes, by default `index` beside the corpus.
-            topk: Number of documents that an answer shows.
+            index: Folder of indexes, by default `index` next to the corpus.
+            topk: Number of documents in an answer.
             progress: Callback for the number of documents read during a build.
 
         Raises:
-            FileNotFoundError: There is no such corpus.
-            PermissionError: The corpus or the index may not be read, or the index not written.
+            FileNotFoundError: The corpus does not exist.
+            PermissionError: The corpus or index is not readable, or the index not writable.
             NotADirectoryError: `index` is a file.
             ValueError: The corpus is malformed or empty, its index damaged, or `topk` is below 1.
         """
@@ -123,6 +123,7 @@ class LocalSearch(DocumentSearch):
         self.topk = topk
         self.documents = CorpusDocuments(corpus)
         check_corpus(corpus, index_dir, section="search.local")
+        # The folder's name depends on content and format, so a stale index is never opened.
         digest = corpus_digest(corpus, index_dir)
         folder = index_dir / hashlib.sha256(f"{digest} {_format()}".encode()).hexdigest()[:32]
         make_once(
@@ -141,7 +142,7 @@ class LocalSearch(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Return the documents with the highest BM25 scores, several queries in parallel.
 
-        Documents of equal scores have the score of the first of them.
+        Tied documents all get the score of the first one.
         """
         best = functools.partial(self._best, topk=topk)
         return side_by_side(best, queries, max_threads=_NUM_THREADS)
@@ -152,11 +153,11 @@ class LocalSearch(DocumentSearch):
             return []
         best: list[Hit] = []
         damaged = functools.partial(ToolError, is_permanent=True)
-        with _named_damage(self._folder, damaged):  # since it was opened
+        with _named_damage(self._folder, damaged):  # damage since the index was opened
             field = functools.partial(tantivy.Query.term_query, self._schema, "tokens")
             terms = [(tantivy.Occur.Should, field(word, index_option="freq")) for word in words]
             any_word = tantivy.Query.boolean_query(terms)
-            # Tantivy cannot order ties by id, so groups of ties are read to their end.
+            # Tantivy cannot order ties by id, so each group of ties is read completely.
             limit = topk + 1
             while True:
                 hits = self._searcher.search(any_word, limit, count=False).hits  # best first
@@ -182,25 +183,25 @@ class LocalSearch(DocumentSearch):
 
 @contextlib.contextmanager
 def _named_damage(folder: Path, kind: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise tantivy's errors and panics over a damaged index as `kind`, in one line."""
+    """Convert tantivy's errors and panics about a damaged index to a one-line `kind`."""
     try:
         yield
     except BaseException as error:
-        # A panic is a BaseException of a module that cannot be imported.
+        # The type of a panic is a BaseException in a module that cannot be imported.
         if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
             raise
         raise kind(
-            f"the index {folder} is damaged; delete that folder, and the next start builds it "
-            f"anew. ({' '.join(str(error).split())[:MAX_ERROR]})"
+            f"the index {folder} is damaged; delete that folder, and the next start rebuilds "
+            f"it. ({' '.join(str(error).split())[:MAX_ERROR]})"
         ) from error
 
 
 def _check_files(folder: Path, corpus_sha256: str) -> None:
-    """Compare all files of an index with their checksums, at about one GB/s.
+    """Verify the checksums of all files of an index, at about one GB/s.
 
     Raises:
-        PermissionError: A file may not be read.
-        ValueError: A file is missing or has changed, or the index is of another corpus.
+        PermissionError: A file is not readable.
+        ValueError: A file is missing or has changed, or the index belongs to another corpus.
     """
     try:
         manifest = read_object(folder / _READ)
@@ -216,7 +217,7 @@ def _check_files(folder: Path, corpus_sha256: str) -> None:
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the SHA-256 of files by name; "" for a missing one."""
+    """Return the SHA-256 of files by name; "" for missing files."""
 
     def digest(name: str) -> str:
         return file_digest(folder / name) if (folder / name).exists() else ""
@@ -225,10 +226,10 @@ def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _open(folder: Path) -> Any:
-    """Open an index, also one that this user may only read.
+    """Open an index, even if it is read-only for this user.
 
-    Tantivy writes a lock file beside the index. Where it may not, it opens links in a temporary
-    folder. It does not look up files by name once the index is open.
+    Tantivy writes a lock file into the folder. If it cannot, open links in a temporary folder
+    instead, which may go away: tantivy does not look up files by name once the index is open.
     """
     try:
         return tantivy.Index.open(str(folder))
@@ -243,12 +244,12 @@ def _open(folder: Path) -> Any:
 
 
 def _format() -> str:
-    """Return the format of an index: our tokens and tantivy's files."""
+    """Return the index format: version of our tokens and of tantivy's files."""
     return f"{_INDEX_VERSION} {version('tantivy')}"
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Share a file that never changes, if it is ours and the system has links; else copy it."""
+    """Hard-link a file that never changes if this user owns it and links work; else copy it."""
     path = Path(source)
     if path.suffix not in ("", ".json") and path.stat().st_uid == os.geteuid():
         with contextlib.suppress(OSError):
@@ -258,7 +259,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) -> None:
-    """Build an index beside its folder and rename it, so that it is whole or absent."""
+    """Build an index in a temporary folder and rename it, so that it is complete or absent."""
     building = folder.parent / "building"
     shutil.rmtree(building, ignore_errors=True)
     try:
@@ -290,13 +291,13 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         shutil.rmtree(building, ignore_errors=True)
 
 
-# Beside tantivy's files: a manifest with the SHA-256 of each file, and `id_hash` of all documents,
-# 8 bytes each, which an index of a longer corpus needs.
+# Files in addition to tantivy's: a manifest with the SHA-256 of each file, and the `id_hash` of all
+# documents, 8 bytes each, needed to extend the index to a longer corpus.
 _READ, _IDS = "corpus.json", "ids"
 
 
 def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
-    """Return the index of the longest part that the corpus begins with, and that part."""
+    """Find the index of the longest known prefix of the corpus; return its folder and prefix."""
     folders: dict[str, Path] = {}
     sizes: dict[str, int] = {}
     for path in index_dir.glob(f"*/{_READ}"):
@@ -319,7 +320,7 @@ def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
 
 
 def _write_index(corpus: Path, folder: Path, known: Known, progress: Progress) -> array[int]:
-    """Index the documents that are not known yet; return `id_hash` of all ids."""
+    """Index the documents after the known prefix; return the `id_hash` of all documents."""
     if known.ids:
         index = tantivy.Index.open(str(folder))
     else:
@@ -331,7 +332,7 @@ def _write_index(corpus: Path, folder: Path, known: Known, progress: Progress) -
         )
         index = tantivy.Index(schema, path=str(folder))
     ids = array("Q", known.ids)
-    # One thread and one commit: with more, the order of equal documents varies between builds.
+    # One thread and one commit; otherwise the order of tied documents varies between builds.
     # Leaving the block commits and waits for tantivy's threads.
     with index.writer(heap_size=256_000_000, num_threads=1) as writer:
         for document in read_corpus(corpus, known):
@@ -343,7 +344,7 @@ def _write_index(corpus: Path, folder: Path, known: Known, progress: Progress) -
             if len(ids) % 1000 == 0:
                 progress(len(ids))
         progress(len(ids))
-    # If the disk is full at the end, tantivy commits nothing, without an error.
+    # If the disk is full at the end, tantivy commits nothing and raises no error.
     index.reload()
     if index.searcher().num_docs != len(ids):
         raise ValueError(f"IoError: {index.searcher().num_docs} of {len(ids)} documents")

@@ -1,4 +1,4 @@
-"""A corpus: documents in a JSONL file, and the digests that identify its content."""
+"""Corpora: documents in a JSONL file, and digests that identify their content."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from jaxrl.utils.paths import similar_path
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """The first lines of a corpus, which were read before.
+    """The prefix of a corpus that is already indexed.
 
     Attributes:
-        num_bytes: Size of these lines.
-        num_lines: Number of these lines, including blank ones.
-        ids: `id_hash` of the id of each document in them.
+        num_bytes: Size in bytes.
+        num_lines: Number of lines, including blank ones.
+        ids: `id_hash` of each document's id.
     """
 
     num_bytes: int = 0
@@ -41,23 +41,23 @@ class Known:
 
 
 def id_hash(document_id: str) -> int:
-    """Return a 64-bit hash of an id, the same in every process."""
+    """Return a 64-bit hash of an id that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest())
 
 
 def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
-    r"""Stream the documents of a JSONL corpus; skip blank lines.
+    r"""Stream the documents of a JSONL corpus, skipping blank lines.
 
-    A line is `{"id", "title", "text"}`, or Search-R1's `{"id", "contents"}` where `contents` is
-    `"title"\nbody`. Other keys are ignored.
+    A line is `{"id", "title", "text"}`, or Search-R1's `{"id", "contents"}` with `contents` equal
+    to `"title"\nbody`. Other keys are ignored.
 
     Args:
         path: The corpus.
-        known: Part to skip, whose ids may not occur again.
+        known: Prefix to skip. Its ids must not occur again.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: A line is malformed or repeats an id, a document is blank, or there is none.
+        FileNotFoundError: The file does not exist.
+        ValueError: A line is malformed or repeats an id, a document is blank, or there are none.
     """
     known = known or Known()
     seen = set(known.ids)
@@ -79,7 +79,7 @@ def parse_document(fields: dict[str, Any], place: str) -> Document:
     """Parse a line of a corpus.
 
     Raises:
-        ValueError: The line is malformed or blank. The message begins with `place`.
+        ValueError: The line is malformed, or the document blank. The message starts with `place`.
     """
     match fields:
         case {"id": str() | int() as key, "title": str() as title, "text": str() as text}:
@@ -111,7 +111,7 @@ class CorpusDocuments:
 
         Args:
             corpus: JSONL file, which must not change.
-            offsets: Byte at which each document's line begins; None to find out on first use.
+            offsets: Byte offset of each document's line; None to compute them on first use.
             checks: `line_check` of each document's line; None to trust the file.
         """
         self._path, self._known, self._checks = corpus, offsets, checks
@@ -131,12 +131,12 @@ class CorpusDocuments:
         """Return a document. Thread-safe.
 
         Raises:
-            ToolError: Its line is not the one that was indexed.
+            ToolError: The line has changed since it was indexed.
         """
         begin = int(self._offsets[index])
         is_last = index + 1 == len(self._offsets)
         end = os.fstat(self._file.fileno()).st_size if is_last else int(self._offsets[index + 1])
-        # Blank lines may follow, which belong to no document.
+        # Blank lines may follow the document's line.
         line = os.pread(self._file.fileno(), max(end - begin, 0), begin).partition(b"\n")[0]
         if self._checks is not None and line_check(line) != int(self._checks[index]):
             raise ToolError(
@@ -148,12 +148,12 @@ class CorpusDocuments:
 
 
 def line_check(line: bytes) -> int:
-    """Return the CRC-32 of a line without its end."""
+    """Return the CRC-32 of a line without its newline."""
     return zlib.crc32(line.removesuffix(b"\n"))
 
 
 def line_starts(path: Path) -> Sequence[int]:
-    """Return the byte offsets of the lines of a file that are not blank."""
+    """Return the byte offsets of a file's nonblank lines."""
     starts, begin = array("Q"), 0
     with open(path, "rb") as lines:
         for line in lines:
@@ -164,21 +164,21 @@ def line_starts(path: Path) -> Sequence[int]:
 
 
 def index_folder(corpus: str | Path, index: str | Path = "") -> Path:
-    """Return the folder of a corpus' indexes: by default `index` beside it."""
+    """Return the folder of a corpus' indexes, by default `index` next to it."""
     return Path(index) if index else Path(corpus).parent / "index"
 
 
 def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
-    """Find the longest of some known parts that a corpus begins with.
+    """Find the longest known prefix of a corpus.
 
-    A part that ends within a line does not count, since that line has changed.
+    A prefix that ends within a line does not count, since that line has changed.
 
     Args:
         path: The corpus.
-        parts: Size in bytes of each part, by its SHA-256.
+        parts: Size of each known prefix in bytes, by SHA-256.
 
     Returns:
-        SHA-256 and number of lines of the longest part; "" and 0 without one.
+        SHA-256 and number of lines of the longest prefix; "" and 0 if there is none.
     """
     longest, hasher = ("", 0), hashlib.sha256()
     done, num_lines, ends_line = 0, 0, False
@@ -196,7 +196,7 @@ def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
 
 
 def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
-    """Check that a corpus exists and that its index folder is no file.
+    """Check that a corpus exists and that its index folder is not a file.
 
     Raises:
         FileNotFoundError, NotADirectoryError: The message names the key in `section`.
@@ -213,17 +213,17 @@ def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
 def make_once(
     folder: Path, make: Callable[[], None], *, lock: Path, corpus: Path, section: str
 ) -> None:
-    """Make an index that is missing in one process, while the others wait.
+    """Create a missing index in one process, while the others wait.
 
     Args:
         folder: Folder of the index.
-        make: Function that makes it.
-        lock: File beside the folder. The system releases the lock when the process dies.
+        make: Function that creates it.
+        lock: Lock file next to the folder. The system releases the lock when the process dies.
         corpus: The corpus, for messages.
         section: Config section of the engine, for messages.
 
     Raises:
-        PermissionError: The index may not be written.
+        PermissionError: The folder is not writable.
     """
     if folder.is_dir():
         return
@@ -247,7 +247,7 @@ def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
     """Check that a corpus did not change while it was indexed.
 
     Raises:
-        ValueError: Its digest is not `digest` any more.
+        ValueError: The corpus no longer has this digest.
     """
     if corpus_digest(corpus, index_dir) != digest:
         raise ValueError(
@@ -258,15 +258,15 @@ def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
 
 _DIGESTS = "digests.json"
 
-_SETTLED_NS = 2 * 10**9  # file systems round times of change to up to two seconds
+_SETTLED_NS = 2 * 10**9  # file systems round modification times to up to two seconds
 
 
 def corpus_digest(corpus: Path, index_dir: Path) -> str:
     """Return the SHA-256 of a corpus.
 
-    The index folder caches it by name, size and time of change of the corpus, so both may be
-    moved. A corpus that changed within the last two seconds is always read, since it may change
-    again without a trace.
+    The index folder caches it by the corpus' name, size and modification time, so both may be
+    moved. A corpus modified within the last two seconds is always read, since it may change again
+    with the same modification time.
     """
     stat, now_ns = corpus.stat(), time.time_ns()
     key = f"{corpus.name} {stat.st_size} {stat.st_mtime_ns}"

@@ -1,4 +1,4 @@
-"""Client of retrieval servers with the APIs of Search-R1 and FlashRAG."""
+"""Client for retrieval servers with the APIs of Search-R1 and FlashRAG."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from jaxrl.utils.http_client import (
 from jaxrl.utils.json_io import number_of
 
 MAX_TEXT = 100_000
-"""Characters of a document that are kept, far more than an observation holds."""
+"""Maximum length of a document in characters, far more than an observation holds."""
 
 PATHS = {"search_r1": "/retrieve", "flashrag": "/batch_search"}
-"""Path at which a server of each protocol answers."""
+"""Default URL path of each protocol."""
 
 
 class HttpRetriever(DocumentSearch):
-    """Retrieval server, with many queries per request and several requests in flight.
+    """Retrieval client with many queries per request and several requests in flight.
 
-    `search_r1` is Search-R1's `POST /retrieve` (also verl's): `queries`, `topk`, `return_scores`;
-    answered with `{"result": [[..]]}`. `flashrag` is FlashRAG's `POST /batch_search` (also
-    ReCall's and BAPO's): `query`, `top_n`, `return_score`; answered with a list for each query, or
-    a pair of those and their scores. At an address that ends in `/search` each query is a request.
+    `search_r1` is `POST /retrieve` of Search-R1 and verl, with `queries`, `topk` and
+    `return_scores`; the answer is `{"result": [[..]]}`. `flashrag` is `POST /batch_search` of
+    FlashRAG, ReCall and BAPO, with `query`, `top_n` and `return_score`; the answer is one list per
+    query, or a pair of these lists and their scores. With a `flashrag` URL that ends in `/search`,
+    each query is a separate request.
 
-    Scores and ids are optional. Documents that cannot be read are skipped; a query for which none
-    can be read is a `ToolError`. A failed request is a `ToolError` of each of its queries.
+    Scores and ids are optional. Unreadable documents are skipped; a query with only unreadable
+    documents is a `ToolError`. A failed request is a `ToolError` for each of its queries.
     """
 
     asks_server = True
@@ -56,26 +57,27 @@ class HttpRetriever(DocumentSearch):
         """Store the settings; nothing is sent yet.
 
         Args:
-            url: Address such as `http://127.0.0.1:8000/retrieve`. The default path is that of the
-                protocol.
+            url: URL such as `http://127.0.0.1:8000/retrieve`. The protocol sets the default path.
             protocol: `search_r1` or `flashrag`.
-            topk: Number of documents that an answer shows.
+            topk: Number of documents in an answer.
             key_env: Environment variable with a bearer token; "" for none.
-            timeout_s: Seconds for a request.
+            timeout_s: Timeout of a request in seconds.
             connections: Maximum number of requests in flight.
             batch_size: Maximum number of queries in a request.
-            max_response_mib: Maximum size of an answer.
+            max_response_mib: Maximum size of an answer in MiB.
             log: Callback for warnings about skipped documents.
 
         Raises:
-            ValueError: A setting is invalid, or the variable is not set.
+            ValueError: A setting is invalid, or the environment variable is not set.
         """
+        # Fail now rather than at the first search.
         check_url("search.http.url", url, keys_from="config.search.http.key_env")
         secret = key_of("search.http.key_env", key_env) if key_env else ""
         if protocol not in PATHS:
             raise ValueError(
                 f"config.search.http.protocol is {protocol!r}; expected one of {', '.join(PATHS)}."
             )
+        # A single-query endpoint of FlashRAG takes one query per request.
         self.topk, self._protocol = topk, protocol
         path = urlsplit(url).path
         self._url = url if path.strip("/") else url.rstrip("/") + PATHS[protocol]
@@ -89,7 +91,7 @@ class HttpRetriever(DocumentSearch):
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
-        """Return the server's documents for each query."""
+        """Return the server's documents for each query, or its error."""
         groups = [list(b) for b in batches(list(map(plain_text, queries)), self._batch_size)]
         requests = [Request(url=self._url, body=self._body(group, topk)) for group in groups]
         results: list[list[Hit] | ToolError] = []
@@ -106,7 +108,7 @@ class HttpRetriever(DocumentSearch):
         return results
 
     def _body(self, queries: list[str], topk: int) -> dict[str, Any]:
-        # Always with scores: the published server of Search-R1 fails without.
+        # Always ask for scores: Search-R1's published server fails otherwise.
         if self._protocol == "search_r1":
             return {"queries": queries, "topk": topk, "return_scores": True}
         query = queries[0] if self._protocol == "flashrag_single" else queries
@@ -127,9 +129,9 @@ def _invalid(value: Any, expected: str) -> ValueError:
 
 
 def split_answer(answer: Any, protocol: str, count: int) -> list[Any]:
-    """Split an answer into a result for each of `count` queries.
+    """Split an answer into one result for each of `count` queries.
 
-    A result is a list of documents, or a tuple of documents and scores; it is not checked yet.
+    A result is a list of documents, or a tuple of documents and scores, not validated yet.
 
     Raises:
         ValueError: The answer has another form.
@@ -142,7 +144,7 @@ def split_answer(answer: Any, protocol: str, count: int) -> list[Any]:
         case "search_r1", {"result": list() as results} if len(results) == count:
             return results
         case "flashrag", [list() as documents, list() as scores] if len(documents) == count:
-            # An answer to two queries is a list of two as well, but of lists of objects.
+            # An answer to two queries is also a list of two, but its lists contain objects.
             kinds = {type(item) for item in (*documents, *scores)}
             if list in kinds and dict not in kinds and len(scores) == count:
                 return list(zip(documents, scores, strict=True))
@@ -153,7 +155,7 @@ def split_answer(answer: Any, protocol: str, count: int) -> list[Any]:
 
 
 def read_hits(result: Any, skipped: SkippedHits) -> list[Hit]:
-    """Read the documents of one query.
+    """Parse the documents of one query.
 
     Raises:
         ValueError: The result has another form, or no document can be read.
@@ -168,10 +170,10 @@ def read_hits(result: Any, skipped: SkippedHits) -> list[Hit]:
 
 
 def _hit(item: Any) -> Hit:
-    """Read one document, alone or with its score.
+    """Parse one document, alone or with its score.
 
     Raises:
-        ValueError: It is not a document.
+        ValueError: The item is not a document.
     """
     document, key, score = None, None, None
     match item:

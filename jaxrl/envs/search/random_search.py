@@ -10,10 +10,10 @@ from jaxrl.envs.search.base import DocumentSearch, Hit
 
 
 class RandomSearch(DocumentSearch):
-    """Uniformly drawn documents, which depend on the query and the seed only."""
+    """Uniformly random documents, determined by the query and the seed."""
 
     def __init__(self, engine: DocumentSearch, *, seed: int) -> None:
-        """Replace an engine.
+        """Take documents and settings from the engine to replace.
 
         Raises:
             ValueError: The engine's documents are not available.
@@ -24,7 +24,7 @@ class RandomSearch(DocumentSearch):
         self._documents, self._seed = engine.documents, seed
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Draw different documents for each query."""
+        """Sample `topk` distinct documents for each query."""
         size, results = len(self._documents), []
         for query in queries:
             drawn: dict[int, None] = {}  # an ordered set

@@ -1,4 +1,4 @@
-"""Recorded search results on disk, so that a run can be repeated without the engine."""
+"""Recorded search results on disk, for repeating a run without the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.utils.json_io import parse_json, read_object
 
 
 class Recording:
-    """Results of an engine with certain settings, by query, in append-only files.
+    """Append-only files with the results of one engine and its settings, by query.
 
     ```text
     <folder>/<hash of engine and settings>/
@@ -24,9 +24,9 @@ class Recording:
     ```
 
     A key is the SHA-256 of engine, settings and query; a digest is the SHA-256 of key and result.
-    Lines that a kill cut, or whose digest differs, are ignored with a warning. Lines of old
-    versions have no digest. The first result of a query stays. Each process writes its own file.
-    Memory holds the place of each result, not its text.
+    Truncated lines, and lines with a wrong digest, are ignored with a warning. Lines of old
+    versions have no digest. The first result of a query wins. Each process writes to its own file.
+    Memory holds the position of each result, not its text.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class Recording:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Read the existing results; nothing is written before the first `add`.
+        """Read the existing results. Nothing is written before the first `add`.
 
         Args:
             folder: Folder of all recordings of a run.
             engine: Name and settings of the engine, as JSON values.
-            process: Number of this process, whose own results have priority.
+            process: Index of this process. Results that it wrote take precedence.
             log: Callback for warnings about damaged lines.
         """
         self._engine = json.dumps(dict(engine), sort_keys=True, ensure_ascii=False)
@@ -91,7 +91,7 @@ class Recording:
         return None
 
     def add(self, query: str, result: str) -> None:
-        """Record a result, unless the query has one.
+        """Record a result unless the query already has one.
 
         Raises:
             OSError: The result could not be written.
@@ -123,7 +123,7 @@ class Recording:
 
 
 def recorded_engines(folder: Path) -> list[dict[str, Any]]:
-    """Return engines and settings of the recordings in a folder; skip unreadable ones."""
+    """Return the engine and settings of each recording in a folder; skip unreadable ones."""
     engines = []
     for path in sorted(folder.glob("*/engine.json")):
         with contextlib.suppress(OSError, ValueError):
@@ -136,11 +136,11 @@ def _digest(text: str) -> str:
 
 
 def _read_line(data: bytes) -> tuple[str, str] | None:
-    """Return key and result of a line, or None if it is damaged."""
+    """Return the key and result of a line, or None if it is damaged."""
     with contextlib.suppress(ValueError):
         match parse_json(data, "a line"):
             case {"key": str() as key, "result": str() as result, **rest}:
-                is_old = rest.keys() == {"query"}  # from before there were digests
+                is_old = rest.keys() == {"query"}  # written before lines had digests
                 if is_old or rest.get("digest") == _digest(f"{key}\n{result}"):
                     return key, result
     return None

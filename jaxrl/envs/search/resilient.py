@@ -1,17 +1,17 @@
-"""Cache, limits, retries and outages around a search engine.
+"""Search engine wrapper with cache, rate limit, retries and outage handling.
 
-A query passes, in this order:
+A query passes these stages in order:
 
 1. Cache: earlier results.
-2. In flight: a query that another episode is asking now is not asked again.
+2. In flight: a query that another episode has in flight is not sent again.
 3. Recording: results of earlier runs, if searches are recorded or replayed.
 4. Rate limit: queries per second and concurrent calls.
-5. Deadline: a call that takes longer has failed.
-6. Retries: with backoff, or when the server says.
-7. Circuit breaker: after consecutive failures nobody asks for a while, then one call tries.
-8. Outage: if nobody gets an answer for too long, the run stops or continues without results.
+5. Deadline: a call that takes longer fails.
+6. Retries: with backoff, or after the wait that the server asks for.
+7. Circuit breaker: after consecutive failures no call is made for a while, then one call tries.
+8. Outage: if no call succeeds for too long, the run stops or continues without results.
 
-Failures are never cached. An engine that takes batches gets the misses of a batch together.
+Failures are never cached. A batched engine gets all cache misses of a batch in one call.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
     from jaxrl.envs.search.recording import Recording
 
 MAX_BACKOFF_S = 30.0
-"""Longest backoff in seconds; a server may ask for more."""
+"""Longest backoff in seconds. A server may ask for more."""
 
 MAX_HANGING = 128
-"""Maximum number of calls, and threads, that are past their deadline and have not returned."""
+"""Maximum number of calls (one thread each) that have passed their deadline without returning."""
 
 _WHAT_TO_DO = (
     "What was finished is saved; once it answers, run the same command again. With "
     "config.search.on_outage='empty' a run goes on without results."
 )
 
-_ENTRY_BYTES = 200  # overhead of a cache entry, about
+_ENTRY_BYTES = 200  # approximate overhead of a cache entry
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig:
-    """Limits and deadlines: the keys of `config.search` with these names, in seconds and MiB."""
+    """Limits and deadlines, in seconds and MiB. Each field is a key of `config.search`."""
 
     cache_mib: float
     cache_ttl_s: float
@@ -68,7 +68,7 @@ class RetryConfig:
 
 
 class ReplayOnly(Tool):
-    """Stand-in for an engine that must not be asked."""
+    """Placeholder for an engine that must not be called."""
 
     name, blank = "nobody", ""
 
@@ -78,24 +78,24 @@ class ReplayOnly(Tool):
 
 
 PROBE = "test"
-"""Query that a server is asked before a run begins."""
+"""Query sent to a server before a run starts."""
 
 
 def health_check(
     engine: Tool, policy: RetryConfig, *, place: str, log: Callable[[str], None]
 ) -> None:
-    """Send one query before any long work, so that a wrong address shows at once.
+    """Send one query before any long work, so that a wrong URL fails immediately.
 
-    With `on_outage="empty"` one try is made, and a failure is logged.
+    With `on_outage="empty"`, make a single attempt and only log a failure.
 
     Args:
-        engine: Engine that asks the server.
+        engine: Client of the server.
         policy: Limits of the run.
-        place: Config key of the server's address, for messages.
+        place: Config key of the server's URL, for messages.
         log: Callback for warnings.
 
     Raises:
-        ValueError: The server refuses the query, as if the path or a key is wrong.
+        ValueError: The server refuses the query, for example because of a wrong path or key.
         OutageError: The server did not answer within `policy.outage_deadline_s`.
     """
     probing = replace(policy, cache_mib=0.0, breaker_failures=max(policy.breaker_failures, 2))
@@ -120,25 +120,25 @@ def health_check(
 
 @dataclass(eq=False, kw_only=True)
 class _Miss:
-    """A query that the engine is asked."""
+    """A query in flight to the engine."""
 
     query: str
     started: float
     settled: Future[Answer] = field(default_factory=Future)
     attempts: int = 0
-    num_counted: int = 0  # failures while the engine answered others
-    since: float = 0.0  # time of the failure before, or the start
+    num_counted: int = 0  # failures while the engine answered other queries
+    since: float = 0.0  # time of the previous failure, or the start
     error: ToolError = field(default_factory=lambda: ToolError("no try was made"))
 
 
 class ResilientSearch(SearchEngine):
-    """Search engine with the guards that the module lists."""
+    """Search engine with the stages that the module docstring lists."""
 
     what: ClassVar[str] = "the search engine"
     """Name of the engine in messages."""
 
     section: ClassVar[str] = "config.search"
-    """Section of its settings in messages."""
+    """Config section of its settings, for messages."""
 
     def __init__(
         self,
@@ -153,12 +153,12 @@ class ResilientSearch(SearchEngine):
         """Wrap an engine.
 
         Args:
-            engine: Tool called `search`.
+            engine: Tool with the name `search`.
             policy: Limits and deadlines.
-            recording: Known results, to which new ones are added; None to record nothing.
-            is_replay: True if only the recording answers.
+            recording: Known results, extended with new ones; None for no recording.
+            is_replay: True to answer from the recording only.
             log: Callback for warnings about outages.
-            warn_after_s: Seconds without any answer after which a warning is logged.
+            warn_after_s: Seconds without an answer after which a warning is logged.
         """
         self.engine = engine
         self.blank = engine.blank
@@ -167,12 +167,12 @@ class ResilientSearch(SearchEngine):
         self._max_running = policy.max_concurrent or engine.max_threads
         self._takes_batches = type(engine).run_batch is not Tool.run_batch
         self._lock = threading.Lock()  # guards the cache and the queries in flight
-        # Result, time and bytes by query.
+        # Query to result, time and size in bytes.
         self._cache: LRUCache[str, tuple[str, float, int]] = LRUCache(
             policy.cache_mib * 2**20, getsizeof=lambda entry: entry[2]
         )
         self._in_flight: dict[str, _Miss] = {}
-        self._turn = threading.Condition()  # guards all below
+        self._turn = threading.Condition()  # guards everything below
         self._limit = RateLimit(policy.queries_per_second) if policy.queries_per_second else None
         self._breaker = Breaker(
             max_failures=policy.breaker_failures,
@@ -180,8 +180,8 @@ class ResilientSearch(SearchEngine):
             patience_s=policy.outage_deadline_s,
         )
         self._num_running = self._num_hanging = 0
-        self._is_told = False  # of the current outage
-        self._answered_query: str | None = None  # the last one
+        self._is_told = False  # True once the current outage is logged
+        self._answered_query: str | None = None  # the most recent one
 
     def run(self, query: str, /) -> str:
         """Return the text for one query."""
@@ -196,6 +196,7 @@ class ResilientSearch(SearchEngine):
 
     def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
         """Answer each query with its text or error, and a record of the call."""
+        # Sort the distinct queries into cached, in flight from another episode, and new.
         started = time.monotonic()
         cached: dict[str, str] = {}
         misses: dict[str, _Miss] = {}
@@ -213,7 +214,7 @@ class ResilientSearch(SearchEngine):
                     self._in_flight[query] = misses[query] = miss
         try:
             unknown = [miss for miss in misses.values() if not self._recall(miss)]
-            # One by one, or in batches as large as the rate limit lets start at once.
+            # One at a time, or in batches as large as the rate limit admits at once.
             size = max(len(unknown) if self._takes_batches else 1, 1)
             size = min(size, self._limit.burst) if self._limit else size
             pieces = [unknown[start : start + size] for start in range(0, len(unknown), size)]
@@ -221,17 +222,18 @@ class ResilientSearch(SearchEngine):
                 self._play(pieces[0])
             elif pieces:
                 side_by_side(self._play, pieces, max_threads=self._max_running)
-        finally:  # other threads may wait for the misses
+        finally:  # other threads may be waiting for the misses
             for miss in misses.values():
                 self._settle(miss, miss.error)
         wait_for([miss.settled for miss in shared.values()])
+        # Answer in the order of the calls. Only the first of several equal queries is a real call.
         answers = []
         for query in calls:
             if query in cached:
                 answers.append(self._answer(query, cached[query], "cache", started))
             elif query in misses:
                 answers.append(misses[query].settled.result())
-                shared.setdefault(query, misses.pop(query))  # repetitions share the answer
+                shared.setdefault(query, misses.pop(query))  # repeated queries share the answer
             else:
                 result = shared[query].settled.result().found
                 answers.append(self._answer(query, result, "shared", started))
@@ -247,7 +249,7 @@ class ResilientSearch(SearchEngine):
         return Answer.of(self, query, result, **record)
 
     def _settle(self, miss: _Miss, result: str | ToolError, source: str = "tool") -> None:
-        """Answer a query, once; cache its text."""
+        """Settle a query, unless it is settled already, and cache its text."""
         with self._lock:
             if miss.settled.done():
                 return
@@ -277,9 +279,9 @@ class ResilientSearch(SearchEngine):
         return result is not None
 
     def _play(self, misses: list[_Miss]) -> None:
-        """Ask for some queries together until each is settled.
+        """Send queries together, with retries, until each is settled.
 
-        The last try is made for each alone, so that one query cannot fail the others.
+        The last attempt sends each query alone, so that one query cannot fail the others.
         """
         while misses:
             results = self._attempt([miss.query for miss in misses], misses)
@@ -295,7 +297,7 @@ class ResilientSearch(SearchEngine):
             misses = [m for m, r in zip(misses, results, strict=True) if self._needs_retry(m, r)]
             if not misses:
                 return
-            # Exponential backoff with jitter, but not beyond an outage's end.
+            # Exponential backoff with jitter, capped at the outage deadline.
             most = max(miss.attempts for miss in misses)
             doublings = min(most - 1, self._policy.retries, 10)
             wait_s = min(self._policy.backoff_s * 2**doublings, MAX_BACKOFF_S)
@@ -306,7 +308,7 @@ class ResilientSearch(SearchEngine):
                 return
 
     def _needs_retry(self, miss: _Miss, result: str | ToolError) -> bool:
-        """Settle a query with its result, or return True to ask again."""
+        """Settle a query with its result, or return True to retry."""
         if isinstance(result, str):
             self._settle(miss, self._recorded(miss.query, result))
             return False
@@ -321,12 +323,13 @@ class ResilientSearch(SearchEngine):
         elif result.is_permanent or miss.num_counted > self._policy.retries:
             self._settle(miss, result)
         elif not answered_others and miss.attempts > self._policy.retries:
-            # Does the engine fail, or the query? An answer to another makes the next tries count.
+            # Find out whether the engine or this query fails. If the engine answers another query,
+            # further failures of this one count as retries.
             self._answers_another(miss)
         return not miss.settled.done()
 
     def _recorded(self, query: str, result: str) -> str | ToolError:
-        """Record a result; return the recorded one, which another process may have added first."""
+        """Record a result. Return the recorded result, which may be an earlier one."""
         if self._recording is None:
             return result
         try:
@@ -336,9 +339,9 @@ class ResilientSearch(SearchEngine):
         return self._recording.get(query) or result
 
     def _answers_another(self, miss: _Miss, *, is_forced: bool = False) -> bool:
-        """Repeat a query that the engine has answered; return True if it still does.
+        """Repeat a query that the engine has answered; return True if it answers again.
 
-        `is_forced` ignores the breaker. The answer counts for it in any case.
+        `is_forced` bypasses the breaker, which counts the result in any case.
         """
         query = self._answered_query
         if query is None:
@@ -349,7 +352,7 @@ class ResilientSearch(SearchEngine):
     def _attempt(
         self, queries: list[str], misses: list[_Miss], *, is_forced: bool = False
     ) -> list[str | ToolError] | None:
-        """Ask the engine once; return None if it is given up."""
+        """Call the engine once; return None if the outage has lasted too long."""
         is_new = not any(miss.attempts for miss in misses)
         if not self._enter(is_new=is_new, is_forced=is_forced):
             return None
@@ -397,9 +400,9 @@ class ResilientSearch(SearchEngine):
         return [ToolError(text)] * len(queries)
 
     def _enter(self, *, is_new: bool, is_forced: bool) -> bool:
-        """Wait for a turn to call the engine; return False if it is given up.
+        """Wait for a slot to call the engine; return False if the outage has lasted too long.
 
-        A new query may try an engine that others have given up, if the breaker admits it.
+        A new query may still try such an engine if the breaker admits it.
         """
         with self._turn:
             while True:
@@ -418,12 +421,12 @@ class ResilientSearch(SearchEngine):
                 self._turn.wait(max(min(waits), 0.0) + 1e-3)
 
     def _leave(self, queries: list[str], results: list[str | ToolError], began: float) -> None:
-        """End a turn and record its outcome."""
+        """Free a slot and record the outcome of its call."""
         with self._turn:
             now = time.monotonic()
             self._num_running -= 1
             failed = [result for result in results if isinstance(result, ToolError)]
-            if failed or not results:  # an interrupt leaves none
+            if failed or not results:  # there are no results after an interrupt
                 are_permanent = all(error.is_permanent for error in failed)
                 self._breaker.failed(
                     now,
@@ -449,7 +452,7 @@ class ResilientSearch(SearchEngine):
             self._turn.notify_all()
 
     def _outage(self, miss: _Miss, why: str, remedy: str = _WHAT_TO_DO) -> OutageError:
-        """Return the error of a query during an outage, with a fallback if the run continues."""
+        """Return the error for a query during an outage, with a fallback if the run continues."""
         if self._policy.on_outage == "stop":
             return OutageError(f"{why}. {remedy}")
         with self._lock:

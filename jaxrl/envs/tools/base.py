@@ -1,4 +1,4 @@
-"""Tools that a model can call: a text in, a text out. Search engines are tools too."""
+"""Tool interface: a text in, a text out. Search engines are tools too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrl.envs.images import Pictured
 from jaxrl.utils.concurrency import error_text, side_by_side
 from jaxrl.utils.secrets import redact
 
-MAX_ERROR = 2_000  # characters of an error
+MAX_ERROR = 2_000  # maximum length of an error in characters
 
 
 class CallError(ValueError):
@@ -24,23 +24,23 @@ class CallError(ValueError):
 
 
 class Tool(abc.ABC):
-    """Tool whose `run` may be called from several threads."""
+    """Base class of tools. `run` may be called from several threads."""
 
     name: str
-    """Name by which the model calls it."""
+    """Name that the model uses in calls."""
 
     blank: str
-    """Answer to a blank call, which does not reach the tool."""
+    """Answer to a blank call, which never reaches the tool."""
 
     max_threads: ClassVar[int] = 32
     """Maximum number of concurrent calls."""
 
     argument: ClassVar[str] = "call"
-    """Name of the argument if the model calls functions."""
+    """Name of the argument in function calls."""
 
     @property
     def takes_text(self) -> bool:
-        """True if a call can be a text between tags."""
+        """True if a call can be plain text between tags."""
         return True
 
     @property
@@ -50,12 +50,12 @@ class Tool(abc.ABC):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The JSON schema of its arguments."""
+        """JSON schema of the arguments."""
         texts = {self.argument: {"type": "string"}}
         return {"type": "object", "properties": texts, "required": [self.argument]}
 
     def call_of(self, arguments: str | Mapping[str, Any]) -> str:
-        """Return the text of a call, given a text or a function's arguments.
+        """Convert a text or a function call's arguments to the text of a call.
 
         Raises:
             CallError: The arguments do not fit.
@@ -64,7 +64,7 @@ class Tool(abc.ABC):
             return arguments
         check_names(arguments, [self.argument], [self.argument])
         text = arguments[self.argument]
-        if not isinstance(text, str):  # named as in JSON
+        if not isinstance(text, str):  # report the JSON type
             kinds = {bool: "a boolean", list: "an array", dict: "an object", type(None): "null"}
             kind = kinds.get(type(text), "a number")
             raise CallError(f"argument '{self.argument}' is {kind}; expected a string")
@@ -72,10 +72,10 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     def run(self, call: str, /) -> str:
-        """Answer one call; an error in the call itself is an answer too.
+        """Answer one call. An error in the model's call is an answer too.
 
-        The same call has the same answer, of bounded length. It may be a `Pictured`, except for
-        search engines.
+        Equal calls must have equal answers of bounded length. The answer may be a `Pictured`,
+        except for search engines.
 
         Raises:
             ToolError: The tool failed, not the model's call.
@@ -84,15 +84,15 @@ class Tool(abc.ABC):
     def run_batch(self, calls: Sequence[str], /) -> Sequence[str | ToolError]:
         """Answer several calls concurrently; return an answer or a ToolError for each.
 
-        A tool that cannot tell which call failed raises; then each is repeated alone.
+        If a tool cannot tell which call failed, it raises, and each call is repeated alone.
         """
         return side_by_side(functools.partial(run_one, self), calls, max_threads=self.max_threads)
 
     def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
-        """Answer each call, with a record. Failed calls are repeated once, each alone.
+        """Answer each call, with a record. Retry failed calls once, each alone.
 
-        Concurrently, since a dead server would cost a timeout per call. Permanent failures are not
-        repeated.
+        Retries run concurrently, since a dead server would cost a timeout per call. Permanent
+        failures are not retried.
         """
         start = time.perf_counter()
         results = run_together(self, calls)
@@ -134,14 +134,14 @@ def chat_schema(tool: Tool) -> dict[str, Any]:
 
 
 class JsonTool(Tool):
-    """Tool with named arguments; a call is a JSON object with sorted names."""
+    """Tool with named arguments. A call is a JSON object with sorted keys."""
 
     blank = "error: the call is empty"
 
     @property
     @abc.abstractmethod
     def parameters(self) -> Mapping[str, Any]:
-        """The JSON schema of its arguments, with `properties` and `required`."""
+        """JSON schema of the arguments, with `properties` and `required`."""
 
     @abc.abstractmethod
     def check(self, arguments: Mapping[str, Any]) -> None:
@@ -153,12 +153,12 @@ class JsonTool(Tool):
 
     @property
     def takes_text(self) -> bool:
-        """True if the only required argument is a text."""
+        """True if the only required argument is a string."""
         return self._text_argument is not None
 
     @property
     def _text_argument(self) -> str | None:
-        """The argument that a text alone stands for."""
+        """Name of the argument that receives plain text, or None."""
         properties = self.parameters["properties"]
         needed = self.parameters["required"] or list(properties)
         kinds = [properties.get(name, {}).get("type") for name in needed]
@@ -187,14 +187,14 @@ class Answer:
 
     @classmethod
     def of(cls, tool: Tool, call: str, found: str | ToolError, **took: Any) -> Answer:
-        """Make the answer of a tool; `took` are further fields of the record."""
+        """Build the answer of a tool. `took` are further fields of the record."""
         error = str(found) or type(found).__name__ if isinstance(found, ToolError) else None
         name = None if tool.name == "search" else tool.name
         return cls(found=found, record=CallRecord(call=call, tool=name, error=error, **took))
 
 
 def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
-    """Answer a batch; any exception is the failure of each call."""
+    """Answer a batch. Any exception becomes a ToolError for every call."""
     try:
         answers = [_text_or_error(tool, answer) for answer in tool.run_batch(calls)]
         if len(answers) != len(calls):
@@ -207,7 +207,7 @@ def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
 
 
 def run_one(tool: Tool, call: str) -> str | ToolError:
-    """Answer one call; any exception is a ToolError."""
+    """Answer one call. Any exception becomes a ToolError."""
     try:
         return _text_or_error(tool, tool.run(call))
     except KeyboardInterrupt:
@@ -217,7 +217,7 @@ def run_one(tool: Tool, call: str) -> str | ToolError:
 
 
 def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
-    """Return a redacted answer, or a ToolError if it is no text."""
+    """Return a redacted answer, or a ToolError if it is not text."""
     if isinstance(answer, ToolError):
         return _as_tool_error(answer)
     if isinstance(answer, Pictured):
@@ -229,7 +229,7 @@ def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
 
 
 def _as_tool_error(error: BaseException) -> ToolError:
-    """Return an exception as a redacted ToolError."""
+    """Convert an exception to a redacted ToolError."""
     if isinstance(error, ToolError):
         error.args = redact(error.args)
         if redact(str(error)) == str(error):
@@ -244,8 +244,8 @@ SANDBOXES = {
     "monty": "jaxrl.envs.tools.monty.MontyTool",
     "bubblewrap": "jaxrl.extras.sandbox.tools.BubblewrapTool",
 }
-"""Sandboxes of the tool `python`."""
+"""Sandboxes for the tool `python`, by config name."""
 
 
 TOOLS = {"python": "jaxrl.envs.tools.monty.MontyTool"}
-"""Tools by the names that a config uses."""
+"""Tools by config name."""

@@ -12,7 +12,7 @@ SEARCH = "search"
 
 
 def calls_of(turn: Turn) -> tuple[CallRecord, ...]:
-    """Return the calls of a turn; without records, its one call."""
+    """Return the call records of a turn, or one built from its single call."""
     if turn.records or turn.tool_call is None:
         return turn.records
     error = turn.error if turn.observation is None else None
@@ -23,19 +23,19 @@ def calls_of(turn: Turn) -> tuple[CallRecord, ...]:
 class Budget:
     """Upper bound on the cost of one trajectory's calls.
 
-    Every call counts once, whoever answered it and after however many tries: only the policy
-    decides when an episode ends.
+    Every call counts once, whatever its source and number of attempts, so the end of an episode
+    depends on the policy only.
 
     Attributes:
-        prices: Price of a call by tool; other tools are free.
-        max_cost: Bound in the unit of the prices; 0 for none.
+        prices: Price per call by tool; other tools are free.
+        max_cost: Maximum cost in the unit of the prices; 0 for no limit.
     """
 
     prices: Mapping[str, float] = field(default_factory=dict)
     max_cost: float = 0.0
 
     def allows(self, episode: Episode, tools: Iterable[str]) -> bool:
-        """Return True if an episode may call each of these tools once more."""
+        """Return True if the episode can afford one more call of each of these tools."""
         if not self.max_cost:
             return True
         past = [call.tool or SEARCH for turn in episode.turns for call in calls_of(turn)]

@@ -1,4 +1,4 @@
-"""Python functions as tools: their type hints and docstrings tell the model how to call them."""
+"""Python functions as tools, described to the model by type hints and docstrings."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from jaxrl.utils.quiet_transformers import quiet_transformers
 class FunctionTool(JsonTool):
     """Tool that calls a Python function, sync or async, with the model's arguments.
 
-    Arguments must have the JSON types of the hints. A `CallError` of the function is an answer;
-    other exceptions are failures. Results that are not text are shown as JSON.
+    Arguments must match the type hints. A `CallError` raised by the function is an answer; other
+    exceptions are failures. Results other than text are converted to JSON.
     """
 
     def __init__(self, function: Callable[..., Any], *, deadline_s: float = 60.0) -> None:
         """Read the function's signature.
 
         Args:
-            function: Function with type hints, and a docstring in Google's style that describes
-                each parameter.
-            deadline_s: Seconds for a call. A late coroutine is canceled, a thread abandoned.
+            function: Function with type hints, and a Google-style docstring that describes each
+                parameter.
+            deadline_s: Timeout of a call in seconds. A late coroutine is canceled, a late thread
+                abandoned.
 
         Raises:
             ImportError: pydantic is not installed.
@@ -48,7 +49,7 @@ class FunctionTool(JsonTool):
             self._types = {
                 name: self._pydantic.TypeAdapter(hints[name]) for name in self._schema["properties"]
             }
-        except Exception as error:  # transformers and pydantic have their own
+        except Exception as error:  # transformers and pydantic raise their own types
             raise ValueError(
                 f"the function {self.name!r} cannot be a tool: {error}. Expected a type hint for "
                 "each parameter, and a docstring that describes each below 'Args:'."
@@ -56,12 +57,12 @@ class FunctionTool(JsonTool):
 
     @property
     def description(self) -> str:
-        """The docstring without its sections."""
+        """Docstring without its sections."""
         return str(self._schema["description"])
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The JSON schema of its arguments."""
+        """JSON schema of the arguments."""
         return {name: value for name, value in self._schema.items() if name != "description"}
 
     def check(self, arguments: Mapping[str, Any]) -> None:
@@ -77,7 +78,7 @@ class FunctionTool(JsonTool):
         values = {}
         for name, value in arguments.items():
             try:
-                # Strict checks of Python objects would ask for tuples and dates.
+                # Strict validation of Python objects would require tuples and dates.
                 text = json.dumps(value)
                 values[name] = self._types[name].validate_json(text, strict=True)
             except self._pydantic.ValidationError as error:
@@ -116,7 +117,7 @@ class FunctionTool(JsonTool):
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return description and parameters in the form of chat templates."""
+    """Return the description and parameters in the format of chat templates."""
     with quiet_transformers():
         from transformers.utils import get_json_schema
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}

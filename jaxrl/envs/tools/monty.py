@@ -1,4 +1,4 @@
-"""Python code of a model in Monty, an interpreter without files, network or other programs."""
+"""Python tool that runs the model's code in Monty, a sandboxed interpreter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from jaxrl.envs.tools.base import MAX_ERROR, PYTHON_DESCRIPTION, Tool
 
 
 class MontyTool(Tool):
-    """Python code in Monty (https://github.com/pydantic/monty), an interpreter in Rust.
+    """Python tool on Monty (https://github.com/pydantic/monty), an interpreter in Rust.
 
-    Code runs in worker processes without files, network, environment or other programs, with limits
-    of time and memory. Each snippet starts afresh. Clock, sleep and random numbers are fixed, so
-    output is reproducible. Parts of the standard library are available, no packages.
+    Code runs in worker processes with time and memory limits, and without access to files, the
+    network, the environment or other programs. Each snippet starts with a clean state. Clock,
+    sleep and random numbers are fixed, so output is reproducible. Parts of the standard library are
+    available, but no packages.
     """
 
     name = "python"
@@ -36,10 +37,10 @@ class MontyTool(Tool):
         """Start a worker.
 
         Args:
-            timeout_s: Seconds for a snippet.
-            max_memory: Bytes that a snippet may hold.
-            max_output: Bytes that a snippet may print.
-            max_workers: Maximum number of processes.
+            timeout_s: Timeout of a snippet in seconds.
+            max_memory: Maximum memory of a snippet in bytes.
+            max_output: Maximum output of a snippet in bytes.
+            max_workers: Maximum number of worker processes.
 
         Raises:
             ImportError: pydantic-monty is not installed.
@@ -57,7 +58,7 @@ class MontyTool(Tool):
             "sleep": "zero",
             "random_start": {"seed": 0},
         }
-        # The limits are the interpreter's own; a worker that ignores them is killed.
+        # The interpreter enforces the limits; a worker that exceeds them anyway is killed.
         self._pool = self._monty.Monty(
             min_processes=1,
             max_processes=max_workers,
@@ -67,10 +68,10 @@ class MontyTool(Tool):
         weakref.finalize(self, self._pool.__exit__, None, None, None)
 
     def run(self, code: str, /) -> str:
-        """Run code; return what it printed, or the type and text of its error.
+        """Run code; return its output, or the type and text of its error.
 
-        A worker may be killed from outside, as when memory runs out, so the code runs again in
-        another one. If that dies too, the code is the reason.
+        A worker may be killed from outside, for example when memory runs out, so the code is run
+        once more in another worker. If that one dies too, the code is to blame.
         """
         try:
             for _ in range(2):
@@ -82,9 +83,9 @@ class MontyTool(Tool):
                         if error.timed_out:
                             return _TIMEOUT
                     except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
-                        # Without the traceback, which repeats long lines of code.
+                        # Omit the traceback, which repeats long lines of code.
                         message = _shortened(error.display("type-msg")).rstrip()
-                        # Their own texts contain measurements.
+                        # Monty's texts contain measurements, which are not reproducible.
                         fixed = {"TimeoutError": _TIMEOUT, "MemoryError": _MEMORY}
                         return fixed.get(message.partition(":")[0], message)
                     else:
