@@ -1,4 +1,4 @@
-"""Callables named in the config, built-in or user-supplied, and how their failures read."""
+"""Callables named in the config, built-in or user-supplied, and messages about their failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_ERROR_CHARS = 2000
-"""Length to which the first line of an exception is cut."""
+"""Maximum length of an exception's first line."""
 
 
 class UserCodeError(ValueError):
@@ -38,17 +38,17 @@ class NamedFunction:
 
     @property
     def arguments(self) -> list[str]:
-        """Names of the arrays that the function takes."""
+        """Names of the function's array arguments."""
         return argument_names(self.function)
 
     @property
     def is_custom(self) -> bool:
-        """True if the config names it by a dotted path."""
+        """True if the config names it by dotted path."""
         return is_dotted(self.name)
 
     @property
     def is_user_code(self) -> bool:
-        """True if it is defined outside jaxrl, also where a user added it to a table."""
+        """True if it is defined outside jaxrl, even if a user added it to a table."""
         return is_user_code(self.function)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -72,19 +72,19 @@ def is_user_code(thing: Any) -> bool:
 
 
 def argument_names(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters that are not keyword-only."""
+    """Return the names of the positional-or-keyword parameters."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def format_failure(error: BaseException) -> str:
-    """Describe an exception of user code in one line, with the file and line of that code.
+    """Describe an exception of user code in one line, with file and line number.
 
-    JAX appends its own traceback to messages, so only the first line is kept.
+    Only the first line of the message is used, since JAX appends its own traceback.
     """
     try:
         text = str(error)
-    except Exception:  # an exception class of the user may fail to print itself
+    except Exception:  # the `__str__` of a user-defined exception may fail
         text = ""
     message = f"{type(error).__name__}: {text}".removesuffix(": ")[:MAX_ERROR_CHARS]
     first = (message.splitlines() or [""])[0].rstrip(".")
@@ -105,13 +105,13 @@ _LIBRARY_PATHS = (
 
 
 def code_folders() -> list[str]:
-    """Return the folders of `sys.path` that hold the user's modules: not Python's or packages'."""
+    """Return the folders of `sys.path` that contain user modules rather than libraries."""
     folders = [str(Path(entry).absolute()) for entry in sys.path if Path(entry).is_dir()]
     return [folder for folder in folders if not folder.startswith(_LIBRARY_PATHS)]
 
 
 def wrap_user_code(key: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with a `UserCodeError` for any exception, which names key and line."""
+    """Wrap `function` to raise a `UserCodeError` for any exception, naming key and line."""
 
     def wrapped(*arguments: Any, **settings: Any) -> Any:
         try:
@@ -133,7 +133,7 @@ def probe(
     expected: str = "",
     is_valid: Callable[[Any], bool] = lambda result: True,
 ) -> Any:
-    """Call user code once on example inputs, before the run begins.
+    """Call user code once on example inputs, before the run starts.
 
     Args:
         key: Config key that names the code.

@@ -23,7 +23,7 @@ _ENDING_S = 5.0  # time for a killed process to end
 
 
 class EndedError(ChildProcessError):
-    """A child has ended with `status`, which is negative for a signal, and prints no more."""
+    """A child has ended and closed its output. `status` is negative for a signal."""
 
     def __init__(self, what: str, status: int) -> None:
         super().__init__(f"{what} ended with {status}")
@@ -31,7 +31,7 @@ class EndedError(ChildProcessError):
 
 
 class SilentError(TimeoutError):
-    """A child did not do in time what was waited for."""
+    """A child did not respond or end in time."""
 
 
 class Child(contextlib.AbstractContextManager):
@@ -51,8 +51,8 @@ class Child(contextlib.AbstractContextManager):
         Args:
             command: Program and arguments.
             what: Name of the child in messages.
-            most: Number of bytes of each output after which further ones are dropped.
-            stderr: Argument of `subprocess.Popen`; a pipe fills `reported`.
+            most: Maximum size of unread output per stream in bytes; the rest is dropped.
+            stderr: Argument of `subprocess.Popen`. The text of a pipe is in `reported`.
             options: Further arguments of `subprocess.Popen`. The default `stdin` is a pipe.
 
         Raises:
@@ -76,7 +76,7 @@ class Child(contextlib.AbstractContextManager):
         """Write a JSON line to the child. Thread-safe.
 
         Raises:
-            EndedError: The child does not read any more.
+            EndedError: The child no longer reads.
         """
         stdin = self._process.stdin
         assert stdin is not None
@@ -91,8 +91,8 @@ class Child(contextlib.AbstractContextManager):
         """Read the next JSON line of the child.
 
         Raises:
-            EndedError: The child prints no more.
-            SilentError: There was no line for `patience_s` seconds.
+            EndedError: The child has closed its output.
+            SilentError: No line arrived for `patience_s` seconds.
         """
         if not self.read(lambda: b"\n" in self.printed, patience_s):
             raise EndedError(self._what, self._end())
@@ -101,7 +101,7 @@ class Child(contextlib.AbstractContextManager):
         return dict(json.loads(line))
 
     def read(self, is_enough: Callable[[], bool], patience_s: float) -> bool:
-        """Read both outputs until `is_enough()`; return False if the child closes them first.
+        """Read stdout and stderr until `is_enough()`; return False if the child closes them first.
 
         Raises:
             SilentError: Neither happened within `patience_s` seconds.
@@ -117,7 +117,7 @@ class Child(contextlib.AbstractContextManager):
                 if is_late:
                     raise SilentError(f"{self._what} was silent for {patience_s:g} s")
                 left_s = deadline - time.monotonic()
-                is_late = left_s <= 0  # what has arrived is still read
+                is_late = left_s <= 0  # data that has arrived is still read
                 for key, _ in selector.select(min(max(left_s, 0), _MAX_SELECT_S)):
                     data = os.read(key.fd, 65536)
                     if not data:
@@ -128,7 +128,7 @@ class Child(contextlib.AbstractContextManager):
         return True
 
     def wait(self, patience_s: float | None = None) -> int:
-        """Wait for the end; return the status, which is negative for a signal.
+        """Wait for the child to end; return its status, which is negative for a signal.
 
         Raises:
             SilentError: The child has not ended after `patience_s` seconds.
@@ -146,7 +146,7 @@ class Child(contextlib.AbstractContextManager):
         return self.wait(_ENDING_S)
 
     def kill(self) -> None:
-        """Kill the process group, unless the child was waited for: its number may be reused."""
+        """Kill the process group, unless the child was reaped: its PID may be reused."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -158,7 +158,7 @@ class Child(contextlib.AbstractContextManager):
             self.wait(_ENDING_S)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # of data that is not flushed
+                with contextlib.suppress(OSError):  # unflushed data cannot be written any more
                     pipe.close()
 
     def __exit__(self, *_: object) -> None:

@@ -19,19 +19,19 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MAX_ERROR = 2000
-"""Longest text of an exception in characters; a library may put a whole page into it."""
+"""Maximum length of an exception's text in characters. Some libraries put a page into it."""
 
 MAX_S = 1e9
-"""Longest time that a setting may ask for, in seconds. Locks accept 9 times as many."""
+"""Longest time that a setting may have, in seconds. Locks accept 9 times as much."""
 
 _CANCEL_S = 1.0  # time for a canceled coroutine to end
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and text of an exception, redacted and cut to `MAX_ERROR` characters."""
+    """Return type and text of an exception, redacted and limited to `MAX_ERROR` characters."""
     try:
         text = str(error)
-    except Exception:  # an exception class of the user may fail to print itself
+    except Exception:  # the `__str__` of a user-defined exception may fail
         text = ""
     return redact(f"{type(error).__name__}: {text}".removesuffix(": "))[:MAX_ERROR]
 
@@ -39,7 +39,7 @@ def error_text(error: BaseException) -> str:
 def failure_report(error: BaseException) -> str:
     """Return type, text, notes and traceback of an exception, redacted.
 
-    At most `MAX_ERROR` characters: the innermost frames are kept.
+    Limited to `MAX_ERROR` characters by dropping the outermost frames.
     """
     notes = " ".join([error_text(error), *getattr(error, "__notes__", ())])
     report = redact(notes)[:MAX_ERROR]
@@ -61,9 +61,9 @@ def _run(future: Future[Any], work: Callable[[], Any]) -> None:
 
 
 def in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Run `work` in a daemon thread, for which the interpreter's exit does not wait.
+    """Run `work` in a daemon thread.
 
-    A hanging thread of an executor would keep the process alive.
+    The interpreter's exit does not wait for it, unlike for a hanging thread of an executor.
     """
     future: Future[Result] = Future()
     threading.Thread(target=_run, args=(future, work), daemon=True, name="env").start()
@@ -71,7 +71,7 @@ def in_thread(work: Callable[[], Result]) -> Future[Result]:
 
 
 class Threads:
-    """Reusable daemon threads. Starting one takes as long as a short call."""
+    """Reusable daemon threads, since starting a thread takes as long as a short call."""
 
     def __init__(self) -> None:
         self._lock, self._is_closed = threading.Lock(), False
@@ -101,7 +101,7 @@ class Threads:
         return thread, calls
 
     def close(self) -> None:
-        """End idle threads now and the others once their call returns."""
+        """End idle threads now, and busy threads when their call returns."""
         with self._lock:
             self._is_closed = True
         for _, calls in self._idle:
@@ -119,9 +119,9 @@ def side_by_side(
 
 
 def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[Future[Result]]:
-    """Run calls in daemon threads; canceled futures that have not started are skipped.
+    """Start calls in daemon threads. A future canceled before its start is skipped.
 
-    A call that hangs keeps its thread; the others continue with the rest.
+    A call that hangs blocks only its own thread; the other threads run the remaining calls.
     """
     futures: list[Future[Result]] = [Future() for _ in calls]
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -141,7 +141,7 @@ def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[
 
 
 def once(make: Callable[[], Result]) -> Callable[[], Result]:
-    """Cache the result of `make`, also if several threads ask for it first."""
+    """Cache the result of `make`, calling it once even if several threads call first."""
     lock, cached = threading.Lock(), functools.cache(make)
 
     def locked() -> Result:
@@ -152,11 +152,11 @@ def once(make: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def new_loop(name: str) -> asyncio.AbstractEventLoop:
-    """Start an event loop in a daemon thread. It runs as long as the process."""
+    """Start an event loop in a daemon thread. It runs until the process ends."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:
-        # `sys.exit` in a coroutine ends `run_forever`, and the other coroutines would hang.
+        # `sys.exit` in a coroutine ends `run_forever`, which would hang the other coroutines.
         while True:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
@@ -176,7 +176,7 @@ class LateError(TimeoutError):
 
 
 def within(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine in `event_loop`; cancel it at the deadline.
+    """Run a coroutine in `event_loop` and cancel it at the deadline.
 
     Raises:
         LateError: The coroutine took longer. It may still run if it ignores cancellation.
@@ -204,7 +204,8 @@ def in_time(deadline_s: float, work: Callable[[], Result]) -> Result:
 
 
 def _result(future: Future[Result], timeout_s: float) -> Result:
-    if wait([future], timeout=timeout_s).not_done:  # `result(timeout)` hides errors of the work
+    # `result(timeout)` could not distinguish a late call from a TimeoutError of the work itself.
+    if wait([future], timeout=timeout_s).not_done:
         future.cancel()
         raise LateError
     return future.result()

@@ -1,4 +1,4 @@
-"""Atomic files and folders: complete or absent, whenever the process is killed."""
+"""Atomic files and folders: complete or absent, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TextIO
 from jaxrl.utils.text import writable
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a full disk, a quota and a limit on file sizes."""
+"""Error numbers for a full disk, an exceeded quota and an exceeded file size limit."""
 
 _RIGHTS = "give this user the right to it (ls -l shows who has it)."
 _FILE_THERE = "a folder belongs there; move the file away."
@@ -28,22 +28,22 @@ REMEDIES = {
     **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
     errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",
 }
-"""What to do about an error of the system, by its number."""
+"""Remedies for system errors, by error number."""
 
 
 class MovedError(OSError):
-    """A folder that this process holds was moved or removed; the text names it."""
+    """A folder locked by this process was moved or removed. The text names it."""
 
 
 _held: dict[Path, int] = {}
-"""Folders that this process holds, with an open descriptor of each."""
+"""Folders locked by this process, with an open file descriptor each."""
 
 
 def check_held(path: Path) -> None:
-    """Check that the held folder at or above `path` is still there, before writing to it.
+    """Check, before writing, that the locked folder at or above `path` is still there.
 
     Raises:
-        MovedError: It was moved, removed or replaced.
+        MovedError: The folder was moved, removed or replaced.
     """
     path = path.absolute()
     for folder, descriptor in _held.items():
@@ -57,12 +57,12 @@ def check_held(path: Path) -> None:
 
 
 def system_message(error: OSError, remedy: str = "", place: Path | None = None) -> str | None:
-    """Return file, reason and remedy of an error of the system; None for other errors.
+    """Return file, reason and remedy of a system error; None for other errors.
 
     Args:
-        error: Error of the system.
+        error: System error.
         remedy: Replacement for the text in `REMEDIES`.
-        place: Path for an error that does not name a file.
+        place: Path to show if the error does not name a file.
     """
     file = error.filename or place
     if not file or error.errno not in REMEDIES:
@@ -71,9 +71,9 @@ def system_message(error: OSError, remedy: str = "", place: Path | None = None) 
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """Return the error of a full disk among an exception and its causes, or None.
+    """Return the disk-full error among an exception and its causes, or None.
 
-    Some libraries report it in their text only.
+    Some libraries report it only in the text of another exception.
     """
     while error is not None:
         for number in FULL_DISK:
@@ -86,10 +86,10 @@ def full_disk(error: BaseException | None) -> OSError | None:
 
 
 def users_cache() -> Path:
-    """Return `$XDG_CACHE_HOME/jaxrl`. The specification ignores relative paths.
+    """Return `$XDG_CACHE_HOME/jaxrl`. The XDG specification says to ignore relative paths.
 
     Raises:
-        RuntimeError: The user has no home.
+        RuntimeError: The user has no home directory.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "jaxrl"
@@ -97,7 +97,7 @@ def users_cache() -> Path:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[TextIO]:
-    """Open a text file that replaces `path` at the end. Lone surrogates become U+FFFD."""
+    """Open a text file that replaces `path` on exit. Lone surrogates become U+FFFD."""
     with (
         atomic_write(path) as unfinished,
         unfinished.open("w", encoding="utf-8", errors="jaxrl.replaced") as file,
@@ -107,7 +107,7 @@ def written_whole(path: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield the path of an unfinished file, which replaces `path` at the end."""
+    """Yield the path of a temporary file that replaces `path` on exit."""
     check_held(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -116,21 +116,21 @@ def atomic_write(path: Path) -> Iterator[Path]:
         unfinished.replace(path)
     except OSError as error:
         error.filename = error.filename or str(path)
-        unfinished.unlink(missing_ok=True)  # on a full disk it would take what room is left
+        unfinished.unlink(missing_ok=True)  # it would occupy space on a full disk
         raise
 
 
 @contextmanager
 def atomic_folder(path: Path, *, marker: str, is_writer: bool = True) -> Iterator[Path]:
-    """Yield an unfinished folder, which replaces `path` at the end.
+    """Yield a temporary folder that replaces `path` on exit.
 
     Args:
-        path: The final folder. An existing one is replaced if it is empty or holds `marker`.
-        marker: File that distinguishes an earlier output from a folder named by mistake.
-        is_writer: True in the process that writes to the disk.
+        path: The final folder. An existing one is replaced if it is empty or contains `marker`.
+        marker: File that identifies an earlier output, to protect a folder named by mistake.
+        is_writer: True in the process that writes to disk.
 
     Raises:
-        FileExistsError: There is something else at `path`.
+        FileExistsError: `path` is a file, or a nonempty folder without `marker`.
     """
     path = Path(os.path.abspath(path))
     if is_writer:
@@ -164,7 +164,7 @@ def begin_replacing(folder: Path) -> None:
 
 
 def remove_whole(folder: Path) -> None:
-    """Remove a folder at once; a kill may leave `<name>.removed`, which `recover` removes."""
+    """Remove a folder atomically. A kill may leave `<name>.removed`, which `recover` removes."""
     _remove(folder, _beside(folder, "removed"))
 
 
@@ -194,14 +194,14 @@ def set_aside(path: Path, *, is_copied: bool = False) -> Path:
 
     Args:
         path: The file.
-        is_copied: True to leave the file in place too.
+        is_copied: True to copy the file instead of moving it.
     """
     aside = free_name(path.with_name(f"{path.name}.damaged"))
     return Path(shutil.copy2(path, aside)) if is_copied else path.rename(aside)
 
 
 def free_name(path: Path) -> Path:
-    """Return the path, with a number appended if it exists."""
+    """Return `path`, with a number appended if it exists."""
     free, number = path, 0
     while free.exists():
         number += 1
@@ -210,7 +210,7 @@ def free_name(path: Path) -> Path:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line to a text file; first end the last one if a kill cut it."""
+    """Append a line to a text file, after ending a last line that a kill truncated."""
     with path.open("a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -223,11 +223,11 @@ def held(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. The system releases the lock when the process ends.
 
     Raises:
-        ValueError: Another process holds it, or the folder cannot be made.
+        ValueError: Another process holds the lock, or the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:  # as in /proc, though what it would lie in is there
+    except FileNotFoundError as error:  # for example in /proc, although the parent exists
         raise ValueError(
             f"--workdir={folder} cannot be made ({error.strerror}); name a folder on a disk."
         ) from error
@@ -241,9 +241,9 @@ def held(folder: Path) -> Iterator[None]:
                 "name another --workdir."
             ) from None
         except OSError:
-            pass  # a file system without locks: nobody watches over two runs in one folder
+            pass  # the file system has no locks, so two runs in one folder are not detected
         file.truncate(0)
-        try:  # past the buffer, which would be written again at the end
+        try:  # bypass the buffer, which would be written again on close
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         except OSError as error:
             error.filename = file.name

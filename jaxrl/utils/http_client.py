@@ -1,4 +1,4 @@
-"""Client of servers that answer JSON over HTTP: concurrent, bounded, with typed failures."""
+"""JSON-over-HTTP client with concurrent requests, limits and typed failures."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from jaxrl.utils.json_io import parse_json
 from jaxrl.utils.rate_limit import bounded_wait_s
 from jaxrl.utils.secrets import redact, register_secret
 
-_MAX_SHOWN = 200  # characters of an answer that an error shows
-_RETRYABLE = frozenset({408, 425, 429})  # statuses below 500
+_MAX_SHOWN = 200  # maximum length of an answer in an error message, in characters
+_RETRYABLE = frozenset({408, 425, 429})  # retryable statuses below 500
 
-# Servers commonly close connections after 5 idle seconds, which fails a request at that moment.
+# Servers commonly close connections after 5 idle seconds. A request sent at that moment fails.
 _KEEP_ALIVE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A POST request with a body, or a GET request without.
+    """A POST request if it has a body, otherwise a GET request.
 
     Attributes:
-        url: Address with scheme and path.
+        url: URL with scheme and path.
         params: Query parameters.
         body: Bytes, or a value that is sent as JSON; None for a GET.
-        headers: Headers in addition to those of the client.
+        headers: Headers in addition to the client's.
     """
 
     url: str
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Limits of a client: seconds per request, requests in flight, MiB of an unpacked answer."""
+    """Client limits: seconds per request, requests in flight, MiB per decompressed answer."""
 
     timeout_s: float
     connections: int
@@ -58,22 +58,22 @@ class Bounds:
 
 
 class JsonClient:
-    """Client with pooled connections, which several threads may use.
+    """Thread-safe client with pooled connections.
 
-    It does not retry: a `ToolError` says whether and when another try may succeed. Answers and
-    errors are redacted.
+    It does not retry; a `ToolError` says whether and when a retry may succeed. Answers and errors
+    are redacted.
     """
 
     def __init__(self, bounds: Bounds, *, headers: Mapping[str, str] | None = None) -> None:
         self._bounds = bounds
         headers = {"Accept": "application/json", **(headers or {})}
-        register_secret(headers.get("Authorization", "").partition(" ")[2])  # perhaps in base64
+        register_secret(headers.get("Authorization", "").partition(" ")[2])  # may be base64
         limits = httpx2.Limits(
             max_connections=bounds.connections,
             max_keepalive_connections=bounds.connections,
             keepalive_expiry=_KEEP_ALIVE_S,
         )
-        # `_fetch` has a deadline for the request; httpx's is for each read.
+        # `_fetch` limits the complete request; httpx's timeout would limit each read.
         self._client = httpx2.AsyncClient(
             headers=headers, limits=limits, timeout=None, verify=_certificates()
         )
@@ -81,7 +81,7 @@ class JsonClient:
         weakref.finalize(self, _close, self._client).atexit = False
 
     def ask(self, requests: Sequence[Request]) -> list[Any | ToolError]:
-        """Send requests concurrently; return the JSON of each answer, or its error, in order."""
+        """Send requests concurrently. Return the JSON or the error of each, in order."""
 
         async def fetch_all() -> list[Any | ToolError]:
             return await asyncio.gather(*map(self._fetch, requests))
@@ -90,7 +90,7 @@ class JsonClient:
         try:
             answers = future.result()
         except BaseException:
-            future.cancel()  # an interrupt ends the requests in flight
+            future.cancel()  # on an interrupt, cancel the requests in flight
             raise
         return [
             self._parse(request, answer) if isinstance(answer, bytes) else answer
@@ -118,7 +118,7 @@ class JsonClient:
                 return self._error(request, f"failed: {error_text(error)}")
 
     async def _body(self, request: Request) -> bytes:
-        """Send a request; return the body of the answer.
+        """Send a request and return the body of the answer.
 
         Raises:
             ToolError: The status is not a success, or the body is too large.
@@ -140,7 +140,7 @@ class JsonClient:
             if response.is_success:
                 return bytes(body)
             status, location = response.status_code, response.headers.get("location")
-            # Redacted first, since dropping the parameters could cut a secret in two.
+            # Redact first, since dropping the parameters could split a secret.
             redirect = f", redirecting to {shown_url(redact(location))}" if location else ""
             raise self._error(
                 request,
@@ -155,13 +155,13 @@ class JsonClient:
 
 
 def _shown(body: bytes | bytearray) -> str:
-    """Return the beginning of an answer for a message, redacted before it is cut."""
+    """Return the start of an answer for a message, redacted before truncation."""
     text = " ".join(redact(body.decode("utf-8", "replace")).split())
     return repr(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + " ..")
 
 
 def shown_url(url: str) -> str:
-    """Return an address without user, password and parameters."""
+    """Return a URL without user, password and query."""
     scheme, _, rest = url.partition("://")
     host, slash, path = rest.partition("?")[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
@@ -170,19 +170,19 @@ def shown_url(url: str) -> str:
 _SECRET = re.compile(
     r"(?i)(^|[^a-z]|api|access|auth)(key|token|secret|password|passwd|pwd|auth|sig|signature)$"
 )
-"""Names of parameters that commonly hold a key."""
+"""Names of query parameters that commonly hold a key."""
 
 
 def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -> None:
-    """Check the address of a server; refuse one that holds a secret.
+    """Check the URL of a server, and that it contains no secret.
 
     Args:
-        key: Config key of the address.
-        url: Address with scheme and host.
-        keys_from: Config key that names the environment variable of a key.
+        key: Config key of the URL.
+        url: URL with scheme and host.
+        keys_from: Config key that names the environment variable for an API key.
 
     Raises:
-        ValueError: The address is malformed, or holds a user, a password or a key.
+        ValueError: The URL is malformed, or contains a user, a password or a key.
     """
     expected = "expected the address of a server, as http://127.0.0.1:8000"
     try:
@@ -209,9 +209,9 @@ def key_of(key: str, variable: str) -> str:
         variable: Name of the variable.
 
     Raises:
-        ValueError: The variable is not set, or holds what no HTTP header can.
+        ValueError: The variable is not set, or its value is not valid in an HTTP header.
     """
-    # A value that is no name may be the secret itself, so it is not shown.
+    # A value that is not a variable name may be the secret itself, so it is not shown.
     is_name = re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable)
     secret = os.environ.get(variable, "").strip()
     if not (secret and secret.isascii() and secret.isprintable()):
@@ -226,17 +226,17 @@ def key_of(key: str, variable: str) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Join halves of surrogate pairs; replace the others by U+FFFD."""
+    """Join surrogate pairs and replace lone surrogates with U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a server asks to wait, bounded; None if it does not ask.
+    """Return the bounded number of seconds that a server asks to wait, or None.
 
     Read from Retry-After (RFC 9110, 10.2.3), or from the quotas in `X-RateLimit-Remaining` and
-    `X-RateLimit-Reset`, which have a number for each window in Brave's API.
+    `X-RateLimit-Reset`, which have one number per window in Brave's API.
     """
     value = headers.get("retry-after", "").strip()
     if value.isdecimal():
@@ -256,13 +256,13 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Return the TLS context of all clients, since reading it is slow."""
+    """Return the TLS context that all clients share, since loading it is slow."""
     return httpx2.create_ssl_context()
 
 
 @once
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all clients, in which no user code runs."""
+    """Return the event loop that all clients share. No user code runs in it."""
     return new_loop("json_http")
 
 

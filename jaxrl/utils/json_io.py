@@ -1,4 +1,4 @@
-"""Parsing of JSON from outside, with one-line errors and bounded depth."""
+"""Parsing of untrusted JSON, with one-line errors and bounded depth."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100
-"""Maximum nesting of objects and lists: copying and writing them is recursive."""
+"""Maximum nesting of objects and lists, since copying and serializing them is recursive."""
 
 
 def parse_json(text: str | bytes, place: str) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: The text is not JSON, or is nested too deeply. The message begins with `place`.
+        ValueError: The text is not JSON, or is nested too deeply. The message starts with `place`.
     """
     try:
         value = json.loads(text)
@@ -33,7 +33,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It holds no object.
+        ValueError: The content is not a JSON object.
     """
     value = parse_json(path.read_bytes(), str(path))
     if not isinstance(value, dict):
@@ -44,7 +44,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def is_too_deep(text: str | bytes, value: Any) -> bool:
     """Return True if parsed JSON is nested deeper than `MAX_DEPTH`."""
     data = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:  # nearly every text
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:  # fast path for nearly every text
         return False
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, dict | list)]:
@@ -54,7 +54,7 @@ def is_too_deep(text: str | bytes, value: Any) -> bool:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a finite number as a float, and None for anything else."""
+    """Return a finite number as a float, or None for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

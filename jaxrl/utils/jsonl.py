@@ -1,4 +1,4 @@
-"""JSON Lines: the objects of a file, and errors that name the format of another file."""
+"""JSON Lines reader, with errors that name the format of files that are not JSONL."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MAGIC = {
     b"\x28\xb5\x2f\xfd": "compressed (zstd)",
     b"PK\x03\x04": "a zip archive",
 }
-"""First bytes of files that are often given in place of JSONL."""
+"""First bytes of files that users often pass instead of JSONL."""
 
 
 def read_objects(
     path: Path, *, skip_bytes: int = 0, skip_lines: int = 0
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Stream the objects of a JSONL file with their places (`file:line`); skip blank lines.
+    """Stream the objects of a JSONL file with their locations (`file:line`), skipping blank lines.
 
     Args:
         path: The file.
-        skip_bytes: Size of the whole lines at the beginning to skip.
+        skip_bytes: Size of the leading lines to skip.
         skip_lines: Number of these lines.
 
     Raises:
@@ -44,7 +44,7 @@ def read_objects(
 
 
 def refuse_other_formats(path: Path, start: bytes) -> None:
-    """Raise a ValueError if the first bytes of a file show another format than JSONL."""
+    """Raise a ValueError if the first bytes of a file show a format other than JSONL."""
     name, new = json.dumps(str(path)), path.with_name(f"{path.stem}_lines.jsonl")
     what, how, modules, rows = "", "Unpack or convert it first.", "", ""
     head = start.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -66,15 +66,15 @@ def parse_line(line: bytes, place: str) -> dict[str, Any]:
     """Parse a line of JSONL.
 
     Raises:
-        ValueError: The line is not a JSON object in UTF-8. The message names `place`.
+        ValueError: The line is not a JSON object in UTF-8. The message starts with `place`.
     """
     try:
         fields = parse_json(line.decode("utf-8-sig").strip(), place)
-        if b"\\u" in line:  # half of a surrogate pair, which no file can hold
+        if b"\\u" in line:  # may be a lone surrogate, which UTF-8 cannot encode
             json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{place} holds half of a surrogate pair (\\ud800 to \\udfff): no text."
+            f"{place} holds half of a surrogate pair (\\ud800 to \\udfff), which is not text."
         ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{place} is not valid JSON in UTF-8: {error}") from error

@@ -1,4 +1,4 @@
-"""Paths that are suggested in place of one that does not exist."""
+"""Suggestions for paths that do not exist."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def similar_path(path: str | Path) -> str:
-    """Return a sentence that suggests an existing path with a similar name; "" without one.
+    """Return a sentence that suggests an existing path with a similar name, or "".
 
     Args:
-        path: Path of a file or folder. Its first part that does not exist is replaced.
+        path: Path of a file or folder. Its first component that does not exist is replaced.
     """
     try:
         missing = Path(path)
@@ -19,7 +19,7 @@ def similar_path(path: str | Path) -> str:
             return ""
         while not missing.parent.exists():
             missing = missing.parent
-        # Stems are compared, since a common suffix makes short names similar.
+        # Compare stems, since a common suffix makes short names similar.
         names = sorted(os.listdir(missing.parent))
         stems = difflib.get_close_matches(missing.stem, [Path(name).stem for name in names], n=1)
         if not stems:
@@ -29,5 +29,5 @@ def similar_path(path: str | Path) -> str:
         similar = missing.parent / near
         whole = similar / Path(path).relative_to(missing)
         return f" Did you mean {str(whole if whole.exists() else similar)!r}?"
-    except (OSError, ValueError):  # a path that no file can have, or a folder that is not readable
+    except (OSError, ValueError):  # an invalid path, or an unreadable folder
         return ""

@@ -1,4 +1,4 @@
-"""Import and use of transformers without its warnings."""
+"""Use of transformers without its warnings."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide messages of transformers below errors, unless TRANSFORMERS_VERBOSITY is set.
+    """Hide log messages of transformers below errors, unless TRANSFORMERS_VERBOSITY is set.
 
-    It advises to install torch, and warns about a folder's files.
+    Among them are advice to install torch and warnings about the files of a folder.
     """
     logger = logging.getLogger("transformers")
     if os.environ.get("TRANSFORMERS_VERBOSITY"):
         yield
         return
 
-    # The import sets the logger's level, so it needs a filter. Loggers of modules inherit the level
-    # but not the filter.
+    # The import resets the logger's level, so it needs a filter. Later calls need the level, since
+    # child loggers inherit the level but not the filter.
     def is_error(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
 

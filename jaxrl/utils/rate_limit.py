@@ -1,4 +1,4 @@
-"""Rate limit and circuit breaker of a service. The caller passes the time."""
+"""Rate limit and circuit breaker for a service. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MAX_WAIT_S = 86_400.0
 
 
 def bounded_wait_s(wait_s: float | None) -> float:
-    """Clip the wait that a server asks for to 0 to `MAX_WAIT_S`; 0 for NaN and None."""
+    """Clip the wait that a server asks for to [0, `MAX_WAIT_S`]; 0 for NaN and None."""
     return min(max(0.0, wait_s or 0.0), MAX_WAIT_S)  # for NaN, max returns its first argument
 
 
 class RateLimit:
-    """Limit on the queries that start per second.
+    """Limit on the number of queries that start per second.
 
-    For a rate r, at most floor(r) queries, or one, start within any floor(r) / r seconds.
+    At rate r, at most b = max(1, floor(r)) queries start within any b / r seconds.
     """
 
     def __init__(self, per_second: float) -> None:
@@ -27,7 +27,7 @@ class RateLimit:
         self._starts: deque[float] = deque(maxlen=self.burst)
 
     def reserve(self, count: int, now: float) -> float:
-        """Return the time at which `count` queries, at most `burst`, may start."""
+        """Reserve and return the time at which `count` queries, at most `burst`, may start."""
         start = max([now, *list(self._starts)[-1:]])
         last_before = len(self._starts) + count - self.burst - 1  # must leave the window first
         if last_before >= 0:
@@ -47,9 +47,9 @@ class Breaker:
         """Create a closed breaker.
 
         Args:
-            max_failures: Number of consecutive failures that open it; 0 for none.
+            max_failures: Number of consecutive failures that open it; 0 to never open it.
             rest_s: Seconds for which an open breaker admits no call.
-            patience_s: Seconds without any answer after which the service is given up.
+            patience_s: Seconds without an answer after which the outage counts as permanent.
         """
         self._max_failures, self._rest_s, self._patience_s = max_failures, rest_s, patience_s
         self._num_failures = self._num_permanent = 0  # since the last answer
@@ -60,7 +60,7 @@ class Breaker:
         """Time of the last answer."""
 
     def may_try(self, now: float) -> bool:
-        """Return True if a call may start. A half-open breaker counts it as started."""
+        """Return True if a call may start. A half-open breaker admits only the first caller."""
         if self._is_open:
             if self._is_half_open or now < self._rests_until:
                 return False
@@ -98,7 +98,7 @@ class Breaker:
         return max(now - self._down_since, 0.0)
 
     def patience_s(self, now: float) -> float:
-        """Return the seconds until the service is given up."""
+        """Return the seconds until the outage counts as permanent."""
         return 0.0 if self.refuses_all else self._patience_s - self.down_s(now)
 
     def rest_s(self, now: float) -> float:

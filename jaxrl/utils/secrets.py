@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator
 from typing import IO, Any
 from urllib.parse import quote, quote_plus
 
-_MIN_LENGTH = 8  # characters; a shorter secret is redacted only where it is a whole word
+_MIN_LENGTH = 8  # characters; a shorter secret is redacted only as a complete word
 
-_patterns: dict[str, re.Pattern[str]] = {}  # by the form of a secret
+_patterns: dict[str, re.Pattern[str]] = {}  # by encoded form of a secret
 
 
 def register_secret(value: str) -> None:
-    """Redact a secret from now on: as it is, JSON-escaped and percent-encoded.
+    """Redact a secret from now on, in plain, JSON-escaped and percent-encoded form.
 
-    The long words of a secret such as `Bearer TOKEN` are secrets too.
+    Long words of the secret count too, such as the token in `Bearer TOKEN`.
     """
     for secret in {value, *(word for word in value.split() if len(word) >= _MIN_LENGTH)} - {""}:
         escaped = json.dumps(secret)[1:-1]
@@ -32,7 +32,7 @@ def register_secret(value: str) -> None:
 
 
 def redact(value: Any) -> Any:
-    """Return text with `***` for each registered secret, or JSON with its texts redacted."""
+    """Replace each registered secret with `***`, in text or in all strings of a JSON value."""
     if isinstance(value, list | tuple):
         return type(value)(map(redact, value))
     if isinstance(value, dict):
@@ -71,7 +71,7 @@ class _RedactedStream:
 
 @contextlib.contextmanager
 def redacted_output() -> Iterator[None]:
-    """Redact what the block prints, and the exception that ends it."""
+    """Redact the output of the block, and an exception that ends it."""
     out, err = [_RedactedStream(stream) for stream in (sys.stdout, sys.stderr)]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -1,4 +1,4 @@
-"""Foreign text for files, terminals and pages."""
+"""Untrusted text for files, terminals and web pages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import unicodedata
 
 import regex
 
-# Control and invisible characters: C0 except newline and tab, DEL, C1, marks of direction,
-# characters without width, tags.
+# Control and invisible characters: C0 except newline and tab, DEL, C1, direction marks, zero-width
+# characters, tags.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"
     "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb"
@@ -23,12 +23,13 @@ UNSPACED = (
     r"\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
     r"[\p{Line_Break=SA}--\p{M}]]"
 )
-"""A letter of a script without blanks between words, as a set of the `regex` module (`V1`).
+"""A letter of a script without spaces between words, as a character set of `regex` (`V1`).
 
-Han, kana, Hangul (whose words have endings), and Unicode's class SA, such as Thai, Lao and Khmer.
+Han, kana, Hangul (because its words have endings), and Unicode line break class SA, such as Thai,
+Lao and Khmer.
 """
 
-# Invisible characters such as soft hyphens and joiners, and enclosing marks such as a keycap's.
+# Invisible characters such as soft hyphens and joiners, and enclosing marks such as keycaps.
 _IGNORED = regex.compile(r"[\p{Cf}\p{Default_Ignorable_Code_Point}\p{Me}]")
 
 
@@ -41,36 +42,36 @@ codecs.register_error("jaxrl.replaced", _replaced)
 
 
 def writable(text: str) -> str:
-    """Replace lone surrogates, which servers and file names may contain, by U+FFFD."""
+    """Replace lone surrogates, which servers and file names may contain, with U+FFFD."""
     if type(text) is str and text.isascii():
         return text
     return text.encode("utf-8", "jaxrl.replaced").decode("utf-8")
 
 
 def fold(text: str) -> str:
-    """Return a text in lowercase and NFKC, without invisible characters."""
+    """Convert a text to lowercase NFKC without invisible characters."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", _IGNORED.sub("", text))
     text = text.lower()
     if text.isascii():
         return text
-    # Python lowers a Turkish capital "İ" to an "i" with a second dot. Some letters compose only in
-    # lowercase, such as "ẖ".
+    # Python lowercases the Turkish "İ" to an "i" with a second dot. Some letters, such as "ẖ",
+    # compose only in lowercase.
     return unicodedata.normalize("NFC", text.replace("i\u0307", "i"))
 
 
 def replace_unencodable() -> None:
-    """Let the stdout of this process replace characters that its encoding lacks.
+    """Make stdout replace characters that its encoding lacks.
 
-    Every command calls this first: any name or text may be part of its output.
+    Every command calls this first, since its output may contain any name or text.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def printable(text: str) -> str:
-    r"""Return writable text for a terminal or a page, with control characters as escapes.
+    r"""Make text safe for a terminal or web page by escaping control characters.
 
-    Newline and tab stay. An escape sequence reads as `\x1b[2J`.
+    Newline and tab stay. An escape sequence becomes `\x1b[2J`.
     """
     return _HIDDEN.sub(lambda m: m[0].encode("unicode_escape").decode("ascii"), writable(text))
