@@ -1,12 +1,12 @@
-"""Chats to text by a model's chat template: nothing that was given is lost, and nothing added.
+"""Chat rendering with a model's chat template, without losing or adding content.
 
-Templates rewrite what they are given. Some take the thoughts out of earlier messages, so that
-worked examples would answer without having searched; others write a system message of their own
-where there is none. So a chat is rendered twice: as it is, and with marks in place of its messages'
-contents, which shows what the template itself writes and where.
+Templates rewrite their input. Some remove the thoughts from earlier messages, so worked examples
+would answer without having searched; others add a default system message. So each chat is rendered
+twice: as it is, and with markers in place of the message contents. The second rendering shows what
+the template itself writes, and where.
 
-Other fields of a message, such as `tool_calls`, are the template's to write. Once more with marks
-in place of their values shows whether it does: a chat of which it leaves something out is refused.
+Other fields of a message, such as `tool_calls`, are rendered by the template. A rendering with
+markers in place of their values shows whether it writes them all. If not, the chat is refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jaxrl.envs.base import Message
 from jaxrl.envs.images import MARK
 
 _MARK = re.compile("\ue000([0-9]+)\ue001|\ue002([^\ue002\ue003]*)\ue003")
-"""Mark in place of a text, with its number, or marks around a token that a field holds.
+"""Marker in place of a text, with its number, or a pair of markers around a token in a field.
 
-No template knows these characters.
+The private-use characters occur in no template.
 """
 
 
@@ -38,30 +38,30 @@ def _mark(number: int) -> str:
 
 
 def mark_token(text: str) -> str:
-    """Return the text of a token between marks, by which it is found in what a template writes."""
+    """Put markers around the text of a token, to find it in the output of a template."""
     return f"\ue002{text}\ue003"
 
 
 Shape = tuple[tuple[str, tuple[str, ...] | None, str], ...]
-"""Role, types of the parts of the content, and other fields as JSON of each message of a chat.
+"""For each message of a chat: its role, the types of its content parts, and its fields as JSON.
 
-The types are None for a text, and () for an empty text beside other fields.
+The types are None for plain text, and () for empty content in a message with other fields.
 """
 
 Place = tuple[str | int, ...]
-"""Keys and indices that lead to a value in a message, such as `("tool_calls", 0, "id")`."""
+"""Path of keys and indices to a value in a message, such as `("tool_calls", 0, "id")`."""
 
 
 def reads_clock(template: str) -> bool:
-    """Return True if a chat template asks for the time, as Llama 3.2's does for today's date."""
+    """Return True if a chat template reads the clock, as Llama 3.2's does for today's date."""
     return re.search(r"\bstrftime_now\b", template) is not None
 
 
 def with_fixed_clock(template: str, now: datetime) -> str:
-    """Return a chat template whose `strftime_now` writes this time instead of the clock's.
+    """Return a chat template with `strftime_now` fixed to a time.
 
-    Templates are given no functions but those of transformers, so a macro takes its place. It knows
-    the directives of one letter, with one of glibc's flags and modifiers or none.
+    Templates can only call the functions that transformers passes, so a macro replaces it. The
+    macro supports directives of one letter, optionally with one glibc flag or modifier.
     """
     if not reads_clock(template):
         return template
@@ -82,20 +82,20 @@ class Piece:
     """A part of a rendered chat."""
 
     text: str
-    is_given: bool  # the content of a message; else the template wrote it
+    is_given: bool  # True for content of a message, False for text of the template
 
 
 class Chat:
-    """A chat template, and what it writes beside the contents of messages.
+    """A chat template, and the text that it writes around message contents.
 
     Attributes:
-        opener: what the template writes of the model's own message before the model does, as
-            `<think>` and a line break; "" for most.
-        message_end: what it writes behind a message of the assistant.
-        around: all that it writes before, between and behind messages.
-        image: what it writes for an image, as `<|vision_start|><|image_pad|><|vision_end|>`; ""
-            where it takes none.
-        left_out: the system message of its own that some rendered chat has not; "" so far.
+        opener: Start of the model's message that the template writes, such as `<think>` and a
+            line break; "" for most templates.
+        message_end: Text after an assistant message.
+        wrapper: All text before, between and after messages.
+        image: Text for an image, such as `<|vision_start|><|image_pad|><|vision_end|>`; "" if the
+            template does not support images.
+        left_out: Default system message that was removed from some rendered chat; "" if none.
     """
 
     def __init__(
@@ -105,19 +105,19 @@ class Chat:
         bos: str = "",
         mark_tokens: Callable[[str], str] = lambda text: text,
     ):
-        """Renders chats of marks, which show what the template writes.
+        """Render chats of markers to find the text that the template writes.
 
         Args:
-            apply: renders messages, and what comes before the model's next one if that is wanted.
-            bos: the text of the tokenizer's first token; "" for none.
-            mark_tokens: puts a text's tokens that hold a chat together between marks, by
-                `mark_token`; called for fields beside role and content.
+            apply: Function that renders messages, with the generation prompt if the flag is set.
+            bos: Text of the tokenizer's beginning-of-sequence token; "" for none.
+            mark_tokens: Function that applies `mark_token` to each chat control token in a text.
+                Called for fields other than role and content.
         """
         self._apply, self._mark_tokens = apply, mark_tokens
         self._frame = functools.lru_cache(self._frame_of)
         self._own_system = self._find_own_system(bos)
         self.left_out = ""
-        # Text before the model's message, beyond what is before an earlier one's.
+        # The opener is the text before the model's message that earlier messages do not have.
         chat, asked = self._texts("user", "assistant", "user"), self._texts("user", asks=True)
         self.opener = ""
         if chat is not None and asked is not None and asked[-1].startswith(chat[1]):
@@ -125,7 +125,7 @@ class Chat:
         self.message_end = (self._texts("user", "assistant") or [""])[-1]
         around = self._texts("system", "user", "assistant", "user")
         self.wrapper = "".join(around or self._texts("user", "assistant", "user") or [])
-        # Text that stands for an image between two texts.
+        # The template's text for an image is found between two texts.
         image = self._texts_of((("user", ("text", "image", "text"), ""),))
         self.image = "" if image is None else image[1]
 
@@ -136,23 +136,23 @@ class Chat:
         with_images: bool = False,
         has_default_system: bool = False,
     ) -> list[Piece]:
-        """A chat up to where the model's next message begins, in pieces.
+        """Render a chat up to the start of the model's next message, in pieces.
 
-        The contents are as the template gives them back, without the blanks around them if it
-        takes these off. Where it leaves out more than blanks, they are whole nevertheless. Other
-        fields are as the template writes them.
+        Contents are stripped of surrounding whitespace if the template strips them. If the template
+        drops more than whitespace, the contents are complete nevertheless. Other fields are as the
+        template writes them.
 
         Args:
-            messages: the chat.
-            with_images: the marks in the contents are images, which the template writes.
-            has_default_system: a chat without a system message has the template's own, if it
-                writes one.
+            messages: The chat.
+            with_images: True if `<image>` in the contents stands for an image.
+            has_default_system: True to keep the template's default system message in a chat
+                without a system message.
 
         Raises:
-            ValueError: the template refuses the chat, or drops one of its messages or a field of
-                one.
+            ValueError: The template refuses the chat, or drops a message or a field.
         """
         check_result_order(messages)
+        # Split the chat into its shape, which decides the template's text, and its texts.
         roles = tuple(message["role"] for message in messages)
         fields = [_fields_of(message) for message in messages]
         split = [
@@ -164,12 +164,13 @@ class Chat:
         try:
             text = self._apply(_filled(shape, [part for _, part in texts]), True)
             frame = self._frame(shape, True)
-        except Exception as error:  # a template is a program: anything may go wrong in it
+        except Exception as error:  # a template is a program and may raise anything
             what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise ValueError(
                 f"the tokenizer's chat template refuses a chat of the roles {list(roles)}: "
                 f"{what}{error}"
             ) from error
+        # A text whose marker is missing was dropped.
         for number, (index, part) in enumerate(texts):
             if number not in frame and part.strip():
                 role, content = roles[index], messages[index]["content"]
@@ -182,10 +183,12 @@ class Chat:
                 )
         if any(fields):
             self._check_fields(shape)
+        # Strip the contents if that reproduces the template's own rendering.
         contents = [part for _, part in texts]
         stripped = [content.strip() for content in contents]
         if "".join(piece.text for piece in _fill(frame, stripped)) == text:
             contents = stripped
+        # Remove a default system message that nobody asked for.
         if "system" not in roles and not has_default_system:
             start = frame[0]
             assert isinstance(start, Piece)
@@ -197,18 +200,18 @@ class Chat:
         return _fill(frame, contents)
 
     def turn(self, message: Message) -> str:
-        """Return what the template makes of a message of the assistant that calls a tool.
+        """Render an assistant message that calls a tool, as the model itself would write it.
 
-        This is the text that a model would write: without the header and the end of the message.
+        The result has no message header and no end of message.
 
         Raises:
-            ValueError: the template refuses the message, drops a part of it, or does not take
-                results of tools.
+            ValueError: The template refuses the message, drops a part of it, or does not support
+                tool results.
         """
         first, *_, last = self.tool_turn([0])
         opening = {"role": "user", "content": "?"}
         header = self._texts("user", "assistant", "tool")
-        assert header is not None  # as `tool_turn` has seen
+        assert header is not None  # `tool_turn` has checked this
         chat = [opening, message, {"role": "tool", "content": "?"}]
         pieces = self.render(chat, has_default_system=True)
         text = "".join(piece.text for piece in pieces)
@@ -222,15 +225,16 @@ class Chat:
         return text[len(begin) : len(text) - len(end)]
 
     def tool_turn(self, num_images: Sequence[int]) -> list[str]:
-        """Texts the template writes before, between and behind results of tools, images included.
+        """Return the template's text before, between and after tool results, including images.
 
-        It begins right behind a message of the assistant, and ends where its next one begins.
+        The first text starts right after an assistant message, and the last one ends where the next
+        assistant message starts.
 
         Args:
-            num_images: of each result, behind its text.
+            num_images: Number of images after the text of each result.
 
         Raises:
-            ValueError: the template does not take messages of the role `tool`, or images in them.
+            ValueError: The template does not support the role `tool`, or images in its messages.
         """
         kinds = [("text", *["image"] * n) if n else None for n in num_images]
         results = (("tool", kind, "") for kind in kinds)
@@ -250,10 +254,10 @@ class Chat:
         return texts[2:]
 
     def _check_fields(self, shape: Shape) -> None:
-        """Refuse a chat of whose messages the template leaves out a field.
+        """Check that the template writes all fields of all messages.
 
         Raises:
-            ValueError: names the field, and the message.
+            ValueError: The template drops a field. The error names the field and the message.
         """
         texts = _marks(shape)
         marked = _filled(shape, texts)
@@ -263,7 +267,7 @@ class Chat:
             values[number] = place, _put(marked, place, _mark(number))
         try:
             written = self._apply(marked, True)
-        except Exception:  # it reads a value as more than a text to write
+        except Exception:  # the template needs a value that is more than text
             written = ""
         found = {int(mark[1]) for mark in _MARK.finditer(written) if mark[1]}
         for number, (place, value) in values.items():
@@ -277,17 +281,17 @@ class Chat:
                 )
 
     def _reads(self, shape: Shape, place: Place) -> bool:
-        """Return True if a chat without the value in this place is rendered in another way."""
+        """Return True if removing the value at this path changes the rendering."""
         chat = _filled(shape, _marks(shape))
         whole = self._apply(chat, True)
         _put(chat, place, None)
         try:
             return self._apply(chat, True) != whole
-        except Exception:  # it cannot do without
+        except Exception:  # the template requires the value
             return True
 
     def _frame_of(self, shape: Shape, asks: bool) -> tuple[Piece | int, ...]:
-        """Texts the template writes, with the numbers of the given texts where these stand."""
+        """Return the template's pieces, with the number of each given text at its position."""
         chat = _filled(shape, _marks(shape))
         for index, (_, _, fields) in enumerate(shape):
             if fields:
@@ -302,23 +306,24 @@ class Chat:
         return (*frame, Piece(text[start:], False))
 
     def _texts(self, *roles: str, asks: bool = False) -> list[str] | None:
-        """Calls `_texts_of` on messages of these roles, whose contents are texts."""
+        """Call `_texts_of` for text messages with these roles."""
         return self._texts_of(tuple((role, None, "") for role in roles), asks=asks)
 
     def _texts_of(self, shape: Shape, *, asks: bool = False) -> list[str] | None:
-        """Text it writes before, between and behind texts; None where it does not take them."""
+        """Return the template's text before, between and after texts; None if it refuses them."""
         try:
             frame = self._frame(shape, asks)
-        except Exception:  # told by `render`, if it is more than a chat that it does not take
+        except Exception:  # if this affects a real chat, `render` reports it
             return None
         numbers = [part for part in frame if isinstance(part, int)]
         is_whole = numbers == [*range(len(_marks(shape)))]
         return [part.text for part in frame if isinstance(part, Piece)] if is_whole else None
 
     def _find_own_system(self, bos: str) -> tuple[str, str]:
-        """The beginning of a chat with a system message that nobody gave, and what to have instead.
+        """Return the start of a chat with a default system message, and its replacement.
 
-        The user's message begins in it as behind a system message that was given.
+        A default message is recognized because the user message follows it in the same form as it
+        follows an explicit system message. Both are "" if the template has no default.
         """
         given, alone = self._texts("system", "user"), self._texts("user")
         if given is None or alone is None:
@@ -329,13 +334,13 @@ class Chat:
         own = whole.removesuffix(header)
         if not (begin and middle.startswith(end) and whole == own + header):
             return "", ""
-        # A first token stands before all messages; one that begins each stands in the header too.
+        # Keep a BOS token that precedes the chat. One that starts each message is in the header.
         instead = bos if begin.startswith(bos) and not header.startswith(bos) else ""
         return (own, instead) if own.startswith(begin) else ("", "")
 
 
 def parts_of(content: str) -> list[str | None]:
-    """A content in texts and, as None, images, where the marks are; no empty text beside them."""
+    """Split content into texts and images (None) at the placeholders, without empty texts."""
     if MARK not in content:
         return [content]
     first, *others = content.split(MARK)
@@ -344,12 +349,12 @@ def parts_of(content: str) -> list[str | None]:
 
 
 def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse results of tools that are not in the order of the calls, or of none of them.
+    """Check that tool results are in the order of their calls.
 
-    Most chat templates leave out the ids and names by which results belong to calls.
+    Most chat templates drop the ids and names that link results to calls.
 
     Raises:
-        ValueError: names the message.
+        ValueError: A result is out of order or has no call. The error names the message.
     """
     ids: list[Any] = []
     names: list[Any] = []
@@ -376,10 +381,10 @@ def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _fields_of(message: Message) -> str:
-    """The fields of a message beside role and content that have a value, as JSON; "" for none.
+    """Return the fields other than role and content that are not null, as JSON; "" for none.
 
     Raises:
-        ValueError: a value is not JSON.
+        ValueError: A value is not JSON, or contains a marker character.
     """
     fields = {
         name: value
@@ -401,9 +406,9 @@ def _fields_of(message: Message) -> str:
 
 
 def _split(content: str, *, with_images: bool, has_fields: bool) -> list[str | None]:
-    """A content in texts and images; none of both for an empty text beside other fields.
+    """Split content into texts and images; [] for empty content in a message with other fields.
 
-    Templates write calls of tools in another way behind a text than without one.
+    Templates render tool calls differently after a text than without one.
     """
     if has_fields and not content:
         return []
@@ -411,20 +416,20 @@ def _split(content: str, *, with_images: bool, has_fields: bool) -> list[str | N
 
 
 def _types(parts: Sequence[str | None]) -> tuple[str, ...] | None:
-    """Types of a content's parts; None where it is a text, () where it is empty."""
+    """Return the types of content parts; None for plain text, () for empty content."""
     if parts and None not in parts:
         return None
     return tuple("image" if part is None else "text" for part in parts)
 
 
 def _marks(shape: Shape) -> list[str]:
-    """A mark for each text of a chat of this shape."""
+    """Return one marker per text of a chat with this shape."""
     count = sum(1 if kinds is None else kinds.count("text") for _, kinds, _ in shape)
     return [_mark(number) for number in range(count)]
 
 
 def _filled(shape: Shape, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Messages of this shape, with these texts."""
+    """Build messages from a shape and texts."""
     left = iter(texts)
     messages = []
     for role, kinds, fields in shape:
@@ -440,7 +445,7 @@ def _filled(shape: Shape, texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """Places of all values in the fields of messages that say something; blank texts do not."""
+    """Yield the paths of all values in message fields that are not null or blank."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if len(place) != 1 or key not in ("role", "content"):
@@ -450,9 +455,9 @@ def _places(value: Any, place: Place = ()) -> Iterator[Place]:
 
 
 def _is_link(messages: Sequence[Mapping[str, Any]], place: Place) -> bool:
-    """Return True if a value only says which call a message belongs to, or that it is a call.
+    """Return True if a value only links a result to its call, or marks a call.
 
-    The order of the messages says so too; see `check_result_order`.
+    The order of messages carries the same information; see `check_result_order`.
     """
     match place:
         case (_, "tool_call_id") | (_, "tool_calls", _, "id" | "type" | "index"):
@@ -463,7 +468,7 @@ def _is_link(messages: Sequence[Mapping[str, Any]], place: Place) -> bool:
 
 
 def _put(messages: list[dict[str, Any]], place: Place, value: str | None) -> Any:
-    """Put a value in a place of messages, or take out what is there; return what was there."""
+    """Replace the value at a path, or remove it if `value` is None; return the old value."""
     *before, key = place
     inner: Any = messages
     for step in before:
@@ -477,7 +482,7 @@ def _put(messages: list[dict[str, Any]], place: Place, value: str | None) -> Any
 
 
 def _with_tokens(value: Any, mark_tokens: Callable[[str], str]) -> Any:
-    """A JSON value with marks around the tokens in its texts."""
+    """Apply `mark_tokens` to all strings of a JSON value."""
     if isinstance(value, dict):
         return {mark_tokens(key): _with_tokens(inner, mark_tokens) for key, inner in value.items()}
     if isinstance(value, list):

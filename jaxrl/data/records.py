@@ -1,4 +1,4 @@
-"""Tasks and demonstrations from the fields of records."""
+"""Conversion of records to tasks and demonstrations."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from jaxrl.utils.json_io import parse_json
 
 
 def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None) -> Task:
-    """Return the task that a record holds.
+    """Convert a record to a task.
 
     A record has one of `question` (text), `messages` (a chat) and `prompt` (either). Its answers
-    are in `answers`, `golden_answers` or `answer`; see `accepted_answers`. In verl's records the
-    chat is `prompt`, and the answers are in `reward_model`. Optional are `id` (default: `place`),
-    `data_source` and `metadata`. All further fields go to `Task.metadata`.
+    are in `answers`, `golden_answers` or `answer`; see `accepted_answers`. In verl's records,
+    `prompt` is the chat, and the answers are in `reward_model`. `id` (default: `place`),
+    `data_source` and `metadata` are optional. All other fields go to `Task.metadata`.
 
-    `images` holds one image or a list of them (see `envs.images.picture`), one for each mark
-    `<image>` in the texts. Without marks they go before the question, or in a chat before the first
-    message of the user. A content may also be a list of parts, with images of their own.
+    `images` is one image or a list (see `envs.images.picture`), one for each `<image>` placeholder
+    in the text. Without placeholders, the images precede the question or the first user message.
+    Message content may also be a list of parts that contain images.
 
     Args:
         fields: Fields of the record.
-        place: `file:row` of the record, for errors.
-        folder: Folder of relative paths; by default that of `place`.
+        place: Location `file:row` of the record, for errors.
+        folder: Base folder for relative paths; by default the folder in `place`.
 
     Raises:
-        ValueError: A field is missing or of another type.
+        ValueError: A field is missing or has the wrong type.
     """
     try:
         return _parse_task(fields, place, _folder_of(place) if folder is None else folder)
@@ -46,10 +46,10 @@ def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None
 def read_demonstration(
     fields: dict[str, Any], place: str
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-    """Return the chat of a demonstration, and the images of the marks in its prompt.
+    """Return the chat of a demonstration, and the images of the placeholders in its prompt.
 
     Raises:
-        ValueError: It is no chat, or has images behind the first message of the assistant.
+        ValueError: The record is not a chat, or has images after the first assistant message.
     """
     folder = _folder_of(place)
     try:
@@ -111,7 +111,7 @@ OTHER_NAMES = "config.tasks.*.columns maps other names, as {'problem': 'question
 
 
 def _prompt_name(fields: dict[str, Any]) -> str:
-    """Return the name of the field that holds the question or the chat."""
+    """Return the name of the field with the question or the chat."""
     names = [name for name in ("question", "messages") if fields.get(name) is not None]
     if not names and fields.get("prompt") is not None:
         return "prompt"
@@ -134,14 +134,14 @@ def _answers(fields: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _ground_truth(reward_model: dict[str, Any]) -> tuple[str, ...]:
-    """Return the answers of a record of verl's: the ground truth, or its `target`.
+    """Return the answers of a verl record: the ground truth, or its `target`.
 
-    An object without a target is for a reward function that reads the metadata. Its JSON is the
-    only answer.
+    An object without a target is meant for a reward function that reads the metadata. Its JSON is
+    the only answer.
     """
     truth = reward_model.get("ground_truth")
     if isinstance(truth, dict):
-        truth = _without_nulls(truth)  # tables fill in the fields of other rows
+        truth = _without_nulls(truth)  # tables add null fields for other rows
         if truth and "target" not in truth:
             return (json.dumps(truth, ensure_ascii=False),)
         truth = truth.get("target")
@@ -155,16 +155,16 @@ def _ground_truth(reward_model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def accepted_answers(value: Any) -> tuple[str, ...]:
-    """Return the accepted answers that a value holds, as texts.
+    """Convert a value to a tuple of accepted answers.
 
-    A text or a number is one answer. Each item of a list or a NumPy array is one; nulls are
+    A string or number is one answer, and so is each item of a list or NumPy array. Nulls are
     dropped.
 
     Args:
-        value: Field of a record, of any format.
+        value: Field of a record in any format.
 
     Raises:
-        ValueError: An answer is blank, or neither a text nor a finite number.
+        ValueError: An answer is blank, or is neither a string nor a finite number.
     """
     expected = "expected a text, a number or a list of these"
     try:
@@ -185,11 +185,11 @@ def accepted_answers(value: Any) -> tuple[str, ...]:
 
 
 def _number_text(number: float) -> str:
-    """Return a finite number as people write it: `42.0` is 42, and `1e-05` is 0.00001."""
+    """Format a finite number as people write it: `42.0` as 42, `1e-05` as 0.00001."""
     if isinstance(number, int):
         return str(int(number))
     value = Decimal(repr(float(number)))
-    # Tables widen 32 bits to 64: 0.1 becomes 0.10000000149011612, with more digits than were meant.
+    # Tables widen float32 to float64: 0.1 becomes 0.10000000149011612. Restore the short form.
     with np.errstate(over="ignore"):
         narrow = np.float32(number)
     if len(value.as_tuple().digits) > MAX_DIGITS and float(narrow) == number:
@@ -198,29 +198,30 @@ def _number_text(number: float) -> str:
 
 
 MAX_DIGITS = 15
-"""Significant digits that every decimal number keeps in 64 bits."""
+"""Number of significant decimal digits that float64 always preserves."""
 
 
 def read_chat(
     messages: Any, given: Sequence[Picture], folder: Path
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-    """Return a chat whose contents are texts, and the images of the marks in them.
+    """Return a chat with plain text contents, and the images of its placeholders.
 
-    Other fields of a message stay, for the chat template to write. Arguments of calls become
-    objects, and fields that are null are dropped.
+    Other fields of a message stay, for the chat template to render. Call arguments become objects,
+    and null fields are dropped.
 
     Args:
-        messages: Messages whose contents are texts, or lists of parts as chat templates know them.
-            An assistant message that calls a tool or has other fields may have none.
-        given: Images for the marks, and for the parts without an image.
-        folder: Folder of relative paths in parts.
+        messages: Messages with text content, or with a list of parts as in chat templates. Content
+            is optional in an assistant message that calls a tool or has other fields.
+        given: Images for the placeholders, and for image parts without an image.
+        folder: Base folder for relative paths in parts.
 
     Raises:
-        ValueError: It is no chat, or has other marks than there are images.
+        ValueError: The value is not a chat, or placeholders and images differ in number.
     """
     chat: list[Any] = []
-    marks: list[Picture | None] = []  # None: one of the given
+    marks: list[Picture | None] = []  # None for an image from `given`
     has_parts = False
+    # Join the parts of each message to one text with placeholders.
     for message in messages if isinstance(messages, list) else [messages]:
         message = _with_fields(message) if isinstance(message, dict) else {}
         content = message.get("content")
@@ -238,6 +239,7 @@ def read_chat(
         chat.append(message)
     if not chat:
         raise ValueError("'messages' must be a list of objects with text 'role' and 'content'.")
+    # Without images, `<image>` is plain text.
     if not (given or has_parts):
         return chat, ()
     if not marks:
@@ -254,10 +256,10 @@ def read_chat(
 
 
 def _with_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without nulls; an empty text is its content if it has other fields.
+    """Remove nulls from a message; add empty content to an assistant message with other fields.
 
     Raises:
-        ValueError: Its tool calls are malformed.
+        ValueError: The tool calls are malformed.
     """
     message = _without_nulls(message)
     calls = message.get("tool_calls")
@@ -271,16 +273,16 @@ def _with_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(fields: Any) -> dict[str, Any]:
-    """Return an object without its nulls; {} for anything else."""
+    """Return an object without its null fields; {} for anything else."""
     if not isinstance(fields, dict):
         return {}
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Return a tool call, its arguments as an object if they are the JSON of one.
+    """Normalize a tool call; arguments that are the JSON of an object become that object.
 
-    Name and arguments may also be beside the other fields, as transformers accepts them.
+    Like transformers, accept name and arguments without the enclosing `function`.
     """
     fields = _without_nulls(call)
     bare = {name: fields.pop(name) for name in ("name", "arguments") if name in fields}
@@ -300,10 +302,10 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _part(part: Any, folder: Path) -> tuple[str, Picture | None]:
-    """Return a part of a content as text, and the image that it has.
+    """Return a content part as text, and its image if it has one.
 
     Raises:
-        ValueError: It is neither text nor image.
+        ValueError: The part is neither text nor an image.
     """
     fields = _without_nulls(part if isinstance(part, dict) else {"text": part})
     kind = fields.get("type", "text" if "text" in fields else "image")

@@ -1,4 +1,4 @@
-"""Trajectories as exact JSON for checkpoints and processes; `logs.records` is for people."""
+"""Lossless JSON of trajectories for checkpoints and processes. `logs.records` is for people."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ ARRAYS = {
 
 
 MEASURED = ("divergence", "windows")
-"""Fields that a step measures again, because the policy has changed."""
+"""Fields that a step recomputes because the policy has changed."""
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as plain JSON values, exactly.
+    """Convert a trajectory to plain JSON values without loss.
 
-    Arrays are base64 of their little-endian bytes. `MEASURED` and `attachments` are left out;
-    `Processor.with_images` makes the latter again from the images.
+    Arrays become base64 of their little-endian bytes. `MEASURED` and `attachments` are omitted;
+    `Processor.with_images` recreates the latter from the images.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
-    left_out = (*MEASURED, "attachments", "token_arrays")  # the last are added where there are some
+    left_out = (*MEASURED, "attachments", "token_arrays")  # token_arrays are added below if any
     fields = {name: getattr(trajectory, name) for name in known if name not in left_out}
     for name, dtype in ARRAYS.items():
         fields[name] = _encoded(fields[name], dtype)
@@ -54,10 +54,10 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any]) -> Trajectory:
-    """Invert `to_json`, but for `attachments`.
+    """Invert `to_json`, except for the omitted fields.
 
     Raises:
-        UnreadableError: The file of an image is missing or has changed.
+        UnreadableError: An image file is missing or has changed.
     """
     known = {field.name for field in dataclasses.fields(Trajectory)}
     fields = {name: value for name, value in saved.items() if name in known}
@@ -76,7 +76,7 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     fields["turns"] = tuple(map(_turn, fields["turns"]))
     fields["reward_records"] = _records(fields.get("reward_records", ()))
     for name in ("turn_starts", "turn_rewards", "turn_advantages"):
-        if fields.get(name) is not None:  # checkpoints of before there were turns have none
+        if fields.get(name) is not None:  # old checkpoints do not have these fields
             fields[name] = tuple(fields[name])
     fields["contexts"] = tuple(map(tuple, fields.get("contexts", ())))
     fields["outcome"] = Outcome(fields["outcome"])
@@ -100,7 +100,7 @@ def _turn(saved: Mapping[str, Any]) -> Turn:
 
 
 def turn_to_json(turn: Turn) -> dict[str, Any]:
-    """Return a turn as plain JSON values; rare fields only if they have a value."""
+    """Convert a turn to plain JSON values, with rare fields only if they have a value."""
     plain = dataclasses.asdict(dataclasses.replace(turn, images=()))
     rare = {
         "images": list(map(_picture_to_json, turn.images)),
@@ -143,12 +143,12 @@ def _records(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
 
 
 def calls_to_json(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the calls of judges as plain JSON values."""
+    """Return the records of judge calls as plain JSON values."""
     return [dataclasses.asdict(record) for record in trajectory.reward_records]
 
 
 def groups_to_json(groups: Iterable[Group]) -> list[list[dict[str, Any]]]:
-    """Return the trajectories of each group; see `to_json`."""
+    """Convert the trajectories of each group by `to_json`."""
     return [[to_json(trajectory) for trajectory in group.trajectories] for group in groups]
 
 

@@ -1,4 +1,4 @@
-"""The order in which a run takes its tasks or demonstrations."""
+"""Shuffled, endless stream of tasks or demonstrations, from one source or a mixture."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Generic[Item]):
-    """Items that a stream draws from, and how often."""
+    """Items of a stream and their sampling weight."""
 
     items: Sequence[Item]
-    weight: float = 1.0  # above 0; draws from it in proportion to this
-    name: str = ""  # in metrics
+    weight: float = 1.0  # positive; the source is sampled in proportion to it
+    name: str = ""  # name in metrics
 
 
 class Mixture(Sequence[Item]):
-    """Sources one after another; a stream draws from each by its weight."""
+    """Concatenation of sources. A stream samples each source in proportion to its weight."""
 
     def __init__(self, sources: Sequence[Source[Item]]):
         self.sources = tuple(sources)
@@ -45,25 +45,25 @@ class Mixture(Sequence[Item]):
 
 
 class Stream(Generic[Item]):
-    """Items in an endless order that is shuffled anew each epoch.
+    """Endless stream of items, reshuffled each epoch.
 
-    The order is a function of the seed, not of the number of processes, so a restart needs only
-    the number of items taken. In a mixture each source has its own order and epochs, and the
-    weights alone say which source comes next.
+    The order depends on the seed, not on the number of processes, so a restart needs only the
+    number of items taken. In a mixture, each source has its own order and epochs, and the weights
+    alone decide which source comes next.
     """
 
     def __init__(self, items: Sequence[Item], *, seed: int):
-        import grain  # late: it imports JAX, and a configuration is checked without
+        import grain  # imported late, since it imports JAX, which config checks do without
 
         sources = items.sources if isinstance(items, Mixture) else (Source(items=items),)
         self.num_items = len(items)
         self._sources = sources
-        # Weights are exact fractions of their decimal text, and scaled to whole numbers.
+        # Exact integer shares: the weights' decimal text as fractions, scaled to integers.
         exact = [Fraction(str(source.weight)) for source in sources]
         scale = math.lcm(*(weight.denominator for weight in exact))
         self._shares = [int(weight * scale) for weight in exact]
         self._orders = [
-            # Of one source the seed is the run's; 2654435761 is a prime that parts the others.
+            # The first source uses the run's seed. The prime 2654435761 spreads the other seeds.
             grain.MapDataset.source(source.items)
             .seed((seed + place * 2_654_435_761) % 2**32)
             .shuffle()
@@ -73,18 +73,18 @@ class Stream(Generic[Item]):
 
     @property
     def epoch_length(self) -> int:
-        """Draws in which every item comes, of each source, but for the rounding of shares."""
+        """Number of items after which every source is exhausted, up to rounding of shares."""
         total = sum(self._shares)
         parts = zip(self._sources, self._shares, strict=True)
         return max(math.ceil(len(source.items) * total / share) for source, share in parts)
 
     def take(self, position: int, count: int) -> list[Item]:
-        """Items `position` to `position + count - 1` of the stream."""
+        """Return items `position` to `position + count - 1` of the stream."""
         places = (next_of(self._shares, at) for at in range(position, position + count))
         return [self._orders[source][index] for source, index in places]
 
     def metrics(self, position: int) -> dict[str, float]:
-        """Draws and epochs of each source of several, in the first `position` items."""
+        """Return items taken and epochs per source after `position` items; {} for one source."""
         if len(self._sources) == 1:
             return {}
         counts = taken_of(self._shares, position)
@@ -96,10 +96,11 @@ class Stream(Generic[Item]):
 
 
 def taken_of(shares: Sequence[int], position: int) -> list[int]:
-    """Divide a mixture's first `position` items among its sources, by integer shares above 0.
+    """Return how many of a mixture's first `position` items come from each source.
 
-    The first source takes its share, rounded up, and the others share the rest likewise. So the
-    first two are within 1 of their shares, and the n-th within n - 1, since each before it rounds.
+    The first source takes its share, rounded up, and the others divide the rest in the same way. So
+    the first two are within 1 of their exact shares, and the n-th within n - 1, since each earlier
+    source rounds. Shares are positive integers.
     """
     counts, rest, total = [], position, sum(shares)
     for share in shares:
@@ -110,7 +111,7 @@ def taken_of(shares: Sequence[int], position: int) -> list[int]:
 
 
 def next_of(shares: Sequence[int], position: int) -> tuple[int, int]:
-    """The source of item `position` of a mixture, and its place among that source's."""
+    """Return the source of item `position` of a mixture, and the item's index in that source."""
     now, then = taken_of(shares, position), taken_of(shares, position + 1)
     source = next(i for i, (a, b) in enumerate(zip(now, then, strict=True)) if b > a)
     return source, now[source]

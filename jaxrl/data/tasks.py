@@ -1,7 +1,8 @@
-"""The tasks that a configuration names: open, check and mix their sources.
+"""Task sources named in the config: open, check and mix them.
 
-A small source is held parsed. A large one is read once to check it, and then a task at a time, as
-it is drawn. It takes some tens of bytes per task: its place, and hashes of its id and question.
+A small source is kept parsed in memory. A large one is read once to check it, and then one task at
+a time when needed. It takes some tens of bytes per task: its position, and hashes of its id and
+question.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ from jaxrl.envs.base import Task
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted
 
 HELD = 100_000
-"""Tasks up to which those of a source are held parsed."""
+"""Maximum number of tasks of a source that is kept parsed in memory."""
 
 HELD_BYTES = 2**28
-"""Bytes of images in the records themselves, up to which a source's tasks are held."""
+"""Maximum size of inline images of a source that is kept in memory, in bytes."""
 
-_BLOCK = 1000  # records read at a time
+_BLOCK = 1000  # number of records read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSource:
-    """Source of tasks, as it is configured."""
+    """Configuration of a task source."""
 
-    key: str  # of the section, or of the entry of `sources`
+    key: str  # config key of the section, or of the entry of `sources`
     source: str = ""
-    format: str = ""  # "": by the path
+    format: str = ""  # "" to derive it from the path
     split: str = "train"
     settings: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class TaskSource:
 
     @property
     def format_name(self) -> str:
-        """Name of the format, by the path if none is configured."""
+        """Name of the format, derived from the path if none is configured."""
         return self.format or format_of(self.source)
 
     @property
@@ -75,14 +76,14 @@ class TaskSource:
 FIELDS = tuple(
     f.name for f in dataclasses.fields(TaskSource) if f.name not in ("key", "make_reader")
 )
-"""Keys that an entry of `sources` may hold."""
+"""Keys that an entry of `sources` may have."""
 
 
 def resolve_sources(config: ConfigDict, kind: str) -> list[TaskSource]:
-    """Return the sources of `tasks.train` or `tasks.eval`, with their readers resolved.
+    """Return the sources of `tasks.train` or `tasks.eval`, with readers resolved.
 
     Raises:
-        ValueError: A source is malformed, or its format names no reader.
+        ValueError: A source is malformed, or its format is not a known reader.
     """
     section, key = config.tasks[kind].to_dict(), f"tasks.{kind}"
     entries = section.pop("sources")
@@ -138,11 +139,11 @@ def _reader_of(source: TaskSource) -> Callable[..., Any]:
 
 
 SUFFIXES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl"}
-"""Formats by suffix; any other file is JSONL."""
+"""Formats by file suffix. Files with other suffixes are JSONL."""
 
 
 def format_of(source: str) -> str:
-    """Return the format of a file, a pattern or a folder, by its name or its contents."""
+    """Derive the format of a file, a pattern or a folder from its name or contents."""
     path = Path(source)
     if path.is_dir():
         if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -154,10 +155,10 @@ def format_of(source: str) -> str:
 
 
 def open_reader(source: TaskSource) -> Reader:
-    """Return the reader of a source.
+    """Open the reader of a source.
 
     Raises:
-        FileNotFoundError, ValueError: The source cannot be opened; the message names the key.
+        FileNotFoundError, ValueError: The source cannot be opened. The message names the key.
     """
     key = f"config.{source.key}.source"
     offered = {"source": source.source, "split": source.split, "config_key": key}
@@ -174,20 +175,20 @@ def open_reader(source: TaskSource) -> Reader:
 
 
 class Tasks(Sequence[Task]):
-    """The tasks of one source. Each is checked once; if there are many, parsed at each access.
+    """Tasks of one source, all checked at the start. A large source parses at each access.
 
     Attributes:
-        key: Configuration key of the source's section.
-        ids: uint64 [N], hashes of the ids.
-        questions: uint64 [N, 2], hashes of what is asked; see `question_hashes`.
+        key: Config key of the source's section.
+        ids: Hashes of the ids, uint64 [N].
+        questions: Hashes of the questions, uint64 [N, 2]; see `question_hashes`.
     """
 
     def __init__(self, source: TaskSource, show: Callable[[str], None] = lambda _: None):
-        """Open and check a source; `show` receives the progress of a large one.
+        """Open and check a source. `show` receives the progress of a large one.
 
         Raises:
-            FileNotFoundError, ValueError: It cannot be read, or a record is malformed; file and
-                row are named.
+            FileNotFoundError, ValueError: The source cannot be read, or a record is malformed. The
+                message names file and row.
         """
         self.key, self._source = f"config.{source.key}", source
         self._reader = open_reader(source)
@@ -219,13 +220,13 @@ class Tasks(Sequence[Task]):
         self.questions = np.frombuffer(questions, np.uint64).reshape(-1, 2)
 
     def _read(self, indices: Sequence[int]) -> list[Task]:
-        """Read tasks, or raise UserCodeError with the key and the place."""
+        """Read tasks. Errors become a UserCodeError that names key and location."""
         try:
             records = self._reader.read(indices)
             return [self._parse(r, i) for r, i in zip(records, indices, strict=True)]
         except (ValueError, OSError) as error:
             raise UserCodeError(str(error)) from error
-        except Exception as error:  # a user's reader
+        except Exception as error:  # a user-supplied reader may raise anything
             raise UserCodeError(f"{self.key}: {format_failure(error)}.") from error
 
     def _parse(self, record: Record, index: int) -> Task:
@@ -235,7 +236,7 @@ class Tasks(Sequence[Task]):
             kept = {name: value for name, value in record.items() if name not in source.columns}
             named = {new: record[old] for old, new in source.columns.items() if old in record}
             record = kept | {name: value for name, value in named.items() if name}
-        if self._reader.fills_gaps:  # the arguments of a call have those of all others
+        if self._reader.fills_gaps:  # else each call would have null arguments from all others
             chats = {name: record[name] for name in ("messages", "prompt") if name in record}
             record = {**record, **without_gaps(chats)}
         refuse_bytes(record, place)
@@ -263,11 +264,11 @@ class Tasks(Sequence[Task]):
             yield from self._read(self._indices[block.start : block.stop].tolist())
 
     def place(self, index: int) -> str:
-        """Return the `file:row` of a task."""
+        """Return the location `file:row` of a task."""
         return self._reader.place(int(self._indices[index]))
 
     def only(self, kept: np.ndarray) -> Tasks:
-        """Select the tasks for which `kept`, bool [N], is True."""
+        """Return the tasks for which `kept`, bool [N], is True."""
         tasks = copy.copy(self)
         tasks._indices, tasks.ids = self._indices[kept], self.ids[kept]
         tasks.questions = self.questions[kept]
@@ -279,24 +280,24 @@ class Tasks(Sequence[Task]):
 def open_tasks(
     sources: Sequence[TaskSource], show: Callable[[str], None] = lambda _: None
 ) -> Mixture[Task]:
-    """Open and check all sources; see `Tasks` and `check_ids` for errors."""
+    """Open and check all sources. See `Tasks` and `check_ids` for errors."""
     opened = [Tasks(source, show) for source in sources]
     check_ids(opened)
     names = [source.name for source in sources]
     unique = [f"{n}_{i}" if names.count(n) > 1 else n for i, n in enumerate(names)]
-    if len(set(unique)) < len(unique):  # one is called as two others are numbered
+    if len(set(unique)) < len(unique):  # a numbered name equals another source's name
         unique = [f"{n}_{i}" for i, n in enumerate(names)]
     parts = zip(opened, sources, unique, strict=True)
     return Mixture([Source(items=t, weight=s.weight, name=n) for t, s, n in parts])
 
 
 def read_tasks(source: str | Path, key: str, *, split: str = "train") -> list[Task]:
-    """Return all tasks of a file or a folder; `key`, such as `tasks.train`, is for errors."""
+    """Return all tasks of a file or folder. `key`, such as `tasks.train`, is for errors."""
     return list(open_tasks([TaskSource(key=key, source=str(source), split=split)]))
 
 
 def check_ids(sources: Sequence[Tasks]) -> None:
-    """Raise ValueError if two tasks have one id, which trajectories and difficulties go by."""
+    """Raise a ValueError if two tasks share an id, since trajectories and difficulties use it."""
     everything = Mixture([Source(items=tasks) for tasks in sources])
     ids = np.concatenate([tasks.ids for tasks in sources])
     order = np.argsort(ids, kind="stable")
@@ -304,7 +305,7 @@ def check_ids(sources: Sequence[Tasks]) -> None:
     pairs = sorted((int(order[i + 1]), int(order[i])) for i in again)
     for second, first in pairs:
         task = everything[second]
-        if task.id == everything[first].id:  # else only their hashes are the same
+        if task.id == everything[first].id:  # otherwise only the hashes collide
             place, other = (_place(sources, index) for index in (second, first))
             is_same_file = place.rpartition(":")[0] == other.rpartition(":")[0]
             where = f"line {other.rpartition(':')[2]}" if is_same_file else other
@@ -324,7 +325,7 @@ def _place(sources: Sequence[Tasks], index: int) -> str:
 
 
 def check_data_sources(tasks: Sequence[Task], key: str) -> None:
-    """Raise ValueError if a data set has the name of a summary over data sets."""
+    """Raise a ValueError if a dataset has the name of a summary over datasets."""
     for task in tasks:
         if task.data_source in RESERVED:
             raise ValueError(
@@ -334,14 +335,14 @@ def check_data_sources(tasks: Sequence[Task], key: str) -> None:
 
 
 RESERVED = ("all", "mean")
-"""Names of summaries over data sets, which no data set may have."""
+"""Names of summaries over datasets, which no dataset may have."""
 
 
 def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
     """Return a warning if held-out questions are among the training tasks, else "".
 
-    Questions are equal up to case, blanks and the mark at the end. Chats are equal if their
-    messages are, or the question in verl's `extra_info`. Their images must be equal too.
+    Questions are compared without case, whitespace and final punctuation. Chats are equal if their
+    messages are, or their question in verl's `extra_info`. Images must be equal too.
     """
     asked = question_hashes(held_out)
     known, first = np.unique(question_hashes(tasks), return_index=True)
@@ -349,13 +350,13 @@ def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
         return ""
     at = np.searchsorted(known, asked).clip(max=len(known) - 1)
     is_known = known[at] == asked
-    # Of each held-out task the first one that is trained on, of two hashes each.
+    # The first training task that matches each held-out task. Each task has two hashes.
     others = np.where(is_known, first[at] // 2, len(tasks)).min(axis=1)
     both = [
         (held_out[index], tasks[int(others[index])])
         for index in np.flatnonzero(is_known.any(axis=1)).tolist()
     ]
-    # Of equal hashes the texts may differ still.
+    # Compare the texts too, since hashes may collide.
     both = [pair for pair in both if set(_identities(pair[0])) & set(_identities(pair[1]))]
     if not both:
         return ""
@@ -369,10 +370,10 @@ def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
 
 
 def question_hashes(tasks: Sequence[Task]) -> np.ndarray:
-    """Return hashes of what each task asks, uint64 [N, 2].
+    """Return hashes of each task's question, uint64 [N, 2].
 
-    A chat with a known question has two, of its messages and of the question. Other tasks have
-    one, twice.
+    A chat with a known question has two hashes, of its messages and of the question. For other
+    tasks both are equal.
     """
     if isinstance(tasks, Tasks):
         return tasks.questions
@@ -390,7 +391,7 @@ def _hashes_of(task: Task) -> tuple[int, int]:
 
 
 def _identities(task: Task) -> list[str]:
-    """Return texts of which two tasks that ask the same have one in common."""
+    """Return identifying texts. Two tasks with the same question share at least one."""
     if task.question is not None:
         texts = ["question " + normalized_question(task.question)]
     else:
@@ -404,7 +405,7 @@ def _identities(task: Task) -> list[str]:
 
 
 def normalized_question(text: str) -> str:
-    """Return a question without differences of case, blanks and the mark at the end."""
+    """Normalize case and whitespace of a question, and remove final punctuation."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" ?.")
 
 
@@ -416,7 +417,7 @@ def _hash(text: str) -> int:
 def task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path], str]]:
     """Return the files of `tasks.train` or `tasks.eval` by key, such as `tasks.train.sources/0`.
 
-    For one of several sources, the rest of its configuration as JSON comes with them, because only
+    For an entry of `sources`, the rest of its configuration comes with them as JSON, because only
     its path may change without consent.
     """
     by_key = {}

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by way of bytes."""
+"""Byte-level tokenizer: text to token ids and back, with chat templates."""
 
 import contextlib
 import json
@@ -19,26 +19,26 @@ from jaxrl.utils.quiet_transformers import quiet_transformers
 from jaxrl.utils.text import printable
 
 MAX_IDS = 2**24
-"""Most ids of a vocabulary, which is a list of them; published ones end near 260,000."""
+"""Maximum vocabulary size, to bound the list of ids. Published vocabularies end near 260,000."""
 
-_MAX_CHATS = 64  # templates with different tools
-_SLACK_TOKENS = 128  # encoded behind the last id that is taken of a prefix
+_MAX_CHATS = 64  # maximum number of cached templates with different tools
+_SLACK_TOKENS = 128  # extra tokens to encode beyond the requested prefix
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer with a chat template, read from a folder in Hugging Face's format.
+    """Byte-level BPE tokenizer with a chat template, in Hugging Face's format.
 
     Attributes:
-        vocab_bytes: Bytes of each id. An added token has its own text, a skipped id has none.
-        num_tokens: Number of ids, at most the rows of the model's embedding.
-        eos_ids: Ids that end the model's message; the tokenizer's own comes first.
-        opener: Text that the chat template writes at the start of the model's message; the end of
-            every prompt, "" for most templates.
-        pad_id: Id of padding; masks never depend on it.
-        image_id: Id of one token of an image; None if the model reads no images.
-        video_id: Id of one token of a video; None if the model knows no videos.
-        now: Time that the chat template is given.
-        reads_clock: True if the template may ask for the time.
+        vocab_bytes: Bytes of each id: the text of an added token, b"" for an unused id.
+        num_tokens: Number of ids, at most the number of embedding rows of the model.
+        eos_ids: Ids that end the model's message; the tokenizer's EOS id comes first.
+        opener: Text that the chat template writes at the start of the model's message, and so at
+            the end of every prompt; "" for most templates.
+        pad_id: Padding id. Masks never depend on it.
+        image_id: Id of an image token; None if the model does not support images.
+        video_id: Id of a video token; None if the model does not support videos.
+        now: Time shown to the chat template.
+        reads_clock: True if the template may read the time.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Tokenizer:
         video_id: int | None = None,
         now: datetime | None = None,
     ):
-        """Wrap a fast tokenizer of transformers; `from_folder` is the usual way here.
+        """Wrap a fast tokenizer of transformers. `from_folder` is the usual entry point.
 
         Args:
             hf_tokenizer: A `PreTrainedTokenizerFast`.
             eos_ids: Further ids that end a message.
             eos_tokens: Texts of further tokens that end a message.
             template_arguments: Arguments of the chat template, such as `enable_thinking`.
-            image_id: Id of an image's token, as the template writes it.
-            video_id: Id of a video's token.
-            now: Time for the chat template; by default the present.
+            image_id: Id of an image token, as the template writes it.
+            video_id: Id of a video token.
+            now: Time for the chat template; by default the current time.
 
         Raises:
-            ValueError: The tokenizer is of another kind, or lacks what was named.
+            ValueError: The tokenizer has an unsupported type, or lacks a token or argument.
         """
         self._hf_tokenizer = hf_tokenizer
         text = hf_tokenizer.backend_tokenizer.to_str()
@@ -72,8 +72,8 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Without added tokens nothing is matched ahead of the merges, which also keeps markers
-        # that are not flagged as special (`<think>`, `<tool_call>`) apart.
+        # A copy without added tokens encodes untrusted text. It also leaves added tokens that are
+        # not flagged as special (`<think>`, `<tool_call>`) as plain text.
         self._plain = tokenizers.Tokenizer(self._tokenizer.model)
         self._plain.normalizer = self._tokenizer.normalizer
         self._plain.pre_tokenizer = self._tokenizer.pre_tokenizer
@@ -88,6 +88,7 @@ class Tokenizer:
         self.vocab_bytes = bytes_of_ids(spec)
         self.num_tokens = len(self.vocab_bytes)
         self._longest_token = max(len(data) for data in self.vocab_bytes)
+        # Ids that end a message: the tokenizer's, those of generation_config.json, the config's.
         eos = hf_tokenizer.eos_token_id
         named: list[int] = []
         for token_text in eos_tokens:
@@ -108,6 +109,7 @@ class Tokenizer:
         self.pad_id = self.eos_ids[0] if pad is None else pad
         special = [token["id"] for token in spec["added_tokens"] if token["special"]]
         self._added_ids = {token["id"] for token in spec["added_tokens"]}
+        # The chat template, with a fixed time so that all prompts of a run agree.
         arguments = dict(template_arguments or {})
         templates = _templates_of(hf_tokenizer)
         _check_arguments(arguments, "\n".join(templates))
@@ -117,7 +119,8 @@ class Tokenizer:
         self.image_id, self.video_id = image_id, video_id
         self._chat = self._make_chat(())
         self._chats = {"[]": self._chat}
-        # A template that writes no added token for an image knows none, and has nothing to compare.
+        # The image id must be one that the template writes. A template that writes no added token
+        # for an image does not support images, so there is nothing to compare.
         written = {self.decode([id]): id for id in self.encode(self._chat.image)}
         is_known = image_id in written.values() or not self._added_ids & {*written.values()}
         if image_id is not None and not is_known:
@@ -126,8 +129,8 @@ class Tokenizer:
                 f"one that its chat template writes for an image: {written}. Mend config.json."
             )
         self.opener = self._chat.opener
-        # Ids that no message's content can write: what holds a chat together, and images and
-        # videos, which a text could feign.
+        # Ids that message contents must not produce: control tokens of the chat, and image and
+        # video tokens, which text could fake.
         self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.wrapper)}
         self._chat_ids |= {image_id, video_id}
         for template in templates[1:]:
@@ -147,7 +150,7 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Load from a local folder, without network access.
 
-        `eos_ids` includes those of `generation_config.json`, if the folder has one.
+        `eos_ids` includes those of `generation_config.json` if it exists.
         """
         folder = Path(path)
         if not (folder / "tokenizer.json").is_file():
@@ -161,10 +164,11 @@ class Tokenizer:
         with quiet_transformers(), _loading(folder):
             from transformers import AutoTokenizer
 
-            # The hub is never asked: not about the folder, and not about what its files name.
+            # Never contact the hub, neither for the folder nor for names in its files.
             hf_tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
+        # A dict holds several named templates; the default one is required.
         template = hf_tokenizer.chat_template
         named = template if isinstance(template, dict) else {"default": template}
         if not template or not all(isinstance(named.get(n), str) for n in ("default", *named)):
@@ -188,18 +192,18 @@ class Tokenizer:
         return self._chat_with(tools).opener
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; special tokens in it are parsed, none are added."""
+        """Encode `text`. Special tokens in it are parsed, but none are added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the ids of foreign text; no added token such as `<|im_end|>` is parsed."""
+        """Encode untrusted text. Added tokens such as `<|im_end|>` are not parsed."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def encode_start(self, text: str, max_tokens: int) -> list[int]:
-        """Return the first `max_tokens` ids of `encode_plain(text)`; a longer text costs no more.
+        """Return the first `max_tokens` ids of `encode_plain(text)`, at a cost bounded by them.
 
-        Merges work on pieces of the text, so text far behind an id does not change it. Only the
-        last ids of a prefix depend on what is cut off, so `_SLACK_TOKENS` more are encoded. Where
+        Merges work on pieces of the text, so text far after an id does not change it. Only the last
+        ids of a prefix depend on the text that is cut off, so `_SLACK_TOKENS` more are encoded. If
         the tokenizer normalizes, thousands of marks on one letter are sorted within the prefix.
         """
         num_characters = self._longest_token * (max_tokens + _SLACK_TOKENS)
@@ -213,23 +217,23 @@ class Tokenizer:
         behind: int = 0,
         has_default_system: bool = False,
     ) -> list[int]:
-        """Return the ids of a chat up to where the model's next message begins.
+        """Return the ids of a chat up to the start of the model's next message.
 
-        Messages cannot forge the chat: in their contents and other fields, special tokens and
-        tokens that the template itself writes stay plain characters. Other added tokens are parsed:
-        an example's `<think>` is the token that a model writes.
+        Messages cannot inject control tokens: special tokens, and tokens that the template itself
+        writes, stay plain characters in contents and other fields. Other added tokens are parsed:
+        `<think>` in an example is the token that a model writes.
 
         Args:
-            messages: Chat messages; the template writes their fields beside role and content.
+            messages: Chat messages. The template renders fields other than role and content.
             tools: JSON schemas of the tools, which the template describes.
-            image_tokens: Number of tokens of each image that a mark in the contents stands for;
-                without any, marks are plain text.
-            behind: Number of first messages, none blank, that are left out.
+            image_tokens: Number of tokens of each image, one per `<image>` placeholder. If empty,
+                placeholders are plain text.
+            behind: Number of leading messages to leave out; none of them may be blank.
             has_default_system: See `Chat.render`.
 
         Raises:
-            ValueError: The template refuses the chat, drops a message or a field of one, or knows
-                no tools or images.
+            ValueError: The template refuses the chat, drops a message or a field, or does not
+                support tools or images.
         """
         pieces = self._chat_with(tools).render(
             messages, with_images=bool(image_tokens), has_default_system=has_default_system
@@ -242,7 +246,7 @@ class Tokenizer:
         return self._expand(self._encode_chat(pieces, self._chat_ids), image_tokens)
 
     def render_turn(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return `Chat.turn` of a message of the assistant."""
+        """Return the text of an assistant message, see `Chat.turn`."""
         return self._chat_with(tools).turn(message)
 
     def render_image(self, num_tokens: int) -> tuple[list[int], str]:
@@ -255,13 +259,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         image_tokens: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], str]:
-        """Return the ids and the text of tool results, as the chat template writes them.
+        """Return the ids and the text of tool results as the chat template renders them.
 
-        They go from behind the id that ended the model's message to where its next one begins. No
-        added token is parsed inside a result.
+        They start after the id that ended the model's message, and end where its next message
+        starts. Added tokens inside results are not parsed.
 
         Raises:
-            ValueError: The template shows no results, or nothing ends the messages before them.
+            ValueError: The template does not support tool results, or its end of message is not one
+                of `eos_ids`.
         """
         shown = image_tokens or [()] * len(results)
         first, *others = self._chat_with(tools).tool_turn([len(counts) for counts in shown])
@@ -279,7 +284,7 @@ class Tokenizer:
         return self._expand(ids, counts), "".join(piece.text for piece in pieces)
 
     def _expand(self, ids: list[int], image_tokens: Sequence[int]) -> list[int]:
-        """Repeat the image token of each image as often as it has tokens."""
+        """Repeat the image token of each image to its number of tokens."""
         num_written = ids.count(self.image_id) if self.image_id is not None else 0
         if num_written != len(image_tokens):
             raise ValueError(
@@ -293,7 +298,7 @@ class Tokenizer:
         return [id for id in ids for _ in range(next(counts) if id == self.image_id else 1)]
 
     def _make_chat(self, tools: Sequence[Mapping[str, Any]], template: str | None = None) -> Chat:
-        """Return a chat with tools, by the model's template for them or by another one."""
+        """Return a chat with tools, from `template` or the model's template for these tools."""
         described = {"tools": [dict(tool) for tool in tools]} if tools else {}
         if template is None and self._hf_tokenizer.chat_template:
             template = self._hf_tokenizer.get_chat_template(tools=[*tools] or None)
@@ -312,7 +317,7 @@ class Tokenizer:
         )
 
     def _mark_tokens(self, text: str) -> str:
-        """Put marks around the tokens that hold a chat together."""
+        """Put markers around the control tokens of the chat."""
         return self._chat_tokens.sub(lambda token: mark_token(token[0]), text)
 
     def _chat_with(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
@@ -330,14 +335,15 @@ class Tokenizer:
                     "reads `tools`. Set config.env.search.protocol to one with tags, or "
                     "config.model.path to a model that was trained to call tools."
                 )
-            if len(self._chats) > _MAX_CHATS:  # clients of a server bring tools of their own
-                # The oldest but the first, which has no tools; another thread may have been faster.
+            if len(self._chats) > _MAX_CHATS:  # clients of a server may define their own tools
+                # Evict the oldest, except the first, which has no tools. Another thread may already
+                # have done so.
                 self._chats.pop(list(self._chats)[1], None)
             self._chats[key] = self._make_chat(tools)
         return self._chats[key]
 
     def _encode_chat(self, pieces: Sequence[Piece], reserved: Container[int]) -> list[int]:
-        """Encode a chat so that no given text holds a reserved added token."""
+        """Encode a chat without parsing reserved added tokens in message contents."""
         text = "".join(piece.text for piece in pieces)
         is_given = [piece.is_given for piece in pieces for _ in piece.text]
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -353,7 +359,7 @@ class Tokenizer:
         ]
         if len(kept) == len(added):
             return encoding.ids
-        # An added token cuts a text in two, which are encoded apart; a forged one does not.
+        # Encode the text between real added tokens separately. A forged token does not split it.
         ids, begin = [], 0
         for id, start, end in kept:
             ids += [*self.encode_plain(text[begin:start]), id]
@@ -362,23 +368,23 @@ class Tokenizer:
 
     @property
     def left_out_system(self) -> str:
-        """The template's own system message, if some prompt was rendered without it; else ""."""
+        """Default system message that was removed from some prompt; "" if none was."""
         return next((chat.left_out for chat in self._chats.values() if chat.left_out), "")
 
     @property
     def unknown_message_end(self) -> str:
-        """The added token behind the model's messages, if it is not in `eos_ids`; else ""."""
+        """Added token after the model's messages if it is not in `eos_ids`; else ""."""
         ids = self.encode(self._chat.message_end.strip())[:1]
         is_unknown = bool(ids) and ids[0] in self._added_ids and ids[0] not in self.eos_ids
         return self.decode(ids) if is_unknown else ""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids` with special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Decode `ids`, including special tokens. Bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.vocab_bytes[id] for id in ids).decode("utf-8", errors="replace")
 
 
 def _templates_of(hf_tokenizer: Any) -> list[str]:
-    """Return the default chat template, and the one for tools if that is another one."""
+    """Return the default chat template, and the one for tools if it differs."""
     if not hf_tokenizer.chat_template:
         return []
     default, for_tools = hf_tokenizer.get_chat_template(), hf_tokenizer.get_chat_template(tools=[])
@@ -386,11 +392,11 @@ def _templates_of(hf_tokenizer: Any) -> list[str]:
 
 
 _OWN_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_prompt", "chat_template")
-"""Not a user's to set: they decide what is rendered, and as what."""
+"""Arguments that users cannot set, because they decide what is rendered and how."""
 
 
 def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
-    """Refuse arguments that the chat template does not read."""
+    """Raise a ValueError for arguments that the chat template does not read."""
     for name in arguments:
         is_read = re.search(rf"\b{re.escape(name)}\b", template)
         if name in _OWN_ARGUMENTS or not is_read:
@@ -403,12 +409,12 @@ def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
 
 @contextlib.contextmanager
 def _loading(folder: Path, *ours: type[Exception]) -> Iterator[None]:
-    """Turn any error of a library into a one-line ValueError; errors `ours` pass."""
+    """Convert any library error to a one-line ValueError; errors of types `ours` pass through."""
     try:
         yield
     except (KeyboardInterrupt, *ours):
         raise
-    except BaseException as error:  # tokenizers panics with what is no Exception
+    except BaseException as error:  # a panic in tokenizers is not an Exception
         why = " ".join(printable(error_text(error)).split())
         raise ValueError(
             f"the tokenizer in {folder} cannot be loaded (tokenizer.json, tokenizer_config.json, "
@@ -417,7 +423,7 @@ def _loading(folder: Path, *ours: type[Exception]) -> Iterator[None]:
 
 
 def _ids_of_images(folder: Path) -> dict[str, int]:
-    """Return `image_token_id` and `video_token_id` of `config.json`, if it has them."""
+    """Return the image and video token ids in `config.json`, if any."""
     try:
         fields = read_object(folder / "config.json")
     except (OSError, ValueError):
@@ -427,7 +433,7 @@ def _ids_of_images(folder: Path) -> dict[str, int]:
 
 
 def _generation_eos_ids(folder: Path) -> list[int]:
-    """Return the end-of-sequence ids of `generation_config.json`, if it exists."""
+    """Return the end-of-sequence ids in `generation_config.json`; [] if it does not exist."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return []
@@ -439,10 +445,10 @@ def _generation_eos_ids(folder: Path) -> list[int]:
 
 
 def bytes_of_ids(spec: dict[str, Any]) -> list[bytes]:
-    """Return the bytes of every id of a tokenizer.json.
+    """Return the bytes of every id in a tokenizer.json.
 
     Raises:
-        ValueError: It is not byte-level BPE.
+        ValueError: The tokenizer is not byte-level BPE, or has an id that is too large.
     """
     model, steps = spec["model"], json.dumps([spec["normalizer"], spec["pre_tokenizer"]])
     added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
@@ -471,9 +477,9 @@ def bytes_of_ids(spec: dict[str, Any]) -> list[bytes]:
 
 
 def _byte_alphabet() -> list[str]:
-    """Return the character that byte-level BPE writes for each byte, as in GPT-2.
+    """Return the character for each byte in byte-level BPE, as in GPT-2.
 
-    Printable Latin-1 characters stand for themselves, the rest follow from U+0100 on.
+    Printable Latin-1 characters map to themselves, the others to U+0100 and up.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))

@@ -1,4 +1,4 @@
-"""The interface of readers: random access to the records of a source, in little memory."""
+"""Reader interface: random access to the records of a source, in little memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ import numpy as np
 from jaxrl.utils.paths import similar_path
 
 Record = dict[str, Any]
-"""The fields of a task by name, as JSON has them."""
+"""Fields of a task by name, as JSON values."""
 
 
 ANSWER_KEYS = ("answers", "golden_answers", "answer")
-"""Fields of the accepted answers: our name, FlashRAG's, and the plain singular."""
+"""Names of the field with the accepted answers: ours, FlashRAG's, and the singular."""
 
 
 class Reader(ABC):
-    """Random access to the records of a source. It holds an index of places, not the records.
+    """Random access to the records of a source. It holds an index of positions, not the records.
 
-    A factory takes `source` (the configured text), `config_key` (its key, for messages), and by
-    name what else it needs: `split`, `columns`, settings. It raises `ValueError` or `OSError`, in
-    one line that names file, row and key.
+    A factory takes `source` (the configured string), `config_key` (its key, for messages), and by
+    keyword whatever else it needs: `split`, `columns`, settings. It raises `ValueError` or
+    `OSError` with a one-line message that names file, row and key.
 
     Attributes:
-        fills_gaps: True if all objects in a column have the same fields, null where an object has
-            none, as in tables of Arrow.
+        fills_gaps: True if all objects in a column have the same fields, with nulls for missing
+            values, as in Arrow tables.
     """
 
     fills_gaps: bool = False
@@ -44,24 +44,24 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read records; neighbors together are fastest.
+        """Read records. Adjacent indices are fastest.
 
         Raises:
-            ValueError: A record cannot be read; the message names its place.
+            ValueError: A record cannot be read. The message names its location.
             OSError: The file cannot be read.
         """
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """Return `file:row` of a record, which is also its id if it has none."""
+        """Return the location `file:row` of a record, also used as its default id."""
 
     def folder(self, index: int) -> Path:
-        """Return the folder of relative paths in a record: that of its file."""
+        """Return the base folder for relative paths in a record: the folder of its file."""
         return Path(self.place(index).rpartition(":")[0]).parent
 
 
 class Joined(Reader):
-    """Concatenation of the readers of several files."""
+    """Concatenation of several readers."""
 
     def __init__(self, readers: Sequence[Reader]):
         self._readers = readers
@@ -72,7 +72,7 @@ class Joined(Reader):
         return int(self._ends[-1])
 
     def _find(self, index: int) -> tuple[int, int]:
-        """Return the number of the reader that has a record, and the record's index in it."""
+        """Return the index of the reader that holds a record, and the record's index in it."""
         number = bisect.bisect_right(self._ends, index)
         return number, index - (self._ends[number - 1] if number else 0)
 
@@ -90,15 +90,15 @@ class Joined(Reader):
 
 
 class Listed(Reader):
-    """Reader over a user's object that has `len` and a mapping at each index."""
+    """Reader over a user-supplied sequence of mappings."""
 
     def __init__(self, records: Any, name: str, key: str):
         """Wrap the records.
 
         Args:
-            records: A sequence; a method `place(index)` is used if it has one.
-            name: Configured name of what made it.
-            key: Configuration key of that name.
+            records: A sequence. Its method `place(index)` is used if it has one.
+            name: Configured name of the factory that returned it.
+            key: Config key of that name.
         """
         if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
             raise ValueError(
@@ -129,12 +129,12 @@ class Listed(Reader):
         return str(place_of(index)) if place_of else f"{self._name}:{index + 1}"
 
     def folder(self, index: int) -> Path:
-        """See `Reader`; without places, the working directory."""
+        """See `Reader`; the working directory if the sequence has no `place`."""
         return super().folder(index) if hasattr(self._records, "place") else Path()
 
 
 class Held:
-    """An open file that must not change while it is read; it may be renamed or removed."""
+    """An open file that must not change while it is read, but may be renamed or removed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -146,7 +146,7 @@ class Held:
         return stat.st_size, stat.st_mtime_ns
 
     def check(self) -> None:
-        """Raise ValueError if the file was written to since it was opened."""
+        """Raise a ValueError if the file was modified since it was opened."""
         if self._read_stamp() != self._stamp:
             raise ValueError(f"{self.path} was changed while the run was reading it.")
 
@@ -154,17 +154,17 @@ class Held:
 def open_files(
     open_one: Callable[[Path], Reader], source: str, key: str, *, what: str, suffixes: Sequence[str]
 ) -> Reader:
-    """Return a reader over a file, a pattern with *, or a folder.
+    """Return a reader over a file, a pattern with `*`, or a folder.
 
     Args:
-        open_one: Function that makes the reader of one file.
-        source: Path; of a folder, all files with one of the suffixes are read, sorted by name.
-        key: Configuration key of the source.
+        open_one: Function that opens one file.
+        source: Path. A folder stands for its files with one of the suffixes, sorted by name.
+        key: Config key of the source.
         what: Description of such files for errors.
-        suffixes: File suffixes with their dots.
+        suffixes: File suffixes, including the dot.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: No file matches.
     """
     files = find_files(source, suffixes)
     if not files:
@@ -176,7 +176,7 @@ def open_files(
 
 
 def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
-    """Return the files that a source names, sorted; see `open_files`."""
+    """Return the files that a source names, sorted. See `open_files`."""
     path = Path(source)
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.suffix in suffixes)
@@ -186,10 +186,10 @@ def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def present(fields: Mapping[str, Any], place: str) -> Record:
-    """Return the fields that are not null as plain JSON values; see `as_plain`.
+    """Return the fields that are not null as plain JSON values. See `as_plain`.
 
     Raises:
-        ValueError: A value has no such form.
+        ValueError: A value has no JSON form.
     """
     record = {}
     for name, value in fields.items():
@@ -203,7 +203,7 @@ def present(fields: Mapping[str, Any], place: str) -> Record:
 
 
 def refuse_bytes(record: Record, place: str) -> None:
-    """Raise ValueError if a field other than `images` holds bytes that are not UTF-8."""
+    """Raise a ValueError if a field other than `images` contains bytes that are not UTF-8."""
     for name, value in record.items():
         if name != "images" and _has_bytes(value):
             raise ValueError(
@@ -222,21 +222,21 @@ def _leave_out(name: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text in one line of at most 300 characters, without a full stop."""
+    """Return an error's text in one line of at most 300 characters, without a final period."""
     return " ".join(str(error).split())[:300].rstrip(".")
 
 
 def as_plain(value: Any) -> Any:
-    """Return a value of Python, NumPy or Arrow as JSON has it; bytes that are not UTF-8 stay bytes.
+    """Convert a Python, NumPy or Arrow value to plain JSON. Bytes that are not UTF-8 stay bytes.
 
     Raises:
-        TypeError: JSON has no such type.
+        TypeError: The type has no JSON form.
     """
     match value:
         case None | bool() | int() | str():
             return value
         case float():
-            return None if value != value else value  # what tables write for a gap
+            return None if value != value else value  # tables store a missing value as NaN
         case bytes():
             try:
                 return value.decode("utf-8")
@@ -256,14 +256,14 @@ def as_plain(value: Any) -> Any:
 
 
 def without_gaps(value: Any) -> Any:
-    """Return a plain value without the fields of objects that are null."""
+    """Remove null fields from all objects of a plain value."""
     if isinstance(value, dict):
         return {name: without_gaps(item) for name, item in value.items() if item is not None}
     return [without_gaps(item) for item in value] if isinstance(value, list) else value
 
 
 def blocks(count: int, size: int) -> Iterable[range]:
-    """Return ranges of at most `size` indices that cover `count`."""
+    """Return consecutive ranges of at most `size` indices that cover `range(count)`."""
     return (range(start, min(start + size, count)) for start in range(0, count, size))
 
 
@@ -275,4 +275,4 @@ READERS: Mapping[str, str] = {
     "hf": "jaxrl.extras.readers.hf.hugging_face",
     "reasoning_gym": "jaxrl.extras.readers.generated.reasoning_gym",
 }
-"""Factories of readers by the format that a configuration names."""
+"""Reader factories by configured format."""

@@ -1,4 +1,4 @@
-"""JSONL and CSV by byte offsets: a pass over the file finds where each record begins."""
+"""JSONL and CSV readers with random access: one pass over the file finds each record's offset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxrl.utils.jsonl import parse_line, refuse_other_formats
 
 
 def jsonl(source: str, config_key: str) -> Reader:
-    """Return a reader of JSONL: one JSON object a line; blank lines are skipped."""
+    """Return a reader of JSONL files: one JSON object per line; blank lines are skipped."""
     return open_files(
         lambda path: _JsonLines(path, config_key),
         source,
@@ -28,10 +28,10 @@ def jsonl(source: str, config_key: str) -> Reader:
 
 
 class _Lines(Reader):
-    """One file whose records begin at lines.
+    """Reader of one file with records that start at the beginning of a line.
 
     Attributes:
-        config_key: Configuration key of the file.
+        config_key: Config key of the file.
     """
 
     def __init__(self, path: Path, config_key: str):
@@ -63,7 +63,7 @@ class _Lines(Reader):
 
 
 class _JsonLines(_Lines):
-    """One file of JSONL."""
+    """Reader of one JSONL file."""
 
     def _find_records(self) -> None:
         file = self._held.file
@@ -89,17 +89,17 @@ def csv_table(
     *,
     delimiter: str = "",
 ) -> Reader:
-    """Return a reader of CSV or TSV with a line of column names.
+    """Return a reader of CSV or TSV files with a header line.
 
-    A cell that holds a JSON list of texts is such a list. The columns in `OBJECTS` may hold any
-    JSON, or what pandas writes for it; for answers see `_answers`. Empty cells and columns without
-    a name, such as pandas writes for row numbers, are skipped.
+    A cell with a JSON list of strings becomes a list. The columns in `OBJECTS` may contain any
+    JSON, or the form that pandas writes; for answers see `_answers`. Empty cells are skipped, and
+    so are columns without a name, such as row numbers from pandas.
 
     Args:
         source: A file, a pattern, or a folder of .csv and .tsv files.
-        config_key: Configuration key of the source.
-        columns: Fields of the columns that have other names.
-        delimiter: Delimiter of cells, one character; "": a tab in .tsv files, else a comma.
+        config_key: Config key of the source.
+        columns: Field names by column name, for columns with other names.
+        delimiter: One character; "" for a tab in .tsv files and a comma in others.
     """
     if not isinstance(delimiter, str) or len(delimiter) > 1:
         raise ValueError(f"{config_key}: the delimiter is {delimiter!r}; expected one character.")
@@ -115,20 +115,20 @@ def csv_table(
 
 
 OBJECTS = ("messages", "prompt", "metadata", "reward_model", "extra_info")
-"""Columns whose cells may hold any JSON."""
+"""Columns that may contain any JSON."""
 
-csv.field_size_limit(2**30)  # a cell may hold a whole document
+csv.field_size_limit(2**30)  # a cell may contain a complete document
 
 
 class _Csv(_Lines):
-    """One file of CSV; a cell in quotes may hold line ends."""
+    """Reader of one CSV file. A quoted cell may contain line breaks."""
 
     def __init__(self, path: Path, config_key: str, delimiter: str, columns: Mapping[str, str]):
         self._delimiter, self._columns = delimiter, columns
         super().__init__(path, config_key)
 
     def _find_records(self) -> None:
-        """Find each row, and check that it has as many cells as the header."""
+        """Find each row and check that it has as many cells as the header."""
         path, rows = self._held.path, self._rows(0, 0)
         self._names = next(rows, [])
         if self._names:
@@ -153,7 +153,7 @@ class _Csv(_Lines):
             offset, number = self._at, self._number + 1
 
     def _rows(self, offset: int, number: int) -> Iterator[list[str]]:
-        """Yield the rows from an offset on; `number` lines are before it."""
+        """Yield the rows from an offset on, with `number` lines before it."""
         self._at, self._number = offset, number
         self._held.file.seek(offset)
         try:
@@ -165,7 +165,7 @@ class _Csv(_Lines):
             ) from error
 
     def _read_lines(self) -> Iterator[str]:
-        """Yield lines, and count them and their bytes."""
+        """Yield lines, counting them and their bytes."""
         while line := self._held.file.readline():
             self._at += len(line)
             self._number += 1
@@ -182,7 +182,7 @@ class _Csv(_Lines):
 
 
 def _value(field: str, cell: str, place: str) -> object:
-    """Return the value of a cell: JSON in the fields that may hold it, a list of texts, or text."""
+    """Return the value of a cell: JSON for certain fields, a list of strings, or text."""
     if field in OBJECTS and cell.lstrip()[:1] in ("{", "["):
         return _literal(cell, f"{place}: {field!r}")
     if field in ANSWER_KEYS:
@@ -198,12 +198,13 @@ def _value(field: str, cell: str, place: str) -> object:
 
 
 def _literal(cell: str, place: str) -> Any:
-    """Parse a cell that holds JSON, or lists and dicts exactly as Python writes them.
+    """Parse JSON, or a Python literal that equals its own `repr`.
 
-    Others are ambiguous: Python reads `['x' 'y']`, NumPy's array of two texts, as a list of one.
+    Other literals are ambiguous: Python parses `['x' 'y']`, NumPy's form of an array of two
+    strings, as a list of one string.
 
     Raises:
-        ValueError: It holds neither.
+        ValueError: The cell is neither.
     """
     text = cell.strip()
     try:
@@ -220,17 +221,17 @@ def _literal(cell: str, place: str) -> Any:
 
 
 _QUOTED = re.compile(r"array\(|[\[{]\s*(?:['\"]|nan\b)")
-"""Beginning of a list or dict of texts, as Python and NumPy write them."""
+"""Start of a list or dict of strings as Python and NumPy print it."""
 
 
 def _answers(field: str, cell: str, place: str) -> Any:
-    """Read a cell of answers: a list as JSON or as pandas writes it, or one answer.
+    """Parse a cell of answers: a list, as JSON or as pandas writes it, or a single answer.
 
-    Numbers alone in brackets are one answer, such as the interval `[1, 2]`, but for a list in
-    `answers` and `golden_answers`.
+    Brackets that contain only numbers are a single answer, such as the interval `[1, 2]`, except
+    for lists in `answers` and `golden_answers`.
 
     Raises:
-        ValueError: It looks like a list, and cannot be read as one.
+        ValueError: The cell looks like a list but cannot be parsed.
     """
     text = cell.strip()
     is_list_field = field != "answer"
@@ -251,7 +252,7 @@ def _answers(field: str, cell: str, place: str) -> Any:
 
 
 def _is_of_numbers(value: Any) -> bool:
-    """Return True for a number, and for a collection of such that is not empty."""
+    """Return True for a number, or a nonempty nested collection of numbers."""
     if isinstance(value, list | tuple | set):
         return len(value) > 0 and all(map(_is_of_numbers, value))
     return isinstance(value, int | float) and not isinstance(value, bool)
